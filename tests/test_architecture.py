@@ -71,6 +71,7 @@ SEAMS = {
     },
     "duckdb": {"precompute/sources/database.py", "store/history/versions.py", "store/disk/sql.py"},
     "httpcore2": {"store/client/client.py", "store/client/transport.py"},
+    "obstore": {"store/disk/object_storage.py"},
     "redis": {"store/online/redis/connection.py"},
     "hiredis": {"store/online/redis/connection.py"},
     "xxhash": {

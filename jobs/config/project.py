@@ -39,6 +39,8 @@ from precompute.jobs.config.section import (
 )
 from precompute.jobs.config.serve import ServeConfig
 from precompute.store.disk.durable_file import make_folder, replace_durably
+from precompute.store.disk.record import digest_of
+from precompute.store.disk.storage import LOCAL, mount, storage_of
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.feature_view import why_no_semantic_cache
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from precompute.store.answers.service import Service
 
 
+OBJECT_STORES = ("s3", "gs", "az")
+"""Schemes of a root that is no folder."""
 VERSION = 1
 
 
@@ -132,7 +136,11 @@ class ProjectConfig(Section):
     """``project.yaml``: where and when."""
 
     root: str
-    """folder of the offline store"""
+    """folder of the offline store, or s3://bucket/prefix, gs://…, az://…"""
+    cache: str = "./var/cache"
+    """folder for what is fetched from a root in an object store"""
+    cache_gb: float = Field(default=200.0, gt=0)
+    """of parts there, at most"""
     online: str = Field(description=ONLINE_FORMS)
     vars: dict[str, str] = Field(default_factory=dict)
     """values for ${name} in the views; relative paths start with ./ or ../"""
@@ -194,8 +202,12 @@ class ProjectConfig(Section):
     @field_validator("root")
     @classmethod
     def _folder(cls, root: str) -> str:
-        if "://" in root:
-            raise ValueError("object stores are not supported yet; give a folder")
+        scheme, found, rest = root.partition("://")
+        if found and (scheme not in OBJECT_STORES or not rest.strip("/")):
+            raise ValueError(
+                "give a folder, or a bucket and a prefix in an object store, as in"
+                f" {', '.join(f'{one}://bucket/prefix' for one in OBJECT_STORES)}"
+            )
         return root
 
     @field_validator("online")
@@ -251,7 +263,7 @@ class Project:
                 f" {PREFIX}VIEWS__ITEM_VECTOR__TTL=1h"
             )
         self.settings = checked(ProjectConfig, merged(raw, over), project_file, over)
-        self.root = self.home / self.settings.root
+        self.root = self._mounted_root()
         self.online = self._absolute_online(self.settings.online)
         self._vars = {
             name: {".": "./", "..": "../"}.get(value, value)
@@ -449,6 +461,27 @@ class Project:
     def schedules(self) -> dict[str, Schedule]:
         """The schedule section, every view's options spelled out."""
         return spelled_out(self.settings.schedule, self.settings.runs, self.settings.timezone)
+
+    def _mounted_root(self) -> Path:
+        """The folder of the root; of one in an object store, of its cache here, and it is mounted.
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
+        url = self.settings.root
+        if "://" not in url:
+            return self.home / url
+        folder = (self.home / self.settings.cache / digest_of(url.rstrip("/").encode())).absolute()
+        if storage_of(folder) is LOCAL:
+            try:
+                from precompute.store.disk.object_storage import ObjectStorage
+            except ImportError as exc:
+                raise ConfigError(
+                    f"root: {url}: obstore is not installed: pip install 'precompute-store[s3]'"
+                ) from exc
+            cache_bytes = int(self.settings.cache_gb * 1e9)
+            mount(folder, ObjectStorage(url, folder, cache_bytes))
+        return folder
 
     def _absolute_online(self, online: str) -> str:
         folder = table_folder(online)

@@ -95,7 +95,7 @@ def find_run(project: Project, run: str | None) -> tuple[ViewStore, Report]:
     ]
     if run is None:
         newest = max(
-            (path.stem for store in stores for path in store.runs.folder.glob("*.json")),
+            (name for store in stores for name in store.runs.ids()),
             default=None,
         )
         if newest is None:
@@ -107,12 +107,7 @@ def find_run(project: Project, run: str | None) -> tuple[ViewStore, Report]:
             if last is None:
                 raise ConfigError(f"view {run!r} has no run yet: precompute run {run}")
             return store, as_it_ended(store, last)
-    found = [
-        (store, path.stem)
-        for store in stores
-        for path in store.runs.folder.glob("*.json")
-        if path.stem.startswith(run)
-    ]
+    found = [(store, name) for store in stores for name in store.runs.ids() if name.startswith(run)]
     exact = [(store, name) for store, name in found if name == run] or found
     if len(exact) != 1 or not run:
         which = (
@@ -134,7 +129,7 @@ def rejections(store: ViewStore, run: str) -> dict[str, Any] | None:
         SnapshotError: the file is damaged.
     """
     path = store.data / run / "rejected.parquet"
-    if not path.exists():
+    if not store.is_here(path):
         return None
     with reading(store.name):
         table = pq.read_table(path, columns=["key", "stage", "error"])

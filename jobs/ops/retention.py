@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from precompute.jobs.config.project import Project
+from precompute.jobs.run.replica import Replica
 from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.identity import known_identity
 from precompute.store.disk.lease import holder, is_held, take
+from precompute.store.disk.storage import LOCAL, storage_of
 from precompute.store.errors import (
     ConfigError,
     ConflictError,
@@ -59,9 +60,8 @@ def look(project: Project, name: str, *, data: bool = False) -> Dropped:
         served = name in online.views()
     # the second: a removal that was stopped
     folders = [store.folder, *([store.removed_folder] if data else [])]
-    exists = NAME.match(name) is not None and (
-        served or configured or any(folder.is_dir() for folder in folders)
-    )
+    there = any(folder.is_dir() for folder in folders) or name in offline.views()
+    exists = NAME.match(name) is not None and (served or configured or there)
     if not exists:
         near = nearest_or_all(name, sorted({*offline.views(), *project.names}))
         raise ConfigError(
@@ -116,7 +116,7 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
     if not take_over:
         _check_ours(project, name)
     with spending_reserve(project.root), contextlib.ExitStack() as held:
-        if folder.is_dir():
+        if storage_of(folder) is not LOCAL or folder.is_dir():
             busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it"
             held.enter_context(
                 take(folder, PUBLISH_LEASE, "drop", ttl_s=project.settings.lease, busy=busy)
@@ -128,9 +128,9 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
             _check_idle(folder, name)
         with contextlib.closing(open_online_store(project.online)) as online:
             online.forget(name)
+            Replica(store, online).end()
         try:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(store.indexes)
+            store.storage.delete_all(store.indexes)
         except OSError as exc:
             raise SnapshotError(
                 f"{store.indexes} cannot be removed: {exc.strerror or exc}; do it once more"
@@ -163,8 +163,8 @@ def _check_idle(folder: Path, name: str) -> None:
     """Raises:
     ConflictError: a run, whose end would publish the view again, goes on.
     """
-    for path in sorted(folder.glob("lease-*.json")):
-        lease = path.stem.removeprefix("lease-")
+    names = (Path(name) for name in sorted(storage_of(folder).names(folder)))
+    for lease in (name.stem.removeprefix("lease-") for name in names if name.match("lease-*.json")):
         if lease not in (PUBLISH_LEASE, DROP_LEASE) and is_held(folder, lease):
             by = holder(folder, lease)
             raise ConflictError(

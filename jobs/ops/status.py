@@ -20,7 +20,8 @@ from precompute.jobs.schedule.due import outlook
 from precompute.store.account.account import read_account
 from precompute.store.account.checker import LOOK_S, look
 from precompute.store.disk.lease import is_held
-from precompute.store.disk.record import Record, plain, read_record_file
+from precompute.store.disk.record import Record, plain
+from precompute.store.disk.storage import read_record_file
 from precompute.store.errors import OnlineStoreError, PrecomputeError, SnapshotError
 from precompute.store.feature_view import status_of
 from precompute.store.offline.gc import damage

@@ -34,6 +34,7 @@ from precompute.jobs.run.rows.plan import Plan, Planner, mark_if_damaged, now_us
 from precompute.sources.frame import write_frame
 from precompute.store.disk.durable_file import disk_message, make_folder, replacing_durably
 from precompute.store.disk.record import plain, replace
+from precompute.store.disk.storage import storage_of
 from precompute.store.errors import (
     ConfigError,
     GateError,
@@ -144,6 +145,7 @@ def _take_frame(config: ViewConfig, frame: object, project: Path, path: Path) ->
         make_folder(path.parent)
         with replacing_durably(path) as temporary:
             write_frame(frame, columns, config.entity, temporary)
+        storage_of(path).put([path])
     except OSError as exc:
         raise SnapshotError(disk_message(path, exc)) from exc
 
@@ -220,7 +222,7 @@ def _unchanged(job: Job, opened: OpenView, loaded: Loaded, plan: Plan, report: R
     if snapshot.frame is not None:
         # it holds what this run's holds
         with suppress(OSError):
-            (store.data / report.run / FRAME).unlink()
+            store.storage.delete(store.data / report.run / FRAME)
     return snapshot
 
 

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from precompute.jobs.run.loader import Loader
 from precompute.jobs.run.progress import Progress
+from precompute.jobs.run.replica import Replica
 from precompute.store.account.account import Act
 from precompute.store.account.checker import look
 from precompute.store.account.rows import DOUBTED_ROWS, check_served
@@ -90,6 +91,7 @@ class Publisher:
     ) -> None:
         self._store, self._online, self._report, self._lease = store, online, report, lease
         self._owner, self._take_over = identity_of(store.offline.root), take_over
+        self._replica = Replica(store, online)
         self._loader = Loader(
             store, online, report, progress, "" if take_over else self._owner, memory_mb
         )
@@ -127,6 +129,11 @@ class Publisher:
             # before anything is dropped: what lies there beside the live generations is theirs, too
             check_owner(self._current(), view, self._owner)
         standing = Standing(store)
+        try:
+            self._replica.follow()
+        except SnapshotError as exc:
+            # what is not here is loaded
+            log.warning("%s", exc)
         number = standing.newest_publishable() if number is None else number
         snapshot = store.snapshot(number)
         mended = self.mend()
@@ -170,7 +177,7 @@ class Publisher:
             return None
         pointer = replace(pointer, degraded=False)
         if again or current != pointer:
-            self._online.flip(pointer)
+            self._flip_online(pointer)
         self._drop_unused(ref, current)
         self._report.status = "published" if again or current != pointer else "current"
         self._report.epoch = ref.epoch
@@ -180,7 +187,11 @@ class Publisher:
         """Flip the online pointer to what ``live.json`` says, where a crash between the two left it
         behind; whether there was need."""
         ref, current = self._store.refs.readable_live(), self._current()
-        if ref is None or (current is not None and current.epoch >= ref.epoch):
+        if ref is None or (
+            current is not None
+            and current.epoch >= ref.epoch
+            and not self._replica.is_behind(ref.epoch)
+        ):
             return False
         try:
             snapshot = self._store.snapshot(ref.snapshot)
@@ -190,7 +201,7 @@ class Publisher:
         pointer = self._pointer(snapshot, ref)
         if not self._can_be_read(pointer, snapshot):
             return False
-        self._online.flip(pointer)
+        self._flip_online(pointer)
         return True
 
     def degrade(self) -> None:
@@ -199,7 +210,7 @@ class Publisher:
         current = self._current()
         if current is not None and not current.degraded and current.owner in ("", self._owner):
             try:
-                self._online.flip(replace(current, degraded=True))
+                self._flip_online(replace(current, degraded=True))
             except OnlineStoreError as exc:
                 # not even its generations are whole: readers see as much
                 log.warning("%s", exc)
@@ -214,7 +225,7 @@ class Publisher:
         # The caller just published it.
         assert ref is not None
         ref = self._store.refs.renew_live(ref, renewed_at_us, self._lease)
-        self._online.flip(self._pointer(self._store.snapshot(ref.snapshot), ref))
+        self._flip_online(self._pointer(self._store.snapshot(ref.snapshot), ref))
 
     def _loaded(self, snapshot: Snapshot, ref: LiveRef | None, epoch: int, reload: bool) -> Place:
         """Load a snapshot: as an overlay over what is live, or the lower part of that, where it
@@ -333,15 +344,22 @@ class Publisher:
                     lease=lease,
                 )
             except ConflictError:
-                # Somebody else won: what was loaded here will never be read.
-                if epoch in place.generations:
+                # Somebody else won: what was loaded here will never be read, unless the reply to
+                # the move was lost and a later one has it as what was before.
+                later = refs.readable_live()
+                if epoch in place.generations and epoch not in self._in_use(later, None):
                     with contextlib.suppress(OnlineStoreError):
                         self._online.drop(self._store.name, epoch)
                     shutil.rmtree(self._store.index_folder(epoch), ignore_errors=True)
                 raise
-            self._online.flip(self._pointer(snapshot, ref))
+            self._flip_online(self._pointer(snapshot, ref))
             crashpoint("online.flip")
         return ref
+
+    def _flip_online(self, pointer: Pointer) -> None:
+        """Move the online pointer, here and for all that follow the root."""
+        self._online.flip(pointer)
+        self._replica.publish(pointer)
 
     def _retained(self, snapshot: Snapshot, ref: LiveRef | None) -> Place | None:
         """Where the online store still holds a snapshot, from before the last publishing: going
@@ -438,9 +456,7 @@ class Publisher:
         """
         self._lease.check()
         store, online, view = self._store, self._online, self._store.name
-        places = () if ref is None else (ref.place, ref.previous_place)
-        keep = {n for place in places if place is not None for n in place.generations}
-        keep |= set(() if current is None else current.generations)
+        keep = self._in_use(ref, current)
         try:
             for generation in online.generations(view):
                 if generation.number not in keep:
@@ -451,6 +467,14 @@ class Publisher:
         for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
             if not path.name.isdigit() or int(path.name) not in keep:
                 shutil.rmtree(path, ignore_errors=True)
+        self._replica.drop_all_but(keep)
+
+    @staticmethod
+    def _in_use(ref: LiveRef | None, current: Pointer | None) -> set[int]:
+        """Generations that the live pointer, the one to go back to and the online one have."""
+        places = () if ref is None else (ref.place, ref.previous_place)
+        numbers = {n for place in places if place is not None for n in place.generations}
+        return numbers | set(() if current is None else current.generations)
 
     def _pointer(self, snapshot: Snapshot, ref: LiveRef) -> Pointer:
         """What readers are given: a function of manifest, live pointer and what they are given now,

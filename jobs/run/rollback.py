@@ -197,7 +197,7 @@ def reconcile(
             )
             records = [finding for finding in account.findings if finding.act is Act.REMOVE]
             for finding in records:
-                Path(finding.what).unlink(missing_ok=True)
+                store.storage.delete(Path(finding.what))
             # somebody may have published, or ended the view, before the lease was taken
             account = look(store, online, publishing=True)
             report.attention += [*account.trouble, *(finding.found for finding in records)]

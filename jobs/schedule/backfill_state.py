@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from precompute.store.disk.durable_file import disk_message, locked, make_folder, replace_durably
+from precompute.store.disk.durable_file import LOCK_WAIT_S, disk_message
 from precompute.store.disk.lease import Lease, is_held, take
-from precompute.store.disk.record import Record, field, read_record_file, sealed
+from precompute.store.disk.record import Record, field, sealed
+from precompute.store.disk.storage import read_record_file, storage_of
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
@@ -132,7 +132,9 @@ def note_done(item: Item, store: ViewStore, report: Report | None = None) -> Non
 
 def backfills(store: ViewStore) -> list[str]:
     """Ids of a view's backfills, the newest first."""
-    return sorted((path.stem for path in backfill_folder(store).glob("[0-9]*.json")), reverse=True)
+    folder = backfill_folder(store)
+    names = (Path(name) for name in storage_of(folder).names(folder))
+    return sorted((name.stem for name in names if name.match("[0-9]*.json")), reverse=True)
 
 
 def read_backfill(store: ViewStore, id: str) -> Backfill:
@@ -163,27 +165,22 @@ def save_backfill(store: ViewStore, state: Backfill, lease: Lease) -> None:
     lease.check()
     path = backfill_folder(store) / f"{state.id}.json"
     try:
-        replace_durably(path, sealed(state, indent=1))
+        storage_of(path).write(path, sealed(state, indent=1))
     except OSError as exc:
         raise SnapshotError(
             disk_message(path, exc, f"free some, then --resume {state.id}")
         ) from exc
 
 
-@contextlib.contextmanager
-def one_begins(store: ViewStore) -> Iterator[None]:
-    """One backfill of the view begins at a time, so that two never overlook each other.
+def one_begins(store: ViewStore) -> Lease:
+    """What is held while a backfill of the view begins, by one at a time, so that two never
+    overlook each other.
 
     Raises:
+        ConflictError: another one has begun for so long that it is stopped or stuck.
         SnapshotError: the file system failed.
     """
-    path = backfill_folder(store) / ".lock"
-    try:
-        make_folder(path.parent)
-        with locked(path):
-            yield
-    except OSError as exc:
-        raise SnapshotError(disk_message(path, exc)) from exc
+    return take(store.leases, "backfills", "backfill", wait_s=LOCK_WAIT_S)
 
 
 def take_backfill(store: ViewStore, state: Backfill, ttl_s: float) -> Lease:

@@ -19,9 +19,10 @@ from zoneinfo import ZoneInfo
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.schedule import Schedule, fire_times, last_fire
 from precompute.jobs.run.report import PUBLISHING
-from precompute.store.disk.durable_file import disk_message, make_folder, replace_durably
+from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.lease import holder, is_held
 from precompute.store.disk.record import Record, read_record, replace, sealed
+from precompute.store.disk.storage import storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -414,11 +415,11 @@ class Ledger:
     def _read(self, view: str, fresh: bool = False) -> list[Report]:
         runs = self._offline.view(view).runs
         try:
-            changed_ns = runs.folder.stat().st_mtime_ns
-        except FileNotFoundError:
-            return []
+            changed_ns = storage_of(runs.folder).changed_ns(runs.folder)
         except OSError as exc:
             raise SnapshotError(f"{runs.folder} cannot be read: {exc.strerror or exc}") from exc
+        if changed_ns is None:
+            return []
         if fresh or view not in self._cached or self._cached[view][0] != changed_ns:
             reports = runs.reports(REPORTS)
             # A second change within one step of the file system's clock does not show: what is that
@@ -437,7 +438,7 @@ class Ledger:
         schedule = self._schedules[view]
         path = self._offline.view(view).refs.folder / "schedule.json"
         try:
-            settled = read_record(_Settled, path.read_bytes())
+            settled = read_record(_Settled, storage_of(path).read(path))
             if (settled.when, settled.timezone) == (schedule.when, schedule.timezone):
                 return parsed_time(settled.since), frozenset(settled.ignored)
         except FileNotFoundError:
@@ -462,8 +463,7 @@ class Ledger:
             tuple(sorted(self._settled(view)[1] if ignored is None else ignored)),
         )
         try:
-            make_folder(path.parent)
-            replace_durably(path, sealed(settled))
+            storage_of(path).write(path, sealed(settled))
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc, "nothing was started")) from exc
 

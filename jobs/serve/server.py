@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from precompute.jobs.config.project import Project
+from precompute.jobs.run.replica import Follower
 from precompute.jobs.serve.model_group import (
     ModelGroup,
     ModelLimits,
@@ -33,6 +34,7 @@ from precompute.jobs.serve.supervised_process import (
 from precompute.store.account.checker import Rounds
 from precompute.store.answers.service import Service
 from precompute.store.disk.sql import SpillFolder
+from precompute.store.disk.storage import LOCAL, storage_of
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.http.guard.listener import Listener, tls_of, tokens_of
 from precompute.store.http.telemetry.instruments import MODEL_SPARES, RESTARTS, Meter
@@ -302,8 +304,11 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: supervisor.stop(number))
-        rounds = Rounds(project.offline, partial(open_online_store, project.online), project.names)
-        stack.callback(rounds.stop)
+        online = partial(open_online_store, project.online)
+        # what a replica serves was compared when it was fetched
+        here = storage_of(project.root) is LOCAL
+        keeper = (Rounds if here else Follower)(project.offline, online, project.names)
+        stack.callback(keeper.stop)
         announce(listeners[0].shown)
         supervisor.run()
 

@@ -19,6 +19,7 @@ from precompute.jobs.run.preflight import check_index, check_online, contract_ve
 from precompute.jobs.run.rows.open_view import open_source, open_view
 from precompute.model import ReadingModel
 from precompute.store.disk.durable_file import disk_message
+from precompute.store.disk.storage import LOCAL, storage_of
 from precompute.store.errors import (
     ConfigError,
     GateError,
@@ -221,6 +222,10 @@ def _contract(project: Project, config: ViewConfig) -> str:
 
 
 def _root(root: Path) -> str:
+    storage = storage_of(root)
+    if storage is not LOCAL:
+        storage.check_writable()
+        return f"{storage.shown(root)} can be written"
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     try:
         # a file without a name leaves nothing behind

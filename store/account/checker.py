@@ -213,17 +213,17 @@ class _Look:
         groups: list[tuple[Iterable[Path], Act, str]] = [
             ([*leases, folder / "epoch.json", root / NAME, root / COPY], Act.REMOVE, again),
             (
-                sorted(self._store.runs.folder.glob("*.json"))[-NEWEST_REPORTS:],
+                map(self._store.runs.path, self._store.runs.ids()[:NEWEST_REPORTS]),
                 Act.REMOVE,
                 f"it is one run's report; {again}",
             ),
             (
-                folder.glob("bad/*.json"),
+                map(self._store.refs.bad_path, self._store.refs.marked("bad")),
                 Act.PERSON,
                 "its snapshot counts as bad for good: remove it if that is a mistake",
             ),
             (
-                folder.glob("pins/*.json"),
+                map(self._store.refs.pin_path, self._store.refs.marked("pins")),
                 Act.PERSON,
                 f"its snapshot stays: precompute unpin {name}, or remove it and pin again",
             ),
@@ -231,7 +231,7 @@ class _Look:
         for paths, act, remedy in groups:
             for path in paths:
                 try:
-                    content_of(path.read_bytes())
+                    content_of(self._store.storage.read(path))
                 except ValueError as exc:
                     self._add(str(path), State.DAMAGED, act, f"{path} is damaged ({exc}); {remedy}")
                 except OSError as exc:

@@ -1,10 +1,5 @@
 """Durable files: written whole or not at all, created at most once, replaced under a lock, with the
-folder synced too.
-
-This is what the offline store asks of its storage, and no more: :func:`create_once` (create if
-absent) and compare and swap (:func:`replace_durably` under :func:`locked`), beside whole-file reads
-and writes. On an object store the two are ``PUT If-None-Match: *`` and ``PUT If-Match: <etag>``.
-"""
+folder synced too; what a local root is made of (:mod:`precompute.store.disk.storage`)."""
 
 from __future__ import annotations
 
@@ -15,6 +10,7 @@ import hashlib
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,11 +166,15 @@ def sync_file(path: Path) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive flock(2) on ``path``, created when missing; the kernel lets go when the
-    process dies, however it dies.
+    process dies, however it dies. A thread that holds it may take it again.
 
     Raises:
         ConflictError: somebody held it for :data:`LOCK_WAIT_S`.
     """
+    held: set[Path] = _locked.__dict__.setdefault("paths", set())
+    if path in held:
+        yield
+        return
     limit = time.monotonic() + LOCK_WAIT_S
     with path.open("ab") as file:
         while True:
@@ -188,7 +188,15 @@ def locked(path: Path) -> Iterator[None]:
                         f" stopped or stuck: find it with `fuser {path}`, continue or kill it"
                     ) from exc
                 time.sleep(0.005)
-        yield
+        held.add(path)
+        try:
+            yield
+        finally:
+            held.discard(path)
+
+
+_locked = threading.local()
+"""The lock files that each thread holds."""
 
 
 def limit_of(exc: BaseException) -> str | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import uuid
 from pathlib import Path
 
-from precompute.store.disk.durable_file import create_once, disk_message, make_folder
-from precompute.store.disk.record import Record, read_record_file, sealed
+from precompute.store.disk.durable_file import disk_message
+from precompute.store.disk.record import Record, sealed
+from precompute.store.disk.storage import read_record_file, storage_of
 from precompute.store.errors import SnapshotError
 
 log = logging.getLogger(__name__)
@@ -47,16 +47,12 @@ def identity_of(folder: Path) -> str:
     Raises:
         SnapshotError: it is damaged, or the file system failed.
     """
-    known = known_identity(folder)
+    known, storage = known_identity(folder), storage_of(folder)
     for name in (NAME, COPY):
-        if not known or not (folder / name).exists():
+        if not known or storage.stat(folder / name) is None:
             try:
-                make_folder(folder)
                 with contextlib.suppress(FileExistsError):
-                    temporary = folder / f"{name}.{os.getpid()}.tmp"
-                    create_once(
-                        folder / name, sealed(_Identity(known or uuid.uuid4().hex[:12])), temporary
-                    )
+                    storage.create(folder / name, sealed(_Identity(known or uuid.uuid4().hex[:12])))
             except OSError as exc:
                 raise SnapshotError(disk_message(folder / name, exc)) from exc
             known = known_identity(folder)

@@ -15,10 +15,10 @@ import time
 import weakref
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
 
 from precompute.store.disk.durable_file import disk_message, locked, make_folder, replace_durably
-from precompute.store.disk.record import Record, read_record_file, sealed
+from precompute.store.disk.record import Record, read_record, replace, sealed
+from precompute.store.disk.storage import LOCAL, Storage, read_record_file, storage_of
 from precompute.store.errors import ConflictError, FencedError, SnapshotError
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,14 @@ class Lease:
     on another machine, or one that is stopped, once its TTL passed without a touch. Anyone who
     takes over raises the **fence**; the late holder finds a higher one and is refused. Safety never
     rests on a clock, only how soon somebody else may take over.
+
+    In an object store the record itself is what is touched, by compare and swap; who takes over has
+    seen it unchanged for a TTL by a clock of his own.
     """
 
-    def __init__(self, folder: Path, name: str, record: Holder, file: BinaryIO) -> None:
+    def __init__(self, folder: Path, name: str, record: Holder, sign: _Locked | _Swapped) -> None:
         self.folder, self.name, self.record = folder, name, record
-        self._file = file
+        self._sign = sign
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"lease-{name}", daemon=True)
         self._thread.start()
@@ -80,7 +83,7 @@ class Lease:
             and current.fence == self.record.fence
         ):
             # nobody took it since: what became of its bytes is nobody's act
-            replace_durably(self.folder / f"lease-{self.name}.json", sealed(self.record))
+            self._sign.write_again(self.record)
             return
         if current != self.record:
             by = "nobody: its file is gone" if current is None else current.holder
@@ -95,11 +98,7 @@ class Lease:
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        if not self._file.closed:
-            # Gone or not, the flock ends with the file.
-            with contextlib.suppress(OSError):
-                _held_path(self.folder, self.name, self.record.fence).unlink(missing_ok=True)
-            self._file.close()
+        self._sign.end()
 
     def __enter__(self) -> Lease:
         return self
@@ -110,10 +109,81 @@ class Lease:
     def _beat(self) -> None:
         while not self._stop.wait(self.record.ttl_s / 3):
             try:
-                # Needs no space on a full disk.
-                os.utime(self._file.fileno())
-            except OSError as exc:
+                self._sign.beat()
+            except (OSError, ConflictError) as exc:
                 log.warning("lease %r cannot be renewed: %s", self.name, exc)
+
+
+class _Locked:
+    """Sign of life of a local holder: a file that it has locked, and touches."""
+
+    def __init__(self, folder: Path, name: str, fence: int) -> None:
+        self._folder, self._name = folder, name
+        self._path = _held_path(folder, name, fence)
+        self._file = self._path.open("ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.beat()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def beat(self) -> None:
+        # needs no space on a full disk
+        os.utime(self._file.fileno())
+
+    def write_again(self, record: Holder) -> None:
+        replace_durably(_record_path(self._folder, self._name), sealed(record))
+
+    def end(self) -> None:
+        if not self._file.closed:
+            # gone or not, the flock ends with the file
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            self._file.close()
+
+
+class _Sign(Record, frozen=True):
+    """The record of a lease in an object store. ``started`` tells the process from a later one of
+    its number; ``beats`` changes while it lives, and the nonce that the storage adds with it."""
+
+    holder: Holder
+    started: str
+    beats: int = 0
+    free: bool = False
+
+
+class _Swapped:
+    """Sign of life in an object store: a record that its holder swaps for the next."""
+
+    def __init__(self, storage: Storage, path: Path, sign: _Sign) -> None:
+        self._storage, self._path, self._last, self._lock = storage, path, sign, threading.Lock()
+
+    def _swap(self, free: bool = False) -> None:
+        with self._lock:
+            if self._last.free:
+                return
+            new = replace(self._last, beats=self._last.beats + 1, free=free)
+
+            def changed(data: bytes | None) -> bytes:
+                found = _sign_of(data)
+                if found is None or found.holder != new.holder:
+                    raise ConflictError("somebody else took it")
+                return sealed(new)
+
+            self._storage.update(self._path, changed)
+            self._last = new
+
+    def beat(self) -> None:
+        self._swap()
+
+    def write_again(self, record: Holder) -> None:
+        self._storage.write(self._path, sealed(replace(self._last, holder=record)))
+
+    def end(self) -> None:
+        # where that fails, the TTL ends it
+        with contextlib.suppress(OSError, ConflictError):
+            self._swap(free=True)
 
 
 def take(
@@ -153,30 +223,122 @@ def take(
 
 
 def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool) -> Lease:
+    storage, path = storage_of(folder), _record_path(folder, name)
     try:
+        if storage is not LOCAL:
+            return _take_swapped(storage, folder, name, by, ttl_s, busy, force)
         make_folder(folder)
         with locked(folder / ".lock"):
             last = _read(folder, name)
             if last is not None and not force and _is_held(folder, name, last):
-                raise ConflictError(
-                    f"{busy or f'lease {name!r} is held'} (by {last.holder}, process {last.pid})"
-                )
+                raise _held_error(last, name, busy)
             record = Holder(1 if last is None else last.fence + 1, by, _host(), os.getpid(), ttl_s)
-            file = _held_path(folder, name, record.fence).open("ab")
+            sign = _Locked(folder, name, record.fence)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.utime(file.fileno())
-                replace_durably(folder / f"lease-{name}.json", sealed(record))
+                sign.write_again(record)
             except BaseException:
-                file.close()
+                sign.end()
                 raise
             # Anyone who took it before removed those before: no need to look through all leases'
             # files.
             if last is not None:
                 _held_path(folder, name, last.fence).unlink(missing_ok=True)
     except OSError as exc:
-        raise SnapshotError(disk_message(folder / f"lease-{name}.json", exc)) from exc
-    return Lease(folder, name, record, file)
+        raise SnapshotError(disk_message(path, exc)) from exc
+    return Lease(folder, name, record, sign)
+
+
+def _take_swapped(
+    storage: Storage, folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
+) -> Lease:
+    """As :func:`take`, in an object store."""
+    path = _record_path(folder, name)
+    before = _read_or_none(storage, path) if force else _free_record(storage, path, name, busy)
+    last = _sign_of(before)
+    # of one that is damaged nobody knows the fence: past any that was given
+    fence = last.holder.fence if last else 0 if before is None else time.time_ns() // 1000
+    record = Holder(fence + 1, by, f"{_host()} {_namespace()}", os.getpid(), ttl_s)
+    sign = _Sign(record, _started(os.getpid()))
+
+    def swapped(data: bytes | None) -> bytes:
+        if data != before:
+            found = _sign_of(data)
+            raise _held_error(record if found is None else found.holder, name, busy)
+        return sealed(sign)
+
+    storage.update(path, swapped)
+    return Lease(folder, name, record, _Swapped(storage, path, sign))
+
+
+def _free_record(storage: Storage, path: Path, name: str, busy: str) -> bytes | None:
+    """The record of a lease that may be taken. A holder that seems silent, by the store's clock and
+    this one, is watched: it may be taken over when its record stood still for its TTL.
+
+    Raises:
+        ConflictError: somebody holds it.
+    """
+    before = _read_or_none(storage, path)
+    last = _sign_of(before)
+    if last is None or last.free or _is_dead(last):
+        return before
+    if _seems_alive(storage, path, last):
+        raise _held_error(last.holder, name, busy)
+    limit = time.monotonic() + last.holder.ttl_s
+    while time.monotonic() < limit:
+        time.sleep(last.holder.ttl_s / 20)
+        found = _read_or_none(storage, path)
+        if found != before:
+            sign = _sign_of(found)
+            if sign is None or sign.free:
+                return found
+            raise _held_error(sign.holder, name, busy)
+    return before
+
+
+def _held_error(by: Holder, name: str, busy: str) -> ConflictError:
+    return ConflictError(f"{busy or f'lease {name!r} is held'} (by {by.holder}, process {by.pid})")
+
+
+def _read_or_none(storage: Storage, path: Path) -> bytes | None:
+    try:
+        return storage.read(path)
+    except FileNotFoundError:
+        return None
+
+
+def _sign_of(data: bytes | None) -> _Sign | None:
+    try:
+        return None if data is None else read_record(_Sign, data)
+    except ValueError:
+        return None
+
+
+def _is_dead(sign: _Sign) -> bool:
+    """Whether it is known to be: its process is of this boot of this machine, and gone."""
+    by = sign.holder
+    return by.host == f"{_host()} {_namespace()}" and _started(by.pid) != sign.started
+
+
+def _seems_alive(storage: Storage, path: Path, sign: _Sign) -> bool:
+    item = storage.stat(path)
+    return item is not None and time.time() < item.modified_ns / 1e9 + sign.holder.ttl_s * 2 / 3
+
+
+def _started(pid: int) -> str:
+    """When a process began, in the kernel's ticks; empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+@lru_cache(1)
+def _namespace() -> str:
+    """That process numbers are of."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def release_leases() -> None:
@@ -194,7 +356,17 @@ def holder(folder: Path, name: str) -> Holder | None:
 
 
 def is_held(folder: Path, name: str) -> bool:
-    """Whether somebody holds the lease now."""
+    """Whether somebody holds the lease now; of a holder elsewhere, by the clocks, to tell it."""
+    storage, path = storage_of(folder), _record_path(folder, name)
+    if storage is not LOCAL:
+        try:
+            sign = _sign_of(_read_or_none(storage, path))
+            item = None if sign is None or sign.free else storage.stat(path)
+        except OSError as exc:
+            raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        if sign is None or item is None or _is_dead(sign):
+            return False
+        return time.time() < item.modified_ns / 1e9 + sign.holder.ttl_s
     last = _read(folder, name)
     return last is not None and _is_held(folder, name, last)
 
@@ -220,10 +392,13 @@ def _is_held(folder: Path, name: str, last: Holder) -> bool:
 def _read(folder: Path, name: str) -> Holder | None:
     """Who took it last. Where the record is damaged, somebody whom the newest lock stands for:
     nobody holds it whom the kernel does not know of."""
+    storage, path = storage_of(folder), _record_path(folder, name)
+    remedy = "who holds it is known from its lock alone"
     try:
-        return read_record_file(
-            Holder, folder / f"lease-{name}.json", "who holds it is known from its lock alone"
-        )
+        if storage is not LOCAL:
+            sign = read_record_file(_Sign, path, remedy)
+            return None if sign is None else sign.holder
+        return read_record_file(Holder, path, remedy)
     except SnapshotError as exc:
         if not isinstance(exc.__cause__, ValueError):
             raise
@@ -234,6 +409,10 @@ def _read(folder: Path, name: str) -> Holder | None:
             (int(fence) for fence in fences if fence.isdigit()), default=time.time_ns() // 1000
         )
         return Holder(fence, UNREADABLE, _host(), 0, TTL_S)
+
+
+def _record_path(folder: Path, name: str) -> Path:
+    return folder / f"lease-{name}.json"
 
 
 def _held_path(folder: Path, name: str, fence: int) -> Path:

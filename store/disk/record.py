@@ -9,14 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import field
 from msgspec.structs import force_setattr, replace
-
-from precompute.store.errors import SnapshotError
 
 __all__ = [
     "Record",
@@ -107,24 +104,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     return value.item() if hasattr(value, "item") else str(value)
-
-
-def read_record_file(kind: type[_R], path: Path, remedy: str) -> _R | None:
-    """The record in a file; None when there is no file.
-
-    Args:
-        kind: of the record.
-        path: of the file.
-        remedy: what to do where it is damaged, as the end of a sentence.
-
-    Raises:
-        SnapshotError: it cannot be read, or is damaged: then the cause is a ValueError.
-    """
-    try:
-        return read_record(kind, path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as exc:
-        raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-    except ValueError as exc:
-        raise SnapshotError(f"{path} is damaged ({exc}); {remedy}") from exc

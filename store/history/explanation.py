@@ -270,7 +270,7 @@ def _rejections(
             )
     for relative, (run, number, partition) in files.items():
         path = store.folder / relative
-        if path.is_file():
+        if store.is_here(path):
             with reading(store.name):
                 rows = pq.read_table(
                     path, columns=["key", "stage", "error"], filters=[("key", "=", text)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,10 @@ from pathlib import Path
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import disk_message, sync_folder
 from precompute.store.disk.lease import Lease, take
+from precompute.store.disk.storage import LOCAL, Item
 from precompute.store.errors import ConflictError, SnapshotError
 from precompute.store.offline.refs import run_lease
+from precompute.store.offline.runs import NAME as JOURNAL
 from precompute.store.offline.snapshot import Catalog, Entry
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
@@ -92,17 +93,15 @@ def collect(
     for number, exc in catalog.damaged.items():
         report(_sentence(store.name, number, exc))
     retained = _reachable(store, catalog, keep, young_s, report)
-    held_s = max(
-        (_modified_s(store.manifest_path(number)) for number in catalog.damaged), default=-math.inf
-    )
+    held_s = max((catalog.stamps[number][1] / 1e9 for number in catalog.damaged), default=-math.inf)
     why = "snapshot {}: neither live, pinned, new nor built on"
     gone = [
-        _garbage(store.manifest_path(number), why.format(number))
+        Garbage(store.manifest_path(number), catalog.stamps[number][0], why.format(number))
         for number in sorted(manifests)
         if number not in retained
     ]
     if not dry_run:
-        _remove(gone, leases)
+        _remove(store, gone, leases)
         try:
             crashpoint("gc")
         except OSError as exc:
@@ -132,7 +131,7 @@ def _collect_files(
     are not ``retained`` left out."""
     manifests = catalog.entries
     with contextlib.ExitStack() as held:
-        mine = _journal_leases(store, leases, held, young_s, dry_run)
+        mine, others = _journal_leases(store, leases, held, young_s, dry_run)
         # Read under the leases: what a run committed meanwhile names what it took over.
         later = store.catalog()
         stay = [entry for n, entry in later.entries.items() if n in retained or n not in manifests]
@@ -141,9 +140,11 @@ def _collect_files(
             return []
         runs = _folders(store, {entry.run for entry in stay}, max(manifests, default=0), swept)
         named = {path for entry in stay for path in entry.files}
-        files = list(_orphans(store, runs, named, mine, held_s, young_s))
+        runs = [folder for folder in runs if folder not in others]
+        files = list(_orphans(store, runs, named, set(mine), held_s, young_s))
         if not dry_run:
-            _remove(files, [*leases, *(lease for lease in mine.values() if lease is not None)])
+            held_now = [*leases, *(lease for lease in mine.values() if lease is not None)]
+            _remove(store, files, held_now)
             _remove_empty_folders(runs, young_s)
     return files
 
@@ -198,7 +199,7 @@ def forget(store: ViewStore, number: int, lease: Lease) -> None:
             f" snapshot {number}: `precompute run {view} --full` first"
         )
     store.mark_bad(number, "its manifest was damaged, and given up", rows=False)
-    _remove([_garbage(store.manifest_path(number), "given up")], [lease])
+    _remove(store, [Garbage(store.manifest_path(number), 0, "given up")], [lease])
 
 
 def _ancestors(entries: Mapping[int, Entry], number: int | None) -> set[int]:
@@ -223,27 +224,26 @@ def _journal_leases(
     held: contextlib.ExitStack,
     young_s: float,
     dry_run: bool,
-) -> dict[Path, Lease | None]:
+) -> tuple[dict[Path, Lease | None], set[Path]]:
     """Folders of runs that never committed and are old → the lease of their partition, held so that
-    no run takes them over meanwhile; None for a dry run. Folders of a partition whose run goes on
-    are left out."""
+    no run takes them over meanwhile; None for a dry run. And the folders of the others that never
+    committed."""
     held_now = {lease.name: lease for lease in leases}
     folders: dict[Path, Lease | None] = {}
-    for folder, partition in store.journals.partitions().items():
-        name = run_lease(partition)
-        if _modified_s(folder / "journal.jsonl") > young_s:
+    others: set[Path] = set()
+    for journal, partition in store.journals.partitions().items():
+        folder, name = journal.path.parent, run_lease(partition)
+        if journal.modified_ns / 1e9 > young_s or (dry_run and store.running(partition)):
+            others.add(folder)
             continue
-        if dry_run:
-            if not store.running(partition):
-                folders[folder] = None
-            continue
-        if name not in held_now:
+        if name not in held_now and not dry_run:
             try:
                 held_now[name] = held.enter_context(take(store.leases, name, "gc"))
             except ConflictError:
+                others.add(folder)
                 continue
-        folders[folder] = held_now[name]
-    return folders
+        folders[folder] = held_now.get(name)
+    return folders, others
 
 
 def _reachable(
@@ -294,7 +294,8 @@ def _inputs_of_others(
         ref = other.refs.readable_live()
         for number in () if ref is None else (ref.snapshot, ref.previous):
             path = other.manifest_path(number or 0)
-            if number is None or not path.exists():
+            item = None if number is None else other.storage.stat(path)
+            if number is None or item is None:
                 continue
             try:
                 inputs.update(
@@ -302,12 +303,13 @@ def _inputs_of_others(
                 )
             except SnapshotError as exc:
                 # And not removed just now.
-                if path.exists():
+                if other.storage.stat(path) is not None:
                     report(_sentence(other.name, number, exc))
                     inputs.update(
                         n
                         for n, entry in manifests.items()
-                        if datetime.fromisoformat(entry.created_at).timestamp() <= _modified_s(path)
+                        if datetime.fromisoformat(entry.created_at).timestamp()
+                        <= item.modified_ns / 1e9
                     )
     return inputs
 
@@ -316,10 +318,7 @@ def _folders(store: ViewStore, committed: set[str], turn: int, swept: int | None
     """Folders of runs to look through: all without a snapshot, and ``swept`` of the others, from
     another place on with every ``turn``."""
     data = store.data
-    try:
-        names = sorted(os.listdir(data))
-    except FileNotFoundError:
-        return []
+    names = sorted(store.storage.names(data))
     loose, theirs = (
         [name for name in names if name not in committed],
         [name for name in names if name in committed],
@@ -334,80 +333,62 @@ def _orphans(
     store: ViewStore,
     runs: Sequence[Path],
     named: set[str],
-    journals: dict[Path, Lease | None],
+    journals: set[Path],
     held_s: float,
     young_s: float,
 ) -> Iterator[Garbage]:
-    folder = store.folder
+    """Files that no manifest names and that are old, of the folders of some runs and of reports and
+    marks; ``journals`` are those of the folders that have a journal."""
+    folder, storage = store.folder, store.storage
     for run in runs:
-        if not run.is_dir() or ((run / "journal.jsonl").is_file() and run not in journals):
-            continue
+        items = storage.items(run)
         files = [
-            path
-            for path in run.iterdir()
-            if str(path.relative_to(folder)) not in named and _modified_s(path) > held_s
+            item
+            for item in items
+            if str(item.path.relative_to(folder)) not in named and _modified_s(item) > held_s
         ]
-        if files and max(_modified_s(path) for path in run.iterdir()) <= young_s:
-            for path in sorted(files):
-                yield _garbage(
-                    path, f"run {run.name} did not commit it, or nothing needs it any more"
-                )
-    for path in sorted(
-        path
-        for name in ("manifests", "refs", "refs/bad", "refs/pins", "runs")
-        for path in _temporary(folder / name)
-    ):
-        if _modified_s(path) <= young_s:
-            yield _garbage(path, "a process was killed while writing it")
-    for path in sorted((folder / "refs" / "running").glob("*")):
-        if _modified_s(path) <= young_s and not (folder / "runs" / f"{path.name}.json").exists():
-            yield _garbage(path, "a process was killed before it wrote its report")
-    reports = sorted(
-        (
-            name
-            for name in _names(folder / "runs")
-            if name.endswith(".json") and not name.startswith(".")
-        ),
-        reverse=True,
-    )
-    for path in (folder / "runs" / name for name in reports[KEPT_REPORTS:]):
-        if _modified_s(path) <= young_s:
-            yield _garbage(path, f"{KEPT_REPORTS} newer reports")
+        if files and max(map(_modified_s, items)) <= young_s:
+            why = f"run {run.name} did not commit it, or nothing needs it any more"
+            yield from (Garbage(*item[:2], why) for item in sorted(files))
+        if storage is not LOCAL and run in journals:
+            yield Garbage(run / JOURNAL, 0, f"run {run.name} did not commit")
+    names = ("manifests", "refs", "refs/bad", "refs/pins", "runs")
+    listed = {name: sorted(storage.items(folder / name)) for name in (*names, "refs/running")}
+    for name in names:
+        for item in listed[name]:
+            if _is_temporary(item.path.name) and _modified_s(item) <= young_s:
+                yield Garbage(*item[:2], "a process was killed while writing it")
+    reports = {
+        item.path.name: item
+        for item in reversed(listed["runs"])
+        if item.path.suffix == ".json" and not item.path.name.startswith(".")
+    }
+    for item in listed["refs/running"]:
+        if _modified_s(item) <= young_s and f"{item.path.name}.json" not in reports:
+            yield Garbage(*item[:2], "a process was killed before it wrote its report")
+    for item in [*reports.values()][KEPT_REPORTS:]:
+        if _modified_s(item) <= young_s:
+            yield Garbage(*item[:2], f"{KEPT_REPORTS} newer reports")
 
 
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except FileNotFoundError:
-        return []
+def _is_temporary(name: str) -> bool:
+    return name.startswith(".") and name.endswith(".tmp")
 
 
-def _temporary(folder: Path) -> list[Path]:
-    return [
-        folder / name for name in _names(folder) if name.startswith(".") and name.endswith(".tmp")
-    ]
+def _modified_s(item: Item) -> float:
+    """When it last changed, seconds since 1970."""
+    return item.modified_ns / 1e9
 
 
-def _modified_s(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return float("inf")
-
-
-def _garbage(path: Path, why: str) -> Garbage:
-    try:
-        return Garbage(path, path.stat().st_size, why)
-    except FileNotFoundError:
-        return Garbage(path, 0, why)
-
-
-def _remove(garbage: list[Garbage], leases: Sequence[Lease]) -> None:
+def _remove(store: ViewStore, garbage: list[Garbage], leases: Sequence[Lease]) -> None:
     for item in garbage:
         for lease in leases:
             lease.check()
         try:
-            item.path.unlink(missing_ok=True)
+            if item.path.name == JOURNAL:
+                store.storage.end_log(item.path)
+            else:
+                store.storage.delete(item.path)
         except OSError as exc:
             raise SnapshotError(disk_message(item.path, exc, "it was to be removed")) from exc
     for folder in {item.path.parent for item in garbage}:
@@ -417,5 +398,5 @@ def _remove(garbage: list[Garbage], leases: Sequence[Lease]) -> None:
 
 def _remove_empty_folders(folders: Sequence[Path], young_s: float) -> None:
     for folder in folders:
-        if folder.is_dir() and _modified_s(folder) <= young_s and not any(folder.iterdir()):
+        if folder.is_dir() and folder.stat().st_mtime <= young_s and not any(folder.iterdir()):
             folder.rmdir()

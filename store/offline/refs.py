@@ -11,29 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.durable_file import (
-    create_once,
-    disk_message,
-    locked,
-    make_folder,
-    replace_durably,
-    sync_folder,
-)
+from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.lease import Lease
-from precompute.store.disk.record import Record, read_record, read_record_file, replace, sealed
+from precompute.store.disk.record import Record, read_record, replace, sealed
+from precompute.store.disk.storage import read_record_file, storage_of
 from precompute.store.errors import ConflictError, SnapshotError
 from precompute.store.times import utc_now
 
 NAME = "publishings.jsonl"
-
-TAIL_BYTES = 16384
-"""More than two lines take: the last publishing, and the drop that ended it."""
 
 THINNED_BYTES = 1 << 20
 """A log below that is not worth rewriting: 4,000 publishings."""
@@ -63,7 +53,7 @@ class PublishingLog:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / NAME
+        self._path, self._storage = folder / NAME, storage_of(folder)
 
     def entries(self) -> list[Publishing]:
         """All that was written, the oldest first.
@@ -72,7 +62,7 @@ class PublishingLog:
             SnapshotError: the log cannot be read, or a line is damaged.
         """
         try:
-            data = self._path.read_bytes()
+            data = self._storage.read(self._path)
         except FileNotFoundError:
             return []
         except OSError as exc:
@@ -100,24 +90,22 @@ class PublishingLog:
         Raises:
             OSError: the file system failed.
         """
-        with self._path.open("a+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            tail = file.read()
-            torn = len(tail) - (tail.rfind(b"\n") + 1)
-            if torn:
-                file.truncate(size - torn)
-            known = list(_readable(tail[: len(tail) - torn].split(b"\n")[-3:]))
+
+        def added(data: bytes | None) -> bytes:
+            # what follows the last newline was torn
+            lines = (data or b"").split(b"\n")[:-1]
+            known = list(_readable(lines[-12:]))
             for publishing in publishings:
                 # a drop that is done again ends nothing more
                 ended = publishing.snapshot is None and bool(known) and known[-1].snapshot is None
                 if publishing not in known and not ended:
-                    file.write(sealed(publishing) + b"\n")
+                    lines.append(sealed(publishing))
                     known.append(publishing)
-            file.flush()
-            if durably:
-                crashpoint("live.log", self._path)
-                os.fsync(file.fileno())
+            return b"".join(line + b"\n" for line in lines)
+
+        self._storage.update(self._path, added, durably=durably)
+        if durably:
+            crashpoint("live.log", self._path)
 
     def thin(self, snapshots: Collection[int]) -> None:
         """Forget what nobody can read any more: of publishings in a row whose snapshots are gone,
@@ -130,19 +118,21 @@ class PublishingLog:
             OSError: the file system failed.
             SnapshotError: as :meth:`entries`.
         """
-        if not self._path.exists() or self._path.stat().st_size < THINNED_BYTES:
+        found = self._storage.stat(self._path)
+        if found is None or found.size_bytes < THINNED_BYTES:
             return
-        stay: list[Publishing] = []
-        for entry in self.entries():
-            gone = entry.snapshot is not None and entry.snapshot not in snapshots
-            if not (
-                gone
-                and stay
-                and stay[-1].snapshot is not None
-                and stay[-1].snapshot not in snapshots
-            ):
-                stay.append(entry)
-        replace_durably(self._path, b"".join(sealed(entry) + b"\n" for entry in stay))
+
+        def thinned(_: bytes | None) -> bytes:
+            stay: list[Publishing] = []
+            for entry in self.entries():
+                if not (stay and is_gone(entry) and is_gone(stay[-1])):
+                    stay.append(entry)
+            return b"".join(sealed(entry) + b"\n" for entry in stay)
+
+        def is_gone(entry: Publishing) -> bool:
+            return entry.snapshot is not None and entry.snapshot not in snapshots
+
+        self._storage.update(self._path, thinned)
 
 
 def _readable(lines: list[bytes]) -> Iterator[Publishing]:
@@ -255,7 +245,7 @@ class Refs:
     """
 
     def __init__(self, folder: Path, view: str) -> None:
-        self.folder, self._view = folder, view
+        self.folder, self._view, self._storage = folder, view, storage_of(folder)
         self.log = PublishingLog(folder)
 
     # ---- the live pointer
@@ -302,21 +292,24 @@ class Refs:
         Raises:
             SnapshotError: the file system failed.
         """
-        path = self.folder / "epoch.json"
+        path, epoch = self.folder / "epoch.json", 0
+
+        def claimed(data: bytes | None) -> bytes:
+            nonlocal epoch
+            try:
+                last = 0 if data is None else read_record(_Claimed, data).last
+            except ValueError:
+                # the pointers, and what lies online, are numbered as well
+                last = 0
+            ref = self.readable_live()
+            epoch = max(last, above, 0 if ref is None else ref.epoch) + 1
+            return sealed(_Claimed(epoch))
+
         try:
-            make_folder(self.folder)
-            with locked(self.folder / ".lock"):
-                try:
-                    last = read_record(_Claimed, path.read_bytes()).last
-                except (FileNotFoundError, ValueError):
-                    # the pointers, and what lies online, are numbered as well
-                    last = 0
-                ref = self.readable_live()
-                epoch = max(last, above, 0 if ref is None else ref.epoch) + 1
-                replace_durably(path, sealed(_Claimed(epoch)))
-                return epoch
+            self._storage.update(path, claimed)
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
+        return epoch
 
     def move_live(
         self,
@@ -417,20 +410,24 @@ class Refs:
     def _swap_live(
         self, change: Callable[[LiveRef | None], LiveRef], lease: Lease | None
     ) -> LiveRef:
-        path = self.folder / "live.json"
+        path, new = self.folder / "live.json", None
+
+        def swapped(data: bytes | None) -> bytes:
+            nonlocal new
+            if lease is not None:
+                lease.check()
+            old = _readable_ref(data)
+            new = change(old)
+            self.log.add(*(() if old is None else (old.publishing(),)))
+            return sealed(new)
+
         try:
-            make_folder(self.folder)
-            with locked(self.folder / ".lock"):
-                if lease is not None:
-                    lease.check()
-                old = self.readable_live()
-                new = change(old)
-                self.log.add(*(() if old is None else (old.publishing(),)))
-                replace_durably(path, sealed(new), point="live")
-                self._note_live(new)
-                return new
+            self._storage.update(path, swapped, point="live")
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
+        assert new is not None
+        self._note_live(new)
+        return new
 
     def _note_live(self, ref: LiveRef) -> None:
         """Write what is live now into the log, by which a pointer that is damaged later is no gap
@@ -448,19 +445,17 @@ class Refs:
         Raises:
             SnapshotError: the file system failed.
         """
-        if not self.folder.is_dir():
-            return
         path = self.folder / "live.json"
+
+        def ended(data: bytes | None) -> None:
+            ref = _readable_ref(data)
+            if ref is not None:
+                now = utc_now()
+                self.log.add(ref.publishing(), Publishing(ref.epoch, None, now, now, reason="drop"))
+
         try:
-            with locked(self.folder / ".lock"):
-                ref = self.readable_live()
-                if ref is not None:
-                    now = utc_now()
-                    self.log.add(
-                        ref.publishing(), Publishing(ref.epoch, None, now, now, reason="drop")
-                    )
-                path.unlink(missing_ok=True)
-                sync_folder(self.folder)
+            if self._storage.stat(path) is not None:
+                self._storage.update(path, ended)
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc, "it was to be removed")) from exc
 
@@ -471,11 +466,8 @@ class Refs:
         Raises:
             SnapshotError: the file system failed, or the log is damaged.
         """
-        if not self.folder.is_dir():
-            return
         try:
-            with locked(self.folder / ".lock"):
-                self.log.thin(snapshots)
+            self.log.thin(snapshots)
         except OSError as exc:
             raise SnapshotError(disk_message(self.folder / NAME, exc)) from exc
 
@@ -486,7 +478,7 @@ class Refs:
         marks = {}
         for number in self.marked("bad"):
             try:
-                marks[number] = read_record(BadMark, self.bad_path(number).read_bytes())
+                marks[number] = read_record(BadMark, self._storage.read(self.bad_path(number)))
             except (OSError, ValueError):
                 marks[number] = BadMark("its mark cannot be read")
         return marks
@@ -494,6 +486,10 @@ class Refs:
     def bad_path(self, number: int) -> Path:
         """The file that marks a snapshot bad, if it is."""
         return self.folder / "bad" / f"{number}.json"
+
+    def pin_path(self, number: int) -> Path:
+        """The file that pins a snapshot, if it is."""
+        return self.folder / "pins" / f"{number}.json"
 
     def mark_bad(self, number: int, mark: BadMark) -> None:
         """Mark a snapshot bad, for good; marking it twice is no error.
@@ -513,7 +509,7 @@ class Refs:
         Raises:
             SnapshotError: the file system failed.
         """
-        self._mark(self.folder / "pins" / f"{number}.json", {"reason": reason, "at": utc_now()})
+        self._mark(self.pin_path(number), {"reason": reason, "at": utc_now()})
 
     def unpin(self, number: int) -> None:
         """Let go of a pin; one that is not there is no error.
@@ -521,23 +517,28 @@ class Refs:
         Raises:
             SnapshotError: the file system failed.
         """
-        path = self.folder / "pins" / f"{number}.json"
+        path = self.pin_path(number)
         try:
-            path.unlink(missing_ok=True)
+            self._storage.delete(path)
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
 
     def marked(self, kind: str) -> list[int]:
         """Numbers of the snapshots that bear a mark: ``bad`` or ``pins``."""
-        return [
-            int(path.stem) for path in (self.folder / kind).glob("*.json") if path.stem.isdigit()
-        ]
+        names = self._storage.names(self.folder / kind)
+        return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
 
-    @staticmethod
-    def _mark(path: Path, note: Any) -> None:
+    def _mark(self, path: Path, note: Any) -> None:
         try:
-            make_folder(path.parent)
             with contextlib.suppress(FileExistsError):
-                create_once(path, sealed(note), path.parent / f".{path.stem}.{os.getpid()}.tmp")
+                self._storage.create(path, sealed(note))
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
+
+
+def _readable_ref(data: bytes | None) -> LiveRef | None:
+    """The live pointer; None where there is none, and where it is damaged: it is replaced."""
+    try:
+        return None if data is None else read_record(LiveRef, data)
+    except ValueError:
+        return None

@@ -19,15 +19,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.durable_file import (
-    disk_message,
-    make_folder,
-    replace_durably,
-    sha256_of,
-    sync_folder,
-)
+from precompute.store.disk.durable_file import disk_message, sha256_of
 from precompute.store.disk.record import Record, content_of, field, read_record, record_of, sealed
+from precompute.store.disk.storage import File, Item, storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.snapshot import Part, Verdict
@@ -64,6 +58,7 @@ class Journals:
         self, folder: Path, committed: Callable[[], tuple[frozenset[str], frozenset[str]]]
     ) -> None:
         self._folder, self._committed = folder, committed
+        self._storage = storage_of(folder)
 
     def _path(self, run: str) -> Path:
         return self._folder / "data" / run / NAME
@@ -78,10 +73,8 @@ class Journals:
         """
         path = self._path(run)
         try:
-            make_folder(path.parent)
-            path.write_bytes(
-                sealed({"recipe": recipe, "partition": partition, "full": full}) + b"\n"
-            )
+            line = sealed({"recipe": recipe, "partition": partition, "full": full})
+            self._storage.append(path, line + b"\n", first=True)
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
 
@@ -94,11 +87,7 @@ class Journals:
         """
         path = self._path(run)
         try:
-            with path.open("ab") as file:
-                file.write(sealed(chunk) + b"\n")
-                file.flush()
-                crashpoint("journal.append", path)
-                os.fsync(file.fileno())
+            self._storage.append(path, sealed(chunk) + b"\n")
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
 
@@ -106,12 +95,12 @@ class Journals:
         """Remove a run's journal: its manifest names its parts now. A journal that stays by
         accident does no harm."""
         with contextlib.suppress(OSError):
-            self._path(run).unlink(missing_ok=True)
+            self._storage.end_log(self._path(run))
 
-    def partitions(self) -> dict[Path, str | None]:
-        """Folders of runs that never committed → their partition. A journal whose first line is
-        torn holds nothing and counts for none."""
-        return {path.parent: _partition(path) for path in self._paths()}
+    def partitions(self) -> dict[Item, str | None]:
+        """Journals of runs that never committed → their partition. One whose first line is torn
+        holds nothing and counts for none."""
+        return {item: self._partition(item.path) for item in self._items()}
 
     def unfinished(
         self, recipe: str, partition: str | None, *, full: bool = False
@@ -122,21 +111,27 @@ class Journals:
 
         The caller holds the partition's lease, so that none of these runs goes on.
         """
-        paths = self._paths()
+        paths = [item.path for item in self._items()]
         runs, files = self._committed() if paths else (frozenset(), frozenset())
         chunks = []
         for path in paths:
             if path.parent.name in runs:
                 continue
-            for chunk in _chunks(path, recipe, partition, full):
+            for chunk in self._chunks(path, recipe, partition, full):
                 # A part that a manifest names is that snapshot's: the run that took it over may not
                 # do it twice, since his deletes of its other rows would hide them from the snapshot
                 # he builds on.
                 if chunk.part is not None and chunk.part.path in files:
                     continue
-                if all(self._is_there(part) for part in chunk.files):
-                    chunks.append(chunk)
-        return chunks
+                chunks.append(chunk)
+        away = [part for chunk in chunks for part in chunk.files if not self._is_there(part)]
+        if not away:
+            return chunks
+        missing = [File(self._folder / part.path, part.size_bytes, part.sha256) for part in away]
+        # what cannot be had is computed again
+        with contextlib.suppress(OSError, SnapshotError):
+            self._storage.fetch(missing)
+        return [chunk for chunk in chunks if all(self._is_there(part) for part in chunk.files)]
 
     def whole(self, chunks: Sequence[Finished]) -> list[Finished]:
         """Those of the chunks whose files have the SHA-256 that their journal notes; the others are
@@ -169,50 +164,41 @@ class Journals:
             )
         return False
 
-    def _paths(self) -> list[Path]:
-        folder = f"{self._folder}/data"
+    def _items(self) -> list[Item]:
+        return self._storage.logs(self._folder / "data", NAME)
+
+    def _partition(self, path: Path) -> str | None:
+        """The partition its run was for; None of a view that has none, and of a journal whose first
+        line is torn."""
         try:
-            runs = os.listdir(folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        # A glob, with a Path for each of a thousand runs, takes ten times as long.
-        return [
-            Path(folder, run, NAME)
-            for run in sorted(runs)
-            if os.path.exists(f"{folder}/{run}/{NAME}")
-        ]
+            line, _, _ = self._storage.appended(path, first=True).partition(b"\n")
+            partition: str | None = content_of(line)["partition"]
+            return partition
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
-
-def _partition(path: Path) -> str | None:
-    """The partition its run was for; None of a view that has none, and of a journal whose first
-    line is torn."""
-    try:
-        partition: str | None = content_of(path.read_bytes().partition(b"\n")[0])["partition"]
-        return partition
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _chunks(path: Path, recipe: str, partition: str | None, full: bool) -> Iterator[Finished]:
-    """Its chunks, if it is of this recipe and partition, and of a run of every row where ``full``
-    is wanted."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError:
-        return
-    for number, line in enumerate(lines):
+    def _chunks(
+        self, path: Path, recipe: str, partition: str | None, full: bool
+    ) -> Iterator[Finished]:
+        """Its chunks, if it is of this recipe and partition, and of a run of every row where
+        ``full`` is wanted."""
         try:
-            entry = content_of(line)
-            if number == 0:
-                if (entry["recipe"], entry["partition"]) != (recipe, partition) or (
-                    full and not entry["full"]
-                ):
-                    return
-                continue
-            yield record_of(Finished, entry)
-        except (ValueError, KeyError, TypeError):
-            # Torn: neither this line nor what follows it was finished.
+            lines = self._storage.appended(path).split(b"\n")
+        except OSError:
             return
+        for number, line in enumerate(lines):
+            try:
+                entry = content_of(line)
+                if number == 0:
+                    if (entry["recipe"], entry["partition"]) != (recipe, partition) or (
+                        full and not entry["full"]
+                    ):
+                        return
+                    continue
+                yield record_of(Finished, entry)
+            except (ValueError, KeyError, TypeError):
+                # Torn: neither this line nor what follows it was finished.
+                return
 
 
 # ---- Runs: what was done to a view, a report each: the ledger that planning, scheduling and
@@ -311,6 +297,7 @@ class Runs:
 
     def __init__(self, folder: Path, running: Path, view: str) -> None:
         self.folder, self._running, self._view = folder, running, view
+        self._storage = storage_of(folder)
 
     def stamp(self) -> str:
         """The time that the id of a run begins with that begins now. Ids sort in the order of the
@@ -353,43 +340,43 @@ class Runs:
             report.status == "running",
         )
         try:
-            make_folder(self.folder)
             if goes_on:
                 # before the report: so that unended ones are found without reading all
-                make_folder(self._running)
-                marker.touch()
-                sync_folder(self._running)
-            replace_durably(path, sealed(report, indent=1))
+                self._storage.write(marker, b"")
+            self._storage.write(path, sealed(report, indent=1))
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc, state)) from exc
         if not goes_on:
             with contextlib.suppress(OSError):
-                marker.unlink(missing_ok=True)
+                self._storage.delete(marker)
 
     def withdraw(self, report: Report) -> None:
         """Remove the report of a command that was refused and changed nothing."""
         for path in (self.path(report.run), self._running / report.run):
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+                self._storage.delete(path)
 
     def unended(self) -> list[Report]:
         """Reports of the runs that did not write their end: they go on, or died."""
         unended = []
-        for marker in sorted(self._running.glob("*"), reverse=True):
+        for name in sorted(self._storage.names(self._running), reverse=True):
+            if name.startswith("."):
+                continue
+            marker = self._running / name
             try:
-                report = read_record(Report, self.path(marker.name).read_bytes())
+                report = read_record(Report, self._storage.read(self.path(name)))
             except FileNotFoundError:
                 # About to be written, or never was.
                 continue
             except (OSError, ValueError) as exc:
-                log.warning("the report of run %s cannot be read (%s)", marker.name, exc)
+                log.warning("the report of run %s cannot be read (%s)", name, exc)
                 continue
             if report.status == "running":
                 unended.append(report)
             else:
                 # It ended, and was killed before it could remove its marker.
                 with contextlib.suppress(OSError):
-                    marker.unlink(missing_ok=True)
+                    self._storage.delete(marker)
         return unended
 
     def reports(self, limit: int = 100, since: str = "") -> list[Report]:
@@ -405,7 +392,7 @@ class Runs:
             if len(reports) == limit or name < since:
                 break
             try:
-                reports.append(read_record(Report, (self.folder / name).read_bytes()))
+                reports.append(read_record(Report, self._storage.read(self.folder / name)))
             except (OSError, ValueError) as exc:
                 log.warning(
                     "the run's report %s cannot be read (%s); remove the file",
@@ -421,7 +408,7 @@ class Runs:
             SnapshotError: there is none, or it cannot be read.
         """
         try:
-            return read_record(Report, self.path(run).read_bytes())
+            return read_record(Report, self._storage.read(self.path(run)))
         except (OSError, ValueError) as exc:
             raise SnapshotError(
                 f"the report of run {run!r} of view {self._view!r} cannot be read: {exc}"
@@ -434,11 +421,12 @@ class Runs:
     def _names(self) -> list[str]:
         """File names of the reports, the newest first; a Path for each would cost as much as all
         the rest."""
-        try:
-            names = os.listdir(self.folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        names = self._storage.names(self.folder)
         return sorted(
             (name for name in names if name.endswith(".json") and not name.startswith(".")),
             reverse=True,
         )
+
+    def ids(self) -> list[str]:
+        """Of all runs that have a report, the newest first."""
+        return [name.removesuffix(".json") for name in self._names()]

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from precompute.store.disk.durable_file import replace_undurably
 from precompute.store.disk.record import Record, field, plain, record_of
+from precompute.store.disk.storage import LOCAL, storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView
 from precompute.store.offline.row_figures import RowFigures
@@ -337,7 +338,7 @@ def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> 
         before: what was read of it earlier: its lines are parsed again only when a manifest came or
             changed.
     """
-    stamps = dict(sorted(_stamps(manifests)))
+    storage, stamps = storage_of(manifests), dict(sorted(_stamps(manifests)))
     entries: dict[int, Entry] = {}
     if before is not None:
         entries = {
@@ -359,7 +360,9 @@ def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> 
             continue
         file = manifests / f"{number:020d}.json"
         try:
-            entries[number] = Entry.of(number, Snapshot.from_bytes(file.read_bytes(), str(file)))
+            entries[number] = Entry.of(
+                number, Snapshot.from_bytes(storage.read(file, immutable=True), str(file))
+            )
         except FileNotFoundError:
             # Removed meanwhile.
             continue
@@ -387,25 +390,20 @@ def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> 
 def add_to_catalog(manifests: Path, path: Path, snapshot: Snapshot) -> None:
     """Note a manifest that was just created; that it cannot be is no error."""
     with contextlib.suppress(OSError):
-        stat = (manifests / f"{snapshot.number:020d}.json").stat()
-        _append(
-            path, [_line((stat.st_size, stat.st_mtime_ns), Entry.of(snapshot.number, snapshot))]
+        storage = storage_of(manifests)
+        # elsewhere that takes a request; the next reader derives it
+        item = (
+            storage.stat(manifests / f"{snapshot.number:020d}.json") if storage is LOCAL else None
         )
+        if item is not None:
+            stamp = (item.size_bytes, item.modified_ns)
+            _append(path, [_line(stamp, Entry.of(snapshot.number, snapshot))])
 
 
 def _stamps(manifests: Path) -> Iterator[tuple[int, Stamp]]:
-    try:
-        with os.scandir(manifests) as files:
-            for file in files:
-                if file.name.endswith(".json") and file.name[:-5].isdigit():
-                    try:
-                        stat = file.stat()
-                    except FileNotFoundError:
-                        # Removed meanwhile.
-                        continue
-                    yield int(file.name[:-5]), (stat.st_size, stat.st_mtime_ns)
-    except FileNotFoundError:
-        return
+    for item in storage_of(manifests).items(manifests):
+        if item.path.suffix == ".json" and item.path.stem.isdigit():
+            yield int(item.path.stem), (item.size_bytes, item.modified_ns)
 
 
 def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:

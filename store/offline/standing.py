@@ -152,7 +152,7 @@ class Standing:
                 if number == bad
                 else f", and snapshot {number} builds on it or holds the very same rows"
             )
-            mark = self._store.refs.bad_path(bad)
+            mark = self._store.storage.shown(self._store.refs.bad_path(bad))
             accept = (
                 f", or publish it with --accept {ROLLED_BACK}"
                 if ROLLED_BACK in snapshot.refused_by

@@ -8,10 +8,9 @@ and its folder fsynced, before the journal or a manifest names it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -21,16 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.durable_file import (
-    create_once,
-    disk_message,
-    limit_of,
-    make_folder,
-    sha256_of,
-    sync_folder,
-)
+from precompute.store.disk.durable_file import disk_message, limit_of, sha256_of, sync_folder
 from precompute.store.disk.lease import Lease, is_held
 from precompute.store.disk.record import replace
+from precompute.store.disk.storage import LOCAL, File, storage_of
 from precompute.store.errors import SnapshotError, UnreadableError
 from precompute.store.feature_view import NAME
 from precompute.store.offline.part_file import (
@@ -71,10 +64,11 @@ class OfflineStore:
 
     def views(self) -> list[str]:
         """Names of the views that have a folder here, sorted."""
-        if not self.root.is_dir():
-            return []
+        storage = storage_of(self.root)
         return sorted(
-            p.name for p in self.root.iterdir() if NAME.match(p.name) and (p / "manifests").is_dir()
+            name
+            for name in storage.names(self.root)
+            if NAME.match(name) and "manifests" in storage.names(self.root / name)
         )
 
 
@@ -88,6 +82,7 @@ class ViewStore:
 
     def __init__(self, offline: OfflineStore, name: str) -> None:
         self.offline, self.name, self.folder = offline, name, offline.root / name
+        self.storage = storage_of(self.folder)
         self.refs = Refs(self.folder / "refs", name)
         self.runs = Runs(self.folder / "runs", self.folder / "refs" / "running", name)
         self.journals = Journals(self.folder, self._committed)
@@ -139,10 +134,7 @@ class ViewStore:
 
     def numbers(self) -> list[int]:
         """Numbers of the view's committed snapshots, ascending."""
-        try:
-            names = os.listdir(self.folder / "manifests")
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        names = self.storage.names(self.folder / "manifests")
         return sorted(
             int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()
         )
@@ -160,7 +152,7 @@ class ViewStore:
             try:
                 self.snapshot(number)
             except SnapshotError as exc:
-                if self.manifest_path(number).exists():
+                if self.storage.stat(self.manifest_path(number)) is not None:
                     damage[number] = str(exc)
         return damage
 
@@ -172,7 +164,7 @@ class ViewStore:
         """
         path = self.manifest_path(number)
         try:
-            data = path.read_bytes()
+            data = self.storage.read(path, immutable=True)
         except FileNotFoundError as exc:
             have = ", ".join(map(str, self.numbers())) or "none"
             raise SnapshotError(
@@ -191,9 +183,23 @@ class ViewStore:
             SnapshotError: there is no such snapshot, or its manifest is torn.
         """
         if number is None:
-            return max(self.data.glob(f"*/{FRAME}"), default=None)
+            runs = (self.data / name / FRAME for name in self.storage.names(self.data))
+            newest = max((path for path in runs if self.storage.stat(path)), default=None)
+            return newest if newest is None else self._frame(newest)
         given = self.snapshot(number).frame
-        return None if given is None else self.folder / given
+        return None if given is None else self._frame(self.folder / given)
+
+    def is_here(self, path: Path) -> bool:
+        """Whether a file is there; then it is here, fetched where it lies elsewhere. It is known by
+        its name alone: one that has a checksum is had by :meth:`file`."""
+        item = None if self.storage is LOCAL or path.is_file() else self.storage.stat(path)
+        if item is not None:
+            self.storage.fetch([File(path, item.size_bytes, "")])
+        return path.is_file()
+
+    def _frame(self, path: Path) -> Path:
+        self.is_here(path)
+        return path
 
     def chain(self, snapshot: Snapshot) -> list[Snapshot]:
         """The snapshot and all it builds on, the full one first.
@@ -214,6 +220,7 @@ class ViewStore:
             SnapshotError: a file is missing or has another size.
         """
         chain = self.chain(snapshot)
+        self._fetch(chain)
         parts = list(dict.fromkeys(part.path for layer in chain for part in layer.parts))
         deletes = [
             self.checked_path(layer, layer.deletes) for layer in chain if layer.deletes is not None
@@ -246,6 +253,26 @@ class ViewStore:
         does."""
         return self.layers(snapshot).paths
 
+    def _fetch(self, chain: Sequence[Snapshot]) -> None:
+        """Have all files of a chain here, where they may lie elsewhere; those that cannot be had
+        are told when they are read."""
+        if self.storage is not LOCAL:
+            parts = [part for layer in chain for part in (*layer.parts, layer.deletes) if part]
+            files = [File(self.folder / p.path, p.size_bytes, p.sha256) for p in parts]
+            with contextlib.suppress(FileNotFoundError):
+                self.storage.fetch(files)
+
+    def file(self, part: Part) -> Path:
+        """A file that a manifest or journal names, if it is there; fetched where it lies elsewhere.
+
+        Raises:
+            OSError: it cannot be fetched, or differs from its checksum.
+        """
+        path = self.folder / part.path
+        with contextlib.suppress(FileNotFoundError):
+            self.storage.fetch([File(path, part.size_bytes, part.sha256)])
+        return path
+
     def checked_path(self, snapshot: Snapshot, part: Part) -> Path:
         """Absolute path of one file of a snapshot.
 
@@ -254,6 +281,7 @@ class ViewStore:
         """
         path = (self.folder / part.path).absolute()
         try:
+            self.file(part)
             size = path.stat().st_size if path.is_file() else None
         except OSError as exc:
             raise UnreadableError(
@@ -401,6 +429,9 @@ class ViewStore:
             return str(exc)
         try:
             digest = sha256_of(path)
+            file = File(path, part.size_bytes, part.sha256)
+            if digest != part.sha256 and self.storage.fetch([file], again=True):
+                digest = sha256_of(path)
         except OSError as exc:
             raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         if digest != part.sha256:
@@ -470,6 +501,7 @@ class ViewStore:
     ) -> Part:
         path = self.folder / "data" / run / name
         size_bytes, sha256 = write_part_file(path, table, rare)
+        self.storage.put([path])
         return Part(str(path.relative_to(self.folder)), table.num_rows, size_bytes, sha256)
 
     def commit(self, snapshot: Snapshot, lease: Lease | None = None) -> Snapshot:
@@ -497,7 +529,6 @@ class ViewStore:
         folder = self.folder / "manifests"
         try:
             crashpoint("verify")
-            make_folder(folder)
             while True:
                 # A bad one may be gone, its number stays taken.
                 taken = {*self.numbers(), *self.refs.marked("bad")}
@@ -508,11 +539,8 @@ class ViewStore:
                 if lease is not None:
                     lease.check()
                 try:
-                    create_once(
-                        self.manifest_path(number),
-                        numbered.to_bytes(),
-                        folder / f".{snapshot.run}.tmp",
-                        point="manifest",
+                    self.storage.create(
+                        self.manifest_path(number), numbered.to_bytes(), point="manifest"
                     )
                     add_to_catalog(folder, self._catalog_path, numbered)
                     return numbered
@@ -599,12 +627,15 @@ class ViewStore:
         """
         folder, aside = self.folder, self.removed_folder
         try:
-            if aside.exists():
-                shutil.rmtree(aside)
+            LOCAL.delete_all(aside)
+            if self.storage is not LOCAL:
+                # first what makes a view of it
+                self.storage.delete_all(folder / "manifests")
+                self.storage.delete_all(folder)
             if folder.exists():
                 folder.rename(aside)
                 sync_folder(self.offline.root)
-                shutil.rmtree(aside)
+                LOCAL.delete_all(aside)
         except OSError as exc:
             raise SnapshotError(
                 disk_message(aside, exc, "it was to be removed; do it once more")

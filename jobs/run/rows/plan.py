@@ -239,9 +239,9 @@ class Planner:
         refused = [
             store.folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None
         ]
-        of_parent = None if parent is None else parent.rejected
-        if of_parent is not None and (store.folder / of_parent.path).is_file():
-            refused.append(store.folder / of_parent.path)
+        if parent is not None and parent.rejected is not None:
+            rejected = store.file(parent.rejected)
+            refused += [rejected] if rejected.is_file() else []
         parts = Files(
             [store.folder / chunk.part.path for chunk in finished if chunk.part is not None]
         )

@@ -1,0 +1,576 @@
+"""A root in an object store (S3, GCS, Azure), by obstore; the folder that it is mounted at is the
+cache of its files. Credentials, region and endpoint come from the environment alone.
+
+A reply that was lost says of one's own write that somebody else was first. So every record that is
+swapped begins with a line of its own, a nonce: a writer who is refused reads it, and is done where
+it is his.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotFoundError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import from_url
+
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.disk.storage import File, Item
+from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
+
+log = logging.getLogger(__name__)
+
+FRESH_S = 0.5
+"""A record or listing that was seen so short a time ago is not requested again. What is decided by
+it is written by compare and swap, or under a lease: as if it was decided so much earlier."""
+IMMUTABLE_S = 60.0
+"""The same of a record that never changes, but may be removed."""
+
+RETRY_S, REQUEST_S = 12.0, 8.0
+"""How long a record is tried again, and one request of it may take: together below a third of a
+lease's TTL of 60 s, so that its holder misses no sign of life for a store that is slow."""
+FILE_S = 300.0
+"""The same of a file: parts are a few tens of MB."""
+AT_ONCE = 8
+"""Files that are fetched, or sent, side by side."""
+UNUSED_S = 3600.0
+"""A file that was used since stays in the cache, however full it is: somebody may open it."""
+MOST_SEEN = 1000
+CHUNK_BYTES = 4 * 2**20
+LOGS = ".logs"
+"""Prefix of the logs: all of a view's are found by one listing, however many files its runs
+have."""
+
+_NONCE = b'{"nonce": "%s"}\n'
+_NONCE_BYTES = len(_NONCE % uuid.uuid4().hex.encode())
+
+
+class StorageError(SnapshotError, OSError):
+    """The object store refused, or gave no answer; ``strerror`` is the message."""
+
+    def __str__(self) -> str:
+        return self.strerror or ""
+
+
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+class ObjectStorage:
+    """See :class:`precompute.store.disk.storage.Storage`.
+
+    Args:
+        url: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``.
+        folder: the cache, laid out as the root; absolute.
+        cache_bytes: of parts there, at most.
+
+    Raises:
+        ConfigError: the URL or the environment cannot be right.
+    """
+
+    def __init__(self, url: str, folder: Path, cache_bytes: int = 200 * 10**9) -> None:
+        self.url, self._folder = url.rstrip("/"), folder
+        self._records = _client(url, RETRY_S, REQUEST_S)
+        self._files = _client(url, FILE_S, FILE_S)
+        self._proven, self._lock, self._last_ns = False, threading.Lock(), 0
+        self._seen = _Seen()
+        self._cache_bytes = cache_bytes
+        os.register_at_fork(after_in_child=_note_fork)
+
+    # ---- records
+
+    def read(self, path: Path, *, immutable: bool = False) -> bytes:
+        return _without_nonce(self._read(path, IMMUTABLE_S if immutable else FRESH_S)[0])
+
+    def _read(self, path: Path, fresh_s: float = 0.0) -> tuple[bytes, Any]:
+        """Bytes, and what they are swapped by; as they were up to ``fresh_s`` ago."""
+        key = self._key(path)
+        seen: tuple[bytes, Any] | None = self._seen.get(key, fresh_s)
+        if seen is None:
+            with self._translated(path):
+                found = obstore.get(self._records, key)
+                seen = self._seen.put(key, (found.bytes().to_bytes(), _token(found.meta)))
+        return seen
+
+    def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:
+        self.check_writable()
+        _here(path)
+        if point is not None:
+            crashpoint(f"{point}.write")
+        while not self._put(path, data, "create"):
+            try:
+                found = self._read(path)[0]
+            except FileNotFoundError:
+                # two at once, and neither was first
+                continue
+            if found != data:
+                raise FileExistsError(errno.EEXIST, "somebody else created it", str(path))
+            break
+        if point is not None:
+            crashpoint(f"{point}.link")
+            crashpoint(f"{point}.dirsync")
+
+    def update(
+        self,
+        path: Path,
+        change: Callable[[bytes | None], bytes | None],
+        *,
+        point: str | None = None,
+        durably: bool = True,
+    ) -> None:
+        self.check_writable()
+        _here(path)
+        ours, fresh_s = b"", FRESH_S
+        while True:
+            try:
+                before, token = self._read(path, fresh_s)
+            except FileNotFoundError:
+                before, token = None, "create"
+            if before is not None and ours and before.startswith(ours):
+                # the reply to it was lost
+                break
+            try:
+                data = change(None if before is None else _without_nonce(before))
+            except PrecomputeError:
+                if not fresh_s:
+                    raise
+                # it may be another by now
+                fresh_s = 0.0
+                continue
+            if data is None and not fresh_s:
+                return self.delete(path)
+            if data is None:
+                # nothing that came meanwhile is removed
+                fresh_s = 0.0
+                continue
+            if before is not None and data == _without_nonce(before):
+                return None
+            if point is not None:
+                crashpoint(f"{point}.write")
+            ours = _NONCE % uuid.uuid4().hex.encode()
+            if self._put(path, ours + data, token):
+                break
+            fresh_s = 0.0
+        if point is not None:
+            crashpoint(f"{point}.cas")
+        return None
+
+    @contextlib.contextmanager
+    def _changing(self, path: Path) -> Iterator[None]:
+        """As :meth:`_translated`; what was seen of it and of its folder is forgotten, what another
+        thread sees meanwhile, too."""
+        try:
+            with self._translated(path):
+                yield
+        finally:
+            self._seen.forget(self._key(path), self._key(path.parent) + "/")
+
+    def _put(self, path: Path, data: bytes, mode: Any) -> bool:
+        """Whether it was written as ``mode`` wants it; of one that got no answer, whether it is
+        there."""
+        try:
+            with self._changing(path):
+                obstore.put(self._records, self._key(path), data, mode=mode, use_multipart=False)
+                return True
+        except (AlreadyExistsError, PreconditionError):
+            return False
+        except FileNotFoundError:
+            # removed since it was read
+            return False
+        except StorageError:
+            # it may be there all the same
+            with contextlib.suppress(OSError):
+                if self._read(path)[0] == data:
+                    return True
+            raise
+
+    def write(self, path: Path, data: bytes) -> None:
+        _here(path)
+        with self._changing(path):
+            obstore.put(self._records, self._key(path), data, use_multipart=False)
+
+    def delete(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError), self._changing(path):
+            obstore.delete(self._records, self._key(path))
+        path.unlink(missing_ok=True)
+
+    def delete_all(self, folder: Path) -> None:
+        for prefix in (self._key(folder), f"{LOGS}/{self._key(folder)}"):
+            with self._translated(folder):
+                for found in obstore.list(self._records, prefix, chunk_size=1000):
+                    obstore.delete(self._records, [item["path"] for item in found])
+        self._seen.clear()
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+
+    # ---- listings
+
+    def names(self, folder: Path) -> list[str]:
+        found = self._listed(folder)
+        return [
+            name.rpartition("/")[2]
+            for name in (*found["common_prefixes"], *(item["path"] for item in found["objects"]))
+        ]
+
+    def items(self, folder: Path) -> list[Item]:
+        return [
+            _item(folder / meta["path"].rpartition("/")[2], meta)
+            for meta in self._listed(folder)["objects"]
+        ]
+
+    def _listed(self, folder: Path) -> Any:
+        key = self._key(folder)
+        listed = self._seen.get(f"{key}/", FRESH_S)
+        if listed is None:
+            with self._translated(folder):
+                listed = obstore.list_with_delimiter(self._records, key or None)
+            self._seen.put(f"{key}/", listed)
+        return listed
+
+    def stat(self, path: Path) -> Item | None:
+        try:
+            with self._translated(path):
+                return _item(path, obstore.head(self._records, self._key(path)))
+        except FileNotFoundError:
+            return None
+
+    def changed_ns(self, folder: Path) -> int | None:
+        items = self.items(folder)
+        # one that was removed counts, too
+        return max(item.modified_ns for item in items) + len(items) if items else None
+
+    # ---- files
+
+    def put(self, paths: Sequence[Path]) -> None:
+        self._at_once(self._send, paths)
+
+    def _send(self, path: Path) -> None:
+        with self._changing(path):
+            obstore.put(self._files, self._key(path), path)
+
+    def fetch(self, files: Sequence[File], *, again: bool = False) -> bool:
+        away = files if again else [file for file in files if not _is_here(file)]
+        self._at_once(self._get, away)
+        if away:
+            self._trim()
+        return True
+
+    def _get(self, file: File) -> None:
+        path, digest = file.path, hashlib.sha256()
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
+        try:
+            with self._translated(path):
+                _here(path)
+                found = obstore.get(self._files, self._key(path))
+                with temporary.open("wb") as out:
+                    for chunk in found.stream(min_chunk_size=CHUNK_BYTES):
+                        digest.update(chunk)
+                        out.write(chunk)
+            if file.sha256 and digest.hexdigest() != file.sha256:
+                raise SnapshotError(
+                    f"{self.shown(path)} differs from its checksum in the manifest: it was damaged"
+                    " or changed in the store"
+                )
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @staticmethod
+    def _at_once(do: Callable[[Any], None], things: Sequence[Any]) -> None:
+        if len(things) == 1:
+            do(things[0])
+        elif things:
+            with ThreadPoolExecutor(min(AT_ONCE, len(things))) as pool:
+                # each of them is tried, whatever became of those before
+                done = [pool.submit(do, thing) for thing in things]
+            for future in done:
+                future.result()
+
+    def _trim(self) -> None:
+        """Remove the parts that were not used for longest, where they are too many; what is served
+        stays while it is."""
+        found = []
+        for path in self._folder.glob("*/data/*/*.parquet"):
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                found.append((stat.st_atime, stat.st_size, path))
+        over = sum(size for _, size, _ in found) - self._cache_bytes
+        for used_s, size, path in sorted(found):
+            if over <= 0 or used_s > time.time() - UNUSED_S:
+                return
+            path.unlink(missing_ok=True)
+            over -= size
+
+    # ---- logs
+
+    def append(self, path: Path, line: bytes, *, first: bool = False) -> None:
+        with self._lock:
+            self._last_ns = max(time.time_ns(), self._last_ns + 1)
+            key = f"{self._log(path)}/{self._last_ns:020d}"
+        with self._translated(path):
+            obstore.put(self._records, key, line, use_multipart=False)
+        if not first:
+            crashpoint("journal.append")
+
+    def appended(self, path: Path, *, first: bool = False) -> bytes:
+        keys = sorted(meta["path"] for meta in self._below(path, self._log(path)))
+        if not keys:
+            raise FileNotFoundError(errno.ENOENT, "there is no such log", str(path))
+
+        def line(key: str) -> bytes:
+            with self._translated(path):
+                return obstore.get(self._records, key).bytes().to_bytes()
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return b"".join(pool.map(line, keys[:1] if first else keys))
+
+    def logs(self, folder: Path, name: str) -> list[Item]:
+        prefix, logs = self._log(folder), dict[str, Item]()
+        for meta in self._below(folder, prefix):
+            run, log, _ = meta["path"].removeprefix(f"{prefix}/").split("/")
+            if log == name:
+                item, before = _item(folder / run / name, meta), logs.get(run)
+                if before is not None:
+                    item = item._replace(
+                        size_bytes=item.size_bytes + before.size_bytes,
+                        modified_ns=max(item.modified_ns, before.modified_ns),
+                    )
+                logs[run] = item
+        return [logs[run] for run in sorted(logs)]
+
+    def end_log(self, path: Path) -> None:
+        keys = [meta["path"] for meta in self._below(path, self._log(path))]
+        # the first line last: without it the others are nobody's
+        with self._translated(path):
+            if keys[1:]:
+                obstore.delete(self._records, sorted(keys)[1:])
+            if keys:
+                obstore.delete(self._records, min(keys))
+
+    def _below(self, path: Path, prefix: str) -> Iterator[Any]:
+        with self._translated(path):
+            for found in obstore.list(self._records, prefix, chunk_size=1000):
+                yield from found
+
+    # ---- names and errors
+
+    def shown(self, path: Path) -> str:
+        """Where it lies, for people."""
+        return f"{self.url}/{self._key(path)}".rstrip("/")
+
+    def _key(self, path: Path) -> str:
+        relative = path.relative_to(self._folder).as_posix()
+        return "" if relative == "." else relative
+
+    def _log(self, path: Path) -> str:
+        return f"{LOGS}/{self._key(path)}"
+
+    @contextlib.contextmanager
+    def _translated(self, path: Path) -> Iterator[None]:
+        """Errors of the library as the house's; those that a conditional write expects pass."""
+        if _forked:
+            raise StorageError(
+                errno.EREMOTEIO,
+                f"{self.url}: this process was forked from one that talks to the object store, and"
+                " cannot talk to it: start it by spawn or forkserver",
+            )
+        try:
+            yield
+        except (AlreadyExistsError, PreconditionError):
+            raise
+        except (NotFoundError, FileNotFoundError) as exc:
+            if any(word in str(exc) for word in ("NoSuchBucket", "ContainerNotFound")):
+                raise StorageError(
+                    errno.EREMOTEIO,
+                    f"{self.url}: there is no such bucket: make it, or mend `root` in project.yaml",
+                ) from exc
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path)) from exc
+        except (PermissionDeniedError, UnauthenticatedError) as exc:
+            raise StorageError(
+                errno.EREMOTEIO,
+                f"{self.shown(path)}: the object store refuses these credentials"
+                f" ({_first_line(exc)}): look at AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (GCS:"
+                " GOOGLE_APPLICATION_CREDENTIALS, Azure: AZURE_STORAGE_…), and at the rights they"
+                " give on the bucket",
+            ) from exc
+        except BaseError as exc:
+            raise StorageError(
+                errno.EREMOTEIO,
+                f"{self.shown(path)}: the object store gave no answer that can be used"
+                f" ({_first_line(exc)}): look at the endpoint (AWS_ENDPOINT_URL), the region and"
+                " the network, and run again",
+            ) from exc
+
+    def check_writable(self) -> None:
+        """Refuse a store that takes a second creation or a stale swap for a first one: two writers
+        would both believe that they won.
+
+        Raises:
+            ConfigError: it lies, or cannot swap.
+            StorageError: it refuses, or gives no answer.
+        """
+        with self._lock:
+            if self._proven:
+                return
+            path = self._folder / f".probe-{uuid.uuid4().hex}"
+            key, put = self._key(path), partial(obstore.put, self._records, use_multipart=False)
+            wrong = []
+            try:
+                with self._translated(path):
+                    # a lost reply may say so of one's own: only what is believed twice is a lie
+                    first = _tried(partial(put, key, b"1", mode="create"))
+                    if _tried(partial(put, key, b"2", mode="create")) is not None:
+                        wrong.append("creates an object that is there (If-None-Match)")
+                    tag = _token(first or obstore.head(self._records, key))
+                    swapped = _tried(partial(put, key, b"3", mode=tag))
+                    if swapped is None and obstore.get(self._records, key).bytes() != b"3":
+                        wrong.append("does not swap an object for another (If-Match)")
+                    if _tried(partial(put, key, b"4", mode=tag)) is not None:
+                        wrong.append("swaps an object that changed meanwhile (If-Match)")
+                    obstore.delete(self._records, key)
+            except StorageError as exc:
+                if "not" not in str(exc) or "implement" not in str(exc):
+                    raise
+                wrong.append(f"has no conditional writes ({exc})")
+            if wrong:
+                raise ConfigError(
+                    f"root: {self.url}: this object store {'; and it '.join(wrong)}, so that two"
+                    " runs at once would lose each other's work: use one with conditional writes"
+                    " (S3, GCS, Azure, MinIO, R2), or a folder"
+                )
+            self._proven = True
+
+
+def _token(meta: Any) -> dict[str, str]:
+    """What an object is swapped by."""
+    return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
+
+
+class _Seen:
+    """What was read or listed lately, by key; of a listing, by the folder's with a slash."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[float, Any]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: str, fresh_s: float) -> Any:
+        """None where it is older."""
+        at_s, value = self._values.get(key, (0.0, None))
+        return value if _awake_s() < at_s + fresh_s else None
+
+    def put(self, key: str, value: Any) -> Any:
+        """Returns the value."""
+        with self._lock:
+            now_s = _awake_s()
+            if len(self._values) > MOST_SEEN:
+                self._values = {
+                    k: seen for k, seen in self._values.items() if now_s < seen[0] + FRESH_S
+                }
+            self._values[key] = now_s, value
+        return value
+
+    def forget(self, *keys: str) -> None:
+        with self._lock:
+            for key in keys:
+                self._values.pop(key, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+
+
+def _awake_s() -> float:
+    """A clock that goes on while the process is stopped or the machine asleep."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _tried(put: Callable[[], Any]) -> Any:
+    """What a conditional write returned; None where it was refused."""
+    try:
+        return put()
+    except (AlreadyExistsError, PreconditionError):
+        return None
+
+
+def _client(url: str, retry_s: float, request_s: float) -> Any:
+    endpoint = next(
+        (
+            os.environ[n]
+            for n in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+            if os.environ.get(n)
+        ),
+        "",
+    )
+    try:
+        return from_url(
+            url,
+            client_options={
+                "timeout": f"{request_s:.0f}s",
+                "connect_timeout": "5s",
+                "allow_http": endpoint.startswith("http://"),
+            },
+            retry_config={
+                "max_retries": 8,
+                "retry_timeout": timedelta(seconds=retry_s),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=100),
+                    "max_backoff": timedelta(seconds=3),
+                    "base": 2,
+                },
+            },
+        )
+    except (BaseError, ValueError) as exc:
+        raise ConfigError(f"root: {url}: {_first_line(exc)}") from exc
+
+
+def _without_nonce(data: bytes) -> bytes:
+    return data[_NONCE_BYTES:] if data.startswith(_NONCE[: _NONCE.index(b"%")]) else data
+
+
+def _here(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _is_here(file: File) -> bool:
+    """Whether it is in the cache; it was used just now."""
+    try:
+        stat = file.path.stat()
+        if stat.st_size != file.size_bytes:
+            return False
+        os.utime(file.path, ns=(time.time_ns(), stat.st_mtime_ns))
+    except OSError:
+        return False
+    return True
+
+
+def _item(path: Path, meta: Any) -> Item:
+    return Item(path, meta["size"], int(meta["last_modified"].timestamp() * 1e6) * 1000)
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).strip().partition("\n")[0][:300]

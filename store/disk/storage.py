@@ -1,0 +1,321 @@
+"""Storage: where the records and files of a root lie, and the few things that are done to them.
+
+A path names each of them, in an object store too: a folder that is **mounted** is the local cache
+of a root there, laid out alike. What is asked of a path is asked of the storage that it lies in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.disk.durable_file import (
+    create_once,
+    locked,
+    make_folder,
+    replace_durably,
+    replace_undurably,
+    sync_folder,
+)
+from precompute.store.disk.record import read_record
+from precompute.store.errors import SnapshotError
+
+_R = TypeVar("_R")
+
+LOCK = ".lock"
+"""The file in a folder by which a local update of a record there excludes others."""
+
+
+class Item(NamedTuple):
+    """One file of a listing; ``modified_ns`` is when it last changed, ns since 1970 by the clock of
+    the storage."""
+
+    path: Path
+    size_bytes: int
+    modified_ns: int
+
+
+class File(NamedTuple):
+    """An immutable file that a manifest names: its size and SHA-256 (hex)."""
+
+    path: Path
+    size_bytes: int
+    sha256: str
+
+
+class Storage(Protocol):
+    """What a root asks of what it lies in. Each method may raise an OSError whose ``strerror`` says
+    what failed; folders come into being by what is written there."""
+
+    def read(self, path: Path, *, immutable: bool = False) -> bytes:
+        """A record, whole; ``immutable`` where it is created once and never changed.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+
+    def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:
+        """Create a record, durably and exactly once.
+
+        Args:
+            path: of the record.
+            data: its bytes; where two writers' might be equal, neither minds who wrote them.
+            point: prefix of the crash points ``<point>.write``, ``.link`` and ``.dirsync``.
+
+        Raises:
+            FileExistsError: somebody else created it.
+        """
+
+    def update(
+        self,
+        path: Path,
+        change: Callable[[bytes | None], bytes | None],
+        *,
+        point: str | None = None,
+        durably: bool = True,
+    ) -> None:
+        """Compare and swap: what ``change`` makes of a record takes its place, unless somebody else
+        changed that meanwhile; then ``change`` is called again, with what is there now.
+
+        Args:
+            path: of the record.
+            change: given its bytes, None where there is none; returns those to be, None to remove
+                it. What it raises leaves the record as it was.
+            point: prefix of the crash points ``<point>.write`` and ``.cas``.
+            durably: False lets a loss of power lose it.
+        """
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Replace a record that has one writer, durably: readers see the old or the new bytes."""
+
+    def delete(self, path: Path) -> None:
+        """Remove a record or file; one that is not there is no error."""
+
+    def delete_all(self, folder: Path) -> None:
+        """Remove a folder with all that is in it; one that is not there is no error."""
+
+    def names(self, folder: Path) -> list[str]:
+        """Names of the files and folders in a folder, in no order; none where there is no
+        folder."""
+
+    def items(self, folder: Path) -> list[Item]:
+        """The files in a folder, not those in folders below it."""
+
+    def stat(self, path: Path) -> Item | None:
+        """What is known of a file; None where there is none."""
+
+    def changed_ns(self, folder: Path) -> int | None:
+        """When a file in a folder was last created, replaced or removed, ns since 1970; None where
+        there is no folder."""
+
+    def shown(self, path: Path) -> str:
+        """Where it lies, for people."""
+
+    def check_writable(self) -> None:
+        """Raises:
+        PrecomputeError: no root can be written there.
+        """
+
+    def put(self, paths: Sequence[Path]) -> None:
+        """Make files that were written here, under names of their own, there for all."""
+
+    def fetch(self, files: Sequence[File], *, again: bool = False) -> bool:
+        """Have files here that may lie elsewhere, each compared with its checksum.
+
+        Args:
+            files: that are wanted, those only that are missing here or have another size.
+            again: though they are here: their bytes were found to differ.
+
+        Returns:
+            whether they may lie elsewhere at all.
+        """
+
+    def append(self, path: Path, line: bytes, *, first: bool = False) -> None:
+        """Add a line to a log that has one writer; durably, but for the ``first``."""
+
+    def appended(self, path: Path, *, first: bool = False) -> bytes:
+        """The lines of a log, or the ``first`` alone; the last may be torn.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+
+    def logs(self, folder: Path, name: str) -> list[Item]:
+        """The logs of a name in the folders of a folder, by path."""
+
+    def end_log(self, path: Path) -> None:
+        """Remove a log."""
+
+
+class LocalStorage:
+    """A file system: flock(2), link(2), rename(2) and fsync(2)."""
+
+    def read(self, path: Path, *, immutable: bool = False) -> bytes:
+        return path.read_bytes()
+
+    def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:
+        try:
+            make_folder(path.parent)
+        except FileExistsError as exc:
+            # a file is in the way of the folder, and nobody created the record
+            raise NotADirectoryError(exc.errno, exc.strerror, exc.filename) from exc
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}-{threading.get_ident()}.tmp")
+        create_once(path, data, temporary, point=point)
+
+    def update(
+        self,
+        path: Path,
+        change: Callable[[bytes | None], bytes | None],
+        *,
+        point: str | None = None,
+        durably: bool = True,
+    ) -> None:
+        make_folder(path.parent)
+        with locked(path.parent / LOCK):
+            try:
+                before = path.read_bytes()
+            except FileNotFoundError:
+                before = None
+            data = change(before)
+            if data is None:
+                path.unlink(missing_ok=True)
+                sync_folder(path.parent)
+            elif data != before:
+                if durably:
+                    replace_durably(path, data, point=point)
+                else:
+                    replace_undurably(path, data)
+
+    def write(self, path: Path, data: bytes) -> None:
+        make_folder(path.parent)
+        replace_durably(path, data)
+
+    def delete(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def delete_all(self, folder: Path) -> None:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+
+    def names(self, folder: Path) -> list[str]:
+        try:
+            return os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def items(self, folder: Path) -> list[Item]:
+        found = []
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    try:
+                        if entry.is_file():
+                            stat = entry.stat()
+                            path = folder / entry.name
+                            found.append(Item(path, stat.st_size, stat.st_mtime_ns))
+                    except FileNotFoundError:
+                        # removed meanwhile
+                        continue
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return found
+
+    def stat(self, path: Path) -> Item | None:
+        try:
+            stat = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return Item(path, stat.st_size, stat.st_mtime_ns)
+
+    def changed_ns(self, folder: Path) -> int | None:
+        try:
+            return folder.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def shown(self, path: Path) -> str:
+        return str(path)
+
+    def check_writable(self) -> None:
+        """Its folder's rights tell."""
+
+    def put(self, paths: Sequence[Path]) -> None:
+        """They are there."""
+
+    def fetch(self, files: Sequence[File], *, again: bool = False) -> bool:
+        return False
+
+    def append(self, path: Path, line: bytes, *, first: bool = False) -> None:
+        if first:
+            make_folder(path.parent)
+        with path.open("ab") as file:
+            file.write(line)
+            if not first:
+                file.flush()
+                crashpoint("journal.append", path)
+                os.fsync(file.fileno())
+
+    def appended(self, path: Path, *, first: bool = False) -> bytes:
+        return path.read_bytes()
+
+    def logs(self, folder: Path, name: str) -> list[Item]:
+        # a glob, with a Path for each of a thousand folders, takes ten times as long
+        found = []
+        for below in sorted(self.names(folder)):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                stat = os.stat(f"{folder}/{below}/{name}")
+                found.append(Item(folder / below / name, stat.st_size, stat.st_mtime_ns))
+        return found
+
+    def end_log(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+
+LOCAL = LocalStorage()
+
+_mounted: dict[Path, Storage] = {}
+
+
+def mount(folder: Path, storage: Storage) -> None:
+    """From now on what lies in a folder, an absolute one, is a storage's."""
+    _mounted[folder] = storage
+
+
+def unmount_all() -> None:
+    """End each :func:`mount`."""
+    _mounted.clear()
+
+
+def storage_of(path: Path) -> Storage:
+    """The storage that a path lies in."""
+    for folder, storage in _mounted.items():
+        if path.is_relative_to(folder):
+            return storage
+    return LOCAL
+
+
+def read_record_file(kind: type[_R], path: Path, remedy: str) -> _R | None:
+    """The record in a file; None when there is no file.
+
+    Args:
+        kind: of the record.
+        path: of the file.
+        remedy: what to do where it is damaged, as the end of a sentence.
+
+    Raises:
+        SnapshotError: it cannot be read, or is damaged: then the cause is a ValueError.
+    """
+    try:
+        return read_record(kind, storage_of(path).read(path))
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    except ValueError as exc:
+        raise SnapshotError(f"{path} is damaged ({exc}); {remedy}") from exc
