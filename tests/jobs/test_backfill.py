@@ -22,7 +22,7 @@ from precompute.jobs.schedule.backfill_plan import plan_backfill, range_of
 from precompute.jobs.schedule.backfill_state import Options, read_backfill
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
-from precompute.store.offline.refs import run_lease
+from precompute.store.offline.refs import Place, run_lease
 from precompute.store.offline.runs import Report, Runs
 from precompute.store.offline.standing import Standing
 from precompute.store.times import Partition, containing
@@ -573,6 +573,27 @@ def test_what_is_live_never_moves_backwards(daily: MakeDaily) -> None:
     assert (done.status, done.published, live(project)) == ("done", None, part(6))
     assert done.not_published == f"snapshot 1 of {part(6)} is live and the newest"
     assert project.live().epoch == 1
+
+
+def test_forced_in_full_computes_every_row_again(daily: MakeDaily) -> None:
+    project = daily((1,))
+    compute(project, 1)
+    for full, written in ((False, 0), (True, 3)):
+        forced = options(1, 1, reprocess="all", full=full)
+        items = run_backfill(project, "numbers", forced).items
+        assert [(item.state, item.written) for item in items] == [("done", written)]
+    assert committed(project) == [part(1), part(1)]
+
+
+def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
+    project = daily((1, 2))
+    compute(project, 1, "run")
+    refs = project.store.refs
+    held: dict[str, Any] = {"reason": "test", "place": Place(1, 1), "held": "a bad model"}
+    refs.move_live(1, expected_epoch=1, epoch=refs.claim_epoch(1), **held)
+    done = run_backfill(project, "numbers", options(2, 2))
+    assert (done.status, done.published, live(project)) == ("done", None, part(1))
+    assert "the view is held (a bad model)" in str(done.not_published)
 
 
 # ---- killed, cancelled, twice at once

@@ -440,7 +440,7 @@ def test_a_bare_null_in_yaml_and_in_the_environment_is_the_policy(make: Make) ->
 # ---- another policy than before
 
 
-def test_from_reject_to_null_the_rows_rejected_before_are_written(
+def test_from_reject_to_null_rejected_rows_are_written_and_back_they_leave(
     make: Make, open_lookup: Callable[[Scene], Lookup]
 ) -> None:
     first = make(MIXED).run()
@@ -456,6 +456,13 @@ def test_from_reject_to_null_the_rows_rejected_before_are_written(
     assert (
         project.snapshot_of(first).content != project.snapshot_of(report).content
     )  # they do not hold the same values
+    project = make(MIXED)  # and back: they leave
+    report = project.run()
+    assert str(report.plan).endswith(
+        "every row, since the policy for bad rows changed, null → reject"
+    )
+    assert stored(project, report) == expected(MIXED, nulls=False)
+    assert served(open_lookup(project), [1, 2]) == [fresh(MIXED)[0], missing(2, "unknown_entity")]
 
 
 def test_to_fail_a_row_set_aside_before_with_the_same_input_ends_the_run(make: Make) -> None:

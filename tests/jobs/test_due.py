@@ -525,6 +525,8 @@ def test_a_run_whose_lease_nobody_holds_is_a_killed_one_and_counts_as_that(
     ledger: Ledger, make_project: MakeProject
 ) -> None:
     store = make_project().store
+    with take(store.leases, run_lease(None), "one that has no report yet"):
+        assert ledger.decision("numbers", at(6)).state == "running"
     store.runs.write(report("running", at(6), run="1", finished_at=""))
     with take(store.leases, run_lease(None), "a test"):
         assert ledger.decision("numbers", at(6)).state == "running"

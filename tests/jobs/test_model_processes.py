@@ -255,12 +255,16 @@ def test_no_model_is_loaded_where_hits_are_answered(server: Server) -> None:
 
 
 def test_many_requests_for_one_missing_key_over_all_workers_are_one_call(server: Server) -> None:
+    """While it is computed, and then from the miss cache, whichever worker is asked."""
     with contextlib.ExitStack() as stack:
         connections = [
             stack.enter_context(ask(server, "/v1/views/counted/rows/50")) for _ in range(60)
         ]
         replies = [read_reply(connection) for connection in connections]
     assert {(reply.status, reply.json["features"]["double"]) for reply in replies} == {(200, 100.0)}
+    again = lambda: [server.get("/v1/views/counted/rows/50").json for _ in range(8)]  # noqa: E731
+    eventually(lambda: {row["source"] for row in again()} == {"cache"})
+    assert {row["features"]["double"] for row in again()} == {100.0}
     batches = Path(str(server.log.parent / "batches")).read_text().splitlines()
     assert batches.count("[50.0]") == 1
 

@@ -368,6 +368,13 @@ def test_a_partition_is_judged_against_its_own_earlier_snapshot(make_project: Ma
     assert live(project) == (2, day(1))
 
 
+def test_a_view_that_gets_partitions_is_published(make_project: MakeProject) -> None:
+    run(make_project([(1, 1.0), (2, 2.0), (3, 3.0)]))
+    project = make(make_project)
+    assert run(project).status == "published"
+    assert live(project) == (2, day(3))
+
+
 def test_a_view_that_loses_its_partitions_is_published_again(make_project: MakeProject) -> None:
     run(make(make_project))
     project = make_project(

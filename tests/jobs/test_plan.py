@@ -267,7 +267,8 @@ def test_a_rejected_row_is_not_tried_again_before_its_input_changes(
         == "delta: 1 of 8 rows to compute (1 new, 1 of them rejected before), 7 unchanged; builds on snapshot 1"
     )
     for attempts in (2, 3):
-        report = project.materialize(retry_rejected=True)
+        assert project.cli("materialize", "numbers", "--retry-rejected") == 0
+        report = project.report()
         store = project.offline
         rejected = store.view("numbers").snapshot(report.snapshot or 0).rejected
         assert rejected is not None

@@ -289,6 +289,9 @@ def test_all_views_are_reconciled_though_one_cannot_be(
     assert done["numbers"][0] == "refused"
     assert done["numbers"][1]
     assert project.pointer("others").snapshot == 1
+    assert project.cli("reconcile", "others") == 0
+    nothing = "others: nothing that is live is missing from the online store\n"
+    assert capsys.readouterr().out == nothing
 
 
 def test_the_scheduler_brings_back_what_was_lost(make_project: MakeProject, online: str) -> None:

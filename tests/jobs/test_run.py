@@ -339,6 +339,7 @@ def test_two_views_run_at_once(
 )
 def test_every_run_leaves_a_report(
     make_project: MakeProject,
+    capsys: pytest.CaptureFixture[str],
     changed: Any,
     args: dict[str, Any],
     command: str,
@@ -353,6 +354,8 @@ def test_every_run_leaves_a_report(
     reports = list((project.root / "numbers" / "runs").iterdir())
     assert len(reports) == 1
     report = json.loads(reports[0].read_text())
+    (printed,) = capsys.readouterr().out.splitlines()  # of one that failed, too
+    assert json.loads(printed).items() <= report.items()
     assert report["run"] == reports[0].stem
     assert report["view"] == "numbers"
     assert report["command"] == command

@@ -197,6 +197,25 @@ def test_a_chain_runs_each_view_when_the_one_before_is_live(running: MakeRunning
     assert schedule.ran() == ["numbers", "b", "c"]
 
 
+def test_times_count_from_when_a_scheduler_first_saw_a_line(
+    running: MakeRunning,
+) -> None:
+    note = "echo $DUE | cut -c 1-4 >> $LOG; sleep 0.1; published"
+    schedule = running({"numbers": ({"at": YEARLY, "catch_up": "all"}, note)}, start=False)
+    schedule.scheduler.clock = lambda: datetime(2026, 6, 1, tzinfo=UTC)
+    schedule.start().await_said(r"numbers: next at 2027-01-01 00:00\+00:00")
+    schedule.stop()
+    again = Running(schedule.project, schedule._shell, schedule.log.parent)
+    again.scheduler.clock = lambda: datetime(2028, 6, 1, tzinfo=UTC)
+    again.start()
+    try:
+        eventually(lambda: again.ran() == ["2027", "2028"], lambda: f"{again.ran()} {again.said}")
+        time.sleep(0.3)
+    finally:
+        again.stop()
+    assert again.ran() == ["2027", "2028"]
+
+
 @pytest.mark.parametrize(
     ("shell", "outcome", "status"),
     [
@@ -237,13 +256,17 @@ def test_one_run_of_a_view_at_a_time_and_different_views_side_by_side(running: M
     views = {
         "numbers": ({"at": YEARLY, "catch_up": "all"}, f"{NOTE}; sleep 60"),
         "b": (RARELY, DONE),
+        "slow": (RARELY, f"published; {NOTE}; sleep 60"),
+        # waits for the last of them, though both are live
+        "both": ("after b, slow", DONE),
     }
-    schedule = running(views, ["numbers", "b"])
+    schedule = running(views, ["numbers", "b", "slow"])
     schedule.await_said("b: done after .*", "numbers: started .*")
+    eventually(lambda: "slow" in schedule.ran())
     due = Decision("run", "by hand", datetime(2026, 1, 1, tzinfo=UTC))
     assert not schedule.scheduler.start("numbers", due)
     time.sleep(0.3)
-    assert sorted(schedule.ran()) == ["b", "numbers"]
+    assert sorted(schedule.ran()) == ["b", "numbers", "slow"]
 
 
 def test_a_bad_configuration_is_not_tried_again_nor_after_a_restart(running: MakeRunning) -> None:
@@ -398,9 +421,6 @@ def test_a_clock_set_forward_is_one_tick_and_not_one_for_every_second() -> None:
     assert trigger.get_next_fire_time(now - timedelta(days=365), now) == now + timedelta(
         seconds=precompute.jobs.schedule.scheduler.TICK_S
     )
-
-
-# ---- who acts
 
 
 # ---- the real thing

@@ -4,6 +4,7 @@ models and stores come and go."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -45,7 +46,10 @@ def counting(path: Path, seconds: float) -> View:
 def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(
     tmp_path: Path, bind: str
 ) -> None:
-    make_folder(tmp_path, {"numbers": counting(tmp_path / "batches", 0.5)}).publish_all()
+    # nothing looks to the log's last lines before the end
+    access = {"access_log": "./access.log", "limits": {"header_time": "1h"}}
+    views = {"numbers": counting(tmp_path / "batches", 0.5)}
+    make_folder(tmp_path, views, serve=access).publish_all()
     write_numbers(tmp_path, [1, 2, 3, 9])
     with Server(tmp_path, bind) as server, server.connect() as idle, server.connect() as busy:
         busy.sendall(b"GET /v1/views/numbers/rows/9 HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -62,6 +66,8 @@ def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(
         told = server.log.read_text()
         assert "ordered to end: 1 requests are in hand" in told
         assert "ended by SIGTERM, after " in told
+    last = json.loads((tmp_path / "access.log").read_text().splitlines()[-1])
+    assert (last["route"], last["status"]) == ("/v1/views/{view}/rows/{key}", 200)
     assert not (tmp_path / "api.sock").exists()
 
 

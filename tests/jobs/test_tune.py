@@ -1162,6 +1162,19 @@ def test_an_acceptance_holds_when_another_gate_is_accepted_later(make_project: M
     assert stored(project, live) == wanted(ROWS, torch.bfloat16)
 
 
+def test_a_verdict_is_kept_when_the_other_gates_judge_again(make_project: MakeProject) -> None:
+    view = {"precision": "bf16", "accuracy": LOOSE}
+    project = torch_project(make_project, ROWS, view=view | {"gates": {"duplicates": 0.0}})
+    assert project.cli("run", "numbers") == 3  # by the gate duplicates, after computing
+    store = project.offline
+    refused = store.view("numbers").snapshot(1)
+    assert (refused.refused_by, refused.gates[0].gate) == (["duplicates"], "accuracy")
+    assert torch_project(make_project, view=view).cli("run", "numbers") == 0
+    mended = store.view("numbers").snapshot(2)
+    assert (mended.refused_by, mended.gates[0]) == ([], refused.gates[0])
+    assert stored(project, 2) == wanted(ROWS, torch.bfloat16)
+
+
 def live_number(store: OfflineStore) -> int | None:
     ref = store.view("numbers").refs.live()
     return None if ref is None else ref.snapshot

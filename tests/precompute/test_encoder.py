@@ -396,6 +396,16 @@ def test_random_sizes_are_computed_or_refused() -> None:
                     NATIVE.encode(*given.values())
 
 
+def test_a_text_beyond_the_places_or_an_id_beyond_the_words_is_refused() -> None:
+    encoded = UnpaddedBert(transformer(positions=40), "plain")
+    ids, mask = texts([41])
+    with pytest.raises(ValueError, match="an id or a position is in no table"):
+        encoded(ids, mask)
+    ids[0, 0] = 50
+    with pytest.raises(ValueError, match="an id or a position is in no table"):
+        encoded(ids[:, :40], mask[:, :40])
+
+
 def test_threads_at_once_get_what_each_asked_for() -> None:
     models = [UnpaddedBert(transformer(kind), HERE[0]) for kind in ("bert", "roberta")]
     asked = [texts([3 + seed, 60, 7 * seed + 1], seed) for seed in range(12)]

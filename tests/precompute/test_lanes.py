@@ -218,6 +218,16 @@ def test_a_thread_that_begins_meanwhile_has_the_processs_threads() -> None:
     assert compute_threads() == before
 
 
+def test_a_bad_row_is_one_bad_row() -> None:
+    xs = [float(i) for i in range(300)]
+    values, errors = gathered(
+        Runner(staged(AtOnce(bad=77.0)), SINGLE, lanes=3).stream(windows(xs, 100))
+    )
+    assert values == {i: {"double": 2 * x} for i, x in enumerate(xs) if x != 77}
+    assert errors.keys() == {77}
+    assert errors[77].startswith("model: ValueError: cannot take it")
+
+
 # ---- failures
 
 

@@ -132,6 +132,13 @@ def test_text_in_any_column_type_has_the_same_embedding(
     )
 
 
+def test_another_column_and_output(small_folder: Path, small: TextEncoder) -> None:
+    encoder = TextEncoder(str(small_folder), column="title", output="vector", max_tokens=32)
+    assert encoder.reads() == ("title",)
+    found = encoder.compute(pa.record_batch({"text": ["other"], "title": ["a heist"]}))
+    np.testing.assert_array_equal(found["vector"], encode(small, ["a heist"]))
+
+
 # ---- long and bad text
 
 

@@ -311,6 +311,11 @@ def test_text_is_its_place_in_the_vocabulary_and_0_when_unknown_or_null(
     assert model.prepare(pa.record_batch({"v": column})).bad == {}
 
 
+def test_a_vocabulary_may_stand_in_place_and_hold_whole_numbers() -> None:
+    model = echo({"column": "v", "vocabulary": [700, 7]})
+    assert made(model, v=[7, 700, 70, None]).tolist() == [2, 1, 0, 0]
+
+
 def test_nulls_are_filled_or_named() -> None:
     columns = {"a": [1, None, None], "b": pa.array([Decimal("0.5"), None, Decimal("2.5")])}
     assert made(echo({"columns": ["a", "b"], "fill": 9}), **columns).tolist() == [
@@ -328,6 +333,15 @@ def test_nulls_are_filled_or_named() -> None:
     assert whole.prepare(pa.record_batch({"a": pa.array([None, None], pa.int64())})).bad == {
         0: "a is null",
         1: "a is null",
+    }
+
+
+def test_outputs_are_chosen_by_position_or_key() -> None:
+    model = TorchModule(f"{HERE}:Echo", {"x": "v"}, {"second": 1, "first": 0}, {"returns": "pair"})
+    got = model.compute(pa.record_batch({"v": [1, 2]}))
+    assert {name: values.tolist() for name, values in got.items()} == {
+        "second": [2, 4],
+        "first": [1, 2],
     }
 
 

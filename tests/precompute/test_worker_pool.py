@@ -193,6 +193,23 @@ def test_what_comes_out_is_what_the_runner_makes(workers: int) -> None:
     assert ours.stage("model").busy_s > 0
 
 
+@pytest.mark.parametrize("count", [1, 7])
+def test_a_device_that_is_batches_ahead_keeps_nobody_waiting(count: int) -> None:
+    """Also where a window has no batch at all, and where nothing follows."""
+    given = [
+        w for i in range(count) for w in [*windows(1, 9, first=9 * i), *windows(1, 3, first=-3)]
+    ]
+    ours, theirs = Meter(), Meter()
+    workers = pool(LAUNCHING, meter=ours)
+    stream = workers.stream(given, hidden=["input_hash"])
+    assert everything(stream) == as_one_process(LAUNCHING, {}, given, theirs)
+    assert (ours.batches, ours.cost, ours.padded_cost) == (theirs.batches, 9 * count, 9 * count)
+    figures = workers.figures(1.0)
+    told = {"budget": 4, "cost_unit": "rows", "device_peak_memory_bytes": 0, "peak_flops": 10**8}
+    assert figures | told == figures
+    assert figures["mfu"] == round(90.0 * count / (ours.forward_s + ours.landing_s) / 1e8, 4) > 0
+
+
 @pytest.mark.parametrize("args", [{}, {"fail_on": 1.0}], ids=["", "rejected"])
 def test_what_is_computed_is_handed_on_during_the_window(
     tmp_path: Path, args: dict[str, Any]
@@ -256,6 +273,14 @@ def test_of_two_gpus_the_faster_one_computes_more(monkeypatch: pytest.MonkeyPatc
     slow, fast = (rows[said] for said in sorted(rows))
     assert slow + fast == 240
     assert fast > 2 * slow
+
+
+def test_a_model_of_ones_own_is_found_in_the_projects_folder(tmp_path: Path) -> None:
+    (tmp_path / "of_ones_own.py").write_text("from tests.models import Doubler as Mine\n")
+    spec = WorkerSpec("of_ones_own:Mine", {}, {}, VIEW, tmp_path)
+    given = list(windows(1, 3))
+    stream = WorkerPool(spec, Meter(), [None]).stream(given, hidden=["input_hash"])
+    assert everything(stream) == as_one_process(DOUBLER, {}, given)
 
 
 def test_a_worker_without_a_torch_model_does_not_load_torch() -> None:

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 from precompute.store.answers.fallback import Miss
+from precompute.store.http.app import create_app
 from precompute.store.http.encoding.answer_bodies import lookup_json
 from precompute.store.times import Reason
+from precompute.store.wire import bodies
 from precompute.store.wire.lookup_options import LookupOptions
+from tests.asgi import call
 from tests.memory_store import MemoryStore
 from tests.store.test_lookup import FEATURES, STALE_FOR, TTL, House, Row, Scripted
+from tests.world import ROW
 
 
 def plain(features: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -90,3 +94,25 @@ def test_what_is_computed_or_in_the_store_has_no_use_for_it(house: House) -> Non
         ("fallback", 10.0),
     ]
     assert answer.table()["double"].to_pylist() == [6.0, 10.0]
+
+
+def test_by_itself_it_is_a_row_that_no_cache_may_have(house: House) -> None:
+    house.publish({"there": Row(3.0)})
+    app = create_app(house.lookup(Scripted({"nobody": Miss(Reason.UNKNOWN_ENTITY)})))
+    reply = call(app, "GET", ROW + "nobody")
+    told = {name: reply.json[name] for name in ("status", "source", "reason", "age_s", "features")}
+    assert (reply.status, reply.headers["cache-control"], "etag" in reply.headers) == (
+        200,
+        "no-store",
+        False,
+    )
+    assert told == {
+        "status": "missing",
+        "source": "default",
+        "reason": "unknown_entity",
+        "age_s": None,
+        "features": WHOLE,
+    }
+    (arrow,) = call(app, "GET", ROW + "nobody", accept=bodies.ARROW).arrow.to_pylist()
+    assert (arrow["source"], arrow["double"], arrow["computed_at"]) == ("default", -1.0, None)
+    assert call(app, "GET", ROW + "nobody", cache_control="only-if-cached").status == 504

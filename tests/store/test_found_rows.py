@@ -44,6 +44,8 @@ FEATURES = (
 NOW_S, TTL_S = 1000, 50
 KEYS = [b"key %d" % i for i in range(40)]
 
+pytestmark = pytest.mark.usefixtures("kernel")
+
 
 def finite(f: Feature) -> st.SearchStrategy[Any]:
     """A value that is equal to itself when it comes back."""
@@ -105,7 +107,7 @@ def both_ways(store: OnlineStore, keys: list[str], features: list[str] | None) -
     return whole
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_columns_are_those_of_the_codec(data: st.DataObject) -> None:
     features = tuple(

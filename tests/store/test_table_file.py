@@ -119,6 +119,7 @@ def test_rows_come_back(tmp_path: Path) -> None:
     assert file.warm(100) == 100
 
 
+@pytest.mark.usefixtures("kernel")
 def test_the_first_table_that_has_something_answers(tmp_path: Path) -> None:
     """Rows of one size and of several, in one table over the other; a tombstone stands, and so does
     damage."""
@@ -203,6 +204,7 @@ def same_tag(count: int) -> list[list[bytes]]:
     return [keys for keys in by_tag.values() if len(keys) > 1][:count]
 
 
+@pytest.mark.usefixtures("kernel")
 def test_a_key_of_the_same_tag_is_another_key(tmp_path: Path) -> None:
     pairs = same_tag(40)
     assert len(pairs) == 40
