@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -345,11 +346,8 @@ def aliases(names: Iterable[str]) -> Iterator[str]:
     }
     for number, name in enumerate(names, 1):
         slug = slug_of(name) or f"column_{number}"
-        alias = next(
-            a
-            for a in (slug, f"own_{slug}", *(f"{slug}_{n}" for n in range(2, 10**6)))
-            if a not in taken
-        )
+        further = (f"{slug}_{n}" for n in count(2))
+        alias = next(a for a in chain((slug, f"own_{slug}"), further) if a not in taken)
         taken.add(alias)
         yield alias
 

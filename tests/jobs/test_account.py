@@ -20,7 +20,7 @@ from precompute.store.account.account import Act, Turn, read_account
 from precompute.store.account.checker import Rounds, look, share_of
 from precompute.store.disk.record import replace
 from precompute.store.errors import PrecomputeError, VectorIndexError
-from tests.conftest import MakeProject
+from tests.conftest import MakeProject, Prepared
 from tests.scene import Scene
 
 ROWS = 40
@@ -31,14 +31,19 @@ def rows(changed: int) -> list[tuple[int, float]]:
     return [(i, i + 0.5 if i < changed else float(i)) for i in range(ROWS)]
 
 
+def overlaid(make_project: MakeProject, online: str) -> Scene:
+    """A view that is live as a base with an overlay, with an index of both."""
+    for changed in (0, 2):
+        project = make_project(rows(changed), project={"online": online}, view=INDEXED)
+        project.run()
+    return project
+
+
 @pytest.fixture
-def project(make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    """A view that is live as a base with an overlay, with an index of both; every look compares
-    every file."""
+def project(prepared: Prepared, online: str, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """:func:`overlaid`; every look compares every file."""
     monkeypatch.setattr(checker, "OFTEN_S", -1.0)
-    make_project(rows(0), project={"online": online}, view=INDEXED).run()
-    project = make_project(rows(2), project={"online": online}, view=INDEXED)
-    project.run()
+    project = prepared(overlaid, online)
     assert project.live().place.overlays == ((2, 2),)
     assert project.status()["attention"] == []
     return project

@@ -12,7 +12,7 @@ import pytest
 
 from precompute.jobs.commands.command_line import main
 from precompute.store.offline.view_store import OfflineStore
-from tests.conftest import MakeProject
+from tests.conftest import MakeProject, Prepared
 from tests.jobs.test_cli import INDEXED, ROWS, report_of
 from tests.scene import Scene
 from tests.server import Server
@@ -27,8 +27,7 @@ BROKEN = {
 }
 
 
-@pytest.fixture
-def folder(make_project: MakeProject) -> Path:
+def spoiled(make_project: MakeProject) -> Scene:
     """A project of two views, each with two snapshots, of which the file of ``broken`` was spoiled
     since."""
     for rows in (ROWS, [*ROWS, (4, 4.0)]):
@@ -39,7 +38,12 @@ def folder(make_project: MakeProject) -> Path:
         assert [project.cli("run", view) for view in ("numbers", "broken")] == [0, 0]
     path = project.folder / "views" / "broken.yaml"
     path.write_text(path.read_text().replace("1h", "soon"))
-    return project.folder
+    return project
+
+
+@pytest.fixture
+def folder(prepared: Prepared) -> Path:
+    return prepared(spoiled).folder
 
 
 def call(folder: Path, *command: str) -> int:

@@ -23,7 +23,7 @@ from precompute.store.errors import ConflictError, FencedError, RejectedError
 from precompute.store.offline.gc import Garbage, collect
 from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
 from tests import REPOSITORY
-from tests.conftest import MakeProject
+from tests.conftest import MakeProject, Prepared
 from tests.scene import Scene
 
 LATER = 10.0**6
@@ -80,8 +80,8 @@ def reads_well(project: Scene, view: str = "numbers") -> None:
 # ---- what stays
 
 
-def test_live_previous_newest_pinned_and_young_stay(make_project: MakeProject) -> None:
-    project = published(make_project, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+def test_live_previous_newest_pinned_and_young_stay(prepared: Prepared) -> None:
+    project = prepared(published, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     store = project.store
     project.publish(number=3)  # live 3, previous 6
     store.pin(1, "a test")
@@ -97,8 +97,8 @@ def test_live_previous_newest_pinned_and_young_stay(make_project: MakeProject) -
     assert gc(project) == []
 
 
-def test_the_newest_are_kept_and_bad_ones_do_not_count(make_project: MakeProject) -> None:
-    project = published(make_project, [1.0, 2.0, 3.0, 4.0, 5.0], keep=2)
+def test_the_newest_are_kept_and_bad_ones_do_not_count(prepared: Prepared) -> None:
+    project = prepared(published, [1.0, 2.0, 3.0, 4.0, 5.0], keep=2)
     project.rollback()
     project.rollback()  # 5 and 4 are bad; live 3, previous 4
     gc(project)
@@ -107,16 +107,16 @@ def test_the_newest_are_kept_and_bad_ones_do_not_count(make_project: MakeProject
 
 
 def test_of_two_rollbacks_in_a_row_all_that_recognises_the_bad_rows_stays(
-    make_project: MakeProject,
+    prepared: Prepared,
 ) -> None:
-    project = published(make_project, [1.0, 2.0, 3.0], keep=3)
+    project = prepared(published, [1.0, 2.0, 3.0], keep=3)
     for _ in range(2):
         project.rollback()
-    project = published(make_project, [4.0, 5.0, 6.0], keep=1)
+    project = prepared(published, [4.0, 5.0, 6.0], keep=1)
     gc(project)
     assert project.numbers() == [1, 2, 3, 5, 6]
     project.rollback()
-    project = published(make_project, [7.0, 8.0], keep=1)
+    project = prepared(published, [7.0, 8.0], keep=1)
     gc(project)
     assert project.numbers() == [5, 6, 7, 8]
 
@@ -223,8 +223,8 @@ def test_the_newest_of_every_partition_stays(make_project: MakeProject) -> None:
     reads_well(project)
 
 
-def test_without_a_readable_pointer_no_snapshot_goes(make_project: MakeProject) -> None:
-    project = published(make_project, [1.0, 2.0, 3.0, 4.0])
+def test_without_a_readable_pointer_no_snapshot_goes(prepared: Prepared) -> None:
+    project = prepared(published, [1.0, 2.0, 3.0, 4.0])
     path = project.root / "numbers" / "refs" / "live.json"
     for damage in (b"{", b""):
         path.write_bytes(damage)
@@ -236,13 +236,15 @@ def test_without_a_readable_pointer_no_snapshot_goes(make_project: MakeProject) 
     reads_well(project)
 
 
-def test_nothing_goes_while_a_manifest_cannot_be_read(make_project: MakeProject) -> None:
+def test_nothing_goes_while_a_manifest_cannot_be_read(
+    make_project: MakeProject, prepared: Prepared
+) -> None:
     rows = {i: float(i) for i in range(100)}
     for _ in range(3):
         rows[0] += 1000
         project = make(make_project, list(rows.items()))
         project.run()
-    project = published(make_project, [1.0, 2.0], keep=1)
+    project = prepared(published, [1.0, 2.0], keep=1)
     project.publish(number=3)  # a delta on 2 and 1
     path = project.root / "numbers" / "manifests" / f"{3:020d}.json"
     whole = path.read_bytes()
@@ -258,10 +260,8 @@ def test_nothing_goes_while_a_manifest_cannot_be_read(make_project: MakeProject)
 # ---- what goes
 
 
-def test_a_dry_run_lists_exactly_what_then_goes(
-    make_project: MakeProject, capsys: Captured
-) -> None:
-    project = published(make_project, [1.0, 2.0, 3.0, 4.0])
+def test_a_dry_run_lists_exactly_what_then_goes(prepared: Prepared, capsys: Captured) -> None:
+    project = prepared(published, [1.0, 2.0, 3.0, 4.0])
     orphan = (
         project.root / "numbers" / "data" / "20000101T000000.000000Z-dead" / "part-00000.parquet"
     )
@@ -280,8 +280,10 @@ def test_a_dry_run_lists_exactly_what_then_goes(
     reads_well(project)
 
 
-def test_the_command_lists_removes_and_reports(make_project: MakeProject, capsys: Captured) -> None:
-    project = published(make_project, [1.0, 2.0, 3.0, 4.0])
+def test_the_command_lists_removes_and_reports(
+    make_project: MakeProject, prepared: Prepared, capsys: Captured
+) -> None:
+    project = prepared(published, [1.0, 2.0, 3.0, 4.0])
     old = time.time() - LATER
     for path in (project.root / "numbers" / "data").rglob("*"):
         os.utime(path, (old, old))
@@ -306,8 +308,8 @@ def test_the_command_lists_removes_and_reports(make_project: MakeProject, capsys
     assert capsys.readouterr().out == "removed 0 files, 0.0 MB\n"
 
 
-def test_pin_keeps_and_its_removal_lets_go(make_project: MakeProject, capsys: Captured) -> None:
-    project = published(make_project, [1.0, 2.0, 3.0, 4.0])
+def test_pin_keeps_and_its_removal_lets_go(prepared: Prepared, capsys: Captured) -> None:
+    project = prepared(published, [1.0, 2.0, 3.0, 4.0])
     command = ["-c", str(project.folder), "pin", "numbers"]
     assert main([*command, "--snapshot", "1"]) == 0
     assert main([*command, "--snapshot", "9"]) == 1
@@ -356,8 +358,8 @@ def test_chunks_that_were_taken_over_belong_to_the_snapshot(
     assert project.faults() == []
 
 
-def test_temporary_files_of_killed_processes_go(make_project: MakeProject) -> None:
-    project = published(make_project, [1.0])
+def test_temporary_files_of_killed_processes_go(prepared: Prepared) -> None:
+    project = prepared(published, [1.0])
     folder = project.root / "numbers"
     left = [
         folder / "manifests" / ".20000101.tmp",
@@ -446,8 +448,8 @@ def test_the_lease_of_a_process_that_died_does_not_count(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_one_at_a_time(make_project: MakeProject, capsys: Captured) -> None:
-    project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s")
+def test_one_at_a_time(prepared: Prepared, capsys: Captured) -> None:
+    project = prepared(published, [1.0, 2.0, 3.0, 4.0], grace="0s")
     with take(project.store.leases, PUBLISH_LEASE, "somebody"):
         assert project.cli("gc") == 1
         assert "is being published" in capsys.readouterr().err
@@ -458,11 +460,11 @@ def test_one_at_a_time(make_project: MakeProject, capsys: Captured) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lost", [PUBLISH_LEASE, "run"])
 def test_who_lost_a_lease_removes_nothing_more(
-    lost: str, late: bool, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+    lost: str, late: bool, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever took it may publish, or take over, what was garbage a moment ago; ``late``: once the
     manifests are gone, before their files."""
-    project = published(make_project, [2.0, 3.0, 4.0, 5.0], grace="0s", keep=4)
+    project = prepared(published, [2.0, 3.0, 4.0, 5.0], grace="0s", keep=4)
     store = project.store
     folder = store.leases
     parts = [path for path in files(project) if "data" in path.parts]
@@ -530,8 +532,8 @@ def test_what_cannot_be_removed_does_not_undo_a_publishing(
     assert project.numbers() == [1, 2, 3]
 
 
-def test_a_thousand_reports_are_kept(make_project: MakeProject) -> None:
-    project = published(make_project, [1.0])
+def test_a_thousand_reports_are_kept(prepared: Prepared) -> None:
+    project = prepared(published, [1.0])
     folder = project.root / "numbers" / "runs"
     for n in range(1005):
         (folder / f"20000101T{n:06d}.000000Z-abcdef.json").write_text("{}")
@@ -556,15 +558,13 @@ def damaged(project: Scene, number: int, *, known: bool, view: str = "numbers") 
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_damaged_manifest_holds_up_only_what_it_may_need(
-    make_project: MakeProject, known: bool
-) -> None:
-    project = published(make_project, [1.0, 2.0, 3.0])
+def test_a_damaged_manifest_holds_up_only_what_it_may_need(prepared: Prepared, known: bool) -> None:
+    project = prepared(published, [1.0, 2.0, 3.0])
     store = project.store
     before = {path for path in files(project) if "data" in path.parts}
     whole = damaged(project, 2, known=known)
     time.sleep(0.05)
-    project = published(make_project, [4.0, 5.0, 6.0])
+    project = prepared(published, [4.0, 5.0, 6.0])
     later = {path for path in files(project) if "data" in path.parts} - before
     gone = {item.path for item in gc(project)}
     path = project.root / "numbers" / "manifests" / f"{2:020d}.json"
@@ -585,10 +585,10 @@ def test_a_damaged_manifest_holds_up_only_what_it_may_need(
 
 
 def test_a_manifest_that_is_damaged_meanwhile_holds_up_all_files(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the look at what may go and the one at its files."""
-    project = published(make_project, [1.0, 2.0, 3.0])
+    project = prepared(published, [1.0, 2.0, 3.0])
     before, torn = files(project), list[bytes]()
     monkeypatch.setattr(
         "precompute.store.offline.gc.crashpoint",
@@ -602,11 +602,11 @@ def test_a_manifest_that_is_damaged_meanwhile_holds_up_all_files(
 
 
 def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(
-    make_project: MakeProject, capsys: Captured
+    make_project: MakeProject, prepared: Prepared, capsys: Captured
 ) -> None:
-    project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s", keep=4)
+    project = prepared(published, [1.0, 2.0, 3.0, 4.0], grace="0s", keep=4)
     damaged(project, 2, known=True)
-    project = published(make_project, [5.0], grace="0s")
+    project = prepared(published, [5.0], grace="0s")
     report = project.report()
     assert (report.status, report.attention) == ("published", [])  # it went, as nothing needs it
     assert project.numbers() == [4, 5]
@@ -666,8 +666,10 @@ def test_what_live_or_previous_snapshots_build_on_is_not_forgotten(
     assert 1 not in project.numbers()
 
 
-def test_what_may_not_be_forgotten(make_project: MakeProject, capsys: Captured) -> None:
-    project = published(make_project, [1.0, 2.0])
+def test_what_may_not_be_forgotten(
+    make_project: MakeProject, prepared: Prepared, capsys: Captured
+) -> None:
+    project = prepared(published, [1.0, 2.0])
     command = ["-c", str(project.folder), "gc", "--forget"]
     for asked, status, message in (
         (

@@ -80,7 +80,6 @@ FILES: dict[str, tuple[Write | None, int]] = {
 }
 
 
-@pytest.mark.usefixtures("no_encoder")
 def init(capsys: Captured, folder: Path, *options: str) -> dict[str, Any]:
     """What ``init --json`` says of the project that it made."""
     assert main(["init", str(folder), *options, "--json"]) == 0
@@ -88,6 +87,7 @@ def init(capsys: Captured, folder: Path, *options: str) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.usefixtures("no_encoder")
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("template", ["embeddings", "scores", "top-k", "pairs", "features"])
 def test_each_template_runs_at_once_over_any_file(

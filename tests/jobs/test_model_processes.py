@@ -333,7 +333,10 @@ def test_a_workers_loop_shows_that_it_lives(server: Server) -> None:
         )
 
 
-def test_where_no_worker_comes_up_the_server_says_so_and_ends(tmp_path: Path) -> None:
+def test_where_no_worker_comes_up_the_server_says_so_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LookupWorker, "longest_wait_s", 0.1)
     supervisor = Supervisor(
         {"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64)
     )

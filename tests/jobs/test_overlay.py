@@ -225,18 +225,18 @@ def test_many_deltas_end_where_one_full_run_does(published: Any) -> None:
     random_number = random.Random(7)
     table, indexed = dict(BASE), {"index": {"on": "vector"}}
     bases, most = set(), 0
-    for step in range(24):
+    for step in range(16):
         for _ in range(random_number.choice((1, 1, 2, 5)) if step else 0):
             key = random_number.randrange(ROWS + 10)
             if key in table and random_number.random() < 0.4:
                 del table[key]
             else:
                 table[key] = random_number.random()
-        project = published(table, **(indexed if step > 17 else {}))
+        project = published(table, **(indexed if step > 11 else {}))
         place = project.live().place
         bases.add(place.generation)
         most = max(most, len(place.overlays))
-        if step > 17:
+        if step > 11:
             top, _ = place.layers[-1]
             index = VectorIndex(
                 project.store.index_folder(place.generation),

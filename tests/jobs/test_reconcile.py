@@ -31,19 +31,24 @@ from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import OnlineStore
-from tests.conftest import MakeProject
+from tests.conftest import MakeProject, Prepared
 from tests.scene import Scene
 
 ROWS = [(i, float(i)) for i in range(40)]
 DOUBLES = [2.0 * i for i in range(40)]
 
 
-@pytest.fixture
-def project(make_project: MakeProject, online: str) -> Scene:
+def overlaid(make_project: MakeProject, online: str) -> Scene:
     """A view that is live as a base with an overlay."""
-    make_project(ROWS[1:], project={"online": online}).run()
-    project = make_project(ROWS, project={"online": online})
-    project.run()
+    for rows in (ROWS[1:], ROWS):
+        project = make_project(rows, project={"online": online})
+        project.run()
+    return project
+
+
+@pytest.fixture
+def project(prepared: Prepared, online: str) -> Scene:
+    project = prepared(overlaid, online)
     assert project.live().place.overlays == ((2, 2),)
     return project
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from precompute.store.disk.lease import Lease, take
 from precompute.store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.times import containing
-from tests.conftest import MakeProject
+from tests.conftest import MakeProject, Prepared
 from tests.scene import Scene
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}, "gates": {"rows": None}}
@@ -30,27 +31,28 @@ Versions = Callable[..., Scene]
 Captured = pytest.CaptureFixture[str]
 
 
+def publish(
+    make_project: MakeProject,
+    *factors: float,
+    online: str = "table:./online",
+    project: dict[str, Any] | None = None,
+    **view: Any,
+) -> Scene:
+    """One snapshot after the other; in the one of factor f, every x is f times its key."""
+    for factor in factors:
+        made = make_project(
+            [(key, key * factor) for key in KEYS],
+            project={"online": online} | (project or {}),
+            view=INDEXED | view,
+        )
+        made.run()
+    return made
+
+
 @pytest.fixture
-def versions(make_project: MakeProject) -> Versions:
-    """Publishes one snapshot after the other; in the one of factor f, every x is f times its
-    key."""
-
-    def publish(
-        *factors: float,
-        online: str = "table:./online",
-        project: dict[str, Any] | None = None,
-        **view: Any,
-    ) -> Scene:
-        for factor in factors:
-            made = make_project(
-                [(key, key * factor) for key in KEYS],
-                project={"online": online} | (project or {}),
-                view=INDEXED | view,
-            )
-            made.run()
-        return made
-
-    return publish
+def versions(prepared: Prepared) -> Versions:
+    """:func:`publish` of a project that was never run."""
+    return partial(prepared, publish)
 
 
 def served(project: Scene) -> tuple[int, float]:

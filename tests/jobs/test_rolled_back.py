@@ -13,7 +13,8 @@ from precompute.store.errors import GateError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.times import containing
-from tests.conftest import MakeProject
+from tests.conftest import MakeProject, Prepared
+from tests.scene import Scene
 
 GATES = dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved"))
 VIEW: dict[str, Any] = {"gates": GATES}
@@ -39,12 +40,18 @@ def back(make_project: MakeProject, **options: Any) -> Report:
     return make_project(view=VIEW).rollback(**options)
 
 
-def test_a_rollback_is_not_undone_by_the_next_run_when_a_row_changed(
-    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
-) -> None:
+def gone_back(make_project: MakeProject) -> Scene:
+    """From :data:`BAD`, which is snapshot 2, to :data:`GOOD`."""
     run(make_project, GOOD)
     run(make_project, BAD)
     back(make_project)
+    return make_project(view=VIEW)
+
+
+def test_a_rollback_is_not_undone_by_the_next_run_when_a_row_changed(
+    make_project: MakeProject, prepared: Prepared, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(gone_back)
     with pytest.raises(
         GateError,
         match=r"snapshot 2 is marked bad .*holds the very same rows.*--accept rolled_back",
@@ -69,19 +76,19 @@ def test_a_rollback_is_not_undone_by_the_next_run_when_a_row_changed(
     )  # what is live is no news
 
 
-def test_the_very_same_rows_can_be_accepted_by_name(make_project: MakeProject) -> None:
-    run(make_project, GOOD)
-    run(make_project, BAD)
-    back(make_project)
+def test_the_very_same_rows_can_be_accepted_by_name(
+    make_project: MakeProject, prepared: Prepared
+) -> None:
+    prepared(gone_back)
     assert run(make_project, BAD, accept=["rolled_back"]).status == "published"
     assert run(make_project, BAD).status == "current"
     assert run(make_project, BAD | {0: 7.0}).status == "published"
 
 
-def test_what_was_refused_is_published_later_without_its_number(make_project: MakeProject) -> None:
-    run(make_project, GOOD)
-    run(make_project, BAD)
-    back(make_project)
+def test_what_was_refused_is_published_later_without_its_number(
+    make_project: MakeProject, prepared: Prepared
+) -> None:
+    prepared(gone_back)
     with pytest.raises(GateError, match="snapshot 2 is marked bad"):
         run(make_project, BAD)
     project = make_project(view=VIEW)
@@ -91,12 +98,10 @@ def test_what_was_refused_is_published_later_without_its_number(make_project: Ma
 
 @pytest.mark.parametrize(("again", "passes"), [(4, True), (5, False)])
 def test_a_mended_source_passes_though_some_rows_are_as_they_were_there(
-    make_project: MakeProject, again: int, passes: bool
+    make_project: MakeProject, prepared: Prepared, again: int, passes: bool
 ) -> None:
     """Some that changed rightly on the bad day come again, up to a tenth of what it computed."""
-    run(make_project, GOOD)
-    run(make_project, BAD)
-    back(make_project)
+    prepared(gone_back)
     mended = NEW | {i: BAD[i] for i in range(again)}
     if passes:
         assert run(make_project, mended).status == "published"
@@ -109,18 +114,16 @@ def test_a_mended_source_passes_though_some_rows_are_as_they_were_there(
     )
 
 
-def test_a_mended_model_passes(make_project: MakeProject) -> None:
-    run(make_project, GOOD)
-    run(make_project, BAD)
-    back(make_project)
+def test_a_mended_model_passes(make_project: MakeProject, prepared: Prepared) -> None:
+    prepared(gone_back)
     mended = {"model": {"use": "tests.models:Doubler", "args": {"version": 2}}}
     assert run(make_project, BAD | {0: 7.0}, VIEW | mended).status == "published"
 
 
-def test_null_switches_it_off_and_other_damage_is_no_reason(make_project: MakeProject) -> None:
-    run(make_project, GOOD)
-    run(make_project, BAD)
-    back(make_project)
+def test_null_switches_it_off_and_other_damage_is_no_reason(
+    make_project: MakeProject, prepared: Prepared
+) -> None:
+    prepared(gone_back)
     off = VIEW | {"gates": GATES | {"rolled_back": None}}
     report = run(make_project, BAD | {0: 7.0}, off)
     assert report.status == "published"
@@ -193,11 +196,11 @@ def slice_of(first: int, last: int) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_they_do_not_return_in_slices(make_project: MakeProject, full: bool) -> None:
+def test_they_do_not_return_in_slices(
+    make_project: MakeProject, prepared: Prepared, full: bool
+) -> None:
     """A tenth of them may, over all that is published since; what was accepted is none of these."""
-    run(make_project, GOOD)
-    run(make_project, BAD)
-    back(make_project)
+    prepared(gone_back)
     assert run(make_project, NEW | slice_of(0, 3), full=full).status == "published"
     for last in (6, 5):
         with pytest.raises(
@@ -255,10 +258,10 @@ def test_another_partition_does_not_bring_them_back(make_project: MakeProject) -
     assert day(3, GOOD | {i: NEW[i] for i in range(30)}).status == "published"
 
 
-def test_a_bad_one_that_is_gone_or_damaged_holds_nobody_up(make_project: MakeProject) -> None:
-    run(make_project, GOOD)
-    run(make_project, BAD)
-    back(make_project)
+def test_a_bad_one_that_is_gone_or_damaged_holds_nobody_up(
+    make_project: MakeProject, prepared: Prepared
+) -> None:
+    prepared(gone_back)
     project = make_project(view=VIEW)
     store = project.store
     for path in store.part_paths(store.snapshot(2)):
@@ -292,11 +295,9 @@ def test_what_cannot_be_recognised_after_a_change_of_hash_is_refused(
 
 
 def test_a_change_of_hash_and_of_the_model_passes(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+    make_project: MakeProject, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(make_project, GOOD)
-    run(make_project, BAD)
-    back(make_project)
+    prepared(gone_back)
     monkeypatch.setattr("precompute.sources.source.hash_kind", lambda: "duckdb-another")
     mended = {"model": {"use": "tests.models:Doubler", "args": {"version": 2}}}
     assert run(make_project, BAD | {0: 7.0}, VIEW | mended).status == "published"

@@ -35,7 +35,7 @@ from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Journals
 from precompute.store.times import containing
 from tests import REPOSITORY
-from tests.conftest import MakeProject
+from tests.conftest import MakeProject, Prepared
 from tests.scene import Scene
 
 KEYS = (1, 2, 3, 4, 5)
@@ -75,6 +75,13 @@ def options(online: str = "table:./online", **args: Any) -> dict[str, Any]:
 
 def rows(factor: float = 1.0) -> list[tuple[int, float]]:
     return [(key, key * factor) for key in KEYS]
+
+
+def published(make_project: MakeProject) -> Scene:
+    """:data:`OLD` is served."""
+    project = make_project(rows(), **options())
+    project.run()
+    return project
 
 
 def served(project: Scene) -> list[float | None]:
@@ -427,12 +434,13 @@ def test_an_unknown_view_is_a_config_error(make_project: MakeProject) -> None:
 )
 def test_a_run_that_fails_leaves_the_old_rows(
     make_project: MakeProject,
+    prepared: Prepared,
     capsys: pytest.CaptureFixture[str],
     changed: Any,
     args: dict[str, Any],
     code: int,
 ) -> None:
-    make_project(rows(), **options()).run()
+    prepared(published)
     project = make_project(changed, **options(**args))
     assert project.cli("run", "numbers") == code
     err = capsys.readouterr().err
@@ -475,9 +483,13 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("where", "block"), BLOCKS)
 def test_whatever_cannot_be_written_ends_in_a_message(
-    make_project: MakeProject, capsys: pytest.CaptureFixture[str], where: str, block: Any
+    make_project: MakeProject,
+    prepared: Prepared,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+    block: Any,
 ) -> None:
-    make_project(rows(), **options()).run()
+    prepared(published)
     project = make_project(rows(10), **options())
     block(project.folder / where)
     assert project.cli("run", "numbers") == 1
@@ -493,14 +505,13 @@ def test_whatever_cannot_be_written_ends_in_a_message(
 @pytest.mark.parametrize(("where", "block"), [b for b in BLOCKS if "lock" not in b[0]])
 @pytest.mark.parametrize("command", [["status"], ["lookup", "numbers", "1"]])
 def test_whatever_cannot_be_read_ends_in_a_message(
-    make_project: MakeProject,
+    prepared: Prepared,
     capsys: pytest.CaptureFixture[str],
     where: str,
     block: Any,
     command: list[str],
 ) -> None:
-    project = make_project(rows(), **options())
-    project.run()
+    project = prepared(published)
     block(project.folder / where)
     code = project.cli(*command)
     captured = capsys.readouterr()

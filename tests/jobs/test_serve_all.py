@@ -165,7 +165,7 @@ def test_random_days_are_served_as_ten_lines_say(
 ) -> None:
     corpus.view = {"index": {"on": "vector", "metric": "l2"}}
     corpus.view |= {"partition": serving(**({} if keep is None else {"keep": f"{keep}d"}))}
-    drive(corpus, Model(keep), seed, 30)
+    drive(corpus, Model(keep), seed, 20)
 
 
 # ---- rows that come back, and those that are never to

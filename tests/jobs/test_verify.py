@@ -23,7 +23,7 @@ from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.table_file import TableWriter
 from precompute.store.online.url import open_online_store
-from tests.conftest import MakeProject
+from tests.conftest import MakeProject, Prepared
 from tests.online import batch_of, put_into_redis
 from tests.scene import Scene
 
@@ -52,10 +52,8 @@ def parts(project: Scene) -> list[Path]:
     return [project.root / "numbers" / part.path for layer in layers for part in layer.parts]
 
 
-def test_all_is_well(
-    make_project: MakeProject, online: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    project = chain(make_project, online)
+def test_all_is_well(prepared: Prepared, online: str, capsys: pytest.CaptureFixture[str]) -> None:
+    project = prepared(chain, online)
     capsys.readouterr()
     assert project.cli("verify", "numbers") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -149,9 +147,9 @@ def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(
 
 
 def test_exit_status_and_json_for_alerting(
-    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+    prepared: Prepared, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    project = chain(make_project)
+    project = prepared(chain)
     parts(project)[0].unlink()
     capsys.readouterr()
     assert project.cli("verify", "numbers", "--json") == 1
@@ -174,8 +172,8 @@ def test_a_view_that_is_not_published(make_project: MakeProject) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_flipped_byte_is_found_wherever_it_is(make_project: MakeProject, which: int) -> None:
-    project = chain(make_project)
+def test_a_flipped_byte_is_found_wherever_it_is(prepared: Prepared, which: int) -> None:
+    project = prepared(chain)
     path = parts(project)[which]
     whole = path.read_bytes()
     for at in range(0, len(whole), max(1, len(whole) // 12)):
@@ -202,9 +200,9 @@ def flipped(path: Path) -> None:
 @pytest.mark.parametrize("damage", [gone, cut, flipped])
 @pytest.mark.parametrize("name", ["part-00000.parquet", "deletes.parquet"])
 def test_a_damaged_file_of_the_chain_is_found_and_named(
-    make_project: MakeProject, name: str, damage: Callable[[Path], None]
+    prepared: Prepared, name: str, damage: Callable[[Path], None]
 ) -> None:
-    project = chain(make_project)
+    project = prepared(chain)
     store = project.store
     path = project.root / "numbers" / "data" / store.snapshot(2).run / name
     damage(path)
@@ -214,17 +212,17 @@ def test_a_damaged_file_of_the_chain_is_found_and_named(
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("damage", [gone, cut, flipped])
 def test_a_damaged_manifest_of_the_chain_is_found(
-    make_project: MakeProject, number: int, damage: Callable[[Path], None]
+    prepared: Prepared, number: int, damage: Callable[[Path], None]
 ) -> None:
-    project = chain(make_project)
+    project = prepared(chain)
     damage(project.root / "numbers" / "manifests" / f"{number:020d}.json")
     found = bad(project)
     assert list(found) == ["manifest"]
     assert f"{number}.json" in found["manifest"] or f"no snapshot {number}" in found["manifest"]
 
 
-def test_a_damaged_live_pointer_is_found(make_project: MakeProject) -> None:
-    project = chain(make_project)
+def test_a_damaged_live_pointer_is_found(prepared: Prepared) -> None:
+    project = prepared(chain)
     path = project.root / "numbers" / "refs" / "live.json"
     path.write_bytes(b"{")
     assert "live.json is damaged" in bad(project)["manifest"]
@@ -263,8 +261,8 @@ def row(project: Scene, key: bytes) -> bytes:
         return bytes(found)
 
 
-def test_a_changed_online_row_is_found_and_named(make_project: MakeProject, online: str) -> None:
-    project = chain(make_project, online)
+def test_a_changed_online_row_is_found_and_named(prepared: Prepared, online: str) -> None:
+    project = prepared(chain, online)
     for key in (b"0", b"17", b"59"):  # of each layer
         right = row(project, key)
         for wrong in (
@@ -283,9 +281,9 @@ def test_a_changed_online_row_is_found_and_named(make_project: MakeProject, onli
     assert bad(project) == {}
 
 
-def test_an_online_row_of_another_time_is_found(make_project: MakeProject, online: str) -> None:
+def test_an_online_row_of_another_time_is_found(prepared: Prepared, online: str) -> None:
     """Its values are right, and its checksum is: readers would take it for younger than it is."""
-    project = chain(make_project, online)
+    project = prepared(chain, online)
     base = project.snapshot(1)
     (table,) = project.store.batches(base)
     later = pc.add(table.column("computed_at"), pa.scalar(1_000_000, pa.duration("us")))
@@ -299,8 +297,8 @@ def test_an_online_row_of_another_time_is_found(make_project: MakeProject, onlin
     assert list(bad(project)) == ["online rows"]
 
 
-def test_a_missing_online_row_is_found_and_named(make_project: MakeProject, online: str) -> None:
-    project = chain(make_project, online)
+def test_a_missing_online_row_is_found_and_named(prepared: Prepared, online: str) -> None:
+    project = prepared(chain, online)
     put(project, b"17", None)
     found = bad(project)
     assert list(found) == ["online rows"]
@@ -312,8 +310,8 @@ def test_a_missing_online_row_is_found_and_named(make_project: MakeProject, onli
     assert bad(project) == {}
 
 
-def test_an_online_pointer_that_is_behind_is_found(make_project: MakeProject, online: str) -> None:
-    project = chain(make_project, online)
+def test_an_online_pointer_that_is_behind_is_found(prepared: Prepared, online: str) -> None:
+    project = prepared(chain, online)
     store = project.store
     store.refs.move_live(2, expected_epoch=3, epoch=4, reason="a crash between the two pointers")
     found = bad(project)
@@ -324,15 +322,15 @@ def test_an_online_pointer_that_is_behind_is_found(make_project: MakeProject, on
     assert bad(project) == {}
 
 
-def test_an_emptied_online_store_is_found(make_project: MakeProject) -> None:
-    project = chain(make_project)
+def test_an_emptied_online_store_is_found(prepared: Prepared) -> None:
+    project = prepared(chain)
     shutil.rmtree(project.folder / "online")
     assert "serves nothing" in bad(project)["online pointer"]
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "pointer"])
-def test_a_damaged_table_file_is_found(make_project: MakeProject, damage: str) -> None:
-    project = chain(make_project)
+def test_a_damaged_table_file_is_found(prepared: Prepared, damage: str) -> None:
+    project = prepared(chain)
     folder = project.folder / "online" / "numbers"
     path = folder / ("live.json" if damage == "pointer" else f"{3:020d}.table")
     gone(path) if damage == "gone" else path.write_bytes(
@@ -341,8 +339,10 @@ def test_a_damaged_table_file_is_found(make_project: MakeProject, damage: str) -
     assert list(bad(project)) == ["online pointer" if damage == "pointer" else "online rows"]
 
 
-def test_a_redis_that_does_not_answer_is_told(make_project: MakeProject, redis_url: str) -> None:
-    project = chain(make_project, redis_url)
+def test_a_redis_that_does_not_answer_is_told(
+    make_project: MakeProject, prepared: Prepared, redis_url: str
+) -> None:
+    project = prepared(chain, redis_url)
     project = make_project(project={"online": "redis://127.0.0.1:1/0"}, view=INDEXED)
     assert "does not answer" in bad(project)["online pointer"]
 
@@ -359,17 +359,19 @@ def index_folder(project: Scene, generation: int = 3) -> Path:
 )
 @pytest.mark.parametrize("damage", [gone, cut, flipped])
 def test_a_damaged_index_is_found(
-    make_project: MakeProject, name: str, damage: Callable[[Path], None]
+    prepared: Prepared, name: str, damage: Callable[[Path], None]
 ) -> None:
-    project = chain(make_project)
+    project = prepared(chain)
     damage(index_folder(project) / name)
     found = bad(project)
     assert list(found) == ["index"]
     assert str(index_folder(project)) in found["index"]
 
 
-def test_another_generations_index_in_its_place_is_found(make_project: MakeProject) -> None:
-    project = chain(make_project)
+def test_another_generations_index_in_its_place_is_found(
+    make_project: MakeProject, prepared: Prepared
+) -> None:
+    project = prepared(chain)
     make_project(
         [(i, float(i)) for i in range(50)], project={"online": "table:./online"}, view=INDEXED
     ).run()

@@ -91,7 +91,7 @@ def our_words() -> Tokenizer:
     return ours.backend_tokenizer
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.text(max_size=60)
     | st.lists(

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 import torch
+import torch._inductor.config
 
 from precompute.model import Prepared
 from precompute.models.device import Device, PackedLinear
@@ -415,7 +416,13 @@ class Variadic(Mlp):
 @pytest.mark.parametrize("name", ["fp32-aoti", "fp32-onnx"])
 def test_a_module_of_any_number_of_inputs_is_exported(name: str, tmp_path: Path) -> None:
     model = Arithmetic(Variadic(), Device("cpu"))
-    check(model, name, [*some_rows(), rows(1)], 1e-5, tmp_path)
+    # of the C++ compiler's time: headers for other modules to come, and what calls the kernels
+    quick = {
+        "aot_inductor.precompile_headers": False,
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+    }
+    with torch._inductor.config.patch(quick):
+        check(model, name, [*some_rows(), rows(1)], 1e-5, tmp_path)
 
 
 def test_a_size_that_no_example_showed_is_refused_and_not_computed(tmp_path: Path) -> None:

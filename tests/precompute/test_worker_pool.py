@@ -550,7 +550,7 @@ def test_a_closed_stream_leaves_no_process(how: str) -> None:
 SCRIPT = """
 import os, sys
 from tests.precompute.test_worker_pool import DOUBLER, pool, windows, workers_of
-for _ in pool(DOUBLER, {"sleep_s": 0.1}, 2, heartbeat_s=0.1, stall_s=1.5, hang_s=1.5).stream(windows(int(sys.argv[1]), 1)):
+for _ in pool(DOUBLER, {"sleep_s": 0.1}, 2, heartbeat_s=0.1, stall_s=1.0, hang_s=1.0).stream(windows(int(sys.argv[1]), 1)):
     print(*sorted(workers_of(os.getpid())), flush=True)
 """
 
@@ -597,7 +597,7 @@ def test_a_parent_that_was_paused_blames_no_worker(
     assert process.stdout is not None
     lines = [process.stdout.readline()]
     process.send_signal(signal.SIGSTOP)
-    time.sleep(2.5)
+    time.sleep(1.5)
     process.send_signal(signal.SIGCONT)
     lines += process.stdout.readlines()
     assert len(lines) == 40
