@@ -1,5 +1,5 @@
-"""Model: input columns to features. What every model does, what some do besides, and what goes into
-a fingerprint.
+"""Model: the protocol of a model, input columns to features, with its optional parts; and what goes
+into a fingerprint.
 
 A user's own model is a class with the two methods of :class:`Model`, named by dotted path
 (``mypackage.models:Ranker``): docs/reference.md.

@@ -1,9 +1,9 @@
-"""Project module: Python that lies in a project's folder, as ``mine.py`` beside the views does.
-And what a relative path means, in SQL and in arguments.
+"""Project module: a module in a project's folder, such as ``mine.py`` beside the views, imported
+under a private name; and what a relative path means, in SQL and in arguments.
 
-It is imported under a name of its own and read again when a file of it has changed; it imports its
-neighbours by their plain names or relatively. Each reading is another package, so that a model
-which goes on under the code it was made of never sees the new one.
+It is read again when a file of it has changed; it imports its neighbours by their plain names or
+relatively. Each reading is another package, so that a model that was made of the code before never
+sees the new one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Registry: from a view's ``model.use`` to a loaded model, and the fingerprint of exactly what was
-loaded."""
+"""Registry: loads the model that a view's ``model.use`` names, with the fingerprint of exactly what
+was loaded."""
 
 from __future__ import annotations
 

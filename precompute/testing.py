@@ -1,5 +1,5 @@
-"""Testing: what a service's own tests need of a lookup service, without one: see :class:`StandIn`,
-and docs/python.md.
+"""Testing: a stand-in of a lookup service for a service's own tests: see :class:`StandIn`, and
+docs/python.md.
 
 As a plugin of pytest, ``pytest_plugins = ["precompute.testing"]`` in a ``conftest.py`` brings the
 fixture ``stand_in``.

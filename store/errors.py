@@ -1,7 +1,6 @@
-"""Every error this project raises on purpose, as one small tree. Foreign exceptions (duckdb, redis,
-pyarrow, OSError) are translated at the seam that imports the library, always ``from exc``. A
-message says what went wrong, with which value, and what to do.
-"""
+"""Errors: every error that is raised on purpose, as one small tree. Foreign exceptions (duckdb,
+redis, pyarrow, OSError) are translated at the seam that imports the library, always ``from exc``. A
+message says what went wrong, with which value, and what to do."""
 
 from __future__ import annotations
 

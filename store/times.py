@@ -1,5 +1,5 @@
-"""Times: as they are written and read, ISO 8601 in UTC; partitions, which are intervals of data
-time; and what an age means under a TTL."""
+"""Times: ISO 8601 in UTC, written and read; partitions, which are intervals of data time; and how
+old a row is under a TTL."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Command: what every command of the command line has in common: how it is added, its project, its
-exit status, a table on the terminal."""
+"""Command: what all commands share: how a command is added to the parser, the project it is for,
+its exit status, tables on the terminal."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The command line: ``precompute -c configs/<project> COMMAND``. Each command has the name of the
-function it calls.
+"""Command line: the parser of ``precompute -c configs/<project> COMMAND``, and its exit status.
 
 Exit status: 0 done · 1 failed, or something needs attention (status, verify) · 2 bad usage or
 configuration · 3 rows were rejected past the threshold or a gate refused: nothing was published.
@@ -158,7 +157,7 @@ class _Version(argparse.Action):
             if kernels.COMPILED
             else (
                 ", without its C extension: install it with a C compiler, lookups of many keys are"
-                " slower by numpy alone"
+                " slower in plain Python"
             )
         )
         print(f"precompute {metadata.version('precompute-store')}{built}")

@@ -1,4 +1,4 @@
-"""Profile, tune, thresholds: a sample of a view, measured."""
+"""Measure: the commands that compute a sample: ``profile``, ``tune`` and ``thresholds``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PACE = {
         ),
     ),
 }
-"""Stage → what it does, and what to do when it sets the pace."""
+"""Stage → what it does, and what to do when it is the slowest."""
 
 
 def add(commands: Commands) -> None:
@@ -185,7 +185,7 @@ def _check_rows(rows: int) -> None:
 
 
 def describe_profile(figures: dict[str, Any]) -> str:
-    """A table for people, and the sentence that matters."""
+    """A table for people, and its conclusion in a sentence."""
     seconds = max(figures["seconds"], 1e-9)
     lines = [
         (

@@ -1,5 +1,5 @@
-"""Drop, gc, pin: what is retained of views, and what goes. Rollback, snapshots, resume, reconcile:
-which of them is live."""
+"""Retention: the commands that move the live pointer (``rollback``, ``resume``, ``reconcile``),
+list snapshots, or keep and remove them (``pin``, ``gc``, ``drop``)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add(commands: Commands) -> None:
     )
     pin = commands.add("pin", _pin, "keep a snapshot whatever its age", view=True)
     pin.option("--snapshot", "N", "which one (default: the live one)", type=int)
-    pin.flag("--remove", "let go of it")
+    pin.flag("--remove", "remove the pin")
 
 
 def _drop(arguments: argparse.Namespace) -> int:
@@ -165,8 +165,9 @@ def _rollback(arguments: argparse.Namespace) -> int:
 
 
 def _check_first(project: Project, name: str) -> None:
-    """Whoever types ``rollback`` twice wants it done, and not to lose the snapshot that it made
-    live; of one that was killed half-way the second is its end.
+    """Refuse a second ``rollback`` that names no snapshot: it is most likely the first one
+    repeated, and must not roll back from the snapshot that this made live. After one that was
+    killed half-way the second finishes it.
 
     Raises:
         ConfigError: what is live came from a rollback.

@@ -1,5 +1,6 @@
-"""History, diff, log, export, report: what was done to a view, and what its snapshots hold. Status,
-verify: what is live, and what needs attention. Schema: what may stand in the configuration."""
+"""Review: the commands that show what happened to a view and what its snapshots hold (``history``,
+``diff``, ``log``, ``export``, ``report``), what is live and needs attention (``status``,
+``verify``), and what the configuration may hold (``schema``)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Lookup, search, explain: rows, as they are served and how they came to be. Training: what a
-service would have been answered at the times of a table's rows, as a file to train with."""
+"""Rows: the commands that read rows: ``lookup``, ``search``, ``explain`` (how a row was made), and
+``training`` (what a service would have answered at the times of a table's rows)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from precompute.store.online.online_store import OnlineStore, Pointer
 
 DEADLINE_MS = 60_000
-"""Of the model, on the command line: it is loaded first."""
+"""Deadline of the fallback on the command line, which has to load the model first."""
 
 
 def add(commands: Commands) -> None:
@@ -278,7 +278,7 @@ def _short(value: Any) -> str:
 
 
 def _plain_text(value: Any) -> str:
-    """What JSON has no type for."""
+    """A value of a type that JSON does not have, as one that it has."""
     from precompute.store.times import iso
 
     return iso(value) if isinstance(value, datetime) else str(value)

@@ -1,5 +1,5 @@
-"""Run, materialize, publish: one run of a view or a part of it, or of several by selectors; the
-graph of what depends on what. Backfill: past partitions."""
+"""Run: the commands ``run``, ``materialize``, ``publish`` and ``backfill``, of one view or several
+by selectors; and ``graph``, which view depends on which."""
 
 from __future__ import annotations
 

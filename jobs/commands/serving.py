@@ -1,5 +1,5 @@
-"""Schedule, serve: what runs until a signal ends it, and sees to signals itself; and the tokens
-that open what is served."""
+"""Serving: the commands ``serve`` and ``schedule``, which run until a signal ends them; and
+``token``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Init, new, validate, doctor, completion: from nothing to a project that runs, and whether it
-would."""
+"""Setup: the commands ``init``, ``new``, ``validate``, ``doctor`` and ``completion``: from nothing
+to a project that runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Configuration: one ``project.yaml`` and a file per view, read once, checked whole, refused with
-file, key, value and remedy.
+"""Configuration: a project's ``project.yaml`` and the files of its views, read once and checked
+whole; an error names file, key, value and remedy.
 
 Relative paths start from the folder of ``project.yaml``; those of a view stay as they are written
 until it is opened. A mistake in a view's file is that view's: the others go on. Secrets, such as

@@ -1,5 +1,5 @@
-"""Schedule: the ``schedule`` and ``runs`` sections of ``project.yaml``. When each view runs, and
-what becomes of a run that was missed or failed. A cron line is read with cron's meaning."""
+"""Schedule: the ``schedule`` and ``runs`` sections of ``project.yaml``: when each view runs, and
+what happens with a run that was missed or failed. A cron line is read with cron's meaning."""
 
 from __future__ import annotations
 

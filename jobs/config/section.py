@@ -1,6 +1,6 @@
-"""A section of a configuration file, read strictly: a mistake is reported with file or environment
-variable, key, value and remedy. Files are YAML, with environment overrides and ``${name}`` put
-in."""
+"""Section: a section of a configuration file, read strictly: an error names the file or environment
+variable, key, value and remedy. Files are YAML, with environment overrides and ``${name}`` put in.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The section ``serve`` of ``project.yaml``: where the HTTP API listens, who may ask, and how
-much."""
+"""Serve: the section ``serve`` of ``project.yaml``: where the HTTP API listens, who may call it,
+and how much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Service: ``services/<service>.yaml``. Which features of which views belong together, for serving
+"""Service: ``services/<service>.yaml``: which features of which views belong together, for serving
 and for training."""
 
 from __future__ import annotations

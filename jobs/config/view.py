@@ -1,5 +1,5 @@
-"""View: ``views/<view>.yaml`` and its sections. What is computed, from what, by which model, and
-what it must look like to be published."""
+"""View: ``views/<view>.yaml``: what is computed, from what, by which model, and the gates it must
+pass to be published."""
 
 from __future__ import annotations
 

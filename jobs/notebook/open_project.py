@@ -1,5 +1,5 @@
-"""Open project: a project from Python, a notebook or a script: run a view, look rows up, search,
-see what was and how things stand."""
+"""Open project: ``precompute.open``, a project from Python, a notebook or a script: run views, look
+rows up, search, read history and status."""
 
 from __future__ import annotations
 

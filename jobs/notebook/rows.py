@@ -1,5 +1,5 @@
-"""Display: tables as a notebook shows them, and as a terminal does: few rows, short values, all of
-it escaped."""
+"""Rows: tables as a notebook and a terminal show them, with few rows, short values, all of it
+escaped."""
 
 from __future__ import annotations
 

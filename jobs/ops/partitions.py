@@ -1,7 +1,6 @@
-"""Partitions: of a partitioned view, how many of those that were computed are served and why the
-others are not, which are of an older model, and which have late rows. From the catalog and the
-runs' reports: few manifests are read, and no source is.
-"""
+"""Partitions: which partitions of a view are served, and why the others are not: not computed, of
+an older model, with late rows. Read from the catalog and the runs' reports: few manifests are read,
+and no source."""
 
 from __future__ import annotations
 

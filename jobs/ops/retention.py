@@ -1,5 +1,5 @@
-"""Retention: what a view has committed and can be gone back to; what nothing can reach any more
-goes; the end of a view, online and, where wanted, offline."""
+"""Retention: which snapshots a view still has, and the removal of what nothing can reach, or of the
+whole view."""
 
 from __future__ import annotations
 

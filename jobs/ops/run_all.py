@@ -38,9 +38,9 @@ Output = Literal["inherited", "captured"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one view. ``status`` is its run's, as reports have it; ``failed`` where it did
-    not come to one; ``skipped`` where what it depends on was not done. ``exit_status`` is that of
-    ``run VIEW``, None where it did not run."""
+    """The outcome of one view. ``status`` is its report's; ``failed`` without a report; ``skipped``
+    if a view that it depends on was not done. ``exit_status`` is that of ``run VIEW``, None where
+    it did not run."""
 
     view: str
     status: str
@@ -60,10 +60,9 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Which views are to run, and how. ``selectors`` as :meth:`Dependencies.select` has them, none
-    for all; ``stale`` and ``failed`` leave those, and what depends on them, that are not fresh or
-    whose last run went wrong or never began, or whose file is wrong; ``options`` of the command
-    line go to each run.
-    """
+    for all. ``stale`` selects those that are not fresh, ``failed`` those whose last run failed or
+    never began, or whose file is wrong, each with the views that depend on them. ``options`` of the
+    command line go to each run."""
 
     selectors: Sequence[str] = ()
     stale: bool = False
@@ -72,8 +71,8 @@ class Selection:
 
 
 def selected(project: Project, selection: Selection) -> list[str]:
-    """The views to run, in order. Of all those that take a DataFrame are left out, which only
-    Python gives.
+    """The views to run, in order. Views that take a DataFrame are left out unless they are named,
+    since only Python gives one.
 
     Raises:
         ConfigError: a selector names no view.
@@ -110,15 +109,15 @@ def run_all(
     output: Output = "inherited",
     announce: Callable[[str], None] = lambda _: None,
 ) -> list[Outcome]:
-    """Run views one after the other, each after those of them that it depends on; first those that
-    a run of several left waiting when it was killed are announced.
+    """Run views one after the other, each after those that it depends on. Views that a killed run
+    of several had not begun are announced first.
 
     Args:
         names: in the order of :func:`selected`.
         options: of ``run``, for each.
-        output: where their processes write: to ours, or nowhere, and their last words are in the
+        output: whether their processes write to our output; if not, the end of it is in the
             outcomes.
-        announce: called with which view begins.
+        announce: called with messages.
 
     Returns:
         an outcome for each, in order.
@@ -134,7 +133,7 @@ def run_all(
 
 @contextlib.contextmanager
 def waiting(project: Project, names: Sequence[str]) -> Iterator[None]:
-    """Have these views on record while they run; what ends the process leaves the record."""
+    """Record these views while they run; if the process is killed, the record stays."""
     path = project.root / WAITING
     try:
         lease = take(path.parent, path.stem, "run of several views")
@@ -176,8 +175,8 @@ def _run_each(
 
 
 def _run(project: Project, name: str, options: Sequence[str], output: Output) -> Outcome:
-    """One view, in a process of its own: what ends that, a model's crash or the kernel, ends no
-    other view."""
+    """Run one view in a process of its own: if a model crashes or the kernel kills it, the other
+    views still run."""
     try:
         project.view(name)
     except ConfigError as exc:
@@ -201,7 +200,7 @@ def _run(project: Project, name: str, options: Sequence[str], output: Output) ->
     try:
         process.wait()
     finally:
-        # what ends us ends it: its report says so
+        # a signal that ends this process ends it, too, and its report says so
         if not process.ended():
             end_all([process], STOP_GRACE_S)
     report = store.runs.last()
@@ -224,7 +223,7 @@ def _outcome(name: str, process: ChildProcess, report: Report | None, seconds: f
         )
     error = report.error
     if report.status == "running":
-        # killed: nobody wrote its end
+        # the process was killed, so the report has no end
         report.status, error = "killed", f"its process {process.how_it_ended()}"
     rows = report.counts["written"] + report.counts["unchanged"] if report.counts else None
     return Outcome(

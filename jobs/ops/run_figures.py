@@ -1,5 +1,5 @@
-"""Run figures: what the page of a run shows, gathered and written; with a map of its rows, a sample
-of the view's vectors in two dimensions, by principal components."""
+"""Run figures: what the page of a run shows: figures of its rows, and a map of a sample of its
+vectors by principal components."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Snapshots of a view: two of them compared, row by row and by their figures; one exported as a
-file that any tool reads, its deltas merged."""
+"""Snapshots: two snapshots compared, by row and by figures; one exported as a Parquet file without
+deltas."""
 
 from __future__ import annotations
 

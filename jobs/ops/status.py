@@ -1,6 +1,5 @@
-"""Status: each view's live snapshot, its age against the TTL, what is due next, and how the last
-run ended. For people and for alerting. And views that were computed from rows that are live no
-more."""
+"""Status: each view's live snapshot, its age against the TTL, what is due next, how the last run
+ended, and which of its inputs were published since; for people and for alerts."""
 
 from __future__ import annotations
 
@@ -204,28 +203,13 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
     ref, reports = store.refs.live(), store.runs.reports(REPORTS)
     last, next_run = _last_run(store, reports), outlook(project, store, datetime.now(UTC))
     schedule = project.schedules().get(name)
-    line: dict[str, Any] = {
-        "view": name,
-        "status": "unpublished",
-        "snapshot": None,
-        "partition": None,
-        "rows": None,
-        "age_s": None,
+    line = _unpublished(name) | {
         "ttl_s": _ttl_s(project, name),
-        "source_at": None,
-        "source_age_s": None,
-        "coverage": None,
-        "rejected": None,
-        "online": None,
-        "index": None,
         "held": None if ref is None else ref.held,
         "last_run": None if last is None else {field: getattr(last, field) for field in _LAST_RUN},
         "schedule": None if schedule is None else schedule.when,
         "next_due": None if next_run.due is None else iso(next_run.due),
         "next_due_why": next_run.reason,
-        "behind": [],
-        "partitions": None,
-        "checked": None,
     }
     attention, answers, pointer = [] if next_run.trouble is None else [next_run.trouble], True, None
     try:
@@ -267,6 +251,33 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
     # where the pointer was moved since it was looked at, what is wrong is with another one
     attention += account.trouble if ref is None or line["online"] else []
     return line | {"attention": _attention(line) + attention + damage(store)}
+
+
+def _unpublished(name: str) -> dict[str, Any]:
+    """The fields of a view of which nothing is live, in the order that they are shown in."""
+    return {
+        "view": name,
+        "status": "unpublished",
+        "snapshot": None,
+        "partition": None,
+        "rows": None,
+        "age_s": None,
+        "ttl_s": None,
+        "source_at": None,
+        "source_age_s": None,
+        "coverage": None,
+        "rejected": None,
+        "online": None,
+        "index": None,
+        "held": None,
+        "last_run": None,
+        "schedule": None,
+        "next_due": None,
+        "next_due_why": None,
+        "behind": [],
+        "partitions": None,
+        "checked": None,
+    }
 
 
 def _ttl_s(project: Project, name: str) -> float | None:

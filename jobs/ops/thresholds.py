@@ -1,5 +1,5 @@
-"""Thresholds of a semantic cache: what each would save in calls of a view's model, and cost in
-answers that are another's, by the view's own rows.
+"""Thresholds: for a view's semantic cache, how many calls of the model each threshold would save,
+and how many answers would be wrong, by the view's own rows.
 
 Each row of a sample asks as if it were missing: the nearest other stored input by the other view's
 index, and whether the row of that one would have been the right answer. The same rows are drawn

@@ -1,5 +1,5 @@
-"""Verify: re-read what is live and compare it with itself: checksums, counts, the online rows, the
-index."""
+"""Verify: what is live, read again and compared with itself: checksums, counts, the online rows,
+the index."""
 
 from __future__ import annotations
 

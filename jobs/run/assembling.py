@@ -1,7 +1,6 @@
-"""Assembling: of a view that serves all of its partitions, the one snapshot that is published. Its
+"""Assembling: the one snapshot that is published of a view that serves all of its partitions. Its
 parts are theirs, by reference; what it writes is which of their rows are dead. Done under the
-publishing lease, of the newest good snapshots there are by then.
-"""
+publishing lease, of the newest good snapshots there are by then."""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ Value = TypeVar("Value")
 log = logging.getLogger(__name__)
 
 MAX_LAYERS = 32
-"""Of a chain of assembled snapshots, before all is assembled again: no row is copied for that, but
-all keys are compared."""
+"""Length of a chain of assembled snapshots before all is assembled again, which copies no row but
+compares all keys."""
 MOST_BACK = 0.1
-"""Of the rows: where more would have to be copied, because they come back from partitions below,
-all is assembled again."""
+"""Share of the rows: if more come back from older partitions and have to be copied, all is
+assembled again."""
 
 
 def assembled(
@@ -46,8 +45,8 @@ def assembled(
     report: Report,
     memory_mb: int,
 ) -> Snapshot | None:
-    """The snapshot of all partitions as they are now: what is live where nothing changed, or one
-    that is committed now; None where no partition has rows.
+    """The snapshot of all partitions as they are now: the live one if nothing changed, or a new
+    one, committed; None where no partition has rows.
 
     Raises:
         SnapshotError: a file is missing or damaged, or a partition that is served cannot be any
@@ -74,14 +73,14 @@ def assembled(
         except SnapshotError:
             if not _is_damaged(store, [*members.values(), *([] if live is None else [live])]):
                 raise
-            # What is damaged is marked bad now: once more, without it.
+            # the damaged one is marked bad now: assemble again without it
             return assembled(store, config, accept, lease, report, memory_mb)
         return store.commit(_judged(config.gates.rows, live, snapshot, forced), lease)
 
 
 def _is_damaged(store: ViewStore, snapshots: Iterable[Snapshot]) -> bool:
-    """Whether files of any of these are not what its manifest says; each of them is marked bad then
-    that was not before."""
+    """Whether files of any of these are not as its manifest says and it was not marked bad before;
+    it is now."""
     before = len(store.refs.marked("bad"))
     for snapshot in snapshots:
         try:
@@ -92,7 +91,7 @@ def _is_damaged(store: ViewStore, snapshots: Iterable[Snapshot]) -> bool:
 
 
 def live_assembled(store: ViewStore) -> Snapshot | None:
-    """What is live, where that is an assembled snapshot that can be read."""
+    """The live snapshot, if it is an assembled one that can be read."""
     ref = store.refs.readable_live()
     try:
         live = None if ref is None else store.snapshot(ref.snapshot)
@@ -107,10 +106,10 @@ def live_assembled(store: ViewStore) -> Snapshot | None:
 def members_of(
     store: ViewStore, partitions: PartitionConfig | None, live: Snapshot | None, *, forced: bool
 ) -> tuple[dict[str, Snapshot], list[str]]:
-    """Partition → the snapshot of it to serve, and what is left out though it is newer, in words.
+    """Partition → its snapshot to serve; and messages on newer ones that are left out.
 
-    All are of one model. After a change of that, what is live stays until every partition that is
-    served was computed by the new one; those that were not are dropped if ``forced``.
+    All are of one model. After a change of the model, what is live stays until every partition that
+    is served was computed by the new one; if ``forced``, those that were not are dropped.
 
     Raises:
         SnapshotError: a partition that is served has no good snapshot any more.
@@ -164,7 +163,7 @@ def _left_out(
 def _retained(
     keep_s: float | None, of: Mapping[str, Value], beside: Iterable[str] = ()
 ) -> dict[str, Value]:
-    """Those that end no longer before the newest of all than the view keeps."""
+    """The partitions that end at most ``keep_s`` before the newest one."""
     newest = max((*of, *beside), default=None)
     if newest is None or keep_s is None:
         return dict(of)
@@ -175,7 +174,7 @@ def _retained(
 def _committed(
     store: ViewStore, live: Snapshot | None, numbers: Mapping[str, int], newest: Snapshot
 ) -> Snapshot | None:
-    """One that was assembled of the same before, and never went live: a publishing was killed, or a
+    """A snapshot assembled of the same ones that never went live: its publishing was killed, or a
     gate refused it."""
     first, wanted = 0 if live is None else live.number, tuple(sorted(numbers.values()))
     for entry in reversed(store.catalog().entries.values()):
@@ -193,8 +192,8 @@ def _assembled(
     members: Mapping[str, Snapshot],
     memory_mb: int,
 ) -> Snapshot:
-    """The snapshot, not judged or committed yet: a delta over what is live, or, where that would be
-    long or is of another model, whole."""
+    """The snapshot before gates and commit: a delta over what is live, or a full one if that would
+    have too many layers or dead rows, or is of another model."""
     newest = members[max(members)]
     if (
         live is not None
@@ -212,7 +211,7 @@ def _assembled(
             log.warning("%s; all is assembled again", exc)
         else:
             found = newest_rows(store, members, live, before, memory_mb=memory_mb)
-            # All dead rows are read with every look at it.
+            # every read of the snapshot reads all dead rows
             dead = found.gone.num_rows + sum(
                 layer.deletes.rows for layer in store.chain(live) if layer.deletes is not None
             )
@@ -236,7 +235,7 @@ def _snapshot(
     if found.back.num_rows:
         parts.append(store.write_part(run, "assembled.parquet", found.back))
     if live is None and not parts:
-        # no partition has a row: one file of none
+        # no partition has a row: one file without rows
         parts = list(store.chain(newest)[0].parts)
     dead = pa.concat_tables([found.gone.unify_dictionaries(), found.own_dead.unify_dictionaries()])
     deletes = store.write_part(run, "assembled-deletes.parquet", dead) if dead.num_rows else None
@@ -272,8 +271,8 @@ def _snapshot(
 def _judged(
     limit: float | None, live: Snapshot | None, snapshot: Snapshot, forced: bool
 ) -> Snapshot:
-    """Each partition was judged when it was computed. Of all together one thing is: whether more
-    rows were lost than ``gates.rows`` allows; a corpus may grow."""
+    """The snapshot with one verdict: whether more rows were lost than ``gates.rows`` allows; more
+    rows are fine. All other gates judged each partition when it was computed."""
     if live is None or limit is None or live.rows < JUDGED_ROWS:
         return snapshot
     change = snapshot.rows / live.rows - 1

@@ -1,10 +1,10 @@
-"""Command process: what a command's own process does with output that nobody reads, its log, pandas
-and signals. SIGTERM and SIGINT end a command within seconds, whatever it is in the middle of, and
-its report says so.
+"""Command process: the process of a command: its signals, its log, its output when nobody reads it,
+and pandas, loaded only when needed. SIGTERM and SIGINT end a command within seconds, whatever it is
+in the middle of, and its report says so.
 
-A call into C puts Python's own handlers off, so a thread hears of the signal through a pipe
-(:func:`signal.set_wakeup_fd`), interrupts DuckDB, and past :data:`GRACE_S` ends the process. What
-keeps the interpreter's lock all the while is left to who supervises the process, and to SIGKILL.
+A call into C delays Python's signal handlers, so a thread reads the signal from a pipe
+(:func:`signal.set_wakeup_fd`), interrupts DuckDB, and after :data:`GRACE_S` ends the process. Only
+SIGKILL helps where something holds the interpreter's lock all the time.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 GRACE_S = 3.5
-"""How long a command may take to end by itself. What is left of five seconds is for its report, and
-for the machine to be slow."""
+"""How long a command may take to end by itself. The rest of five seconds is for its report, on a
+slow machine."""
 
 LAST_WORDS_S = 5.0
-"""How long these may take: a report or a lease may lie on a mount that hangs, which is why the
-command did not end."""
+"""How long the callbacks of :func:`last_words` may take: the mount that a command hangs on may have
+its report and leases, too."""
 
 INTERRUPT_EVERY_S = 0.2
-"""How often DuckDB is interrupted meanwhile: another query may have begun after the first was."""
+"""How often DuckDB is interrupted: after the first query another one may begin."""
 
 _STOP = b"\0"
 
 
 class Terminated(BaseException):
-    """A signal asks the process to end; the argument is its number. No SystemExit, which a model
-    may raise."""
+    """A signal ends the process; the argument is its number. It is no SystemExit, which a model may
+    raise."""
 
 
 class _State:
@@ -56,29 +56,26 @@ class _State:
 
 
 def end_signal() -> int | None:
-    """The signal that ended this process since the last :func:`terminable` began, or None. Whatever
-    exception is on its way then, it is the signal's doing: DuckDB makes one of its own of a query
-    that was interrupted."""
+    """The signal that came since the last :func:`terminable` began, or None. Any exception after it
+    is caused by it: DuckDB raises its own for an interrupted query."""
     return _State.end_signal
 
 
 def _interrupt_sources() -> None:
-    """Interrupt the queries of this process, if it has loaded what runs them: DuckDB takes 0.16
-    s."""
+    """Interrupt the queries of this process, if DuckDB was imported, which takes 0.16 s."""
     database: Any = sys.modules.get("precompute.sources.database")
     if database is not None:
         database.interrupt_sources()
 
 
 def described(number: int) -> str:
-    """What a report says of a run that a signal ended."""
+    """The error in the report of a run that a signal ended."""
     return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
 
 
 @contextlib.contextmanager
 def last_words(say: Callable[[], None]) -> Iterator[None]:
-    """Have ``say`` called, in whatever thread, if the process has to be ended before this block was
-    left."""
+    """Have ``say`` called, in any thread, if the process is ended before this block was left."""
     _State.last_words.append(say)
     try:
         yield
@@ -90,8 +87,7 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
     """Let :data:`SIGNALS` raise :class:`Terminated` in the main thread, once, and end the process
-    where that is not enough. Nothing of the kind outside the main thread, which no signal
-    reaches."""
+    if it does not end by that. Does nothing in other threads, which get no signals."""
     _State.end_signal, _State.raised = None, False
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -117,11 +113,10 @@ def terminable() -> Iterator[None]:
 
 
 def _say_last_words() -> None:
-    """Do what those who were not given the time to end by themselves left to do, and release
-    their leases."""
+    """Call the callbacks of blocks that had no time to end, and release leases."""
     while _State.last_words:
         say = _State.last_words.pop()
-        # The process ends whatever comes of it.
+        # the process ends in any case
         with contextlib.suppress(Exception):
             say()
     release_leases()
@@ -129,7 +124,7 @@ def _say_last_words() -> None:
 
 def _raise(number: int, _: FrameType | None) -> None:
     _State.end_signal = number
-    # A second one must not interrupt the clearing up after the first.
+    # a second signal must not interrupt the cleaning up after the first
     if not _State.raised:
         _State.raised = True
         raise Terminated(number)
@@ -144,7 +139,7 @@ def _watch(read: int) -> None:
             number = os.read(read, 1)
             if number == _STOP:
                 return
-            # A backfill, say, has a handler of its own for a while.
+            # not while another handler is installed, such as a backfill's
             if limit is None and signal.getsignal(number[0]) is _raise:
                 _State.end_signal, limit = number[0], time.monotonic() + GRACE_S
         if limit is not None:
@@ -159,8 +154,7 @@ def _watch(read: int) -> None:
 
 
 class Enduring:
-    """A stream that a broken pipe does not stop: from then on what is written to it goes
-    nowhere."""
+    """A text stream that ignores a broken pipe: what is written after it is discarded."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -170,7 +164,7 @@ class Enduring:
         try:
             return self._stream.write(text)
         except BrokenPipeError:
-            self._let_go()
+            self._discard()
             return len(text)
 
     def flush(self) -> None:
@@ -178,21 +172,21 @@ class Enduring:
         try:
             self._stream.flush()
         except BrokenPipeError:
-            self._let_go()
+            self._discard()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _let_go(self) -> None:
+    def _discard(self) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
-        # what it still holds goes there too
+        # what is still buffered goes there, too
         os.dup2(null, self._stream.fileno())
         os.close(null)
 
 
 @contextlib.contextmanager
 def enduring_output() -> Iterator[None]:
-    """Within, neither stdout nor stderr raises because its reader went away."""
+    """Within the block stdout and stderr do not raise when their reader is gone."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Enduring(sys.stdout), Enduring(sys.stderr)
     try:
@@ -208,15 +202,15 @@ _documents: Any = None
 
 @contextlib.contextmanager
 def documents_alone(for_good: bool) -> Iterator[None]:
-    """Within, what is printed goes to the standard error, by a model or its libraries in C, too, so
-    that stdout has what is shown by :func:`show` alone.
+    """Within the block all that is printed goes to stderr, by a model or a library in C, too, so
+    that stdout has only what :func:`show` prints.
 
     Args:
-        for_good: afterwards, too: what ends with the process is written then.
+        for_good: after the block, too: libraries may print when the process ends.
     """
     global _documents
     stdout, saved = sys.stdout, None
-    # a caller of main() may have put something in its place that is no file
+    # a caller of main() may have replaced it by something that is no file
     with contextlib.suppress(OSError, AttributeError):
         number = stdout.fileno()
         stdout.flush()
@@ -240,7 +234,7 @@ def show(text: str) -> None:
 
 
 class _NoPandas:
-    """A finder that finds no pandas, and leaves all else to those behind it."""
+    """An import finder that refuses pandas."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -249,13 +243,13 @@ class _NoPandas:
 
 
 def spare_pandas() -> None:
-    """Let pyarrow find no pandas when it looks whether a value is one of pandas' (0.15 s and 45 MB
-    to import). For processes that run nobody else's code."""
+    """Keep pyarrow from importing pandas (0.15 s and 45 MB) to check whether a value is of it. Only
+    for processes that run no code of users."""
     import pyarrow as pa
 
     sys.meta_path.insert(0, _NoPandas)
     try:
-        # its C++ and its Python part look once each
+        # its C++ and its Python part check once each
         pa.array([None])
         _ = pa.lib._pandas_api.have_pandas
     finally:
@@ -267,8 +261,8 @@ _run = ""
 
 @contextlib.contextmanager
 def logged_as(run: str) -> Iterator[None]:
-    """Meanwhile a run's id is on every line of a JSON log, whatever thread it comes from: a process
-    has one run at a time."""
+    """Within the block a run's id is on every line of a JSON log, from any thread: a process has
+    one run at a time."""
     global _run
     before, _run = _run, run
     try:
@@ -297,20 +291,20 @@ class _JsonLine(logging.Formatter):
 
 
 class _TextLine(logging.Formatter):
-    """A record as a line for people: when, how grave, whose, and what."""
+    """A record as a line for people: time, level, logger and message."""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         return shown_time(datetime.fromtimestamp(record.created, UTC))
 
 
 def logs_json() -> bool:
-    """Whether what is said on the standard error is to be lines of JSON."""
+    """Whether stderr is to be lines of JSON."""
     return os.environ.get("PRECOMPUTE_LOG") == "json"
 
 
 def log_to_stderr() -> None:
-    """Have our loggers say what is worth knowing, and those of libraries what went wrong; with
-    ``PRECOMPUTE_LOG=json`` a line of JSON each."""
+    """Log to stderr: our loggers from INFO, those of libraries from WARNING; with
+    ``PRECOMPUTE_LOG=json`` as lines of JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         _JsonLine() if logs_json() else _TextLine("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -320,7 +314,7 @@ def log_to_stderr() -> None:
 
 
 def say(message: str) -> None:
-    """What a command is at, on the standard error, in the log's own format."""
+    """Print a message about progress to stderr, in the log's format."""
     if logs_json():
         log.info(message)
     else:
@@ -328,7 +322,7 @@ def say(message: str) -> None:
 
 
 def report_error(message: str) -> None:
-    """What ended a command, on the standard error, in the log's own format."""
+    """Print the error that ended a command to stderr, in the log's format."""
     if logs_json():
         log.error(message)
     else:

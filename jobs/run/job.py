@@ -1,6 +1,5 @@
-"""Job: what one run is about. How the view is configured, what is requested of it, and where its
-snapshots are. What the steps of the run make is handed from one to the next; see
-:mod:`precompute.jobs.run.run_view`."""
+"""Job: what a run is about: project, view, store, options and lease, all frozen. The results of its
+steps are handed from one to the next: see :mod:`precompute.jobs.run.materialize`."""
 
 from __future__ import annotations
 
@@ -60,9 +59,8 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run. ``lease`` is checked before the commit; None where nothing is committed, or nobody
-    else can be at it;
-    ``load`` makes the model."""
+    """One run. ``lease`` is checked before the commit; None where nothing is committed. ``load``
+    makes the model; by default it is loaded as configured."""
 
     project: Project
     config: ViewConfig

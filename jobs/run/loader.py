@@ -1,5 +1,5 @@
-"""Load: one generation on its way into the online store – rows in large batches, some read back,
-and the vector index beside it."""
+"""Loader: loads one generation into the online store, in large batches, reads some of it back, and
+builds the vector index beside it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from precompute.store.vectors.index_rows import index_columns
 
 BATCH_ROWS = 8192
 SAMPLE_ROWS = 2048
-"""Of all rows, about: read back from the online store and compared byte by byte before the flip."""
+"""About how many rows are read back from the online store before the flip, and compared."""
 KEY_BYTES = 16
-"""Of an entity key, about."""
+"""Of an entity key, for the estimate of a load's size."""
 AHEAD_BYTES = 64 * 2**20
-"""Encoded rows that may lie ready while the store takes those before them."""
+"""Encoded rows that may be ready while the store takes those before them."""
 
 
 class Loader:
@@ -84,7 +84,8 @@ class Loader:
         )
 
     def _variable_bytes(self, snapshot: Snapshot) -> float:
-        """Bytes a row of strings and lists, about, by the footers of the parts."""
+        """About how many bytes the strings and lists of a row take, from the footers of the
+        parts."""
         names = {f.name for f in snapshot.view.features if is_variable(f)}
         size_bytes = rows = 0
         for path in self._store.part_paths(snapshot) if names else ():
@@ -112,7 +113,7 @@ class Loader:
 
         Raises:
             SnapshotError: a file is damaged.
-            OnlineStoreError: the store refused, or gave back other bytes than were loaded.
+            OnlineStoreError: the store refused, or returned other bytes than were loaded.
         """
         report, store = self._report, self._store
         if changes is None:
@@ -130,7 +131,7 @@ class Loader:
                     self._build(generation, snapshot, under)
                     crashpoint("index.build")
         except PrecomputeError:
-            # what was not read back is never to be taken for a generation that was
+            # a generation that was not verified must not be there for a later run to use
             with contextlib.suppress(PrecomputeError):
                 self._online.drop(store.name, generation.number)
             raise
@@ -145,7 +146,7 @@ class Loader:
         step = max(1, total // SAMPLE_ROWS)
 
         def sampled() -> Iterator[RowBatch]:
-            # of the rows that were loaded before, too
+            # rows that an interrupted load had loaded are sampled, too
             for batch in self._row_batches(snapshot, changes):
                 sample.extend(
                     (batch.keys.at(i), batch.rows.at(i)) for i in range(0, len(batch), step)
@@ -184,7 +185,7 @@ class Loader:
     def _row_batches(self, snapshot: Snapshot, changes: Changes | None) -> Iterator[RowBatch]:
         view, codec = snapshot.view, RowCodec(snapshot.view)
         if changes is not None and len(changes.removed):
-            # not now: a load that is gone on with sends the same bytes
+            # not the time now: a load that is resumed sends the same bytes
             yield codec.tombstones(
                 changes.removed, microseconds(snapshot.created_at) or 0, snapshot.number
             )
@@ -218,8 +219,8 @@ class Loader:
             batches = store.batches(snapshot, columns=columns, batch_rows=BATCH_ROWS)
             figures = build_index(folder, batches, view, model=snapshot.model, limits=self._limits)
         else:
-            # one for all overlays: it is 0.0014 of the whole one's time for 1 % of the rows, and a
-            # search asks each
+            # one index for all overlays, since a search reads each: for 1 % of the rows it takes
+            # 0.0014 of the base's time
             changes = Changes(store, store.snapshot(under.base_snapshot), snapshot)
             base = store.index_folder(under.generation)
             batches = changes.batches(columns, BATCH_ROWS)
@@ -230,7 +231,7 @@ class Loader:
 
 
 def _same(found: Packed, wanted: Packed) -> bool:
-    """Whether two packed the same strings."""
+    """Whether both hold the same strings."""
     return np.array_equal(found.sizes, wanted.sizes) and np.array_equal(
         _bytes(found), _bytes(wanted)
     )

@@ -1,5 +1,5 @@
-"""Materialize: compute a feature view into a snapshot, step by step, each from what the one before
-it made:
+"""Materialize: computes a feature view into a snapshot, step by step, each from the results of
+those before it.
 
 open ─► load ─► plan ─► compute: windows ─► model ─► Parquet parts and a journal ─► write ─► judge
 ─► commit: the manifest. Nothing is visible before that; a run that dies leaves the old snapshot as
@@ -56,7 +56,7 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
     lease. Counts, stage times and the verdicts are added to the report.
 
     Returns:
-        the committed snapshot, not yet published; or the one there was, when nothing changed
+        the committed snapshot, not yet published; when nothing changed, the one before
             (``report.status`` is ``current`` then).
 
     Raises:
@@ -117,8 +117,8 @@ def _open(job: Job, report: Report) -> OpenView:
 
 
 def _take_frame(config: ViewConfig, frame: object, project: Path, path: Path) -> None:
-    """Store the rows that a program hands to a run, where the view's SQL reads them. Only a
-    snapshot names the file, so that what is live goes on with its own.
+    """Store the rows that a program gave to a run, where the view's SQL reads them. Each run has a
+    file of its own, named by its snapshot: what is live still reads the one before.
 
     Raises:
         ConfigError: the view takes a frame and none was given, or one was given and the view takes
@@ -155,19 +155,20 @@ def _take_frame(config: ViewConfig, frame: object, project: Path, path: Path) ->
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A source that was read: how many rows it has, when that was, in µs since 1970, and when it
-    was last modified, ISO 8601 in UTC; None where that is not known."""
+    """A source that was read."""
 
     rows: int
     read_at_us: int
+    """When it was read, µs since 1970."""
     source_at: str | None
+    """When it was last modified, ISO 8601 in UTC; None where that is not known."""
 
 
 def _load(config: ViewConfig, offline: OfflineStore, opened: OpenView, report: Report) -> Loaded:
     source, updated_at, partition = opened.source, config.source.updated_at, config.partition
     read_at_us = report.read_at_us = now_us()
     with report.stage("source"):
-        # Before it is read: what is modified meanwhile is the next run's.
+        # before it is read: a modification in the meantime counts for the next run
         if updated_at is None:
             report.source_at = read_source_at(opened, offline)
         else:
@@ -205,7 +206,7 @@ def _plan(job: Job, opened: OpenView, loaded: Loaded, report: Report) -> Plan:
 
 
 def _unchanged(job: Job, opened: OpenView, loaded: Loaded, plan: Plan, report: Report) -> Snapshot:
-    """The snapshot there is; where a gate refused it, as the gates judge it now."""
+    """The snapshot before, of which nothing changed; where a gate refused it, judged again."""
     assert plan.parent is not None
     snapshot, store, rejected = plan.parent, job.store, plan.parent.counts.rejected
     report.snapshot, report.status = snapshot.number, "current"
@@ -220,7 +221,7 @@ def _unchanged(job: Job, opened: OpenView, loaded: Loaded, plan: Plan, report: R
             snapshot = store.commit(again, job.lease)
             report.snapshot, report.status = snapshot.number, "committed"
     if snapshot.frame is not None:
-        # it holds what this run's holds
+        # that file has the same rows as this run's
         with suppress(OSError):
             store.storage.delete(store.data / report.run / FRAME)
     return snapshot
@@ -231,8 +232,8 @@ def _unchanged(job: Job, opened: OpenView, loaded: Loaded, plan: Plan, report: R
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The rows of a run, written and not committed: those taken over from interrupted runs among
-    them."""
+    """The rows of a run, written and not committed yet, with those taken over from interrupted
+    runs."""
 
     counts: Counts
     parts: tuple[Part, ...]
@@ -242,13 +243,13 @@ class Computed:
     computed_at: tuple[int, ...]
     """When the first and the last were computed by this run, µs since 1970; empty without any."""
     verdicts: tuple[Verdict, ...]
-    """On what they were computed by."""
+    """Of the gates that judge while rows are computed: ``accuracy`` and ``batch``."""
 
 
 def _compute(
     job: Job, opened: OpenView, plan: Plan, report: Report, progress: Progress
 ) -> Computed:
-    """Compute what the plan says.
+    """Compute the rows of the plan.
 
     Raises:
         GateError: the view's precision is refused; nothing was written.
@@ -266,7 +267,7 @@ def _compute(
         try:
             chunks.compute(job.project.settings, progress)
         except GateError:
-            # there is no chunk in it
+            # no chunk was written
             store.journals.end(report.run)
             raise
         except (RejectedError, ModelError) as exc:
@@ -304,11 +305,11 @@ def _compute(
 
 
 class _Accuracy:
-    """The verdict on the view's precision. None is due in float32, without rows, or over a parent,
-    whose precision is the same and was judged then.
+    """The verdict on the view's precision. There is none in float32, without rows, or for a delta:
+    its parent has the same precision, and was judged.
 
     Raises:
-        GateError: it is refused, and nobody accepts that; nothing was computed.
+        GateError: it is refused, and that is not accepted; nothing was computed.
     """
 
     def __init__(
@@ -329,10 +330,10 @@ class _Accuracy:
                 self._judge(self._check, "computed")
 
     def checked(self) -> list[Verdict]:
-        """The verdicts for the manifest, once they are known: before anything is written.
+        """Wait for the verdicts: called before anything is written.
 
         Raises:
-            GateError: it is refused, and nobody accepts that; nothing was written.
+            GateError: it is refused, and that is not accepted; nothing was written.
         """
         if self._check is not None and not self._verdicts:
             with self._report.stage("accuracy"):
@@ -362,12 +363,11 @@ def _check_fit(
     chunks: Chunks,
     cause: RejectedError | ModelError | None = None,
 ) -> None:
-    """Refuse a run in which no row of the model's answer fits the view.
+    """Refuse a run in which the model's output fits the view for no row.
 
     Raises:
-        ModelError: so it is: model or view is mistaken, and not the rows.
-        ConfigError: for every row the model looked for a column that the source does not yield:
-            likewise.
+        ModelError: the model or the view is wrong, not the rows.
+        ConfigError: for every row the model looked for a column that the source does not yield.
     """
     if chunks.fits or plan.diff.unchanged + plan.diff.resumed:
         return
@@ -393,7 +393,7 @@ def _check_fit(
 def _write(
     job: Job, opened: OpenView, loaded: Loaded, plan: Plan, computed: Computed, report: Report
 ) -> Snapshot:
-    """The result, not compacted, judged or committed yet; its deletes are written."""
+    """The snapshot before compaction, gates and commit; its deletes are written."""
     config, diff, source = job.config, plan.diff, opened.source
     with report.stage("write"):
         deletes = write_deletes(job.store, report.run, opened, plan, computed.parts)
@@ -430,7 +430,7 @@ def _write(
 def _judge(
     job: Job, opened: OpenView, plan: Plan, computed: Computed, delta: Snapshot, report: Report
 ) -> Snapshot:
-    """The result as it is to be committed: compacted where the plan says so, with figures and
+    """The snapshot as it will be committed: compacted where the plan says so, with figures and
     verdicts."""
     store, parent, replaced = job.store, plan.parent, None
     if parent is not None:
@@ -456,11 +456,11 @@ def _judge(
 
 @contextmanager
 def _marking_damage(store: ViewStore, parent: Snapshot | None) -> Iterator[None]:
-    """Mark the snapshot that a run builds on bad where reading it fails because it is damaged, so
-    that the next run builds on a whole one.
+    """Mark the parent bad if it cannot be read because it is damaged, so that the next run builds
+    on a whole snapshot.
 
     Raises:
-        SnapshotError: something cannot be read, and what to do.
+        SnapshotError: something cannot be read; the message says what to do.
     """
     try:
         yield
@@ -475,6 +475,6 @@ def _marking_damage(store: ViewStore, parent: Snapshot | None) -> Iterator[None]
 
 
 def _nulls(snapshot: Snapshot) -> dict[str, int]:
-    """Of a view whose bad rows become nulls: how many of the snapshot's rows these are; part of
-    ``written`` and ``unchanged``."""
+    """How many rows are nulls, of a view with ``bad_rows: null``; they are part of ``written`` and
+    ``unchanged``."""
     return {"nulls": int(snapshot.quality["nulls"])} if "nulls" in snapshot.quality else {}

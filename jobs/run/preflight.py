@@ -1,5 +1,5 @@
-"""Preflight: what would keep a run from publishing, found out before its rows are computed: no
-index library, a broken contract, an online store that cannot be reached or written. It takes
+"""Preflight: what would keep a run from publishing, checked before its rows are computed: no index
+library, a broken contract, an online store that cannot be reached or written. It takes
 milliseconds, and the model hours."""
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ def check_before(
     accept: Collection[str] = (),
     take_over: bool = False,
 ) -> None:
-    """Check what a run of a view needs once its rows are computed. Of one that will publish
-    nothing, since the view is held or a newer partition is live, nothing is checked: it needs no
-    online store.
+    """Check what a run of a view needs to publish. A run that will publish nothing, since the view
+    is held or a newer partition is live, is not checked: it needs no online store.
 
     Args:
         project: the configuration.
@@ -41,7 +40,7 @@ def check_before(
 
     Raises:
         ConfigError: the index cannot be built here.
-        GateError: the gate ``contract`` would refuse whatever is computed.
+        GateError: the gate ``contract`` would refuse any result.
         OnlineStoreError, ConflictError: the online store cannot be reached or written, or the view
             is another project's.
     """
@@ -71,8 +70,8 @@ def check_index(config: ViewConfig) -> None:
 
 
 def contract_verdict(config: ViewConfig, store: ViewStore) -> Verdict | None:
-    """What the gate ``contract`` says of the view as it is configured, beside what is live; None
-    where nothing is, or the gate is off."""
+    """The verdict of the gate ``contract`` on the view's configuration against what is live; None
+    where nothing is live, or the gate is off."""
     served = served_snapshot(store)
     if served is None or not config.gates.contract:
         return None
@@ -89,7 +88,7 @@ def check_online(project: Project, name: str, *, take_over: bool = False) -> Non
     with contextlib.closing(
         open_online_store(project.online, memory_mb=project.settings.load_mb)
     ) as online:
-        # without a name of its own the root is nobody whose rows may lie there
+        # a root without an identity has published nothing there yet
         online.check_writable(
             name, "" if take_over else known_identity(project.root) or "without a name yet"
         )

@@ -16,26 +16,24 @@ LINE_EVERY_S = 5.0
 
 
 class Progress:
-    """Reported what work begins, how far it is, and that it ended. This one says nothing: for
+    """Is called with the beginning, progress and end of long work. This one shows nothing: for
     ``--json``, and for work inside other work."""
 
     def begin(self, what: str, total: int) -> None:
-        """``total`` rows of ``what`` begin."""
+        """Work on ``total`` rows begins."""
 
     def advance(self, rows: int, retried: int = 0) -> None:
-        """``rows`` more are done, and ``retried`` are tried again, for which no time can be
-        known."""
+        """``rows`` more are done; ``retried`` rows are tried again, so no time left is shown."""
 
     def end(self) -> None:
-        """The work of the last ``begin`` is done, or given up."""
+        """The work of the last ``begin`` is done, or has failed."""
 
 
 Silent = Progress
 
 
 class Bar(Progress):
-    """A rich progress bar on stderr. It is imported when one begins: 40 ms, which is a tenth of
-    what a command without one takes to begin."""
+    """A progress bar on stderr by rich, which is imported when a bar begins: it takes 40 ms."""
 
     def __init__(self) -> None:
         self._rich: RichProgress | None = None
@@ -76,7 +74,7 @@ class Lines(Progress):
     """A line every few seconds, for logs.
 
     Args:
-        say: given each line.
+        say: called with each line.
         every_s: seconds between two of them.
     """
 
@@ -104,8 +102,8 @@ def _retrying(rows: int) -> str:
 
 
 def progress_for(quiet: bool) -> Progress:
-    """A bar when stderr is a terminal, lines when not, nothing when ``quiet``; in a log of JSON
-    lines always, for it is apart from a report."""
+    """A bar when stderr is a terminal, else lines, nothing when ``quiet``; with a JSON log always
+    lines."""
     if quiet and not logs_json():
         return Silent()
     return Bar() if sys.stderr.isatty() and not logs_json() else Lines(say)

@@ -1,10 +1,10 @@
-"""Publish: load a snapshot into the online store and the vector index, verify, then move the live
-pointer.
+"""Publisher: loads a snapshot into the online store and the vector index, verifies it, then moves
+the live pointer.
 
 Order: generation and index beside what is live → read back → live.json by compare-and-swap → the
 online pointer. A reader follows only the online pointer, so it sees rows and index of one snapshot.
-Of a snapshot that builds on what is live only what it has other is loaded, as an overlay over that;
-overlays are merged with each other as deltas are, so that readers meet a few.
+Of a snapshot that builds on what is live only the rows that changed are loaded, as an overlay;
+overlays are merged as deltas are, so that readers have few to read.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ from precompute.store.vectors.vector_index import VectorIndex, is_there
 log = logging.getLogger(__name__)
 
 BASE_ROWS = 64
-"""Compared with Parquet before they are called live: 40 to 60 ms. Built on is what vouches for
-itself, by as many keys: a tenth of that."""
+"""How many are compared with Parquet before they go live, in 40 to 60 ms. Of a generation under an
+overlay as many are checked by their checksums alone, in a tenth of that."""
 LOOK_S = 0.3
-"""For a look at what is live and is to stay so; at what is built on it is looked by what is known,
-and by the keys that are compared."""
+"""How long the checker looks at what is live and stays live; where an overlay is loaded over it,
+the account and the rows that are compared must do."""
 MOST_CHANGED = 0.5
-"""Of a base's rows: past it there is a new base. What overlays replace lies in the store twice."""
+"""Share of a base's rows beyond which a new base is loaded: rows that overlays replace lie in the
+store twice."""
 MOST_SEARCHED = 0.1
 """The same of a view with a vector index: a search compares with every vector that changed since
 the base."""
@@ -74,7 +75,7 @@ class Publisher:
         report: stage times, snapshot, epoch and status are added to it.
         progress: called with every batch.
         lease: checked when the pointer moves.
-        take_over: publish the view though another project does.
+        take_over: publish the view though it is another project's.
         memory_mb: what the vector index may keep in memory.
     """
 
@@ -110,23 +111,23 @@ class Publisher:
             number: which snapshot; by default the newest of the newest partition that no gate
                 refused and nobody rolled back from.
             reason: stored in the live pointer.
-            held: why scheduled runs are to publish nothing after this.
+            held: why scheduled runs publish nothing after this; None: they publish.
             reload: load it again, though the online store seems to hold it.
 
         Returns:
-            the pointer that is live now; nothing is loaded when it was live already.
+            the pointer that is live now; nothing was loaded if the snapshot was live already.
 
         Raises:
             SnapshotError: there is no such snapshot, or it is damaged.
-            GateError: a gate refused it and nobody accepted that, or it was rolled back from.
-            OnlineStoreError: the store refused, or gave back other bytes than were loaded; the old
+            GateError: a gate refused it and that is not accepted, or it was rolled back from.
+            OnlineStoreError: the store refused, or returned other bytes than were loaded; the old
                 generation stays live.
-            ConflictError: somebody else published meanwhile, or the view is another project's;
-                FencedError, if that took this one's lease.
+            ConflictError: another run published meanwhile, or the view is another project's;
+                FencedError, if another run took the lease.
         """
         store, online, report, view = self._store, self._online, self._report, self._store.name
         if not self._take_over:
-            # before anything is dropped: what lies there beside the live generations is theirs, too
+            # before anything is dropped: other generations there are the owner's, too
             check_owner(self._current(), view, self._owner)
         standing = Standing(store)
         try:
@@ -150,14 +151,14 @@ class Publisher:
                 return pointer
         standing.check_publishable(snapshot)
         report.snapshot, report.model = number, snapshot.model
-        # Past both pointers: the root may have been restored, or the online store emptied, behind
-        # each other's back.
+        # above the epochs of both pointers: the root may have been restored from a backup, or the
+        # online store emptied
         expected = 0 if ref is None else ref.epoch
         epoch = store.refs.claim_epoch(max(epoch, *(g.number for g in online.generations(view)), 0))
         reload = reload or (damaged and live is not None)
         place = None if reload else self._retained(snapshot, ref)
         if place is None:
-            # what publishings that failed had loaded
+            # what failed publishings had loaded
             self._drop_unused(ref, current)
             place = self._loaded(snapshot, ref, epoch, reload or damaged)
         ref = self._flip(snapshot, expected, epoch, place, reason, held)
@@ -168,8 +169,8 @@ class Publisher:
         return self._pointer(snapshot, ref)
 
     def _stays(self, snapshot: Snapshot, ref: LiveRef, again: bool) -> Pointer | None:
-        """The pointer of what is live already and stays so; None where it is to be loaded again.
-        ``again``: it is flipped whether it is another or not."""
+        """The pointer of what is live already and stays so; None where it has to be loaded again.
+        ``again``: flip it even if it is the same."""
         current, pointer = self._current(), self._pointer(snapshot, ref)
         if not self._can_be_read(
             pointer, snapshot, rows=DOUBTED_ROWS if pointer.degraded else BASE_ROWS
@@ -185,7 +186,7 @@ class Publisher:
 
     def mend(self) -> bool:
         """Flip the online pointer to what ``live.json`` says, where a crash between the two left it
-        behind; whether there was need."""
+        behind; returns whether it did."""
         ref, current = self._store.refs.readable_live(), self._current()
         if ref is None or (
             current is not None
@@ -205,31 +206,32 @@ class Publisher:
         return True
 
     def degrade(self) -> None:
-        """Tell readers that rows of what is live may be gone, so that none of them takes a lost row
-        for an unknown entity; until the next flip."""
+        """Mark the online pointer: rows of what is live may be lost, so readers do not take a
+        missing row for an unknown entity; until the next flip."""
         current = self._current()
         if current is not None and not current.degraded and current.owner in ("", self._owner):
             try:
                 self._flip_online(replace(current, degraded=True))
             except OnlineStoreError as exc:
-                # not even its generations are whole: readers see as much
+                # its generations cannot be read at all, so readers know
                 log.warning("%s", exc)
 
     def renew(self, renewed_at_us: int) -> None:
-        """Tell readers that a run found nothing changed since what is live.
+        """Note in both pointers that a run found nothing changed since what is live.
 
         Raises:
             SnapshotError, OnlineStoreError, ConflictError: as :meth:`publish`.
         """
         ref = self._store.refs.live()
-        # The caller just published it.
+        # the caller has just published it
         assert ref is not None
         ref = self._store.refs.renew_live(ref, renewed_at_us, self._lease)
         self._flip_online(self._pointer(self._store.snapshot(ref.snapshot), ref))
 
     def _loaded(self, snapshot: Snapshot, ref: LiveRef | None, epoch: int, reload: bool) -> Place:
-        """Load a snapshot: as an overlay over what is live, or the lower part of that, where it
-        builds on it and little changed since; or as a base. Nothing where no row is another.
+        """Load a snapshot: as an overlay over what is live, or over its lower layers, where it
+        builds on them and little changed since; else as a base. Nothing is loaded if no row
+        changed.
 
         Raises:
             SnapshotError, OnlineStoreError: as :meth:`publish`.
@@ -242,7 +244,7 @@ class Publisher:
                 return place
             below, _ = place.layers[-1]
             generation, terms = self._prepared(snapshot, epoch, below, rows)
-            # What an overlay replaces would be served again, were its rows dropped.
+            # not in a lossy store: if it evicts an overlay's rows, those below are served again
             if not terms.lossy:
                 self._loader.load(generation, snapshot, changes, terms.rows_done, place)
                 overlay = generation.number, snapshot.number
@@ -254,8 +256,8 @@ class Publisher:
     def _prepared(
         self, snapshot: Snapshot, epoch: int, below: int | None, rows: int
     ) -> tuple[Generation, Terms]:
-        """A generation of a snapshot that may be loaded, over another one if any: a load that was
-        begun before goes on under its own number."""
+        """A new generation of a snapshot, over ``below`` if any, and the store's terms for it; an
+        interrupted load of the same is resumed under its own number."""
         tag = schema_tag(snapshot.view)
         generation = Generation(epoch, snapshot.number, below, snapshot.run, tag)
         terms = self._loader.prepare(generation, snapshot, rows)
@@ -265,8 +267,8 @@ class Publisher:
         return generation, terms
 
     def _under(self, snapshot: Snapshot, ref: LiveRef) -> tuple[Place, Changes] | None:
-        """What of the live place a snapshot is to lie over, and what it has other than that; None
-        where a new base is due, or what is there is not whole."""
+        """The layers of what is live that an overlay of the snapshot would lie over, and how the
+        snapshot differs from them; None where a new base is due, or they are not whole."""
         store, place, current = self._store, ref.place, self._current()
         if place.lossy or (current is not None and current.degraded):
             return None
@@ -278,8 +280,8 @@ class Publisher:
             snapshot.view.index,
         ):
             return None
-        # those that the snapshot builds on; others were merged since, or are of what was gone back
-        # from
+        # the layers that the snapshot builds on; others were merged since, or are of a snapshot
+        # that was rolled back from
         places = [position[number] for _, number in place.layers if number in position]
         weights = [layer.changed_rows for layer in chain]
         most = MOST_CHANGED if snapshot.view.index is None else MOST_SEARCHED
@@ -303,8 +305,8 @@ class Publisher:
         )
 
     def _whole_under(self, place: Place, chain: Sequence[Snapshot]) -> Snapshot | None:
-        """The snapshot that is the base of a place, where all that is loaded there of a chain is of
-        it."""
+        """The base's snapshot, if the generations of ``place`` that ``chain`` builds on are loaded
+        as recorded; else None."""
         loaded = {g.number: g for g in self._online.generations(self._store.name)}
         layers, below = {layer.number: layer for layer in chain}, None
         for number, made in place.layers:
@@ -344,8 +346,8 @@ class Publisher:
                     lease=lease,
                 )
             except ConflictError:
-                # Somebody else won: what was loaded here will never be read, unless the reply to
-                # the move was lost and a later one has it as what was before.
+                # another run was first: what was loaded here will never be read, unless the reply
+                # to the move was lost and a later pointer names it as what was before
                 later = refs.readable_live()
                 if epoch in place.generations and epoch not in self._in_use(later, None):
                     with contextlib.suppress(OnlineStoreError):
@@ -362,10 +364,9 @@ class Publisher:
         self._replica.publish(pointer)
 
     def _retained(self, snapshot: Snapshot, ref: LiveRef | None) -> Place | None:
-        """Where the online store still holds a snapshot, from before the last publishing: going
-        back to it loads nothing."""
-        # others are of publishings that did not come to their end, and may never have been read
-        # back
+        """The generations of a snapshot that the online store still holds, if it was live before
+        the last publishing: a rollback to it loads nothing."""
+        # any others are of publishings that failed, and may never have been read back
         loaded = {g.number: g for g in self._online.generations(self._store.name)}
         for whole in () if ref is None else (ref.place, ref.previous_place):
             for layers in range(0 if whole is None else len(whole.layers), 0, -1):
@@ -413,17 +414,17 @@ class Publisher:
         rows: int = BASE_ROWS,
         values: bool = True,
     ) -> bool:
-        """Whether generations and index are there and rows are what they were loaded as; what is
-        gone or damaged is loaded again.
+        """Whether generations and index are there and their rows are right; the caller loads again
+        what is not.
 
         Args:
             pointer: need not be live.
             snapshot: what the pointer names.
-            unread: the answer where the snapshot's own files cannot be read, to compare: rows in
-                the store vouch for themselves.
+            unread: what to return where the snapshot's own files cannot be read, to compare: rows
+                in the store have checksums.
             rows: how many are compared.
-            values: False compares no values: what stands under an overlay was loaded by this very
-                run of the snapshot, and vouches for itself.
+            values: False checks keys and checksums only: what lies under an overlay was compared
+                when it was loaded.
 
         Raises:
             OnlineStoreError: the store does not answer.
@@ -447,12 +448,12 @@ class Publisher:
         return True
 
     def _drop_unused(self, ref: LiveRef | None, current: Pointer | None) -> None:
-        """Remove generations and indexes but the live one, the one to go back to, and what the
-        online pointer named until now: a request that began before the flip still reads that; it
-        may be another one after a reload, or where the offline pointer was lost.
+        """Remove generations and indexes except the live ones, the ones before (for a rollback),
+        and those that the online pointer named until now, which requests that began before the flip
+        still read.
 
         Raises:
-            FencedError: the lease was lost, and what is there may be what somebody else is loading.
+            FencedError: the lease was lost, and another run may be loading there.
         """
         self._lease.check()
         store, online, view = self._store, self._online, self._store.name
@@ -462,7 +463,7 @@ class Publisher:
                 if generation.number not in keep:
                     online.drop(view, generation.number)
         except OnlineStoreError as exc:
-            # What is live is whole: what is left over is dropped by the next publishing.
+            # what is live is whole; the next publishing drops the rest
             log.warning("view %r: old generations stay for now: %s", view, exc)
         for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
             if not path.name.isdigit() or int(path.name) not in keep:
@@ -477,8 +478,8 @@ class Publisher:
         return numbers | set(() if current is None else current.generations)
 
     def _pointer(self, snapshot: Snapshot, ref: LiveRef) -> Pointer:
-        """What readers are given: a function of manifest, live pointer and what they are given now,
-        so that it can be mended at any time."""
+        """The online pointer, made of the manifest, the live pointer and the online pointer before,
+        so that it can be made again at any time."""
         current = self._current()
         renewed = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None]
         place = ref.place
@@ -497,7 +498,7 @@ class Publisher:
             inputs=dict(snapshot.inputs),
             index=None if folder is None else f"{folder}/{place.generation:020d}",
             generation=place.generation,
-            # behind a miss of an assembled one stands the source of the newest partition
+            # misses of a snapshot of all partitions are computed from the newest partition's source
             partition=snapshot.partition or max(snapshot.members, default=None),
             renewed_at_us=max(renewed, default=0),
             base_snapshot=place.base_snapshot,
@@ -508,14 +509,14 @@ class Publisher:
             owner=self._owner,
             lossy=place.lossy,
             took_over=self._owner_before(current),
-            # known to have lost rows, until they are loaded again
+            # rows are known to be lost, until they are loaded again
             degraded=current is not None
             and current.degraded
             and not place.generations.isdisjoint(current.generations),
         )
 
     def _owner_before(self, current: Pointer | None) -> str:
-        """Of the view in the online store: whom it was taken over from, or is to be now."""
+        """The project that the view was taken over from, or is now; empty if it was not."""
         if current is None or current.owner == self._owner:
             return "" if current is None else current.took_over
         return current.owner if self._take_over else ""

@@ -1,9 +1,9 @@
-"""Report: what one run did, written whatever becomes of it: see
+"""Report: the record of what a run did, and the operator's command that is called with it; see
 :mod:`precompute.store.offline.runs`.
 
 It is written when the run begins (``running``) and again when it ends. A run that was killed leaves
-``running`` behind; the next one, which finds its lease free, closes it as ``killed``. So these
-files are the ledger that planning and scheduling read.
+``running`` behind; the next one, which finds its lease free, closes it as ``killed``. Planning and
+scheduling read these files.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import utc_now
 
 LEASED = ("run", "materialize")
-"""Commands that hold the lease of their partition while they go on."""
+"""Commands that hold the lease of their partition while they run."""
 
 PUBLISHING = ("publish", "rollback", "reconcile")
 """Commands that hold the publishing lease, and no other."""
 
 BY_HAND = ("publish", "rollback")
-"""Commands that report which snapshot they are about once they may change something: refused
-before, they are no run that failed."""
+"""Commands of operators: one that is refused before it changes anything leaves no report."""
 
 _REFUSALS = (ConflictError, GateError, SnapshotError)
 
@@ -67,9 +66,8 @@ def recorded(
     **known: Any,
 ) -> Iterator[Report]:
     """A run from start to end: its report is written when it begins, and when it succeeds, fails or
-    is interrupted; then it is given to ``finished``. Of a command by hand that was refused and
-    changed nothing none stays. ``known`` are fields of it that are known at the start.
-    """
+    is interrupted; then ``finished`` is called with it. A command of :data:`BY_HAND` that was
+    refused and changed nothing leaves none. ``known`` are fields that are known at the start."""
     run = f"{store.runs.stamp()}-{secrets.token_hex(3)}"
     report = Report(
         run,
@@ -85,7 +83,7 @@ def recorded(
 
     def closed(exc: BaseException) -> None:
         report.status, report.error = _end(exc)
-        # A full disk must not hide why the run failed.
+        # a full disk must not hide the reason of the failure
         with contextlib.suppress(PrecomputeError):
             _write(store, report, started)
 
@@ -108,7 +106,7 @@ def recorded(
 
 
 def _end(exc: BaseException) -> tuple[str, str]:
-    """What a run that ended with an exception is reported as: status and error."""
+    """Status and error of a run that ended with an exception."""
     number = end_signal()
     if number is not None:
         return "cancelled" if number == signal.SIGINT else "killed", described(number)
@@ -133,16 +131,16 @@ def close_dead(
     commands: Collection[str] = LEASED,
     own: str | None = None,
 ) -> list[str]:
-    """Close as ``killed`` the reports of runs of this partition that never did it themselves; the
-    caller knows that none goes on but its ``own``, if that was begun, since it holds their lease,
-    or saw the process end. ``commands`` other than those that compute have no partition.
+    """Close as ``killed`` the reports of this partition's runs that still say ``running``. The
+    caller knows that none but its ``own`` is running, since it holds their lease or saw the process
+    end. Only ``commands`` that compute have a partition.
 
     Returns:
         ids of the runs closed.
     """
     closed = []
     for report in store.runs.unended():
-        # not recognised by its process number: in a container every command may have the same
+        # the process number proves nothing: in a container every command may have the same
         if report.command in commands and report.partition == partition and report.run != own:
             report.status, report.error, report.finished_at = "killed", f"killed: {why}", utc_now()
             store.runs.write(report)
@@ -151,8 +149,8 @@ def close_dead(
 
 
 def as_it_ended(store: ViewStore, report: Report) -> Report:
-    """The report with the run's true end: one that was killed could not write it. A run that goes
-    on is ``running``."""
+    """The report, ``killed`` where the process is gone without having written that; ``running``
+    only for a run that is."""
     if report.status != "running":
         return report
     publishing = report.command in PUBLISHING and is_held(store.leases, PUBLISH_LEASE)
@@ -222,14 +220,13 @@ def engine_line(engine: dict[str, Any]) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Python's and the main libraries' versions: they do not change while a process runs, and
-    asking takes longer than a small window."""
+    """Versions of Python and the main libraries; cached, since reading them takes longer than a
+    small window."""
     installed = {"python": platform.python_version()}
     for name in VERSIONED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found = importlib.metadata.distribution(name)
-            # a fifth of the time of found.version, which reads all of the text as it would an
-            # e-mail
+            # in a fifth of the time of found.version, which parses the text as an e-mail
             version = re.search(
                 r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE
             )
@@ -237,8 +234,7 @@ def versions() -> dict[str, str]:
     return installed
 
 
-# ---- Notify: the operator's own command, informed of what became of a run. It may fail; the
-# run does not.
+# ---- Notify: the operator's own command, called after a run. If it fails, the run does not.
 
 
 log = logging.getLogger(__name__)

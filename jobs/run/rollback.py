@@ -1,6 +1,6 @@
-"""Rollback: back to a snapshot that was good, at once. One pointer move when the online store still
-holds it, which works when Redis is full. Reconcile: what the online store lost of what is live is
-loaded again."""
+"""Rollback: makes an earlier snapshot live again: one move of the pointer where the online store
+still holds it, which works when Redis is full. Reconcile: loads again what the online store lost of
+what is live."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def rollback(
     finished: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """Make an earlier snapshot live and mark the one that was live bad: neither it nor the same
-    rows again are ever published.
+    rows are published again.
 
-    A publishing that is going on is fenced: the rollback wins.
+    A publishing in progress is fenced: the rollback wins.
 
     Args:
         project: the configuration.
@@ -48,7 +48,7 @@ def rollback(
         progress: called with the rows done, if they must be loaded again.
         to: which snapshot; by default the one that was live before, or the newest good one below.
         hold: scheduled runs compute but publish nothing until ``publish`` or ``resume``.
-        finished: given the report.
+        finished: called with the report.
 
     Raises:
         SnapshotError: there is none to go back to, or not the one requested; names those there are.
@@ -82,7 +82,7 @@ def rollback(
             store, online, report, progress, lease, memory_mb=project.settings.memory_mb
         )
         if publisher.mend() and ref.reason.startswith("rollback") and to in (None, ref.snapshot):
-            # The last one, killed half-way.
+            # the last rollback was killed half-way, and is finished now
             report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
         else:
             target = report.snapshot = _target(store, ref, to)
@@ -96,8 +96,8 @@ def rollback(
 
 
 def _mark_left(store: ViewStore, number: int, target: int) -> None:
-    """Mark what is gone back from bad; of an assembled snapshot the rows of those partitions that
-    the target has otherwise, all since then, so that the next one is not made of them.
+    """Mark the snapshot that is rolled back from bad. For one of all partitions, mark the snapshots
+    of those partitions that differ from the target's, so that the next one is not made of them.
 
     Raises:
         SnapshotError: the file system failed.
@@ -105,7 +105,7 @@ def _mark_left(store: ViewStore, number: int, target: int) -> None:
     entries = store.catalog().entries
 
     def members(of: int) -> dict[str | None, int]:
-        # of a manifest that is torn the catalog knows them still
+        # the catalog has them, too, if the manifest is damaged
         return {
             entries[n].partition: n
             for n in (entries[of].members if of in entries else ())
@@ -132,8 +132,7 @@ def _mark_left(store: ViewStore, number: int, target: int) -> None:
 
 
 def _target(store: ViewStore, ref: LiveRef, to: int | None) -> int:
-    """Number of the snapshot to go back to; it may be published, which is looked at before anything
-    is marked.
+    """Number of the snapshot to go back to, after a check that it may be published.
 
     Raises:
         SnapshotError, GateError: there is none, or not the one requested.
@@ -157,17 +156,17 @@ def reconcile(
     *,
     finished: Callable[[Report], None] = lambda _: None,
 ) -> Report | None:
-    """Load again what is not whole of what is live, or move the online pointer where that was left
-    behind. Until it is loaded, answers for rows that are not there say ``not_in_store``.
+    """Repair what is live: load again what is not whole, or move the online pointer where a crash
+    left it behind. Until it is loaded, missing rows are answered as ``not_in_store``.
 
     Returns:
-        the report; None when there is nothing that it can heal:
+        the report; None when there is nothing that it can repair:
             :func:`precompute.store.account.account.read_account` has what it cannot.
 
     Raises:
         SnapshotError: what is live cannot be read.
         OnlineStoreError: the store does not answer, or does not take the rows.
-        ConflictError: somebody else publishes, or another project the view.
+        ConflictError: another run is publishing, or the view is another project's.
     """
     store = project.stored(name)
     with contextlib.closing(
@@ -198,14 +197,14 @@ def reconcile(
             records = [finding for finding in account.findings if finding.act is Act.REMOVE]
             for finding in records:
                 store.storage.delete(Path(finding.what))
-            # somebody may have published, or ended the view, before the lease was taken
+            # the view may have been published or dropped before the lease was taken
             account = look(store, online, publishing=True)
             report.attention += [*account.trouble, *(finding.found for finding in records)]
             if account.act is Act.NOTHING:
                 report.status = "current"
                 return report
             if ref is None:
-                # what was live, by the log of publishings; a hold went with the pointer
+                # the snapshot that was live, by the log of publishings; a hold is lost
                 publisher.publish(account.snapshot, reason="reconcile", reload=True)
             elif publisher.mend():
                 report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"

@@ -1,4 +1,5 @@
-"""Run: what cron calls. Under the lease of the view, or of its partition, and with one report:
+"""Run view: one run of a view, from preflight to publishing, under the lease of the view or of its
+partition, with one report.
 
 preflight ─► materialize, or the snapshot that is named ─► publish, under the publishing lease, and
 garbage collection ─► late rows: other partitions whose source yields other rows than they were
@@ -72,18 +73,18 @@ def run_view(
         name: of the view.
         progress: called with how far it is.
         options: what is requested.
-        finished: given the report once it is complete, of a failed run too.
+        finished: called with the report once it is complete, of a failed run too.
         load: makes the model, as :func:`precompute.jobs.run.rows.open_view.open_view` has it.
 
     Returns:
-        the report, as written; of a run that was done for this time of the schedule already, that
-            run's.
+        the report, as written; if this time of the schedule was run already, the report of that
+            run.
 
     Raises:
-        ConflictError: another run of the view, or of the partition, is going on, or the view is
+        ConflictError: another run of the view or of the partition is in progress, or the view is
             being dropped.
         GateError: a gate refused to publish; the snapshot is committed.
-        PrecomputeError: what :func:`materialize` and publishing raise; the report says it too.
+        PrecomputeError: as :func:`materialize` and publishing; the report has it too.
     """
     config, store = project.view(name), project.offline.view(name)
     computes = options.command != "publish"
@@ -148,7 +149,7 @@ def _run_lease(project: Project, store: ViewStore, options: RunOptions) -> Lease
     """The right to compute the partition; reports of dead runs of it are closed.
 
     Raises:
-        ConflictError: somebody else has it, or the view is being dropped.
+        ConflictError: another run has it, or the view is being dropped.
     """
     partition, name = options.partition_text, store.name
     whose = f"view {name!r}{'' if partition is None else f' and partition {partition}'}"
@@ -212,10 +213,10 @@ def partition_of(config: ViewConfig, partition: Partition | None) -> Partition |
 
 
 def _done(store: ViewStore, due: str) -> Report | None:
-    """What became of the run for this time of the schedule: a scheduler that was killed may have
-    started it before."""
+    """The report of a finished run for this time of the schedule: a scheduler that was killed may
+    have started it before."""
     at = parsed_time(due)
-    # A run begins after its time, but for a clock set back.
+    # a run begins after its time, unless the clock was set back
     since = "" if at is None else f"{at - timedelta(seconds=AHEAD_S):%Y%m%dT%H%M%S}"
     reports = store.runs.reports(200, since)
     return next(
@@ -224,7 +225,7 @@ def _done(store: ViewStore, due: str) -> Report | None:
 
 
 def _parents(project: Project, store: ViewStore) -> dict[str, int]:
-    """Views this one is scheduled after → the epoch of what is live of them."""
+    """Views that this one is scheduled after → the epoch of each one's live snapshot."""
     schedule = project.schedules().get(store.name)
     refs = {
         parent: store.offline.view(parent).refs.readable_live()
@@ -234,7 +235,7 @@ def _parents(project: Project, store: ViewStore) -> dict[str, int]:
 
 
 def _named(job: Job, report: Report) -> Snapshot:
-    """The snapshot to publish, with the gates that were accepted now."""
+    """The snapshot to publish, with the gates that this run accepts."""
     store, accept = job.store, job.options.accept
     number, standing = job.options.number, Standing(store)
     number = standing.newest_publishable(accept) if number is None else number
@@ -247,7 +248,7 @@ def _named(job: Job, report: Report) -> Snapshot:
 def _accepted(
     store: ViewStore, snapshot: Snapshot, accept: Collection[str], report: Report
 ) -> Snapshot:
-    """The snapshot with its failed gates accepted, which the report says."""
+    """The snapshot with its failed gates accepted, which the report notes."""
     again = accepted(store, snapshot, accept, report.run)
     if again is not snapshot and report.plan is None:
         report.plan = (
@@ -258,8 +259,7 @@ def _accepted(
 
 
 def _publish(job: Job, snapshot: Snapshot, report: Report, progress: Progress) -> None:
-    """Make the snapshot live unless it is to stay as it is, and remove what nothing can reach any
-    more."""
+    """Make the snapshot live, unless what is live is to stay; then collect garbage."""
     project, store, options = job.project, job.store, job.options
     settings, nothing_new = project.settings, report.status == "current"
     snapshot = _accepted(store, snapshot, options.accept, report)
@@ -274,7 +274,7 @@ def _publish(job: Job, snapshot: Snapshot, report: Report, progress: Progress) -
     ) as lease:
         close_dead(store, None, commands=PUBLISHING, own=report.run)
         if job.lease is not None:
-            # Once the publishing lease is held, nobody else can publish what a later run computed.
+            # under the publishing lease no other run can publish a later snapshot
             job.lease.check()
         if job.config.serves_all and not snapshot.members:
             snapshot = _all_partitions(job, snapshot, lease, report)
@@ -293,10 +293,10 @@ def _publish(job: Job, snapshot: Snapshot, report: Report, progress: Progress) -
             stays = _go_live(store, options, snapshot, publisher, report)
             ref = store.refs.readable_live()
             if ref is not None and ref.snapshot == snapshot.number:
-                # It was live already, and an operator wants it published.
+                # it was live already, and an operator publishes it by hand: a hold ends
                 if not stays and ref.held is not None:
                     store.refs.resume_live()
-                # of all partitions one was looked at
+                # not of a snapshot of all partitions: this run read one of them
                 if nothing_new and job.config.renew_unchanged and not snapshot.members:
                     publisher.renew(report.read_at_us)
         if report.status == "published":
@@ -308,8 +308,8 @@ def _publish(job: Job, snapshot: Snapshot, report: Report, progress: Progress) -
 
 
 def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease, report: Report) -> Snapshot:
-    """What is published of a view that serves all of its partitions, when ``snapshot`` of one of
-    them was computed or named; itself where none has rows.
+    """The snapshot of all partitions that is published in place of ``snapshot``, which is of one of
+    them; ``snapshot`` itself where none has rows.
 
     Raises:
         GateError: a gate refused ``snapshot``, or it was rolled back from.
@@ -345,10 +345,11 @@ def _go_live(
     publisher: Publisher,
     report: Report,
 ) -> bool:
-    """Make the snapshot live; whether it stays unpublished instead, which the log says.
+    """Make the snapshot live, or log why not; returns whether it stays unpublished.
 
     Raises:
-        GateError: it stays, and a gate refused it: nobody looks at a green run.
+        GateError: it stays unpublished since a gate refused it: the run must not look like a
+            success.
         PrecomputeError: as :meth:`Publisher.publish`.
     """
     standing = Standing(store)
@@ -358,11 +359,11 @@ def _go_live(
         publisher.publish(snapshot.number, reason=options.command, reload=options.reload)
         return False
     ref = store.refs.readable_live()
-    # Of a hold somebody is to know.
+    # a hold is easily forgotten
     level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO
     log.log(level, "view %r: snapshot %d is not published: %s", store.name, snapshot.number, stays)
-    # A crash between the two pointers may have left readers with what an operator went back from.
-    # But what publishes nothing needs no online store.
+    # A crash between the two pointers may have left readers with a snapshot that was rolled back
+    # from. But a run that publishes nothing needs no online store.
     try:
         publisher.mend()
     except OnlineStoreError as exc:
@@ -387,21 +388,21 @@ def _collect(
             report=report.attention.append,
         )
     except SnapshotError as exc:
-        # What was published stays published; the next run removes it.
+        # what was published stays published; the next run collects again
         log.warning("%s", exc)
 
 
 SHARE = 0.05
-"""Of the run's time, that looking at other partitions may take."""
+"""How much of the run's time reading other partitions' sources may take."""
 LEAST_S = 0.1
-"""What that may take at least: some five small partitions."""
+"""How many seconds it may take at least: enough for some five small partitions."""
 
 
 def look_at_others(job: Job, made: Snapshot, stages_s: Mapping[str, float]) -> dict[str, bool]:
-    """Read sources of a view's other partitions again, the newest first, while there is time. Left
-    out are those of another model or source: they are to be computed whatever their rows are; and
-    those whose source cannot be read any more, or yields nothing, unless that is to be published:
-    data that were removed are not late.
+    """Read the sources of a view's other partitions again, the newest first, while there is time.
+    Partitions of another model or source are left out, since they have to be computed anyway; and
+    those whose source cannot be read or yields nothing, unless empty partitions are published: data
+    that were removed are not late.
 
     Args:
         job: the run.
@@ -409,11 +410,11 @@ def look_at_others(job: Job, made: Snapshot, stages_s: Mapping[str, float]) -> d
         stages_s: seconds its stages took.
 
     Returns:
-        partitions that were looked at → whether they have late rows.
+        each partition that was read → whether it has late rows.
     """
     started, found = time.monotonic(), dict[str, bool]()
     budget_s = max(LEAST_S, SHARE * sum(stages_s.values()))
-    # the first takes about as long as the run's own
+    # the first will take about as long as the run's own
     slowest_s = stages_s.get("source", 0.0)
     try:
         for partition, snapshot in _others(job.store, job.config, made):
@@ -477,8 +478,8 @@ def _is_late(job: Job, partition: Partition, snapshot: Snapshot) -> bool | None:
 
 @contextlib.contextmanager
 def _ended_by_kernel(deadline_s: float | None) -> Iterator[None]:
-    """SIGALRM at the deadline, which ends the process whatever it hangs in: no thread of a hung
-    interpreter could."""
+    """Have SIGALRM end the process at the deadline, whatever it hangs in: a thread of a hung
+    interpreter could not."""
     if deadline_s is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -493,7 +494,8 @@ def _ended_by_kernel(deadline_s: float | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named(view: str) -> Iterator[None]:
-    """Every error names the view: in a cron mail there is nothing else to tell it by."""
+    """Add the view's name to every error: in a mail from cron nothing else says which view it
+    was."""
     try:
         yield
     except PrecomputeError as exc:

@@ -1,5 +1,5 @@
-"""Backfill: compute the partitions of a view over a range of data time, by ``max_active`` processes
-at once.
+"""Backfill: computes the partitions of a view over a range of data time, in at most ``max_active``
+processes at once.
 
 What is to be done is planned from the manifests and the runs' reports, and the state is believed
 only as far as they agree. One that was killed or cancelled goes on by ``--resume``, and waits for

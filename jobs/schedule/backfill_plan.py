@@ -1,5 +1,5 @@
-"""The plan of a backfill: which partitions it computes and why, from the manifests and the runs'
-reports, and what that takes."""
+"""Backfill plan: which partitions a backfill computes and why, from the manifests and the runs'
+reports, and how long it will take."""
 
 from __future__ import annotations
 

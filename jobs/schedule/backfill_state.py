@@ -1,5 +1,5 @@
-"""Backfill state: what was requested, each partition and what became of it, in
-``<root>/<view>/backfills/<id>.json``; and who holds it."""
+"""Backfill state: the record of a backfill in ``<root>/<view>/backfills/<id>.json``: what was
+requested, the state of each partition, and the process that runs it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Dependencies: which views run before which: ``after`` of the schedule, ``live.<view>`` of sources
-and models. Their order, those that are named, pictures."""
+"""Dependencies: which views run before which, by ``after`` of the schedule and ``live.<view>`` in
+sources and models. Their order, those that are named, pictures."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Schedule: starts what is due, and ends what takes too long. The seam to APScheduler, which only
-ticks. Each minute what is live is looked at, and healed.
+"""Scheduler: starts the runs that are due, and ends those that take too long. The seam to
+APScheduler, which only ticks. Each minute what is live is checked, and repaired.
 
 What is due is computed again at each tick (:mod:`precompute.jobs.schedule.due`): it makes no
 difference which scheduler ticks, or for how long none did. Of several on one root the holder of a
 lease acts. Each run is a process of its own, one of a view at a time; it outlives a scheduler that
-is killed, and the next one takes it into its care, deadline and all."""
+is killed, and the next scheduler watches it, with its deadline."""
 
 from __future__ import annotations
 
@@ -46,29 +46,29 @@ from precompute.workers.process import (
 )
 
 POLL_S = 0.05
-"""How often is looked whether a process has ended."""
+"""How often processes are checked for their end."""
 STOP_GRACE_S = 10.0
-"""How long one may take to end after SIGTERM before it is killed. Killing is safe: nothing of a run
-is visible before its manifest, and what a load has loaded the next one goes on with, or drops."""
+"""How long a process may take to end after SIGTERM before it is killed. Killing is safe: nothing of
+a run is visible before its manifest, and the next load resumes or drops what was loaded."""
 LONGEST_WAIT_S = 3600.0
-"""Between two attempts that failed, at most."""
+"""Longest wait between two attempts that failed."""
 AT_ONCE = 2
-"""Views that are brought back side by side, so that a small one need not wait for the hours of a
-large one; each may take ``memory_mb``."""
+"""Views that are repaired at the same time, so that a small one does not wait hours for a large
+one; each may take ``memory_mb``."""
 
 
 def reconcile_command(project: Project, view: str) -> list[str]:
-    """The command line that brings back what a view lost."""
+    """The command line that repairs a view (``reconcile``)."""
     return [*installed_module("precompute.jobs.cli"), "-c", str(project.folder), "reconcile", view]
 
 
 class Reconciler:
-    """Looks after all views of a project.
+    """Checks and repairs all views of a project.
 
     Args:
-        project: its views, and how often.
-        announce: called with what was lost, and what became of it.
-        command: makes the command line that brings it back; tests put their own here.
+        project: its views, and how often they are checked.
+        announce: called with messages: what was lost, and how the repair ended.
+        command: makes the command line of a repair; tests pass their own.
     """
 
     def __init__(
@@ -83,23 +83,22 @@ class Reconciler:
         self._attempts: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
         self._tried: dict[str, set[str]] = {}
-        """What of a view was to be brought back since it was last whole."""
+        """View → what has been repaired since it was last whole."""
         self._mending: dict[str, threading.Thread] = {}
         self._turns = threading.Semaphore(AT_ONCE)
 
     def stop(self) -> None:
-        """End what goes on, soon; safe to call from a signal handler."""
+        """End the repairs in progress soon; safe to call from a signal handler."""
         self._stopping.set()
 
     def wait(self) -> None:
-        """Wait for what is being brought back; after :meth:`stop`, no longer than a load takes to
-        end."""
+        """Wait for the repairs in progress; after :meth:`stop`, only for their processes to end."""
         for thread in list(self._mending.values()):
             thread.join()
 
     @property
     def sighted(self) -> bool:
-        """Whether readers met damage that is to be looked at."""
+        """Whether readers reported damage."""
         views = (self._project.offline.view(view) for view in self._project.names)
         try:
             return any(are_there(view.refs.folder) and is_due(view) for view in views)
@@ -108,8 +107,7 @@ class Reconciler:
             return False
 
     def look(self) -> None:
-        """Look once at every view that is not being brought back, and begin to bring back what is
-        not as it should be."""
+        """Check every view that is not being repaired, and begin the repairs that are needed."""
         for view in self._project.names:
             if self._stopping.is_set():
                 return
@@ -134,7 +132,7 @@ class Reconciler:
             wanted = {finding.what for finding in account.findings if finding.act in HEALING}
             tried = self._tried.get(view, set())
             if not wanted <= tried:
-                # another thing than those that attempts are waited between for
+                # another fault than before: no wait
                 self._attempts.pop(view, None)
             elif time.monotonic() < self._not_before.get(view, 0.0):
                 continue
@@ -154,8 +152,8 @@ class Reconciler:
             failure = self._mend(view)
         finally:
             self._turns.release()
-        # what was brought back need not stay, in a store that drops rows: each attempt waits
-        # longer, until a look finds nothing lost
+        # a store that evicts rows may lose them again at once: each attempt waits
+        # longer, until a check finds nothing lost
         doublings = self._attempts[view] - (2 if failure is None else 0)
         wait_s = doubled_s(self._project.settings.reconcile, doublings, LONGEST_WAIT_S)
         self._not_before[view] = time.monotonic() + wait_s
@@ -169,7 +167,7 @@ class Reconciler:
             return look(self._project.offline.view(view), online, share=share, budget_s=budget_s)
 
     def _mend(self, view: str) -> str | None:
-        """Have it brought back; why that failed, None when it did not."""
+        """Run the repair; returns why it failed, None when it did not."""
         deadline_s = self._project.settings.runs.deadline
         try:
             process = ChildProcess(self._command(self._project, view))
@@ -184,7 +182,7 @@ class Reconciler:
         return f"it could not be brought back (exit status {process.status}); its output tells more"
 
     def _tell(self, view: str, text: str, always: bool = False) -> None:
-        """Announce a text, unless it is what was reported last."""
+        """Announce a message, unless it is the same as the last one."""
         if always or self._reported.get(view) != text:
             self._reported[view] = text
             self._announce(f"{view}: {text}")
@@ -193,8 +191,8 @@ class Reconciler:
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
-"""How often is looked what is due: a cron line knows minutes, so a second is soon enough; a look
-costs well under a millisecond a view."""
+"""How often what is due is computed: cron lines have minutes, so a second is enough; it costs well
+under a millisecond a view."""
 
 STOPPED = "the scheduler was stopped"
 
@@ -212,7 +210,7 @@ def utc_clock() -> datetime:
 
 @dataclass(slots=True)
 class _ScheduledRun:
-    """A run in this scheduler's care; ``process`` is None for one that could not be started."""
+    """A run that this scheduler watches; ``process`` is None for one that could not be started."""
 
     view: str
     due: datetime
@@ -222,14 +220,14 @@ class _ScheduledRun:
     """By the monotonic clock, in s."""
     began_at: str
     earlier: set[str]
-    """Ids of the runs there were for the same time."""
+    """Ids of earlier runs for the same time."""
     end: threading.Event = field(default_factory=threading.Event)
     why: str = ""
-    """Why it was ended from here."""
+    """Why this scheduler ended it."""
 
     @property
     def status(self) -> int | None:
-        """Its exit status; None while it goes on, and where nobody can tell, for another scheduler
+        """Its exit status; None while it runs, and where it is not known, since another scheduler
         started it."""
         return None if self.process is None else self.process.status
 
@@ -240,9 +238,9 @@ class Scheduler:
 
     Args:
         project: its schedule section counts.
-        command: makes the command line of a run, of view and due time; tests put their own here.
-        announce: called with what is scheduled, begins and ends.
-        clock: tells the time, aware.
+        command: makes the command line of a run from view and due time; tests pass their own.
+        announce: called with messages: what is scheduled, begins and ends.
+        clock: returns the time, with its zone.
     """
 
     project: Project
@@ -269,9 +267,9 @@ class Scheduler:
         self._ledger = Ledger(self.project, self._store)
 
     def run(self) -> None:
-        """Run until :meth:`stop` is called, by SIGTERM or SIGINT too; then end the runs at hand,
-        and let another scheduler act."""
-        # The memory job store only: there is nothing to keep, and every persistent job store
+        """Run until :meth:`stop` is called, or SIGTERM or SIGINT comes; then end the runs and
+        release the lease."""
+        # the memory job store only: there is nothing to store, and every persistent job store
         # unpickles what it reads.
         ticker = BackgroundScheduler(
             timezone=UTC,
@@ -359,7 +357,7 @@ class Scheduler:
         return True
 
     def _look(self, first: bool) -> None:
-        """Decide about each view, and do it. ``first``: since this scheduler acts."""
+        """Start what is due of each view. ``first``: the first time that this scheduler acts."""
         now, decisions = self.clock(), dict[str, Decision]()
         with self._lock:
             running = set(self._running)
@@ -382,7 +380,7 @@ class Scheduler:
                     self.start(view, decision)
             except FencedError:
                 raise
-            # of this view; the others go on
+            # the other views are not affected
             except PrecomputeError as exc:
                 self._tell(view, str(exc))
 
@@ -391,7 +389,7 @@ class Scheduler:
         self._lease.check()
 
     def start(self, view: str, decision: Decision) -> bool:
-        """Begin the run of ``view`` that was decided on, unless one is going on; returns whether it
+        """Begin the run of ``view`` that is due, unless one is running; returns whether it
         began."""
         due = decision.due
         assert due is not None
@@ -418,7 +416,7 @@ class Scheduler:
         return True
 
     def _adopt(self, view: str) -> None:
-        """Care for a run that a scheduler before this one started on this machine."""
+        """Watch a run that an earlier scheduler started on this machine."""
         assert self._lease is not None
         schedule = self.project.schedules()[view]
         reports = self._ledger.reports(view)[0]
@@ -457,8 +455,7 @@ class Scheduler:
         return thread
 
     def _watch(self, run: _ScheduledRun, process: ProcessGroup, deadline_s: float) -> None:
-        """Wait for a run's end, or bring it about; then see that its report says what became of
-        it."""
+        """Wait for a run's end, or end it; then make sure that its report has the outcome."""
         while not process.ended():
             if run.end.wait(POLL_S) or time.monotonic() >= run.began + deadline_s:
                 if not run.end.is_set():
@@ -483,12 +480,12 @@ class Scheduler:
         reports, goes_on = self._ledger.reports(run.view)
         own = [r for r in reports if parsed_time(r.due) == run.due and r.run not in run.earlier]
         for report in own:
-            # it was signalled to end, and does not know why
+            # it was ended by a signal, and its report does not know why
             if run.why and report.status in RETRIED:
                 self._store.view(run.view).runs.write(
                     replace(report, status="killed", error=f"killed: {run.why}")
                 )
-        # else another run was quicker, which will tell
+        # else another run was first, and has a report of its own
         if status is not None and not own and not goes_on:
             self._write_failure(
                 run,
@@ -497,13 +494,13 @@ class Scheduler:
                 seconds,
             )
         if status == 2:
-            # what it refuses now it will refuse again
+            # a refusal is not retried
             self._ledger.settle(run.view, run.due)
 
     def _write_failure(
         self, run: _ScheduledRun, status: str, error: str, seconds: float = 0.0
     ) -> None:
-        """A report for a run that wrote none itself, so that it counts, and shows."""
+        """Write a report for a run that wrote none, so that it counts and is shown."""
         name = f"{self._store.view(run.view).runs.stamp()}-{secrets.token_hex(3)}"
         report = Report(
             name, run.view, "run", status, run.began_at, utc_now(), round(seconds, 3), error=error
@@ -513,8 +510,8 @@ class Scheduler:
         self._store.view(run.view).runs.write(report)
 
     def _noted(self, run: _ScheduledRun, write: Callable[[], None]) -> None:
-        """Write something down about a run; when that fails, hold the view off, or it would be
-        started at every tick."""
+        """Write a run's record; if that fails, wait before its view starts again, which would else
+        be at every tick."""
         try:
             write()
         except PrecomputeError as exc:
@@ -523,7 +520,7 @@ class Scheduler:
             self._tell(run.view, str(exc), always=True)
 
     def _tell(self, what: str, text: str, always: bool = False) -> None:
-        """Announce a text, unless it is what was reported last about the same thing."""
+        """Announce a message, unless it is the same as the last one on its subject."""
         if always or self._reported.get(what) != text:
             self._reported[what] = text
             self.announce(text if what == "scheduler" else f"{what}: {text}")

@@ -1,5 +1,5 @@
-"""Fallback: what stands behind a miss: the view as its live snapshot was computed (same SQL, same
-inputs, same model), run now."""
+"""Fallback: computes rows for misses now, by the view as its live snapshot was computed: same SQL,
+same inputs, same model."""
 
 from __future__ import annotations
 

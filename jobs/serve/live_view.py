@@ -1,5 +1,5 @@
-"""Live view: a view opened as its live snapshot was computed, with the rows that are requested of
-it and what its model makes of them.
+"""Live view: a view opened as its live snapshot was computed, to compute single rows with the same
+source and model.
 
 It is opened from the live pointer, not from the configuration on disk, which may have changed
 since, where files of this machine vouch for what is run; and its model must have the snapshot's

@@ -1,6 +1,5 @@
-"""Model group: the views of one model fingerprint share a process, which the supervisor keeps: it
-is replaced when it ends, hangs or takes too much memory, where there is room by one that stands
-by."""
+"""Model group: the process of one model fingerprint, shared by its views: the supervisor replaces
+it when it ends, hangs or takes too much memory, by a spare one where there is room for that."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Remote fallback: what stands behind a lookup worker's misses: model processes, one for each model
-that is live, each behind a link."""
+"""Remote fallback: a lookup worker's side of its misses: a link to the model process of each
+fingerprint that is live, and a circuit breaker for each view."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Serve: the HTTP API over a project's online store, by processes that a supervisor keeps.
-The supervisor starts and replaces the server's processes."""
+"""Server: ``precompute serve``: the supervisor, which starts and replaces the processes of the HTTP
+API, lookup workers and model processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Supervised process: one of a server's, which is watched, killed when it must be, and restarted
-whenever it ends."""
+"""Supervised process: a process of a server: watched, killed when it hangs, and restarted whenever
+it ends."""
 
 from __future__ import annotations
 

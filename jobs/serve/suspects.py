@@ -1,4 +1,4 @@
-"""Suspects: rows that were in a process's hands when it ended. Each is tried alone before it is
+"""Suspects: rows that a process was computing when it ended. Each is tried alone before it is
 computed among others again; one that was alone when a process ended is left alone."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Data file: a CSV or Parquet file somebody brings, looked at: its columns, which of them may be
-the key, and what the others hold. Or a folder of pictures, or a few painted ones."""
+"""Data file: what a CSV or Parquet file of the user's has: its columns, which of them may be the
+key, and what the others hold; or a folder of pictures, or a few made-up ones."""
 
 from __future__ import annotations
 

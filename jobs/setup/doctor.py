@@ -1,4 +1,4 @@
-"""Doctor: the machine, the installation and a project's stores, looked at. Each line says what was
+"""Doctor: checks the machine, the installation and a project's stores. Each line says what was
 found, what it costs, and what to do."""
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _extensions() -> Iterator[Line]:
     )
     texts = util.find_spec("precompute.text._encoder") is not None
     for what, built, cost in (
-        ("lookups", kernels.COMPILED, "a lookup of 100 rows takes 3 times as long, by numpy"),
+        ("lookups", kernels.COMPILED, "a lookup of 100 rows takes 0.6 ms more, in plain Python"),
         (
             "text",
             texts,

@@ -1,5 +1,5 @@
-"""Scaffold: the files of a new project, or of a new view, written from templates over data that
-somebody brings, or over a sample. Nothing is overwritten."""
+"""Scaffold: writes the files of a new project, or of a new view, from templates, over the user's
+data or a sample. Nothing is overwritten."""
 
 from __future__ import annotations
 

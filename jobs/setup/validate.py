@@ -1,5 +1,5 @@
-"""Validate: what a run of a view would need, tried in seconds: its file, its SQL, its model over
-ten rows, its index and its online store. Nothing is published."""
+"""Validate: tries in seconds what a run of a view would need: its file, its SQL, its model over ten
+rows, its index and its online store. Nothing is published."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""View draft: a template filled in with what a data file has: key, SQL, model, and comments that
-say what each line is for."""
+"""View draft: a view's file from a template and a data file: key, SQL, model, and comments that say
+what each line is for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from precompute.store.feature_view import RESERVED
 
 TEMPLATES = ("embeddings", "scores", "top-k", "pairs", "features", "model", "images", "endpoint")
 SAMPLES = {"pairs": "readings.csv"}
-"""Template → the data that a project gets which brings none; of all others ``books.csv``."""
+"""Template → the sample data of a project without data; of all others ``books.csv``."""
 
 MOST_WEIGHTS = 8
 MOST_RELATED = 10
@@ -43,9 +43,9 @@ _TITLE = re.compile(r"(?i).*(title|titel|name|subject|headline|heading|label)")
 class Draft:
     """A view that is to be written.
 
-    ``module`` is the template that its model's class lies in, or the model itself, None of a
-    built-in; ``after`` the view it reads, ``example`` a key of the data, ``searched`` what a search
-    of it names, ``notes`` what somebody should know who did not look at the data.
+    ``module`` is the template with its model's class, or the model itself, None for a built-in;
+    ``after`` the view that it reads, ``example`` a key of the data, ``searched`` the feature that a
+    search names, ``notes`` facts about the data for the user.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Draft:
 
 @dataclass(slots=True)
 class _Shape:
-    """What all templates say of a file: its key, and the SQL around the model's columns."""
+    """What all templates need of a file: its key, and the SQL around the model's columns."""
 
     data: DataFile
     keys: list[Column]
@@ -122,12 +122,12 @@ class _Shape:
         return min(column.values for column in self.keys)
 
     def _order(self) -> str:
-        """So that it is the same row in every run."""
+        """SQL that makes the choice of a row the same in every run."""
         return ", ".join(quoted(c.name) for c in self.data.columns if c not in self.keys) or "1"
 
     @property
     def summary(self) -> list[str]:
-        """What was made of the file's columns, in a line; and of which names others were made."""
+        """A line on how the file's columns are used, and which were renamed."""
         columns = self.data.columns
         uses = {column.name: self._use(column) for column in columns} | {
             n: f"left out ({w})" for n, w in self.data.unusable.items()
@@ -147,7 +147,7 @@ class _Shape:
         ] * bool(made)
 
     def note_texts(self) -> None:
-        """Of numbers that the file has as texts."""
+        """A note on numbers that the file has as texts."""
         for column in self.data.columns:
             name, others = column.name, column.written - column.numeric
             if column.commas and column not in self.keys:
@@ -162,7 +162,7 @@ class _Shape:
                 )
 
     def note_nulls(self, columns: Sequence[Column], become: str) -> None:
-        """Of those of ``columns`` that have no value somewhere."""
+        """A note on those of ``columns`` that have nulls."""
         empty = {c.name: self.data.rows - c.values + c.odd for c in columns}
         some = ", ".join(
             f"{name} ({count:,} of {self.data.rows:,})" for name, count in empty.items() if count
@@ -206,7 +206,7 @@ def drafts(
         model: of the template ``model``, its file.
 
     Raises:
-        ConfigError: the file has not what the template needs, or the encoder is none.
+        ConfigError: the file lacks what the template needs, or ``encoder`` is no encoder.
     """
     shape = _shape(template, data, key)
     shape.note_texts()
@@ -265,7 +265,7 @@ def image_draft(
 
 
 def suited(data: DataFile) -> str:
-    """The template that a file is most likely meant for."""
+    """The template that fits a file best."""
     if any(column.is_text and column.letters > 20 for column in data.columns):
         return "embeddings"
     pair = data.pair()
@@ -380,8 +380,8 @@ def _scores(shape: _Shape, template: str, name: str) -> Draft:
 
 
 def _counted(shape: _Shape, template: str) -> dict[str, tuple[str, float, float]]:
-    """What can be scored of a file without numbers: how long its texts are, or how often each id of
-    a pair comes."""
+    """Numbers to score in a file without any: how long its texts are, or how often each id of a
+    pair occurs."""
     texts = [c for c in shape.data.columns if c.is_text and c not in shape.keys][:MOST_WEIGHTS]
     if texts:
         shape.used |= {column.name: "its length, for the score" for column in texts}
@@ -424,7 +424,7 @@ _ALONE = {"BOOLEAN": "bool"} | dict.fromkeys(_TIMES, "string")
 
 
 def _feature(column: Column, rows: int) -> str | None:
-    """What a view declares of a column; None of a type that no feature has."""
+    """The declaration of a column as a feature; None for a type that no feature has."""
     found = re.fullmatch(r"([A-Z_ ]+)(\(.*\))?(\[(\d*)\])?", column.type, re.DOTALL)
     if found is None:
         return None

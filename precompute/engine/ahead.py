@@ -1,4 +1,4 @@
-"""Ahead: run an iterator in a thread of its own, a bounded number of bytes ahead of its consumer.
+"""Ahead: runs an iterator in a thread of its own, a bounded number of bytes ahead of its consumer.
 Stages chained like this overlap.
 
 Every stage knows how long it worked (busy), how long it waited for the stage before (starved) and

@@ -1,4 +1,4 @@
-"""Budget: how much one batch may cost; a batch is paced by the clock besides.
+"""Budget: how much one batch may cost, and for how long it may compute.
 
 On a GPU it is searched: the first batches take turns with several budgets, and the smallest of the
 best wins; where that is the largest, larger ones take turns with it. What a batch took, measured,

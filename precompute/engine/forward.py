@@ -1,6 +1,6 @@
-"""Forward: the model's stage. Batches are launched and landed, on a CPU several at once where that
-is quicker; of one that fails, the rows are tried in smaller ones until the bad row stands alone, or
-until they fit in memory."""
+"""Forward: the stage that computes batches. Batches are launched and landed, on a CPU several at
+once where that is quicker; of one that fails, the rows are tried in smaller ones until the bad row
+stands alone, or until they fit in memory."""
 
 from __future__ import annotations
 

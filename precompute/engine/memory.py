@@ -1,6 +1,6 @@
-"""Memory: what this process may still take, what it took at most, which errors mean that there was
-none left, or that a GPU is lost; and how the C library and OpenMP hold on to what the engine
-frees."""
+"""Memory: how much this process may still take, how much it took at most, and which errors mean
+that there was none left or that a GPU is lost; and how much freed memory the C library and OpenMP
+hold."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Micro-batcher: single requests for a model, computed together by one long-lived thread: what
-waits for the same group when it is free is one batch, and one flight per key.
+"""Micro-batcher: single requests for a model, computed together by one long-lived thread: all that
+wait for one group are a batch, with one flight per key.
 
-Owners take turns, a row each (start-time fair queueing), and an owner's rows go by deadline: what
-one asks a thousand of delays another's one by a batch at most, which is short while others may
-come. What cannot be done by its deadline at the measured pace, or was given up, is not begun.
+Owners take turns, a row each (start-time fair queueing), and an owner's rows go by deadline: a
+thousand requests of one owner delay another's single one by one batch at most, and batches are
+short while others may come. What cannot be done by its deadline at the measured pace, or was
+cancelled, is not begun.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ Result = TypeVar("Result")
 Refusal = Literal["shed", "deadline"]
 
 REMEMBERED_S = 10.0
-"""How long it counts what a batch took: of a group that was only slow for a while, requests are
-begun again. And for so long others may come again."""
+"""How long the time of a batch counts, so that a group that was slow for a while is tried again;
+and for how long an owner counts as one who may send more requests."""
 
 MOST_REMEMBERED = 32
-"""Batches of a group that count."""
+"""How many of a group's latest batches count."""
 
 LONE_SHARE = 2.0
-"""Times as long as a row alone that a batch with several rows of one owner may take while others
-may come: who comes while it runs waits for as long as its own row takes, on average. MiniLM on two
-cores takes 7.5 ms for one text and 3.0 for each of 64: at 2 it keeps 0.79 of its rate, at 1 it
-would keep 0.4."""
+"""A batch with several rows of one owner may take so many times as long as a row alone, while other
+owners may send requests: such a request then waits as long as its own row takes, on average. MiniLM
+on two cores takes 7.5 ms for one text and 3.0 for each of 64: at 2 it has 0.79 of its rate, at 1
+0.4."""
 
 PATIENCE_SHARE = 0.5
-"""Of the time that a view gives its misses, what a batch takes at most, if two rows do not take
-longer: who comes while it runs is answered in time."""
+"""Share of a view's deadline that a batch takes at most, unless two rows take longer: a request
+that comes while it runs is answered in time."""
 
 GROW_BY = 8
-"""Times as many rows as were seen at once, lately, are begun at once."""
+"""A batch may have so many times the rows of the largest one that was measured lately."""
 
 SLOWER = 10
-"""Times as long as the row that was computed as its view was opened may any take: inputs differ,
-and the machine has other things to do."""
+"""A row may take so many times as long as the one that was computed when its view was opened:
+inputs differ, and the machine may be busy."""
 
 LONGEST_BATCH_S = 10.0
-"""What a batch may take, where no row of it has a longer deadline by its view, and the model is not
-that slow: a hang keeps others from their misses for as long."""
+"""How long a batch may take, unless a view's deadline is longer or the model slower: a hang delays
+all other misses by as much."""
 
 UNKNOWN_BATCH_S = 30.0
 """The same of a model that has not been measured yet."""
@@ -65,8 +66,8 @@ LEAST_SLOWER = 2
 
 
 class Wanted(NamedTuple, Generic[Payload]):
-    """One result that is requested: ``group`` is what can be computed together, requests of one
-    group and ``key`` share a flight, ``payload`` is what ``run`` gets."""
+    """One requested result. Requests of one ``group`` can be computed together, those of one group
+    and ``key`` share a flight; ``run`` gets ``payload``."""
 
     group: Hashable
     key: Hashable
@@ -91,7 +92,7 @@ class _Flight(Generic[Payload, Result]):
     """The earliest deadline of those who wait for it, and the latest."""
     last: float
     owner_of: dict[Future[Result], Hashable] = field(default_factory=dict)
-    """Of those who wait for it."""
+    """Of the requests that wait for it."""
     places: dict[Hashable, _Place] = field(default_factory=dict)
     """In the queues of its owners."""
     begun: bool = False
@@ -130,7 +131,7 @@ class _Queue(Generic[Payload, Result]):
 
 
 class _Took(NamedTuple):
-    """A batch: when it was done (monotonic), its rows and its seconds."""
+    """A batch: when it ended (monotonic), its rows and its seconds."""
 
     at: float
     rows: int
@@ -138,8 +139,8 @@ class _Took(NamedTuple):
 
 
 class _Pace:
-    """What batches of a group take: a line through the latest ones, ``start_s`` + rows × ``row_s``;
-    both 0 where nothing is known."""
+    """The time of a group's batches: a line through the latest ones, ``start_s`` + rows ×
+    ``row_s``; both 0 where nothing is known."""
 
     def __init__(self, took: Sequence[_Took] = ()) -> None:
         self.took = took
@@ -162,10 +163,10 @@ class _Pace:
         self.row_s = min(max(slope, 0.0), seconds / rows)
         self.start_s = seconds - self.row_s * rows
         self.least_s = min(self.seconds(1), *(one.seconds for one in took))
-        """What a row alone takes at least."""
+        """The least time of a row alone."""
 
     def seconds(self, rows: int) -> float:
-        """What so many rows take."""
+        """The time of so many rows."""
         return self.start_s + rows * self.row_s
 
     def rows_in(self, seconds: float) -> int:
@@ -184,10 +185,10 @@ class MicroBatcher(Generic[Payload, Result]):
     Args:
         run: returns one result or exception per payload, in order; if it raises, all of its callers
             get that.
-        refuse: makes the exception of a request that was shed or missed its deadline.
-        max_queue: requests of one owner that wait at most.
-        max_batch: payloads in one call at most.
-        clock: seconds that never jump; tests put their own here.
+        refuse: makes the exception for a request that was shed or missed its deadline.
+        max_queue: most waiting requests of one owner.
+        max_batch: most payloads in one call.
+        clock: monotonic seconds; tests pass their own.
     """
 
     def __init__(
@@ -205,8 +206,8 @@ class MicroBatcher(Generic[Payload, Result]):
         """Of owners that wait for something."""
         self._round = 0
         self._turns: dict[Hashable, int] = {}
-        """Of owners that had their turn: the round of their next one, as long as it is to come. Who
-        always asks for one more just as the last is begun gains no turn by it."""
+        """Owner → the round of its next turn, while that is in the future: an owner that sends one
+        more request just as its last one is begun gains no turn by it."""
         self._seen: dict[Hashable, float] = {}
         """When each owner last sent a request."""
         self._numbers = itertools.count()
@@ -239,18 +240,16 @@ class MicroBatcher(Generic[Payload, Result]):
         owner: Hashable = None,
         patience_s: float = math.inf,
     ) -> list[Future[Result]]:
-        """Ask for results, a future each. Who cancels one gives it up: a flight that nobody waits
-        for any more is not begun.
+        """Request results, a future each. A flight whose futures are all cancelled is not begun.
 
-        What cannot be done by the deadline is refused at once: as ``deadline`` where it could not
-        even if nothing else waited, as ``shed`` where too much does, by the pace that was measured
-        and beside the others who wait.
+        What cannot be done by the deadline, at the measured pace and beside the other requests, is
+        refused at once: as ``deadline`` where it could not even be done alone, else as ``shed``.
 
         Args:
             wanted: in the order of the futures.
-            deadline: :func:`time.monotonic` time, or the clock's, after which nobody waits.
-            owner: on whose account they wait.
-            patience_s: how long others who may come wait for such results.
+            deadline: of the clock (:func:`time.monotonic`): the results are of no use after it.
+            owner: the client that they are for.
+            patience_s: the usual deadline of such requests, for those that may come.
         """
         futures: list[Future[Result]] = [Future() for _ in wanted]
         joined: list[tuple[_Flight[Payload, Result], Future[Result]]] = []
@@ -281,7 +280,7 @@ class MicroBatcher(Generic[Payload, Result]):
         return futures
 
     def close(self) -> None:
-        """Refuse what waits, let what runs end, stop the thread."""
+        """Refuse what waits, let the running batch end, stop the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -308,7 +307,7 @@ class MicroBatcher(Generic[Payload, Result]):
             return free
         can_be_done = (deadline - max(now, self._busy_until)) / row_s
         others = [len(queue.flights) for other, queue in self._queues.items() if other != owner]
-        # a row of each other owner that has one comes between two of this one
+        # between two rows of this owner each other owner has a turn
         own_share = bisect_right(
             range(1, self._max_queue + 1),
             can_be_done,
@@ -344,7 +343,7 @@ class MicroBatcher(Generic[Payload, Result]):
             del self._queues[owner]
 
     def _take(self, flight: _Flight[Payload, Result]) -> None:
-        """It waits no more."""
+        """Take it out of the queues."""
         flight.begun = True
         for owner in list(flight.places):
             self._remove(flight, owner)
@@ -365,7 +364,7 @@ class MicroBatcher(Generic[Payload, Result]):
     # ---- the next batch; the lock is held
 
     def _next_batch(self) -> list[_Flight[Payload, Result]]:
-        """Of whose turn it is the least patient flight, with others of its group."""
+        """The most urgent flight of the owner whose turn it is, with others of its group."""
         now = self._clock()
         _, _, group = min((queue.turn, *queue.head()) for queue in self._queues.values())
         pace = self._pace(group, now)
@@ -382,7 +381,7 @@ class MicroBatcher(Generic[Payload, Result]):
         for flight in late:
             self._take(flight)
         for flight in late:
-            # who is answered may ask for more at once
+            # an owner that gets an answer may send the next request at once
             self._land(flight, self._refuse("deadline"))
         return [flight for flight, _, _ in batch]
 
@@ -391,8 +390,8 @@ class MicroBatcher(Generic[Payload, Result]):
     ) -> tuple[
         list[tuple[_Flight[Payload, Result], Hashable, int]], list[_Flight[Payload, Result]]
     ]:
-        """Those of a group that are next, at most ``max_batch``, each with whose turn it is and the
-        round; and those that are too late."""
+        """The next flights of a group, at most ``max_batch``, each with the owner whose turn it is
+        and the round; and those that are too late."""
         heap = [
             (queue.turn, queue.of_group[group][0], owner, 0)
             for owner, queue in self._queues.items()
@@ -510,7 +509,7 @@ class MicroBatcher(Generic[Payload, Result]):
         self._flights.pop((flight.group, flight.key), None)
         futures, flight.owner_of = list(flight.owner_of), {}
         for future in futures:
-            # given up just now
+            # cancelled just now
             with contextlib.suppress(InvalidStateError):
                 if isinstance(result, Exception):
                     future.set_exception(result)
@@ -519,9 +518,8 @@ class MicroBatcher(Generic[Payload, Result]):
 
 
 def longest_s(deadlines_s: Sequence[float], row_s: float | None) -> float:
-    """How long a batch may take: by what is configured, and by the model's own pace, whatever its
-    callers' patience: none makes a model that hangs do so for longer, nor has one that does not
-    replaced.
+    """How long a batch may take, by the views' deadlines and the model's own pace. Deadlines of
+    requests do not count: they must not let a hang last longer, or end a model that does not hang.
 
     Args:
         deadlines_s: ``fallback.deadline`` of each row's view.

@@ -1,5 +1,5 @@
-"""Prepare: the stages before the model. Windows are made ready for it, and cut in batches of like
-cost; a row that cannot be prepared is one bad row."""
+"""Prepare: the stage before the model: windows are prepared, and cut in batches of like cost. A row
+that cannot be prepared is one bad row."""
 
 from __future__ import annotations
 

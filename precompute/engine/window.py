@@ -1,5 +1,5 @@
-"""Window: rows sorted and computed together, on their way through the engine's stages; and the
-outcome, what became of them."""
+"""Window: rows sorted and computed together, on their way through the engine's stages; and their
+outcome, features or rejections."""
 
 from __future__ import annotations
 

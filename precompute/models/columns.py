@@ -1,5 +1,4 @@
-"""Columns: a source's columns as they are, as the features of their names: what SQL alone computes,
-published and served as any model's output is."""
+"""Columns: a source's columns as the features of their names, for views that SQL alone computes."""
 
 from __future__ import annotations
 

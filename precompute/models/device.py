@@ -1,5 +1,6 @@
-"""Device: where torch computes. Copies to it and back run beside the computing on a GPU; on a CPU
-there is nothing to copy. And what products of a model's shapes reach there at most."""
+"""Device: the CPU or GPU that torch computes on: copies to it and back, and how fast products of a
+model's shapes can be there. On a GPU copies run beside the computing; on a CPU there is nothing to
+copy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Exported program: what ``torch.export.save`` wrote, loaded without its pickles, and what it
-takes. And the inputs that a module takes.
+"""Exported program: a file of ``torch.export.save``, loaded without its pickles, and the inputs
+that it or a module takes.
 
 A ``.pt2`` is packed again before it is loaded: the program and its raw tensors go in, pickled
 objects do not. It is code all the same, as a module's class is: torch evaluates what it says of its

@@ -1,5 +1,5 @@
-"""Torch model: a :class:`torch.nn.Module` between Arrow columns and features, in the stages that
-the engine overlaps.
+"""Torch model: the base of models by torch: a :class:`torch.nn.Module` between Arrow columns and
+features, in the stages that the engine overlaps.
 
 A model of this kind says how rows become tensors (:meth:`TorchModel.prepare`,
 :meth:`TorchModel.tensors`) and how the module's outputs become features

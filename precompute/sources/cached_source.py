@@ -1,5 +1,5 @@
-"""Cached source: the rows of a small source by key, in memory, for as long as the files that it
-reads are what they were. A row costs 50 µs, where DuckDB plans and scans for 1.4 ms and more."""
+"""Cached source: the rows of a small source by key, in memory, until a file that it reads changes.
+A row costs 50 µs, where DuckDB plans and scans for 1.4 ms and more."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MOST_BYTES = 32 * 2**20
 """Of a source that is stored."""
 
 SETTLED_S = 2.0
-"""A file must be so old to be stored: what is written within a step of the file system's clock, up
-to two seconds, has no other time."""
+"""Seconds since a file's last change before it is cached: a file system's clock has steps of up to
+two seconds, so a later change may have the same time."""
 
 AGAIN_S = 10.0
-"""Before a source is read once more whose files have changed, or were too new to keep. One that is
-too large is read again when its files have changed."""
+"""Wait before a source is read again whose files have changed, or were too new to cache. One that
+is too large is read again when its files change."""
 
 _UNSTEADY = (
     "age",
@@ -39,16 +39,16 @@ _UNSTEADY = (
     "tablesample",
     "sample",
 )
-"""What makes SQL give other rows from the same files, beside the functions that DuckDB itself says
-it of."""
+"""Names in SQL that may yield other rows from the same files, beside the functions that DuckDB
+itself marks so."""
 
 _Stamps = tuple[tuple[int, int, int, int], ...]
 """Of each file its device, inode, size and time."""
 
 
 class CachedSource:
-    """Reads in a thread of its own; until that is through, and whenever it may not be what the
-    source would give, there is nothing.
+    """Reads the source in a thread of its own; answers nothing before that is done, or when a file
+    may have changed.
 
     Args:
         database: of the source, open as long as this is.
@@ -64,14 +64,15 @@ class CachedSource:
         self._lock = threading.Lock()
         self._entry: tuple[_Stamps, dict[str, int], pa.Table] | None = None
         self._not_cached: _Stamps | None = None
-        """Of the files as they were when they were read in vain."""
+        """Stamps of the files when they were last read and not cached."""
         self._reading, self._again_at = False, 0.0
         self._may_be = bool(files) and not any(
             is_pattern(file) or is_remote(file) for file in files
         )
 
     def rows(self, keys: Sequence[str]) -> pa.Table | None:
-        """As :meth:`precompute.sources.source.Source.rows`; None where that has to be queried."""
+        """As :meth:`precompute.sources.source.Source.rows`; None where the source has to be
+        queried."""
         if not self._may_be:
             return None
         retained, stamps = self._entry, _stamps(self._files)

@@ -1,7 +1,6 @@
-"""Database: one DuckDB for a view's source. It keeps what is loaded compressed, spills to disk
-beyond its memory, fetches nothing from the network, and tells what went wrong as errors of ours.
-Its statements are checked before they run, and rows are hashed in it.
-"""
+"""Database: the DuckDB of a view's source: statements are checked before they run, rows are loaded
+and hashed. What is loaded is compressed and spills to disk; nothing is fetched from the network;
+errors are translated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Diff: a source's loaded rows beside what was computed before; only those that need a value go to
-the model."""
+"""Diff: a source's loaded rows compared with what was computed before; only those that need a value
+go to the model."""
 
 from __future__ import annotations
 

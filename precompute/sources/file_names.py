@@ -1,5 +1,4 @@
-"""File names: the files that a source's SQL reads, each relative one made absolute from the
-project's folder."""
+"""File names: the files that a source's SQL reads, relative to the project's folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Frame: rows that a program hands to a run, as a DataFrame or whatever else speaks Arrow; stored
-as one Parquet file, which the view's SQL then reads as any other. So they are hashed, compared,
-resumed and read again by the model behind misses like the rows of a file.
-"""
+"""Frame: rows that a program gives to a run, as a DataFrame or Arrow, stored as a Parquet file that
+the view's SQL reads as any other. So they are hashed, compared, resumed and read again by the model
+behind misses like the rows of a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accuracy: how far features computed one way are from the same rows' features computed another
+"""Accuracy: how far the features of some rows, computed one way, are from the same computed another
 way.
 
 Cosine alone hides what matters to a search: 8-bit vectors with a mean cosine of 0.993 still lost an
@@ -32,7 +32,7 @@ NEIGHBOURS = 10
 MIN_ROWS = 12
 """With fewer rows nearly every row is among the nearest."""
 BLOCK_ROWS = 1024
-"""Rows whose similarities to all others are held at once."""
+"""Rows whose similarities to all others are in memory at once."""
 SURE = 3.0
 """Standard errors between a mean of few rows and what that of all is hardly below: in one of 740,
 were it normal."""
@@ -89,7 +89,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Figures of every feature of a view over ``rows`` rows drawn by chance."""
+    """Figures of every feature of a view over ``rows`` random rows."""
 
     rows: int
     features: dict[str, FeatureAccuracy]
@@ -194,9 +194,9 @@ def least(
     limits: Limits,
     ends: int = 0,
 ) -> Accuracy | None:
-    """What the figures of more rows like these will hardly be below: the means less :data:`SURE`
-    standard errors, and recall less what fewer rows make it easier by (:data:`EASIER`). The least
-    cosine and the row errors are those of these rows.
+    """Lower bounds of the figures of more rows like these: the means less :data:`SURE` standard
+    errors, and recall less what it is higher by among fewer rows (:data:`EASIER`). The least cosine
+    and the row errors are those of these rows.
 
     Args:
         reference, other, view, limits, ends: as for :func:`compare`.

@@ -1,5 +1,5 @@
-"""Artifacts: files of converted models, made once: compiled code, exported graphs. Their names say
-all that they depend on. And which sizes vary."""
+"""Artifacts: files of converted models, made once: compiled code, exported graphs, named by all
+that they depend on; and which sizes of their inputs vary."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Conversion: a model made to compute by a technique.
-Which techniques are worth trying on a machine, and float32 to compare with.
+"""Conversion: makes a model compute by a technique, lists the techniques worth trying on a machine,
+and gives float32 to compare with.
 
 The reference is always the module in float32, run eagerly: a conversion leaves it as it is, so that
 both can be computed and compared by :mod:`precompute.techniques.accuracy`.

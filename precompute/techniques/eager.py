@@ -1,5 +1,5 @@
-"""Eager: the module as torch computes it, layer by layer; in float32 the reference itself. And on a
-GPU its products by fewer bits."""
+"""Eager: the module as torch computes it, layer by layer; in float32 the reference itself; on a GPU
+with products of fewer bits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Machine: what this one has of what techniques need: instructions for bfloat16 and 8-bit integers,
-a compiler."""
+"""Machine: what techniques need of this machine: instructions for bfloat16 and 8-bit integers, a
+compiler."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""ONNX Runtime: float32, and on a CPU 8-bit integers. The extra ``onnx`` installs it; on a GPU it
-takes ``onnxruntime-gpu`` in its place: inputs and outputs stay on the GPU, and TensorRT is used
-before CUDA where its libraries load."""
+"""ONNX Runtime: the module as an ONNX graph, in float32, or on a CPU in 8-bit integers. The extra
+``onnx`` installs it; on a GPU it takes ``onnxruntime-gpu`` in its place: inputs and outputs stay on
+the GPU, and TensorRT is used before CUDA where its libraries load."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Row errors: how far each row of a feature is from the reference's, the limits of that, and what
-some rows say of all.
+"""Row errors: how far each row of a feature is from the reference's, the limits of that, and what a
+sample says of all rows.
 
 A mean hides what is done to few rows, and a cosine what is done to lengths; so each row has an
 error of its own, relative to its size.

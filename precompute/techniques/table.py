@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 REFERENCE = "fp32-eager"
-"""What others are compared with, and what is used where nothing else was picked."""
+"""The technique that others are compared with, and the default."""
 
 TABLE: Mapping[str, str] = {
     "fp32-eager": "eager:Eager",
@@ -56,8 +56,8 @@ BACKENDS = tuple(dict.fromkeys(words(name)[1] for name in TABLE))
 
 
 def technique_name(precision: str, backend: str) -> str:
-    """The name of what a view says, ``auto`` included; there may be no such technique, which
-    :func:`precompute.techniques.technique.technique` tells."""
+    """The name for a view's ``precision`` and ``backend``, ``auto`` included. Whether there is such
+    a technique is checked by :func:`precompute.techniques.technique.technique`."""
     long = REFERENCE.rpartition("-")[0] if precision == "auto" else SHORT.get(precision, precision)
     if backend == "auto":
         return next(

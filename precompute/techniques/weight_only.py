@@ -1,5 +1,5 @@
 """Weight only: linear layers whose weights are stored in 8 or 4 bits and computed in bfloat16, on a
-CPU. A quarter and an eighth of float32's memory.
+CPU, in a quarter and an eighth of float32's memory.
 
 For one row at a time of layers larger than the cache, and where memory is short; with many rows at
 once the products are what costs, and stay in floats. One AMD Zen 5 core, 384 × 1,536, times

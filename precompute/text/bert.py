@@ -1,4 +1,4 @@
-"""BERT: the encoder that most embedding models are (Devlin et al. 2018), by torch alone, and
+"""BERT: the encoder that most embedding models are (Devlin et al. 2018), by torch alone, with
 attention over texts laid end to end.
 
 Values are those of transformers' own class to the last bit (a test compares them); without it a

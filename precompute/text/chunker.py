@@ -1,5 +1,5 @@
-"""Chunker: a long text → chunks of at most so many tokens, which begin and end between words, where
-there are any, and overlap, in memory of a few times the text."""
+"""Chunker: cuts a long text into overlapping chunks of at most so many tokens, between words where
+there are any, in memory of a few times the text."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from precompute.text.tokens import BLANKS
 CHUNK_TYPE = pa.list_(pa.struct([("chunk", pa.int64()), ("piece", pa.string())]))
 
 BLOCK_CHARS, BLOCKS = 32_768, 8
-"""Of a text tokenised at a time, up to the end of a word; and how many of them at once, a core
-each: a token takes a hundred bytes while it is."""
+"""Characters of a text that are tokenised at a time, up to the end of a word; and how many such
+blocks at once, a core each: a token takes a hundred bytes."""
 
 _BLANKS = np.array([ord(blank) for blank in BLANKS], np.uint32)
 
@@ -48,8 +48,8 @@ class Chunker:
             )
 
     def column(self, texts: pa.Array) -> pa.Array:
-        """The chunks of each text, numbered from 0, as :data:`CHUNK_TYPE`; of a null, and of a
-        blank text, one of what it is."""
+        """The chunks of each text, numbered from 0, as :data:`CHUNK_TYPE`; a null or blank text is
+        one chunk."""
         made: list[list[dict[str, object]]] = []
         for text in texts:
             whole = text.as_py()
@@ -146,7 +146,7 @@ def _tokenizer(file: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as exc:
-        # whatever the library raises of a file that is none
+        # the library raises many errors for a file that is no tokenizer
         raise ConfigError(f"chunk.tokenizer: {file} is no tokenizer: {exc}") from exc
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,7 +1,6 @@
-"""Encoder: a BERT (:mod:`precompute.text.bert`) in bfloat16 by the C++ extension beside this file:
-texts end to end without padding, all layers of some hundred tokens by one thread, weights packed
-once. Where the extension was not built, or the transformer is another, torch computes it.
-"""
+"""Encoder: a BERT (:mod:`precompute.text.bert`) in bfloat16 by the C++ extension beside this file,
+without padding. Where the extension was not built, or the transformer is another, torch computes
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sentence folder: what the files of a sentence-transformers model say of how it computes.
+"""Sentence folder: what the files of a sentence-transformers model say of how it computes: pooling,
+layers, prompts.
 
 ``modules.json`` names the modules in their order; each has a folder with a ``config.json`` and,
 where it has any, weights as safetensors. The layouts of sentence-transformers 2 to 6 are read

@@ -112,7 +112,7 @@ def _head(text: str, limit: int) -> str:
 
 
 def _words_follow(encoding: Encoding) -> bool:
-    """Whether no token that is retained is of the last word, which may be cut: of more than 100
+    """Whether no token that is used is of the last word, which may be cut: of more than 100
     characters, WordPiece makes one token of a word."""
     retained = [word for word in encoding.word_ids if word is not None]
     left = [word for word in encoding.overflowing[-1].word_ids if word is not None]
@@ -129,7 +129,7 @@ def _lowercase(tokenizer: Tokenizer) -> None:
 
 
 MAX_BYTES = 4 * 2**30
-"""Retained at most; the files not used for longest go first."""
+"""Size of a cache; the least recently used files are removed first."""
 
 
 class TokenCache:
@@ -138,7 +138,7 @@ class TokenCache:
     Args:
         folder: created when it is first written to.
         tokenizer: digest of the tokenizer and all that decides its ids.
-        max_bytes: retained at most.
+        max_bytes: size of the cache.
     """
 
     def __init__(self, folder: Path, tokenizer: str, max_bytes: int = MAX_BYTES) -> None:
@@ -154,7 +154,7 @@ class TokenCache:
         return digest.hexdigest()
 
     def get(self, key: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-        """(token ids of all texts in a row, tokens of each text), int64; None when not retained, or
+        """(token ids of all texts in a row, tokens of each text), int64; None when not cached, or
         not readable."""
         path = self._folder / f"{key}.tokens"
         try:
@@ -174,7 +174,7 @@ class TokenCache:
         return body[texts + 1 :].astype(np.int64), body[1 : texts + 1].astype(np.int64)
 
     def put(self, key: str, ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
-        """Keep them; a disk without room keeps nothing, and that is no error."""
+        """Cache them; that the disk is full is no error."""
         body = np.concatenate(([len(lengths)], lengths, ids)).astype("<i4").tobytes()
         path = self._folder / f"{key}.tokens"
         temporary = self._folder / f".{key}.{os.getpid()}.tmp"

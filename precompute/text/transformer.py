@@ -1,7 +1,6 @@
-"""Transformer: the model and tokenizer of a folder: which are known to come out right, and what is
-to be known of them. A plain BERT is read by :mod:`precompute.text.bert`, and its tokenizer by the
-tokenizers library alone; what is anything else, by transformers.
-"""
+"""Transformer: the model and tokenizer of a folder, for the architectures whose values are known to
+be right. A plain BERT is read by :mod:`precompute.text.bert`, and its tokenizer by the tokenizers
+library alone; what is anything else, by transformers."""
 
 from __future__ import annotations
 

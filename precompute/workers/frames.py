@@ -1,5 +1,5 @@
-"""Frames: messages between processes of ours, each a JSON header and a body of bytes or rows, and
-the pipes that a child has them by."""
+"""Frames: messages between our processes, each a JSON header and a body of bytes or rows, over
+pipes or sockets."""
 
 from __future__ import annotations
 

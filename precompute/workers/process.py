@@ -1,5 +1,5 @@
-"""Processes of ours: each at the head of a group, signalled with all it started, ended with grace;
-how it ended, and its last words.
+"""Process: starts child processes, each at the head of a group of its own, signals and ends them
+with all they started, and says how they ended.
 
 A group's number is used only while it is certainly its own: the kernel gives it to another process
 once the first of the group and all others are gone. So a child that ended is reaped only after what

@@ -1,8 +1,7 @@
-"""Worker: the model in a process of its own. It takes windows from a pipe, runs them through a
-:class:`precompute.engine.runner.Runner` and sends back what came out. ``python -m
-precompute.workers.worker`` is started by :mod:`precompute.workers.worker_pool`, and by nobody else.
-Messages are frames of JSON and Arrow.
-"""
+"""Worker: the process of a worker: it takes windows from a pipe, computes them by a
+:class:`precompute.engine.runner.Runner` and sends the features back.
+:mod:`precompute.workers.worker_pool` alone starts ``python -m precompute.workers.worker``. Messages
+are frames of JSON and Arrow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Worker pool: the model in processes of its own, one per GPU or several on a CPU, each pulling
-windows. Seen from outside it is a :class:`precompute.engine.runner.Runner`, which each worker
+"""Worker pool: computes windows in several worker processes, one per GPU or as many as are
+configured. Seen from outside it is a :class:`precompute.engine.runner.Runner`, which each worker
 runs."""
 
 from __future__ import annotations

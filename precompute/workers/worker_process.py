@@ -1,5 +1,5 @@
-"""Worker process: one life of a worker, as the pool sees it. Which rows it was given, and how long
-it may be silent."""
+"""Worker process: one life of a worker, as the pool sees it: which rows it was given, and how long
+it may be silent. Which rows it was given, and how long it may be silent."""
 
 from __future__ import annotations
 

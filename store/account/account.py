@@ -1,5 +1,5 @@
-"""Account: what is known of all that is live of a view: its pointers, rows, indexes, files and
-records, and whether each is whole.
+"""Account: the record of what is known of all that is live of a view: its pointers, rows, indexes,
+files and records, and whether each is whole.
 
 One checker writes it (:mod:`precompute.store.account.checker`), beside the view's refs, and
 everybody reads it. It is derived: where its file is gone or damaged, nothing was looked at yet.

@@ -1,12 +1,10 @@
-"""Checker: looks at all that is live of a view, and writes its account. The one place that says
-whether what is live is whole; all who need to know read the account. Beside a server a thread looks
-every minute (:class:`Rounds`).
+"""Checker: looks at all that is live of a view, and writes its account, which says whether it is
+whole. In a server a thread looks every minute (:class:`Rounds`).
 
-At each look: pointers, small records, generations and indexes by what they say of themselves, what
-readers met, and the next rows of a window that moves over all of them; files by their checksums,
-the longest unread first. A view of a few megabytes is read whole at every look, a large one within
-the hour.
-"""
+Each look reads pointers, small records, the headers of generations and indexes, the rows that
+readers reported, a window of rows that moves over all of them, and files by their checksums, the
+longest unread first. A view of a few megabytes is read whole each time, a large one within the
+hour."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rows: whether the online store gives back those of a snapshot: by some drawn from all over it, or
-one after the other."""
+"""Rows: whether the online store returns the rows of a snapshot, by a sample or one after the
+other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sightings: what readers met of a view that was not whole, for the checker to look at first.
-Written beside the view's refs, where that can be; lost, they cost nothing but time."""
+"""Sightings: what readers found damaged or missing, for the checker to look at first. Written
+beside the view's refs, where that can be; lost, they cost nothing but time."""
 
 from __future__ import annotations
 

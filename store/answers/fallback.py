@@ -1,4 +1,4 @@
-"""Fallback: what stands behind a miss, and what it takes and gives."""
+"""Fallback: the contract of a model behind misses: what it takes and returns."""
 
 from __future__ import annotations
 

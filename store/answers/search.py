@@ -1,5 +1,5 @@
-"""Search: the nearest rows of a view by key, vector or inputs, with their freshness; and the vector
-indexes of what is live."""
+"""Search: the nearest rows of a view by key, vector or inputs, with their freshness; and the open
+vector indexes of what is live."""
 
 from __future__ import annotations
 

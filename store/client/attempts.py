@@ -1,5 +1,5 @@
-"""Attempts: when a call is retried, and when a second request is sent beside a slow one; no
-connection and no clock's wait here. And where a server is: TCP, TLS or a Unix socket.
+"""Attempts: when a call is retried, when a second request is sent beside a slow one, and where a
+server is: TCP, TLS or a Unix socket. There is no I/O here.
 
 A generator says what to do next, a client does it and sends back what came of it: so the blocking
 and the async one decide alike.

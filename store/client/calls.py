@@ -1,4 +1,4 @@
-"""Calls: what is requested of the server, as bytes, and how its answer is read; no connection here.
+"""Calls: each request of the API as bytes, and how its answer is read; there is no connection here.
 Both clients send these."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class FreshnessWords(TypedDict, total=False):
-    """How fresh stored rows must be, of all that a call wants."""
+    """The options of a call that say how fresh stored rows must be."""
 
     min_fresh_s: float | None
     """Rows that are not fresh for so much longer count as missing."""
@@ -97,9 +97,9 @@ class SearchWords(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One request. ``kind`` tells calls apart that take as long as each other; ``read`` makes of a
-    good answer's bytes what the caller gets, and ``strays`` says what of it was not requested: None
-    where all of it was."""
+    """One request. Calls of one ``kind`` take about as long as each other; ``read`` makes the
+    result from an answer's bytes, and ``strays`` names what of it was not requested, None if
+    nothing."""
 
     kind: str
     path: str
@@ -112,11 +112,12 @@ class Call(Generic[T]):
 
     @property
     def method(self) -> bytes:
-        """POST with a body, else GET; either only reads, so asking twice is safe."""
+        """POST with a body, else GET; both only read, so sending twice is safe."""
         return b"GET" if self.body is None else b"POST"
 
     def deadline(self, timeout_s: float) -> float:
-        """When it must be over, by ``time.monotonic``; ``timeout_s`` where it names none itself.
+        """When the call must be over, by ``time.monotonic``; after ``timeout_s`` if it has no
+        timeout.
 
         Raises:
             RequestError: that is no time limit.
@@ -144,10 +145,10 @@ class Call(Generic[T]):
         )
 
     def answer(self, reply: Reply, sent: str) -> T:
-        """What the caller gets.
+        """The call's result.
 
         Raises:
-            PrecomputeError: the server refused, or what came is no answer of this API; ``sent``
+            PrecomputeError: the server refused, or the reply is no answer of this API; ``sent``
                 names the server.
         """
         if not 200 <= reply.status < 300:
@@ -237,7 +238,7 @@ def several(
             f"a lookup of several views takes no {', '.join(sorted(unknown))}: each of its"
             " requests may"
         )
-    # as of one view: JSON has no NaN or infinity, they would arrive as null, and a limit as none
+    # as for one view: JSON has no NaN or infinity, and a limit that arrives as null is none
     for request in requests:
         request.options().check()
     wanted = [(request.view, _plain_keys(request.keys)) for request in requests]
@@ -382,8 +383,8 @@ def _options(words: RowWords) -> LookupOptions:
 
 
 _BASE64 = {"encoding_format": BASE64}
-"""As JSON, vectors take a tenth of the server's time so, and are no numbers but the store's own;
-who calls gets lists."""
+"""Vectors as base64 take a tenth of the server's time, and are exactly the store's; callers get
+lists."""
 
 _OF_THE_CALL = frozenset({"timeout_s", *FreshnessWords.__annotations__})
 

@@ -1,5 +1,5 @@
-"""Clients: the blocking one, for threads and scripts, and the async one, for services on asyncio or
-uvloop; both are covers of one core."""
+"""Clients: the two clients: ``Client``, for threads and scripts, and ``AsyncClient``, for services
+on asyncio or uvloop, over one core."""
 
 from __future__ import annotations
 

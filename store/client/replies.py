@@ -1,5 +1,4 @@
-"""Replies: how what a server answered is read, whether it answers the call, and what error it
-stands for."""
+"""Replies: a server's answer, read: whether it answers the call, and which error it stands for."""
 
 from __future__ import annotations
 

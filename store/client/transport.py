@@ -1,5 +1,4 @@
-"""Transport: one request over a pool of connections, within one deadline for all of it; with
-``async_transport`` the seam of httpcore2."""
+"""Transport: one request over a pool of connections, within one deadline for all of it."""
 
 from __future__ import annotations
 

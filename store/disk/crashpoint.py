@@ -1,5 +1,5 @@
-"""Crash points: every step of the commit protocol has a name, at which a test can make the process
-die, stop or fail.
+"""Crash points: the steps of the commit protocol by name; at each a test can make the process die,
+stop or fail.
 
 Nothing happens unless one is armed, by :func:`arm` or the environment
 (``PRECOMPUTE_CRASH=manifest.link:2:kill``, the second time). A point stands right after its step:

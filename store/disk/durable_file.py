@@ -1,5 +1,5 @@
-"""Durable files: written whole or not at all, created at most once, replaced under a lock, with the
-folder synced too; what a local root is made of (:mod:`precompute.store.disk.storage`)."""
+"""Durable file: files written whole or not at all, created at most once, replaced under a lock,
+with the folder synced too; what a local root is made of (:mod:`precompute.store.disk.storage`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identity: the name that a folder of ours bears wherever it is moved to."""
+"""Identity: the random name of a folder of ours, such as a root, which stays when it is moved."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Record: what is written as JSON with a checksum (its seal) and read again. One codec for all of
-them.
+"""Record: base of what is written as JSON with a checksum (its seal) and read again. One codec for
+all of them.
 
 Fields that a newer version added are not looked at; those that have defaults may be missing.
 """

@@ -1,4 +1,4 @@
-"""SQL: how DuckDB is opened, how it reads files of ours, and where it spills what does not fit in
+"""SQL: how DuckDB is opened, how it reads our files, and where it spills what does not fit in
 memory.
 
 A spill folder is gone with its process, however that dies: it is locked for as long as its process

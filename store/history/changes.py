@@ -1,5 +1,5 @@
-"""Changes: what a snapshot has other than one it builds on: rows written since, and keys without a
-row now. What an overlay is loaded from."""
+"""Changes: how a snapshot differs from one that it builds on: rows written since, and keys without
+a row now. What an overlay is loaded from."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Compared: two snapshots side by side, their rows by key, in DuckDB, which spills what does not
-fit, and the figures of each feature by name."""
+"""Compared: two snapshots compared: rows by key, in DuckDB, and the figures of each feature."""
 
 from __future__ import annotations
 

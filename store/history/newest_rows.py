@@ -1,5 +1,5 @@
-"""Newest rows: of the snapshots of several partitions, each key's row of the newest that has it,
-and how these differ from rows that are served; in DuckDB."""
+"""Newest rows: the newest row of each key among the snapshots of several partitions, and how they
+differ from rows that are served; in DuckDB."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from precompute.store.offline.view_store import ViewStore
 
 @dataclass(frozen=True, slots=True)
 class NewestRows:
-    """What to add to rows that are served, none by default, so that each key has its newest row.
+    """How to change the rows that are served, so that each key has its newest row.
 
-    ``rows`` are those of the result; ``parts`` the files with rows that come, by reference;
-    ``gone`` rows that are served and no rows of the result, ``removed`` of whose keys have none any
-    more; ``own_dead`` rows of ``parts`` that are no rows of it. Both are tables of
-    ``DELETES_SCHEMA`` and the key's columns. ``back`` are rows of files that hold served rows
-    already, and have to be copied. ``oldest_us`` and ``newest_us``: when rows of the result were
-    computed, µs since 1970, None without any.
+    ``rows`` is the result's number of rows; ``parts`` the files with new rows, by reference;
+    ``gone`` served rows that are not in the result, of which ``removed`` keys have no row any more;
+    ``own_dead`` rows of ``parts`` that are not in it. Both are tables of ``DELETES_SCHEMA`` and the
+    key's columns. ``back`` are rows to be copied, since their files are served already.
+    ``oldest_us`` and ``newest_us``: when rows of the result were computed, µs since 1970, None
+    without any.
     """
 
     rows: int
@@ -88,7 +88,7 @@ def newest_rows(
     *,
     memory_mb: int,
 ) -> NewestRows:
-    """Of each key its row of the newest partition, and what of it is not served.
+    """The newest partition's row of each key, compared with what is served.
 
     Args:
         store: of the view.
@@ -114,8 +114,8 @@ def newest_rows(
 
 
 class _Rows:
-    """The comparison, in a DuckDB of its own: ``winner`` are the newest rows of the keys, ``held``
-    those that are served of them, ``come`` what is not."""
+    """The comparison, in a DuckDB of its own: table ``winner`` has the newest rows of the keys,
+    ``held`` those that are served, ``come`` those that are not."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _Rows:
         self._spill.close()
 
     def narrow(self, snapshots: Sequence[Snapshot]) -> None:
-        """Look at keys of these snapshots alone."""
+        """Compare only keys of these snapshots."""
         files, _ = self._files.of(snapshots)
         # rows that are dead in one of them, too: they live in another one that has the same file
         self._connection.execute(

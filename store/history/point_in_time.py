@@ -1,5 +1,5 @@
-"""Point in time: what each row of a training set would have been answered at its time. And a view
-as of a time."""
+"""Point in time: the rows that lookups would have answered at given times: for a training set, each
+row at its own time; for a view, as of one time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Timeline: which snapshot of a view answers at which time: the one that was served then, or the
-one with what is best known of that time."""
+"""Timeline: which snapshot of a view answers for which time: the one that was served then, or the
+best known values for it."""
 
 from __future__ import annotations
 

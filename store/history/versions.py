@@ -1,4 +1,4 @@
-"""Versions: each row of each file once, and in which snapshots it lives; in DuckDB."""
+"""Versions: each version of each row once, with the snapshots that it is in; in DuckDB."""
 
 from __future__ import annotations
 

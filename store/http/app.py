@@ -1,5 +1,5 @@
-"""HTTP API: the lookup's verbs as routes: one row by URL, many by POST, searches, health, metrics,
-a page for people.
+"""HTTP API: the ASGI application: routes for searches, views, health, metrics and the page, and the
+tables of all routes.
 
 JSON by default, an Arrow IPC stream by ``Accept``; refusals are RFC 9457 problem+json; a row's
 freshness is in its fields and, for a single row, in the headers HTTP has for it (RFC 9111 Age and
@@ -34,9 +34,9 @@ from precompute.store.http.request import (
     Receive,
     Scope,
     headers_of,
-    heard,
     no_query,
     read_body,
+    while_connected,
 )
 from precompute.store.http.rows import MOST_WAITING, NOT_LOADED, RowRoutes
 from precompute.store.http.services import ServiceRoutes
@@ -47,11 +47,10 @@ from precompute.store.wire import bodies
 from precompute.store.wire.lookup_options import BASE64, SearchOptions
 
 _READERS, _SEARCHERS = 40, 8
-"""Threads that wait for a store over a network, or for a search and the model behind it; neither
-waits behind the other."""
+"""Threads that wait for a store over a network; and threads for searches and the model behind them.
+Neither waits for the other."""
 _WAITING = 256
-"""Calls that wait for one of these threads, of each kind: what is beyond would not be answered in
-time."""
+"""Calls of each kind that wait for a thread; more would not be answered in time."""
 
 
 _PAGE_HEADERS = [
@@ -62,18 +61,18 @@ _PAGE_HEADERS = [
 
 
 class Api:
-    """The routes over one lookup that no recommendation waits for.
+    """The routes of searches, views, health, metrics and the page, over one lookup.
 
     Args:
         lookup: answers everything.
-        metrics: counts.
+        metrics: counts requests.
         warming: true while models are still being loaded: not ready yet.
-        fallback_ready: whether a view's model stands behind its misses now.
-        readers: threads for a store that is waited for.
-        views: what is known of the lookup's views.
+        fallback_ready: whether a view's model answers its misses now.
+        readers: threads for a store over a network; None for one in this process.
+        views: what is live of the lookup's views, as last seen.
         answer_bytes: of one answer at most.
-        asks: what the gate and TLS ask for, as the document tells it.
-        timing: where it is reported what searches took.
+        asks: what the gate and TLS ask for, for the OpenAPI document.
+        timing: where the times of searches are reported.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Api:
         self._warming, self._fallback_ready = warming, fallback_ready
         self._searchers = Pool("search", _SEARCHERS, _WAITING)
         self._searching: set[Waiting] = set()
-        self._people = Pool("page", 1, 4)
+        self._renderers = Pool("page", 1, 4)
         self._views = views
         self._page = Page(lookup, metrics.meter, self._known_views)
         self._openapi = bodies.encode(openapi_document(asks))
@@ -110,8 +109,8 @@ class Api:
         waiting = Waiting()
         self._searching.add(waiting)
         try:
-            body = await heard(
-                self._searchers.run(self._searched, view, wanted.options(), waiting),
+            body = await while_connected(
+                self._searchers.run(self._search, view, wanted.options(), waiting),
                 receive,
                 waiting.give_up,
             )
@@ -123,7 +122,7 @@ class Api:
         reply = Reply(200, [JSON_TYPE], body)
         return timed(scope, reply, {"search": seconds}, seconds, self._timing)
 
-    def _searched(self, view: str, options: SearchOptions, waiting: Waiting) -> bytes:
+    def _search(self, view: str, options: SearchOptions, waiting: Waiting) -> bytes:
         try:
             searched, found = self._lookup.find(
                 view, options, Measure(self._answer_bytes).add, waiting
@@ -153,7 +152,7 @@ class Api:
         body: dict[str, Any] = {
             "views": [self._lookup.describe(pointer) for pointer in seen.pointers]
         }
-        # as they were last seen, or not among the views at all
+        # these are as last seen, or not among the views
         return json_reply(
             body | ({"unreadable": sorted(seen.unreadable)} if seen.unreadable else {})
         )
@@ -165,14 +164,14 @@ class Api:
         return Reply(200, [JSON_TYPE, NOT_STORED], b'{"status":"alive"}')
 
     async def ready(self, scope: Scope, receive: Receive) -> Reply:
-        """``GET /readyz``, of which a stranger learns only whether it is so."""
+        """``GET /readyz``; a caller without a token learns only whether the server is ready."""
         reply = await self.readyz(scope, receive)
         if not scope.get(STRANGER):
             return reply
         return json_reply({"status": "ready" if reply.status == 200 else "not ready"}, reply.status)
 
     async def readyz(self, scope: Scope, receive: Receive) -> Reply:
-        """What operators learn of it."""
+        """``GET /readyz`` with all details, for operators."""
         seen, serves_cached = await self._call(self._seen)
         pointers = seen.pointers
         if not seen.store_answers and not serves_cached:
@@ -190,7 +189,7 @@ class Api:
             "fallback": fallbacks,
         }
         if not seen.store_answers:
-            # a balancer that took all servers out would keep from users what is retained for them
+            # if a load balancer took all servers out, users would not get the cached rows
             why = "the online store does not answer; single cached rows are served, as stale"
             return json_reply(body | {"status": "degraded", "why": why})
         if not pointers and not seen.unreadable:
@@ -200,7 +199,7 @@ class Api:
         elif (
             seen.unreadable or "not ready" in fallbacks.values() or any(map(seen.trouble, pointers))
         ):
-            # hits are served all the same, so this is no reason to take the server out
+            # hits are served, so there is no reason to take the server out
             body["status"] = "degraded"
         if trouble := [found for p in pointers if (found := seen.trouble(p))]:
             body["why"] = "; ".join(trouble)
@@ -212,7 +211,7 @@ class Api:
         return json_reply(body, 503 if body["status"] == "not ready" else 200)
 
     def _seen(self) -> tuple[Seen, bool]:
-        """What is live, and whether a store that does not answer leaves something to be served."""
+        """What is live, and whether there are cached rows to serve if the store does not answer."""
         seen = self._views.look()
         return seen, not seen.store_answers and self._metrics.serves_cached(self._lookup.now_s())
 
@@ -230,7 +229,7 @@ class Api:
 
     async def page(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /``."""
-        status, page = await self._people.run(self._page.render, scope["query_string"])
+        status, page = await self._renderers.run(self._page.render, scope["query_string"])
         return Reply(status, _PAGE_HEADERS, page.encode())
 
     def _known_views(self) -> tuple[list[ViewFigures], bool]:
@@ -263,9 +262,8 @@ def create_app(
     waiting: int = MOST_WAITING,
     caching: Caching = PRIVATE,
 ) -> Front:
-    """The ASGI application; see :class:`Api` for the first arguments and the last, :class:`Front`
-    for the gate that stands before all routes, :class:`Metrics` for the meter, and
-    :class:`RowRoutes` for the others."""
+    """The ASGI application. Its arguments are those of :class:`Api`, :class:`Front` (``gate``),
+    :class:`Metrics` (``meter``) and :class:`RowRoutes` (the others)."""
     views = LiveViews(lookup)
     metrics = Metrics(lookup, meter, views, fallback_ready)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None

@@ -1,5 +1,5 @@
-"""Front: the ASGI application. Every request passes the gate, then goes to its route by method and
-undecoded path; every error is a problem."""
+"""Front: the router: every request passes the gate, then goes to its route by method and undecoded
+path; every error is a problem (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from precompute.store.http.reply import Reply, Stream, problem, refusal
 from precompute.store.http.request import Disconnected, Receive, Scope, Send, client_of
 
 Handler = Callable[[Scope, Receive], Awaitable[Reply]]
-"""A route that stands for itself: ``/livez``."""
+"""A route with a fixed path: ``/livez``."""
 ViewHandler = Callable[[Scope, Receive, str, bytes], Awaitable[Reply]]
-"""A route of a view: of its name and, of a row's, the undecoded key."""
+"""A route below a view or a service: gets its name and, for a row, the undecoded key."""
 Gate = Callable[[Scope], Reply | None]
-"""Requested before anything else is done for a request, whatever its route: the refusal, or None to
-let it pass."""
+"""Called first for every request: returns the refusal, or None to let it pass."""
 
-REQUESTED = "precompute.requested"
-"""In a scope: :meth:`Front.at_once` was requested already."""
+TRIED_AT_ONCE = "precompute.tried_at_once"
+"""In a scope: :meth:`Front.at_once` was called already."""
 
 _VIEWS, _SERVICES = b"/v1/views/", b"/v1/services/"
 _ROWS = b"rows/"
@@ -36,21 +35,20 @@ def open_gate(scope: Scope) -> Reply | None:
 
 
 class Front:
-    """Routes requests without a framework: a router and middleware took 35 of the 140 µs of a
-    single row.
+    """Routes requests without a framework, which took 35 of the 140 µs of a single row.
 
     Args:
-        row_at_once: ``GET /v1/views/{view}/rows/{key}``, where nothing must be waited for; else
-            None.
-        lookup_at_once: ``POST /v1/views/{view}/lookup``, of a body that is there; likewise.
-        row: as ``row_at_once``, where something must be waited for.
-        view_posts: what is posted to a view, by the word behind it: ``lookup``, ``search``.
-        service_at_once: ``POST /v1/services/{service}``, of a body that is there, where nothing
-            must be waited for; else None.
-        service: the same, where something must be waited for.
+        row_at_once: answers ``GET /v1/views/{view}/rows/{key}`` if there is nothing to wait for;
+            else returns None.
+        lookup_at_once: the same for ``POST /v1/views/{view}/lookup``, with its whole body.
+        row: as ``row_at_once``, if it has to wait.
+        view_posts: routes of POST below a view, by the last word of the path: ``lookup``,
+            ``search``.
+        service_at_once: as ``lookup_at_once``, for ``POST /v1/services/{service}``.
+        service: the same, if it has to wait.
         fixed: path → method → handler.
         refused: called with the code of each refusal.
-        gate: who may pass; all by default.
+        gate: checks every request; by default all pass.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class Front:
         if scope["type"] != "http":
             # WebSockets; and `lifespan`, whose protocol takes an exception for "not supported"
             raise NotImplementedError(f"no {scope['type']} here")
-        reply = None if REQUESTED in scope else self.at_once(scope)
+        reply = None if TRIED_AT_ONCE in scope else self.at_once(scope)
         if reply is None:
             CLIENT.set(client_of(scope))
             try:
@@ -104,10 +102,10 @@ class Front:
         await send({"type": "http.response.body", "body": body})
 
     def at_once(self, scope: Scope) -> Reply | None:
-        """The answer, headers without Content-Length and all of the body, where it needs no
-        waiting: the gate refuses the request, or it is for a row that is at hand. Of the scope no
-        ``path`` is needed. A server that called this, and got None, says so by :data:`REQUESTED` in
-        the scope. Raises nothing."""
+        """The answer, if there is nothing to wait for: the gate refuses the request, or its row is
+        in memory. Its headers have no Content-Length, its body is whole. The scope needs no
+        ``path``. A server that called this and got None puts :data:`TRIED_AT_ONCE` into the scope.
+        Raises nothing."""
         reply = self._gate(scope)
         if reply is not None:
             return reply
@@ -122,8 +120,9 @@ class Front:
         return None
 
     def posted_at_once(self, scope: Scope, body: bytes) -> Reply | None:
-        """As :meth:`at_once`, which had no answer, of a request whose whole body is there. A lookup
-        that was begun, and must be waited for, goes on by :meth:`__call__` with the same scope."""
+        """The same, after :meth:`at_once` had no answer, for a request with its whole body. A
+        lookup that was begun but has to wait is continued by :meth:`__call__` with the same
+        scope."""
         path: bytes = scope["raw_path"]
         name, at_once = b"", None
         if path.startswith(_VIEWS):
@@ -140,7 +139,7 @@ class Front:
             return self._refusal(exc, scope)
 
     def _refusal(self, exc: Exception, scope: Scope) -> Reply:
-        # as it was sent: a view's name may be a line of its own once it is decoded
+        # undecoded, for the log: a decoded name may have line breaks
         reply, code = refusal(exc, f"{scope['method'][:20]} {scope['raw_path'].decode('latin-1')}")
         self._refused(code)
         return reply
@@ -189,8 +188,8 @@ class Front:
 
 
 async def _stream(status: int, headers: Headers, body: Stream, send: Send) -> None:
-    """Send a body while it is made. Each piece waits until the connection takes it, and after each
-    others have their turn."""
+    """Send a body while it is made: each piece when the connection takes it, and other requests in
+    between."""
     try:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         for piece in body.pieces:

@@ -1,5 +1,5 @@
-"""Live views: what is live of each view, as far as it is known: what operators are shown must not
-depend on a store that answers."""
+"""Live views: what is live of each view, as last seen: what operators are shown does not depend on
+a store that answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics: what the API counts, and the exposition of all that a server's processes counted."""
+"""Metrics: what the API counts, and ``/metrics``, of all processes of a server."""
 
 from __future__ import annotations
 

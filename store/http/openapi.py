@@ -1,4 +1,4 @@
-"""OpenAPI 3.1 document of the HTTP API; the schemas of what is sent and answered come from
+"""OpenAPI: the OpenAPI 3.1 document of the HTTP API; the schemas of bodies come from
 :mod:`precompute.store.wire.bodies`."""
 
 from __future__ import annotations
@@ -272,6 +272,19 @@ def _of_the_server(asks: Asks) -> dict[str, Any]:
     }
 
 
+def _query_options() -> list[dict[str, Any]]:
+    """What a lookup's query string may have."""
+    return [
+        _parameter(
+            "features", "query", "string", "names of features, each once, separated by commas"
+        ),
+        _parameter("fallback", "query", "boolean", "false never runs the model"),
+        _parameter("deadline_ms", "query", "number", "how long to wait for the model", **_DEADLINE),
+        _parameter("max_age_s", "query", "number", "an older row counts as missing", **_FROM_0),
+        _parameter("encoding_format", "query", "string", _ENCODING, enum=[FLOAT, BASE64]),
+    ]
+
+
 def _lookups() -> dict[str, Any]:
     """The paths that answer with rows."""
     view = _parameter("view", "path", "string", "name of a published view")
@@ -283,15 +296,7 @@ def _lookups() -> dict[str, Any]:
         minLength=1,
         pattern="^[^\\x00]+$",
     )
-    options = [
-        _parameter(
-            "features", "query", "string", "names of features, each once, separated by commas"
-        ),
-        _parameter("fallback", "query", "boolean", "false never runs the model"),
-        _parameter("deadline_ms", "query", "number", "how long to wait for the model", **_DEADLINE),
-        _parameter("max_age_s", "query", "number", "an older row counts as missing", **_FROM_0),
-        _parameter("encoding_format", "query", "string", _ENCODING, enum=[FLOAT, BASE64]),
-    ]
+    options = _query_options()
     control = _parameter(
         "Cache-Control",
         "header",

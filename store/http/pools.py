@@ -1,5 +1,5 @@
-"""Pools: places for what waits, each kind in a bounded pool of its own, so that none of it stands
-before another: threads, and a place for each request that waits for a model."""
+"""Pools: bounded places for what waits, a pool for each kind: threads, and requests that wait for a
+model."""
 
 from __future__ import annotations
 

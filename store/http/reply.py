@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stream:
-    """A body that is made piece by piece while it is sent; ``close`` is called after, however that
-    ends."""
+    """A body that is made piece by piece while it is sent; ``close`` is called in any case after
+    it."""
 
     pieces: Iterator[bytes | memoryview]
     close: Callable[[], None]
 
 
 class Reply(NamedTuple):
-    """An answer; ``headers`` without Content-Length. A list are parts of a body, one after the
-    other: of what takes long to copy, they are put together once, with its head."""
+    """An answer; ``headers`` without Content-Length. A list holds the parts of a large body, which
+    are joined once, when it is sent."""
 
     status: int
     headers: Headers
@@ -54,15 +54,15 @@ PROBLEM_TYPE = (b"content-type", bodies.PROBLEM.encode())
 
 
 def json_reply(value: Any, status: int = 200) -> Reply:
-    """Anything that JSON can carry, of this moment: no cache keeps it."""
+    """A JSON answer that no cache may store."""
     return Reply(status, [JSON_TYPE, NOT_STORED], bodies.encode(value))
 
 
 def problem(
     status: int, code: str, detail: str, headers: Headers | None = None, **more: Any
 ) -> Reply:
-    """A refusal, which no cache keeps: ``code`` is a stable word for programs, ``detail`` tells a
-    person."""
+    """A refusal (RFC 9457), which no cache may store: ``code`` is a stable word for programs,
+    ``detail`` is for people."""
     body = bodies.Problem(bodies.PROBLEM_URN + code, code.replace("_", " "), status, detail, **more)
     lines = [PROBLEM_TYPE, *(headers or [])]
     if all(name != _CACHE_CONTROL for name, _ in lines):
@@ -71,8 +71,7 @@ def problem(
 
 
 def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
-    """Any exception as a problem, and its code; only what nobody foresaw is logged with a
-    traceback.
+    """An exception as a problem, and its code; only an unexpected one is logged with a traceback.
 
     Args:
         exc: what a route raised.
@@ -81,10 +80,10 @@ def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
     if isinstance(exc, RequestError):
         again = [RETRY_SOON] if exc.status == 503 else None
         return problem(exc.status, str(exc.code), str(exc), again), str(exc.code)
-    # a key is a person's, as often as not: no log has it
+    # no key is logged: it is often a person's
     route = where.partition("/rows/")[0][:_LONGEST_ROUTE]
     if isinstance(exc, (OnlineStoreError, VectorIndexError)):
-        # what it says names hosts and files, and is for the operator
+        # its message names hosts and files, and is for operators
         log_failure(route, str(exc))
         return (
             problem(
@@ -114,8 +113,8 @@ _logged_at: dict[str, float] = {}
 
 
 def log_failure(route: str, text: str) -> None:
-    """Log an error that every request may meet, once in a while, whatever its route: a store that
-    is gone fills no disk."""
+    """Log an error that every request may have, at most every few seconds: a store that is down
+    must not fill the disk."""
     now = time.monotonic()
     if now - _logged_at.get(text, -math.inf) >= _LOG_EVERY_S:
         if len(_logged_at) > 100:
@@ -125,7 +124,7 @@ def log_failure(route: str, text: str) -> None:
 
 
 class Timing(Flag):
-    """Where it is reported; both may be."""
+    """Where the times of a request are reported; both are possible."""
 
     UNREPORTED = 0
     IN_HEADER = auto()
@@ -137,7 +136,7 @@ class Timing(Flag):
 def timed(
     scope: Scope, reply: Reply, stages: Mapping[str, float], seconds: float, details: Timing
 ) -> Reply:
-    """The reply, with what it took where that is wanted."""
+    """The reply, with the times of its stages where ``details`` says so."""
     if details is Timing.UNREPORTED:
         return reply
     if Timing.IN_SCOPE in details:

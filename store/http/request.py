@@ -20,18 +20,18 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 _T = TypeVar("_T")
 
-_LONGEST_KEPT = 256
-"""Bytes of a query string, or of a header, whose parsed meaning is cached: those of services are
-short and few."""
+_LONGEST_CACHED = 256
+"""Bytes of the longest query string or header that is parsed once and cached: a service sends few
+different ones, and short ones."""
 
 
 STRANGER = "precompute.stranger"
-"""In a scope: whether its caller showed no token where others must; what is open to all tells no
+"""In a scope: whether the caller has no valid token, on a route that needs none; the answer has no
 names then."""
 
 
 class Disconnected(Exception):
-    """The caller hung up before its request was complete, or was answered."""
+    """The caller closed the connection before the request was complete or answered."""
 
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
@@ -46,8 +46,8 @@ def headers_of(scope: Scope) -> dict[bytes, bytes]:
 
 
 def client_of(scope: Scope) -> str:
-    """Whose request it is: the name of its token, else the address that it came from, of IPv6 the
-    network of 64 bits that one host has for itself; empty on a Unix socket."""
+    """The client that a request counts for: the name of its token, else its address; for IPv6 the
+    /64 network, which one host may have for itself; empty on a Unix socket."""
     token: str | None = scope.get("token")
     if token is not None:
         return token
@@ -72,13 +72,13 @@ def query_options(scope: Scope) -> LookupOptions:
     """Lookup options from the query string.
 
     Raises:
-        RequestError: a name that is none, one that is there twice, a value of the wrong kind, or a
-            limit that is none.
+        RequestError: an unknown name, one that is there twice, a value of the wrong type, or out of
+            range.
     """
     query: bytes = scope["query_string"]
     if not query:
         return _DEFAULT
-    return _remembered_options(query) if len(query) <= _LONGEST_KEPT else _options(query)
+    return _remembered_options(query) if len(query) <= _LONGEST_CACHED else _options(query)
 
 
 _DEFAULT = LookupOptions()
@@ -115,7 +115,7 @@ def _options(query: bytes) -> LookupOptions:
         max_age_s=_number(given, "max_age_s"),
         encoding_format=encoding,
     )
-    # here, since a row that is stored is answered without a lookup
+    # checked here, since a stored row is answered without a lookup
     options.check()
     return options
 
@@ -133,8 +133,8 @@ def _number(given: dict[str, str], name: str) -> float | None:
 
 
 def both(body: LookupOptions, query: LookupOptions) -> LookupOptions:
-    """Options named in a body and in the query: all limits of both hold, and features are the
-    query's where it names some."""
+    """The options of body and query together: the stricter limit of both, and the features of the
+    query if it names some."""
     if query is _DEFAULT:
         return body
     deadlines = [ms for ms in (body.deadline_ms, query.deadline_ms) if ms is not None]
@@ -158,8 +158,8 @@ def no_query(scope: Scope) -> None:
 
 
 def wants_arrow(headers: dict[bytes, bytes]) -> bool:
-    """Whether the caller would rather have an Arrow stream than JSON, or as soon (RFC 9110
-    §12.5.1); not by a list that is too long to be anybody's."""
+    """Whether ``Accept`` prefers an Arrow stream to JSON, or both alike (RFC 9110 §12.5.1); False
+    for a list that is too long."""
     accept = headers.get(b"accept")
     if (
         accept is None
@@ -168,7 +168,7 @@ def wants_arrow(headers: dict[bytes, bytes]) -> bool:
     ):
         return False
     return (
-        _remembered_preference(accept) if len(accept) <= _LONGEST_KEPT else _prefers_arrow(accept)
+        _remembered_preference(accept) if len(accept) <= _LONGEST_CACHED else _prefers_arrow(accept)
     )
 
 
@@ -195,22 +195,24 @@ _AS_JSON = (bodies.JSON.encode(), b"application/*", b"*/*")
 
 
 async def hung_up(receive: Receive) -> None:
-    """Returns once the caller of a request, whose body was read or is of no interest, has hung
-    up."""
+    """Wait until the caller closes the connection; the body must have been read, or is
+    discarded."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def heard(call: Coroutine[Any, Any, _T], receive: Receive, give_up: Callable[[], None]) -> _T:
-    """The result of a call, as long as the caller of the request waits for it.
+async def while_connected(
+    call: Coroutine[Any, Any, _T], receive: Receive, give_up: Callable[[], None]
+) -> _T:
+    """The result of a call, unless the caller closes the connection before.
 
     Args:
-        call: is cancelled where not.
+        call: is cancelled then.
         receive: of the request.
-        give_up: called where not, too.
+        give_up: called then.
 
     Raises:
-        Disconnected: the caller hung up.
+        Disconnected: the caller closed the connection.
     """
     answer, watch = asyncio.ensure_future(call), asyncio.ensure_future(hung_up(receive))
     try:
@@ -227,11 +229,11 @@ async def heard(call: Coroutine[Any, Any, _T], receive: Receive, give_up: Callab
 async def read_body(
     receive: Receive, headers: dict[bytes, bytes], kinds: tuple[str, ...]
 ) -> tuple[str, bytes]:
-    """(media type, body), refused before it is buffered when it is of another type or too large.
+    """(media type, body); one of another type or too large is refused before it is read.
 
     Raises:
         RequestError: 415 or 413.
-        Disconnected: the caller hung up.
+        Disconnected: the caller closed the connection.
     """
     kind = body_kind(headers, kinds)
     length = headers.get(b"content-length", b"0")

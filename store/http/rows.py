@@ -84,25 +84,25 @@ _MISSING_STATUS = {
 }
 
 MOST_WAITING = 666
-"""Requests that wait for models, where nothing else is said: two thirds of the connections that
-there may be, 500 of them of one client at most."""
+"""Default of how many requests may wait for models: two thirds of the connections that a server
+allows, 500 of them of one client."""
 
 NOT_LOADED = "since its model is not loaded yet: GET /readyz says when it is"
-"""Of what waits for a model that begins, or that cannot be loaded."""
+"""Added to messages about a model that is still loading, or cannot be loaded."""
 
 _PIECE_BYTES = 64 * 1024
-"""Of a large answer, about: half a millisecond of work, while others wait."""
+"""Size of a piece of a large answer, about: half a millisecond of work, while other requests
+wait."""
 _PIECE_ROWS = 16
 
 _BODIES = (bodies.JSON, bodies.ARROW)
 _BEGUN = "precompute.begun"
-"""In a scope: the lookup that was begun for it: what was requested, how large the answer will be,
-and the answer."""
+"""In a scope: the lookup that was begun: the request, the size of its answer, and the answer."""
 
 
 class _Request(NamedTuple):
-    """A request for one row, or, with an empty key, for many of a view; and when it came
-    (:func:`time.perf_counter`)."""
+    """A request for one row or, with an empty key, for many rows of a view; ``started`` is of
+    :func:`time.perf_counter`."""
 
     started: float
     headers: dict[bytes, bytes]
@@ -214,8 +214,8 @@ class RowRoutes:
     def _judged(
         self, pointer: Pointer, computed_at_us: int, request: _Request
     ) -> tuple[Status, int] | None:
-        """Status and age (µs) of a row of the store; None where it is dated ahead, which is
-        counted, or not fresh, and something stands behind it that wants to be queried."""
+        """Status and age (µs) of a row of the store; None where the slower way has to answer: the
+        row is from the future, which is counted, or not fresh and its view has a fallback."""
         view, options, control = pointer.view, request.options, request.control
         oldest_s = options.max_age_s
         if control is not None:
@@ -241,13 +241,13 @@ class RowRoutes:
         dropped = self._cache.keep(key, row)
         self._metrics.not_cached(dropped, self._cache.size_bytes)
         if dropped is None or self._readers is None:
-            # it is not cached, or what is mapped does not stop to answer
+            # it was not cached, or the store is mapped and cannot fail to answer
             return
         view = row.pointer.view
         now_us, sighting = self._lookup.look(row.pointer)
         until_s = (now_us - sighting.age_us(row.computed_at_us, now_us)) / 1e6 + most_s(view)
         before, most = self._serves_until.get(view.name, (None, 0.0))
-        # rows under another pointer are served no more
+        # rows under another pointer are not served any more
         until_s = max(until_s, most) if before is row.pointer else until_s
         self._serves_until[view.name] = row.pointer, until_s
         self._metrics.serves_until(view.name, until_s)
@@ -276,8 +276,8 @@ class RowRoutes:
         return self._reported("row", scope, answer, request.started, reply)
 
     def _in_error(self, error: PrecomputeError, request: _Request) -> Reply | None:
-        """The row that was cached, as stale, where the store fails (RFC 5861 §4): of what was live
-        last, and as young as the view and the request want it."""
+        """The cached row, as stale, if the store fails (RFC 5861 §4): only of the last live
+        pointer, and within the age limits of view and request."""
         row, control = self._cache.get(request.key), request.control
         if row is None or (
             isinstance(error, RequestError) and error.status != HTTPStatus.SERVICE_UNAVAILABLE
@@ -314,7 +314,7 @@ class RowRoutes:
 
     async def _entity(self, view: str) -> Sequence[str]:
         live = self._lookup.online.live
-        # of how many columns a key is a store that hangs need not tell again
+        # the columns of the key are known from the last pointer, if the store hangs
         pointer = self._lookup.online.known(view) or self._lookup.last(view)
         if pointer is None:
             pointer = live(view) if self._readers is None else await self._readers.run(live, view)
@@ -325,7 +325,7 @@ class RowRoutes:
         row = None if as_arrow else cached_row(answer)
         if row is not None:
             if self._lookup.online.known(request.key[0]) is row.pointer:
-                # under another one by now, it would not be read
+                # not if another pointer is live by now: it would never be read
                 self._keep(request.key, row)
             return self._cached_reply(row, answer.status(0), answer.age_us(0), request)
         headers = row_headers(answer, b"a" if as_arrow else json_form(answer.plan), self._caching)
@@ -355,10 +355,10 @@ class RowRoutes:
         self._metrics.refused(reason)
         status = _MISSING_STATUS.get(reason, 404)
         if request is not None and request.only_if_cached:
-            # RFC 9111 §5.2.1.7: where nothing is cached
+            # RFC 9111 §5.2.1.7: 504 where nothing is stored
             status = 504
         elif reason is Reason.DEADLINE and options.deadline_ms == 0:
-            # who would not wait has not waited too long
+            # a caller who does not wait has run into no timeout
             status = 404
         headers = missing_headers(answer, reason)
         if status == 503:
@@ -369,8 +369,8 @@ class RowRoutes:
         )
 
     def lookup_at_once(self, scope: Scope, view: str, body: bytes) -> Reply | None:
-        """``POST /v1/views/{view}/lookup``, where nothing must be waited for; else None, and what
-        was begun is in the scope for :meth:`lookup`.
+        """``POST /v1/views/{view}/lookup``, if there is nothing to wait for; else None, and the
+        lookup that was begun is in the scope for :meth:`lookup`.
 
         Raises:
             RequestError: the request is refused.
@@ -400,7 +400,7 @@ class RowRoutes:
     def _many(
         self, request: _Request, kind: str, body: bytes
     ) -> tuple[Callable[[], Answer], Measure]:
-        """What begins a lookup of many keys, and what measures its answer then."""
+        """A function that begins a lookup of many keys, and the measure of its answer's size."""
         options = request.options
         if kind == bodies.ARROW:
             keys: list[Any] = arrow.decode_arrow_keys(body)["key"]
@@ -440,7 +440,7 @@ class RowRoutes:
     def _reported(
         self, route: str, scope: Scope, answer: Answer, started: float, reply: Reply
     ) -> Reply:
-        """The reply, counted, with what it took where that is wanted."""
+        """The reply, counted, with its times where these are reported."""
         seconds = time.perf_counter() - started
         stages = self._metrics.answered(route, answer, seconds)
         return timed(scope, reply, stages, seconds, self._timing)
@@ -452,7 +452,7 @@ class RowRoutes:
         return Reply(200, headers, Stream(pieces, partial(self.room.give, size_bytes)))
 
     async def multi_lookup(self, scope: Scope, receive: Receive) -> Reply:
-        """``POST /v1/lookup``: each view answers for itself, or says why it does not."""
+        """``POST /v1/lookup``: each view has its own answer or problem."""
         started = time.perf_counter()
         no_query(scope)
         headers = headers_of(scope)
@@ -465,7 +465,7 @@ class RowRoutes:
             )
         request, size = cache_control(headers.get(b"cache-control")), Measure(self._answer_bytes)
         begun: list[Answer | Reply] = []
-        # All are begun before any is waited for, so that the deadlines run side by side.
+        # all are begun before the first is waited for, so that they compute at the same time
         for one in wanted.requests:
             try:
                 begun.append(
@@ -478,7 +478,7 @@ class RowRoutes:
         stages: Counter[str] = Counter()
         for answer in begun:
             if isinstance(answer, Answer):
-                # one after the other, so that what they took adds up
+                # their reads were one after the other, so the times add up
                 stages.update(
                     self._metrics.answered(
                         "multi_lookup", answer, time.perf_counter() - started, encoded=False
@@ -493,9 +493,8 @@ class RowRoutes:
         return timed(scope, reply, stages, time.perf_counter() - started, self._timing)
 
     async def _all_landed(self, begun: list[Answer | Reply], receive: Receive) -> None:
-        """Wait for what is in flight; what fails is a reply then, and the others are judged by what
-        time it is by now: also where nothing was in flight, the last may have been read long after
-        the first."""
+        """Wait for all answers; one that fails becomes a reply. Then freshness is judged again for
+        all, since the last may have been read long after the first."""
         if len(begun) == 1 and not (isinstance(begun[0], Answer) and begun[0].pending):
             return
 
@@ -540,7 +539,7 @@ class RowRoutes:
 
 
 def most_s(view: FeatureView) -> float:
-    """How old a row may be that is cached, and is served while the store fails."""
+    """The largest age (s) of a cached row that is served while the store fails."""
     return view.ttl_s + view.stale_for_s + view.stale_if_error_s
 
 
@@ -556,7 +555,7 @@ def _as_arrow(answer: Answer) -> list[bytes | memoryview]:
 
 
 def _several(views: Sequence[str], answers: Sequence[Answer | Reply]) -> Iterator[bytes]:
-    """The answer of several views: of each what was found, or its problem."""
+    """The body of an answer of several views: of each its rows or its problem."""
     before = b'{"responses":['
     for view, answer in zip(views, answers, strict=True):
         yield before

@@ -18,8 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.durable_file import limit_of, make_folder, sync_folder
-from precompute.store.errors import SnapshotError
+from precompute.store.disk.durable_file import limit_of, make_folder, sha256_of, sync_folder
+from precompute.store.disk.storage import File, storage_of
+from precompute.store.errors import SnapshotError, UnreadableError
+from precompute.store.offline.snapshot import Part
 
 ROW_GROUP_BYTES = 2 * 2**20
 """Of rows in memory, about: what is read for a row that is drawn or looked up. DuckDB reads smaller
@@ -278,3 +280,49 @@ def living(batches: Iterator[pa.RecordBatch], dead: Numbers | None) -> Iterator[
             keep[dead[start:stop] - first] = False
             yield batch.filter(pa.array(keep))
         first += batch.num_rows
+
+
+# ---- whether a file is what its manifest says
+
+
+def how_damaged(path: Path, part: Part) -> str | None:
+    """How a file differs from its manifest; in an object store it is fetched again first.
+
+    Raises:
+        SnapshotError: it cannot be read at all, for now.
+    """
+    try:
+        digest = sha256_of(path)
+        file = File(path, part.size_bytes, part.sha256)
+        if digest != part.sha256 and storage_of(path).fetch([file], again=True):
+            digest = sha256_of(path)
+    except OSError as exc:
+        raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    if digest != part.sha256:
+        return f"{path} differs from its checksum in the manifest: the file was damaged or changed"
+    try:
+        check_rows(path, part)
+    except UnreadableError:
+        raise
+    except SnapshotError as exc:
+        return str(exc)
+    return None
+
+
+def check_rows(path: Path, part: Part) -> None:
+    """Raises:
+    SnapshotError: the file cannot be read back, or has another number of rows.
+    """
+    try:
+        rows = pq.read_metadata(path).num_rows
+    except (pa.ArrowException, OSError) as exc:
+        limit = limit_of(exc)
+        if limit is not None:
+            raise UnreadableError(f"{path} cannot be read back ({exc}): {limit}") from exc
+        raise SnapshotError(
+            f"{path} cannot be read back ({exc}); publish another snapshot"
+        ) from exc
+    if rows != part.rows:
+        raise SnapshotError(
+            f"{path} holds {rows} rows, its manifest says {part.rows}; publish another snapshot"
+        )

@@ -1,11 +1,8 @@
-"""Journal: what an unfinished run has finished, a line for each chunk. The next run of the same
-recipe and partition takes it over.
+"""Runs: the report of each run, and the journal of one that is not finished: a line for each chunk,
+which the next run of the same recipe and partition takes over.
 
-    <root>/<view>/data/<run>/journal.jsonl      {recipe, partition, full}, then {part, rejected,
-    figures} for each chunk
-
-A line is written after the chunk's files are durable; one torn by a crash is a chunk that was not
-finished.
+A line of ``<root>/<view>/data/<run>/journal.jsonl`` is written after the chunk's files are durable;
+one torn by a crash is a chunk that was not finished.
 """
 
 from __future__ import annotations

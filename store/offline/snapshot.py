@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -208,6 +208,40 @@ class Snapshot(Record, frozen=True):
     def failed(self) -> list[Verdict]:
         """Verdicts that refuse it, accepted or not."""
         return [verdict for verdict in self.gates if not verdict.passed]
+
+    def check_counts(self, ancestors: Sequence[Snapshot]) -> None:
+        """Compare counts, parts and deletes with each other, and with what it builds on, the full
+        one first.
+
+        Raises:
+            SnapshotError: they do not add up.
+        """
+        counts, name = self.counts, self.view.name
+        counts.check()
+        own, left = sum(part.rows for part in self.parts) - self.own_deletes, 0
+        if ancestors:
+            deleted = 0 if self.deletes is None else self.deletes.rows
+            left = ancestors[-1].rows - (deleted - self.own_deletes)
+        # rows of the deltas that it takes the place of
+        copied = counts.unchanged - left if self.kind == "delta" and self.bases else 0
+        expected = counts.rows if self.kind == "full" else counts.written + copied
+        if own != expected:
+            raise SnapshotError(
+                f"the parts of {name!r} hold {own} rows other than the {expected} there should be;"
+                " nothing was committed: this is a bug"
+            )
+        if ancestors:
+            inherited = {part.path for layer in ancestors for part in layer.parts}
+            if inherited.intersection(part.path for part in self.parts):
+                raise SnapshotError(
+                    f"a part of {name!r} is its parent's too; nothing was committed: this is a bug"
+                )
+            if left + copied != counts.unchanged:
+                raise SnapshotError(
+                    f"of {name!r}'s parent, snapshot {self.parent}, {left} rows stay but"
+                    f" {counts.unchanged} were counted as unchanged; nothing was committed: this is"
+                    " a bug"
+                )
 
     def to_bytes(self) -> bytes:
         """The manifest: canonical JSON whose last line is the SHA-256 of all before it."""

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.durable_file import disk_message, limit_of, sha256_of, sync_folder
+from precompute.store.disk.durable_file import disk_message, limit_of, sync_folder
 from precompute.store.disk.lease import Lease, is_held
 from precompute.store.disk.record import replace
 from precompute.store.disk.storage import LOCAL, File, storage_of
@@ -30,7 +30,9 @@ from precompute.store.offline.part_file import (
     Deletes,
     Layers,
     Numbers,
+    check_rows,
     dead_rows,
+    how_damaged,
     living,
     read_deletes,
     write_part_file,
@@ -427,39 +429,7 @@ class ViewStore:
             raise
         except SnapshotError as exc:
             return str(exc)
-        try:
-            digest = sha256_of(path)
-            file = File(path, part.size_bytes, part.sha256)
-            if digest != part.sha256 and self.storage.fetch([file], again=True):
-                digest = sha256_of(path)
-        except OSError as exc:
-            raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-        if digest != part.sha256:
-            return (
-                f"{path} differs from its checksum in the manifest: the file was damaged or changed"
-            )
-        try:
-            self._check_rows(path, part)
-        except UnreadableError:
-            raise
-        except SnapshotError as exc:
-            return str(exc)
-        return None
-
-    def _check_rows(self, path: Path, part: Part) -> None:
-        try:
-            rows = pq.read_metadata(path).num_rows
-        except (pa.ArrowException, OSError) as exc:
-            limit = limit_of(exc)
-            if limit is not None:
-                raise UnreadableError(f"{path} cannot be read back ({exc}): {limit}") from exc
-            raise SnapshotError(
-                f"{path} cannot be read back ({exc}); publish another snapshot"
-            ) from exc
-        if rows != part.rows:
-            raise SnapshotError(
-                f"{path} holds {rows} rows, its manifest says {part.rows}; publish another snapshot"
-            )
+        return how_damaged(path, part)
 
     # ---- writing
 
@@ -523,9 +493,9 @@ class ViewStore:
                 file system failed.
             FencedError: the lease was lost.
         """
-        self._check_counts(snapshot)
+        snapshot.check_counts(self.chain(snapshot)[:-1])
         for part in (*snapshot.parts, *((snapshot.deletes,) if snapshot.deletes else ())):
-            self._check_rows(self.checked_path(snapshot, part), part)
+            check_rows(self.checked_path(snapshot, part), part)
         folder = self.folder / "manifests"
         try:
             crashpoint("verify")
@@ -548,36 +518,6 @@ class ViewStore:
                     continue
         except OSError as exc:
             raise SnapshotError(disk_message(folder, exc)) from exc
-
-    def _check_counts(self, snapshot: Snapshot) -> None:
-        counts, name = snapshot.counts, self.name
-        counts.check()
-        own, left = sum(p.rows for p in snapshot.parts) - snapshot.own_deletes, 0
-        if snapshot.parent is not None:
-            taken = (
-                0 if snapshot.deletes is None else snapshot.deletes.rows
-            ) - snapshot.own_deletes
-            left = self.snapshot(snapshot.parent).rows - taken
-        # rows of the deltas that it takes the place of
-        copied = counts.unchanged - left if snapshot.kind == "delta" and snapshot.bases else 0
-        expected = counts.rows if snapshot.kind == "full" else counts.written + copied
-        if own != expected:
-            raise SnapshotError(
-                f"the parts of {name!r} hold {own} rows other than the {expected} there should be;"
-                " nothing was committed: this is a bug"
-            )
-        if snapshot.parent is not None:
-            inherited = {part.path for layer in self.chain(snapshot)[:-1] for part in layer.parts}
-            if inherited.intersection(part.path for part in snapshot.parts):
-                raise SnapshotError(
-                    f"a part of {name!r} is its parent's too; nothing was committed: this is a bug"
-                )
-            if left + copied != counts.unchanged:
-                raise SnapshotError(
-                    f"of {name!r}'s parent, snapshot {snapshot.parent}, {left} rows stay but"
-                    f" {counts.unchanged} were counted as unchanged; nothing was committed: this is"
-                    " a bug"
-                )
 
     def mark_bad(
         self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None

@@ -1,4 +1,4 @@
-/* Kernels in C: what store/online/kernels.py does by numpy, over the same bytes, with the same
+/* Kernels in C: what store/online/kernels.py does in plain Python, over the same bytes, with the same
  * results; that file says what each does.
  *
  * Only the buffer protocol is used. Every size and position comes from outside, out of a file or an

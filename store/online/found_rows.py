@@ -1,5 +1,5 @@
-"""Found rows: what an online store holds for the keys of one read; verified, and as columns, put
-into Arrow's buffers in one pass over the rows."""
+"""Found rows: what an online store returned for the keys of one read, verified, and as Arrow
+columns in one pass over the rows."""
 
 from __future__ import annotations
 

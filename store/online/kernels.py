@@ -1,6 +1,5 @@
-"""Kernels: the few steps of a bulk load and of a batch read that run over many packed rows at once,
-by the C extension beside this file, or, where it was not built or ``PRECOMPUTE_KERNELS=python``
-forbids it, by plain Python with equal results."""
+"""Kernels: the steps of a bulk load and of a batch read that run over many packed rows at once, by
+the C extension beside this file, or without it by plain Python with equal results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Miss cache: what models computed for misses, and that there was nothing to compute, retained for
-a while beside what is published.
+"""Miss cache: what models computed for misses, and which keys are unknown, for a while, beside the
+online store.
 
 What is cached counts under the very publishing and model that it was computed under, or not at all.
 It lies in as many slots as a view may have: a key's slot comes from its hash, and a later key takes

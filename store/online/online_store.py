@@ -1,9 +1,9 @@
-"""Online store: entity key → packed row, by view and generation. The contract.
+"""Online store: the contract of an online store: entity key → packed row, by view and generation.
 
 What was loaded in one go is a **generation**: immutable, and numbered by the epoch of the
-publishing that loaded it. A **base** holds all rows of a snapshot, an
-**overlay** those that changed since the snapshot of what it lies over, and a tombstone for each
-  that left. A pointer per view says which base and overlays are live.
+publishing that loaded it. A **base** holds all rows of a snapshot, an **overlay** those that
+changed since the snapshot below it, and a tombstone for each that left. A pointer per view says
+which base and overlays are live.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from precompute.store.online.packed import Rows
 
 
 class Generation(Record, frozen=True):
-    """What is loaded in one go: ``snapshot`` is whose rows it holds and ``run`` the run that made
-    that, ``base`` the number of the generation that an overlay lies right over, a base or another
-    overlay; None of a base. ``schema`` is its rows' tag
-    (:func:`precompute.store.online.codec.schema_tag`); None where its loader did not say.
-    """
+    """What is loaded in one go: rows of ``snapshot``, which ``run`` made. ``base`` is the number of
+    the generation right below an overlay; None for a base. ``schema`` is the tag of its rows
+    (:func:`precompute.store.online.codec.schema_tag`); None where it is not known."""
 
     number: int
     snapshot: int
@@ -51,8 +49,8 @@ class FileCheck(NamedTuple):
 
 class Terms(Record, frozen=True):
     """On what terms a store takes a load. ``lossy``: it may drop rows by itself. ``number`` and
-    ``rows_done``: an unfinished load of the same rows that can be gone on with, and how many of
-    them, from the first on, need not be sent again."""
+    ``rows_done``: an unfinished load of the same rows that can be resumed, and how many of its
+    first rows need not be sent again."""
 
     lossy: bool = False
     number: int | None = None
@@ -111,15 +109,13 @@ class Pointer(Record, frozen=True):
 
     @property
     def snapshots(self) -> tuple[int, ...]:
-        """The snapshot that each of :attr:`generations` was loaded for, which is the number that
-        its rows bear."""
+        """The snapshot of each of :attr:`generations`; its number is in the rows, too."""
         return (self.base_snapshot, *(snapshot for _, snapshot in self.overlays))
 
     @property
     def publishing(self) -> tuple[int, str]:
-        """Which publishing made this live: what is stored of one is never used for another. The
-        epoch alone would not distinguish them, since it starts at 1 again in a view whose data was
-        dropped."""
+        """The publishing that made this live; caches hold under it. The epoch alone is not enough:
+        it starts at 1 again after a view's data were dropped."""
         return self.epoch, self.at
 
     def to_bytes(self) -> bytes:
@@ -144,7 +140,7 @@ class Pointer(Record, frozen=True):
 
 
 class OnlineStore(ABC):
-    """The contract every online store keeps; one test suite holds them all to it.
+    """The contract of every online store; one test suite holds all of them to it.
 
     Keys are the UTF-8 of :mod:`precompute.store.keys`'s text. All methods raise
     :class:`OnlineStoreError` when the store cannot be reached or refuses; none swallows anything.
@@ -155,8 +151,8 @@ class OnlineStore(ABC):
     """True when a read waits for a network: an event loop must hand it to a thread."""
 
     def check_writable(self, view: str, owner: str) -> None:
-        """Whether the store is there, and can be written by this project: found out by using it,
-        before anything is computed for it. Nothing of the view is changed.
+        """Check by a write that this project can use the store, before anything is computed.
+        Nothing of the view is changed.
 
         Args:
             view: its name.
@@ -165,7 +161,7 @@ class OnlineStore(ABC):
         Raises:
             OnlineStoreError, ConflictError: it cannot; says why and what to do.
         """
-        # a pointer that is damaged says nobody's name, and is about to be rewritten
+        # a damaged pointer has no owner, and will be rewritten
         with contextlib.suppress(DamagedPointerError):
             check_owner(self.live(view), view, owner)
 
@@ -178,7 +174,7 @@ class OnlineStore(ABC):
         owner: str,
         row_bytes: int | None = None,
     ) -> Terms:
-        """Pre-flight: whether the store can take a load, found out before anything moves.
+        """Preflight: check that the store can take a load, before it begins.
 
         Args:
             view: its name.
@@ -189,15 +185,14 @@ class OnlineStore(ABC):
             row_bytes: of each row but tombstones; None where they are not all of one width.
 
         Raises:
-            OnlineStoreError: it cannot: no room, no right, a policy that loses rows, somebody
-                else's; says which and what to do.
+            OnlineStoreError: it cannot: no room, no permission, a policy that loses rows, another
+                project's view; says which and what to do.
         """
         self.check_writable(view, owner)
         return Terms()
 
     def doubts(self, view: str) -> list[str]:
-        """What makes the store itself doubt that all rows of what is live are still there, in
-        words; empty when nothing does."""
+        """Reasons, for people, why rows of what is live may be lost; empty without any."""
         return []
 
     @abstractmethod
@@ -243,7 +238,7 @@ class OnlineStore(ABC):
         return None
 
     def warm(self) -> None:  # noqa: B027
-        """Have what a first read would have to open open."""
+        """Open what a first read would have to open."""
 
     @abstractmethod
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
@@ -264,8 +259,8 @@ class OnlineStore(ABC):
         """The generations loaded whole, in the order of their numbers."""
 
     def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
-        """Those of some generations that are loaded whole, in the order of their numbers; requested
-        with the rights and the patience of a reader."""
+        """Those of some generations that are loaded whole, in the order of their numbers; with a
+        reader's permissions and timeout."""
         return [generation for generation in self.generations(view) if generation.number in numbers]
 
     def record_damage(self, view: str) -> list[str]:
@@ -298,7 +293,7 @@ class OnlineStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of files and connections; the store cannot be used after."""
+        """Close files and connections; the store cannot be used after."""
 
 
 def check_not_live(pointer: Pointer | None, view: str, number: int) -> None:
@@ -310,7 +305,7 @@ def check_not_live(pointer: Pointer | None, view: str, number: int) -> None:
 
 
 def still_live(view: str, number: int) -> ConflictError:
-    """The error of replacing or dropping what readers are using."""
+    """The error for replacing or dropping what readers are using."""
     return ConflictError(
         f"generation {number} of view {view!r} is live in the online store and cannot be replaced"
         " or dropped"
@@ -380,14 +375,14 @@ def check_taken(current: Pointer | None, pointer: Pointer) -> None:
 
 def check_epoch(current: Pointer | None, pointer: Pointer) -> None:
     """Raises:
-    ConflictError: ``current`` was moved by somebody later than the writer of ``pointer``.
+    ConflictError: ``current`` has a later epoch than ``pointer``.
     """
     if current is not None and (current.epoch > pointer.epoch):
         raise stale_epoch(pointer.view.name, current.epoch, pointer.epoch)
 
 
 def stale_epoch(view: str, current: int, offered: int) -> ConflictError:
-    """The error of a flip that comes too late."""
+    """The error for a flip with an older epoch than the current one."""
     return ConflictError(
         f"the online pointer of {view!r} is at epoch {current}, past {offered}: a later publish"
         " won; nothing was changed"

@@ -1,4 +1,4 @@
-"""Packed: many byte strings in one buffer, as they go to an online store and come back from it."""
+"""Packed: many byte strings in one buffer: keys and rows to and from an online store."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Row values: strings, lists and vectors of Arrow as the bytes of packed rows, and back; the parts
-of the codec that know types. Vectors are packed as int8 or signs with a scale, and back."""
+"""Row values: strings, lists and vectors of Arrow as the bytes of packed rows, and back: the
+codec's part for each type. Vectors are packed as int8 or signs with a scale, and back."""
 
 from __future__ import annotations
 

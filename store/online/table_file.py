@@ -1,5 +1,5 @@
-"""Table files: one generation's rows in one immutable file, mapped once, shared by all processes;
-:class:`TableFile` opens and checks one. And how one is written."""
+"""Table file: one generation's rows in one immutable file, mapped once and shared by all processes:
+how it is written, opened and checked."""
 
 from __future__ import annotations
 

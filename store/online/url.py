@@ -1,4 +1,4 @@
-"""Which online store a URL names, and the cache beside it."""
+"""URL: which online store a URL names, and the miss cache beside it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def table_folder(url: str) -> str | None:
 
 
 def shown_url(url: str) -> str:
-    """A URL as it may be repeated: without what may be a password."""
+    """A URL for messages: without a password."""
     return re.sub(r"//.*@", "//…@", url.partition("?")[0])
 
 
@@ -76,7 +76,7 @@ def open_miss_cache(online: str, limits: MissCacheLimits, base: Path | None = No
     Args:
         online: as of :func:`open_online_store`.
         limits: of each view.
-        base: likewise.
+        base: as of :func:`open_online_store`.
 
     Raises:
         ConfigError: the URL names no store known here.

@@ -1,4 +1,4 @@
-"""FAISS, as the rest of the wing uses it: a flat file that is written in a stream and mapped, codes
+"""FAISS: the seam of the library: a flat file that is written in a stream and mapped, 4-bit codes
 that are scanned, and one search over both.
 
 Flat: every vector as it is compared with, float32 or float16. Codes: 4 bits for every 2 or 4

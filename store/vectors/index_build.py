@@ -1,5 +1,5 @@
-"""Building a vector index's folder, whole or not at all: of a snapshot's rows (a base), or of those
-that changed since (an overlay)."""
+"""Index build: writes a vector index's folder, whole or not at all, for all rows of a snapshot (a
+base) or for those that changed since (an overlay)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Which index a view's vectors get, by their number and by measurement: codes where they keep the
-promised recall for every kind of query, else float16, else the exact one. The same rows get the
-same index: no time that was measured decides. Recall is measured for ten kinds of queries.
+"""Index choice: which index a view's vectors get, by their number and by measured recall: codes if
+they reach the promised recall for every kind of query, else float16, else the exact one. The same
+rows get the same index: no time that was measured decides. Recall is measured for ten kinds of
+queries.
 
 Measured first, and left out (docs/decisions.md): HNSW, IVF with 8 bits a number, and rows dealt
 into lists, which a filter leads astray.

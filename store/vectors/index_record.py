@@ -1,5 +1,5 @@
-"""The record beside a vector index: what it is, what was measured of it, and a checksum of every
-file, its own included."""
+"""Index record: the record beside a vector index: what it is, what was measured of it, and a
+checksum of every file."""
 
 from __future__ import annotations
 

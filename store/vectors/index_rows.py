@@ -1,5 +1,5 @@
-"""The rows of a vector index: keys, when each was computed, and the scalar features that a search
-may filter by; Arrow files, mapped."""
+"""Index rows: the rows of a vector index: keys, when each was computed, and the scalar features
+that a search may filter by; mapped Arrow files."""
 
 from __future__ import annotations
 

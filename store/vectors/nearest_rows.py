@@ -1,5 +1,5 @@
-"""The nearest of the rows that are admitted, found by comparing with each, or by scanning codes and
-comparing the best again until no row left can be better."""
+"""Nearest rows: the search among the rows that a filter admits: by comparing with each, or by
+scanning codes and comparing the best until no other row can be nearer."""
 
 from __future__ import annotations
 

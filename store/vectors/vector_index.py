@@ -1,5 +1,5 @@
-"""Vector index: the nearest rows of a vector feature. Built from a snapshot, immutable, found
-through the live pointer."""
+"""Vector index: an opened index, base and overlay: the nearest rows of a vector feature. Built from
+a snapshot, immutable, found through the live pointer."""
 
 from __future__ import annotations
 

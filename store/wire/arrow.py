@@ -1,6 +1,5 @@
-"""Arrow: bodies as Arrow IPC streams, both ways; and the little of a stream that is read or written
-by hand: its end, and where the fields of a message's flatbuffer lie
-(https://flatbuffers.dev/internals, Arrow's format/Message.fbs)."""
+"""Arrow: bodies as Arrow IPC streams, both ways, a few fields of which are read and written by
+hand."""
 
 from __future__ import annotations
 

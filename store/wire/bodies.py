@@ -1,5 +1,5 @@
-"""Wire: how requests and answers look in JSON and Arrow, and the limits on them; `/openapi.json`
-has its schemas from here."""
+"""Bodies: the requests and answers of the HTTP API in JSON and Arrow, their limits, and their
+schemas for ``/openapi.json``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Options: what a lookup may ask for beside its keys, and what a search may; one value on its way
-from the command line, the wire or Python to the answer."""
+"""Lookup options: what a lookup or a search may say beside its keys, one value from the command
+line, the wire or Python to the answer."""
 
 from __future__ import annotations
 

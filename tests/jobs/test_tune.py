@@ -934,7 +934,7 @@ def test_beside_a_run_nothing_is_written_before_it_is_known(
 ) -> None:
     kept, written = threading.Event(), list[list[str]]()
     project = torch_project(make_project, ROWS, view={"precision": "bf16", "concurrent": True})
-    keep, compared = Chunks._keep, accuracy.compared
+    keep, compared = Chunks._gather, accuracy.compared
 
     def keeping(*given: Any) -> None:
         keep(*given)
@@ -945,7 +945,7 @@ def test_beside_a_run_nothing_is_written_before_it_is_known(
         written.append([path for path in files(project.root) if path.endswith(".parquet")])
         return compared(*given)
 
-    monkeypatch.setattr(Chunks, "_keep", keeping)
+    monkeypatch.setattr(Chunks, "_gather", keeping)
     monkeypatch.setattr(accuracy_module, "compared", comparing)
     assert project.cli("run", "numbers") == 3
     assert "is below 0.985. Nothing was written; choose another precision" in str(

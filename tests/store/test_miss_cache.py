@@ -56,7 +56,7 @@ Open = Callable[..., MissCache]
 
 
 @pytest.fixture(params=["file", "redis"])
-def open_kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+def open_cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens the one store that there is."""
     opened: list[MissCache] = []
 
@@ -90,8 +90,8 @@ def row_of(pointer: Pointer, key: str, x: float = 1.0, age: float = 0.0) -> byte
 # ---- the store
 
 
-def test_a_cached_row_is_read_by_all_who_open_the_cache(open_kept: Open, pointer: Pointer) -> None:
-    miss_cache, other = open_kept(), open_kept()
+def test_a_cached_row_is_read_by_all_who_open_the_cache(open_cache: Open, pointer: Pointer) -> None:
+    miss_cache, other = open_cache(), open_cache()
     assert miss_cache.read(pointer, ["a"]) == {}
     miss_cache.write(
         pointer,
@@ -111,8 +111,8 @@ def test_a_cached_row_is_read_by_all_who_open_the_cache(open_kept: Open, pointer
     assert miss_cache.read(pointer, ["a"]) == {"a": row_of(pointer, "a", 2.0)}
 
 
-def test_it_counts_for_its_view_snapshot_and_model_alone(open_kept: Open, house: House) -> None:
-    miss_cache, pointer = open_kept(), house.publish({})
+def test_it_counts_for_its_view_snapshot_and_model_alone(open_cache: Open, house: House) -> None:
+    miss_cache, pointer = open_cache(), house.publish({})
     miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a"))])
     others: list[dict[str, Any]] = [
         {"model": "another"},
@@ -130,10 +130,10 @@ def test_it_counts_for_its_view_snapshot_and_model_alone(open_kept: Open, house:
 
 
 def test_a_row_is_cached_for_its_time_and_its_absence_for_less(
-    open_kept: Open, pointer: Pointer
+    open_cache: Open, pointer: Pointer
 ) -> None:
     clock = Clock()
-    miss_cache = open_kept(clock=clock)
+    miss_cache = open_cache(clock=clock)
     miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a")), CachedMiss("none", None)])
     for seconds, known in (
         (10 * (1 - JITTER) - 0.1, {"a", "none"}),
@@ -145,9 +145,11 @@ def test_a_row_is_cached_for_its_time_and_its_absence_for_less(
         assert set(miss_cache.read(pointer, ["a", "none"])) == known
 
 
-def test_what_a_clock_that_ran_ahead_kept_does_not_count(open_kept: Open, pointer: Pointer) -> None:
+def test_what_a_clock_that_ran_ahead_kept_does_not_count(
+    open_cache: Open, pointer: Pointer
+) -> None:
     clock = Clock()
-    miss_cache = open_kept(clock=clock)
+    miss_cache = open_cache(clock=clock)
     clock.now_us += 3600 * SECOND_US
     miss_cache.write(
         pointer, [CachedMiss("a", row_of(pointer, "a", age=-3600)), CachedMiss("none", None)]
@@ -180,11 +182,11 @@ def test_readers_of_a_file_wait_for_no_writer_and_find_a_new_one(
 
 
 def test_rows_and_bytes_are_bounded_and_what_is_too_large_is_not_kept(
-    open_kept: Open, pointer: Pointer
+    open_cache: Open, pointer: Pointer
 ) -> None:
     keys = [f"key {number}" for number in range(200)]
     for limits in (MissCacheLimits(rows=20), MissCacheLimits(size_bytes=100_000)):
-        miss_cache = open_kept(limits)
+        miss_cache = open_cache(limits)
         miss_cache.write(pointer, [CachedMiss(key, row_of(pointer, key)) for key in keys])
         found = miss_cache.read(pointer, keys)
         assert 0 < len(found) <= 25

@@ -1,6 +1,5 @@
-"""Accuracy: how far a view's precision is from float32 on one sample of its rows; cached, so that
-``tune`` and the run that follows measure it once.
-"""
+"""Accuracy: how far a view's precision is from float32 on a sample of its rows; cached, so that
+``tune`` and the run after it measure it once."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CODE_VERSION = 4
-"""Raised by anyone who changes how figures are computed."""
+"""To be raised with every change of how figures are computed."""
 
 SHORT = {
     "mean_cosine": "cosine",
@@ -60,8 +59,8 @@ class Comparison(Record, frozen=True):
     """As of :func:`precompute.techniques.accuracy.least`."""
 
     def clear(self, budget: AccuracyConfig, view: FeatureView) -> bool:
-        """Whether more rows would hardly come to another verdict: all these are computed by both,
-        none is an exception, and all means pass for sure."""
+        """Whether more rows would hardly change the verdict: both techniques computed all of these,
+        none is beyond its bound, and all means pass by three standard errors."""
         if self.least is None or self.lost:
             return False
         figures, features = self.least.judged(limits_of(budget), view), self.least.features.values()
@@ -73,7 +72,7 @@ class Comparison(Record, frozen=True):
         )
 
     def judged(self, budget: AccuracyConfig, view: FeatureView) -> list[Judged]:
-        """Every figure with its limit, the worst first; rows that are lost have one too."""
+        """Every figure with its limit, the worst first, and the number of lost rows."""
         if self.accuracy is None:
             return [Judged("rows that both compute:", 0, 1, -1)]
         figures = self.accuracy.judged(limits_of(budget), view)
@@ -82,8 +81,8 @@ class Comparison(Record, frozen=True):
         return sorted(figures, key=lambda figure: figure.room)
 
     def verdict(self, budget: AccuracyConfig, view: FeatureView, technique: str) -> Verdict:
-        """Whose figure is the one farthest beyond its limit, or else the nearest to it, and whose
-        ``message`` has all of them."""
+        """The verdict, with the figure that is farthest beyond its limit, or else nearest to it;
+        its ``message`` has all figures."""
         figures = self.judged(budget, view)
         reasons = [figure.shortfall for figure in figures if figure.room < 0]
         features = {} if self.accuracy is None else self.accuracy.to_json()["features"]
@@ -120,15 +119,15 @@ def compared(
     rows: int,
     ends: int = 0,
 ) -> Comparison:
-    """Two outcomes of one sample.
+    """Two outcomes of one sample, compared.
 
     Args:
-        view: whose features they are.
-        budget: the view's accuracy: rows count as beyond by its bounds.
+        view: of the features.
+        budget: the view's ``accuracy``, with the bounds of a row's error.
         reference: in float32.
         other: by another technique.
-        rows: of the sample, from its first, that count.
-        ends: how many of them, the first, were not drawn by chance.
+        rows: how many of the sample's first rows count.
+        ends: how many of them, at the beginning, have extreme inputs and are no random sample.
     """
     wanted = set(reference.rows[reference.rows < rows].tolist())
     both = sorted(wanted & set(other.rows.tolist()))
@@ -150,7 +149,7 @@ def figures_text(features: Mapping[str, Mapping[str, float]]) -> str:
     """The accuracy's figures, in words."""
     lines = []
     for name, figures in features.items():
-        # of a row's error two digits are the same in whatever batch
+        # more than two digits of a row's error depend on its batch
         digits = {"median_error": 2, "worst_error": 2}
         shown = (f"{SHORT[k]} {v:.{digits.get(k, 6)}g}" for k, v in figures.items() if k in SHORT)
         lines.append(f"{name}: " * (len(features) > 1) + " · ".join(shown))
@@ -201,7 +200,7 @@ class CachedComparison:
             return None
 
     def write(self, comparison: Comparison) -> None:
-        """Keep it; where that fails, it is measured again the next time."""
+        """Store it; where that fails, it is measured again the next time."""
         try:
             make_folder(self._path.parent)
             replace_durably(self._path, sealed(comparison))
@@ -213,37 +212,35 @@ class CachedComparison:
             )
 
 
-# ---- Accuracy gate: how far a view's precision is from float32 on rows of its own. Where a
-# model computes for several threads it is measured beside a run's first batches, of which
-# nothing is written before it has passed.
+# ---- The gate. Where several threads may compute with the model, it is measured beside the run's
+# first batches, of which nothing is written before it has passed.
 
 
 CHECKED_ROWS = 512
-"""Of the source: 10 neighbours among 512 tell 0.985 from 0.97 with room to spare."""
+"""The sample's size: 10 neighbours among 512 rows tell a recall of 0.985 from 0.97."""
 FIRST_ROWS = 128
-"""Of these, where nothing but vectors is compared: they do where they leave no doubt
-(:meth:`precompute.jobs.run.judge.accuracy.Comparison.clear`)."""
+"""Of these, for a view of vectors alone: enough, if their verdict is clear
+(:meth:`Comparison.clear`)."""
 END_ROWS = 4
-"""At each end of each input: a text's longest and shortest, a number's or a vector's largest and
-smallest."""
+"""Rows at each end of each input: the longest and shortest texts, the largest and smallest numbers
+and vectors."""
 SHARE = 4
-"""Of the compute threads, one in so many measures beside a run, in a lane of its own; two at least,
-where there are as many. By one of two it took longer than the batches beside it, and a core was
-idle at the end."""
+"""One in so many compute threads measures beside a run, in a lane of its own; at least two, where
+there are two. With one of two it took longer than the batches beside it."""
 
 
 class _Stopped(Exception):
-    """Nobody waits for it any more."""
+    """The check was closed."""
 
 
 class AccuracyCheck:
-    """The comparison of a view's precision with float32, on its way; :meth:`close` it when it is
-    not wanted any more.
+    """The comparison of a view's precision with float32, measured in a thread; to be closed
+    (:meth:`close`).
 
     Args:
-        config: the view's, which says how near it must be.
-        opened: the view, its model converted, in another precision than float32. Its source is read
-            here, and not afterwards.
+        config: the view's, with the limits.
+        opened: the view, its model converted to another precision than float32. Its source is read
+            only by the constructor.
 
     Raises:
         SourceError, ModelError: as a run would.
@@ -286,7 +283,7 @@ class AccuracyCheck:
         return self._thread is None
 
     def verdict(self) -> Verdict:
-        """Wait for it.
+        """Wait for the measurement.
 
         Raises:
             ModelError: measuring failed.
@@ -299,13 +296,13 @@ class AccuracyCheck:
         return self._found.verdict(self._config.accuracy, self._opened.view, self._opened.variant)
 
     def close(self) -> None:
-        """Give up what is not known yet, after the batch under way."""
+        """End the measurement after the current batch."""
         self._stopped = True
         if self._thread is not None:
             self._thread.join()
 
     def _known(self) -> Comparison | None:
-        """What was stored of all the rows, or of the first where it is clear."""
+        """The cached comparison of all rows, or of the first ones if that is clear."""
         for rows in reversed(self._parts):
             found = CachedComparison(
                 self._opened, self._opened.variant, rows, self._config.accuracy
@@ -338,12 +335,12 @@ class AccuracyCheck:
                 return
 
     def _reference(self, model: TorchModel, sample: pa.RecordBatch) -> Outcome:
-        """The sample in float32: by a quicker way than the module's own, where that is not what is
-        judged, and is seen to compute the same."""
+        """The sample in float32, by a faster technique than the module itself where that computes
+        the same on a few rows, and is not the one that is judged."""
         from precompute.techniques.conversion import QUICK, is_proven, proof_rows, quick_reference
 
         exact = model.in_float32()
-        # what is float32 by another way is compared with the module itself
+        # a technique in float32 is compared with the module itself
         is_float32 = words(self._opened.variant)[0] == words(REFERENCE)[0]
         quick = None if is_float32 else quick_reference(model)
         if quick is not None:
@@ -394,8 +391,8 @@ def joined(first: Outcome | None, more: Outcome, rows: int) -> Outcome:
 
 
 def steps(view: FeatureView, rows: int, ends: int) -> list[int]:
-    """How many of a sample of ``rows`` rows, from its first, are compared, and how many if these
-    leave a doubt; ``ends`` come before what was drawn."""
+    """How many of the first rows of a sample are compared, and then how many if the verdict is not
+    clear; the sample begins with ``ends`` rows of extreme inputs."""
     most = min(rows - ends, CHECKED_ROWS)
     few = all(feature.dim is not None for feature in view.features) and most > FIRST_ROWS
     return [ends + FIRST_ROWS, ends + most] if few else [ends + most]
@@ -408,8 +405,8 @@ def cache_comparisons(
     budget: AccuracyConfig,
     comparisons: dict[str, list[Comparison]],
 ) -> None:
-    """What was measured of several techniques on the first rows of a sample, as many as of
-    :func:`steps`: a run's check may be of the same."""
+    """Store the comparisons of several techniques on the first rows of a sample, as many as of
+    :func:`steps`, for the check of a run."""
     for technique, found in comparisons.items():
         for comparison in found if technique != REFERENCE else ():
             CachedComparison(
@@ -418,8 +415,9 @@ def cache_comparisons(
 
 
 def sample_of(opened: OpenView, rows: int) -> tuple[pa.RecordBatch, int]:
-    """Rows of the source: its ends, as of :meth:`precompute.sources.source.Source.ends`, and behind
-    them ``rows`` drawn by chance; and how many the ends are.
+    """Rows of the source: those with extreme inputs
+    (:meth:`precompute.sources.source.Source.ends`), then ``rows`` drawn at random; and how many are
+    extreme.
 
     Raises:
         SourceError: there are no rows.

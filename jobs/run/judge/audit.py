@@ -1,9 +1,8 @@
-"""Audit: what can be said of all rows of a run, from some of them computed again once it has
-computed the last: in float32, which tells how many are off, and among other rows, which tells
-whether a row is the same whatever batch it is in.
+"""Audit: rows of a run that are computed once more after the last one: in float32, to know how many
+are off, and in other batches, to know whether a row depends on its neighbours.
 
-The rows are drawn from all batches, by their place among those that the run computes. It takes a
-share of the run's time, and says what so many rows can say.
+The sample is drawn from all batches. It takes a small share of the run's time; the verdict says
+what a sample of that size can say of all rows.
 """
 
 from __future__ import annotations
@@ -33,39 +32,39 @@ from precompute.techniques.same_value import differing
 from precompute.techniques.table import REFERENCE
 
 AUDITED_ROWS = 5000
-"""Drawn of a run: where 1 of 1,000 is broken, none of so many is in 1 of 150 draws, and none seen
-says that fewer than 0.06 % are (95 %)."""
+"""The sample's size. If 1 row of 1,000 is broken, 1 such sample of 150 has none; a sample without
+any shows that fewer than 0.06 % are (95 %)."""
 HELD_BYTES = 64 * 2**20
-"""Of drawn rows at most, and one window's; of larger rows fewer are drawn."""
+"""Of the sample at most; of larger rows fewer are drawn."""
 TOGETHER_BYTES = 64 * 2**20
-"""Windows are looked at together, up to so many: beside threads that compute nothing is in a cache,
-and one of 8,192 scores took 0.5 ms, where it takes 0.06."""
+"""Windows are sampled together, up to so many bytes: beside threads that compute, the CPU's caches
+hold nothing of it, and a window of 8,192 scores alone took 0.5 ms in place of 0.06."""
 SHARE = 0.03
-"""Of the time that a run took, that the audit takes at most."""
+"""Share of the run's time that the audit takes at most."""
 LEAST_S = 0.05
-"""Or so long, where that is more."""
+"""The audit may take so long, if that is more."""
 SLOWER = 4.0
-"""Times the run's time a row that float32 is expected to take at first: MiniLM's takes 4 times as
-long as its bfloat16."""
+"""How much longer a row is expected to take in float32, before that is measured: MiniLM takes 4
+times as long as in bfloat16."""
 FEWEST_ROWS = 8
-"""Fewer say nothing that the comparison before a run does not, unless they are all."""
+"""Fewer are not audited, unless they are all rows: the check before the run says as much."""
 ALONE_ROWS = 64
-"""Computed again among others."""
+"""Rows that are computed again in other batches."""
 ALONE_TOGETHER = 16
-"""Of these, in one batch at most."""
+"""How many of these are in one batch at most."""
 WORKER_S = 10.0
-"""That a worker on a GPU takes to begin; it computes float32 at an eighth of the run's rate at
-least."""
+"""How long a worker on a GPU takes to start; it computes float32 at an eighth of the run's rate or
+more."""
 OWN = "bf16-eager"
-"""What two computations by a model of somebody's own may differ by: nobody knows what it computes
-in."""
+"""The precision that a user's model is assumed to have, since it does not say: two computations may
+differ by that."""
 
 _SEED = 0
-"""The same run draws the same rows."""
+"""Fixed, so that the same run draws the same rows."""
 
 
 class Audit:
-    """The rows drawn of one run.
+    """A sample of one run's rows, and its audit.
 
     Args:
         config: the view's.
@@ -95,11 +94,11 @@ class Audit:
         self._spent_s = 0.0
 
     def draw(self, batch: pa.RecordBatch, done: Outcome) -> None:
-        """Look at rows that the model computed.
+        """Draw from rows that the model computed.
 
         Args:
             batch: as it was given to the engine, with a column ``input_hash``.
-            done: what became of its rows, or of some.
+            done: the outcome of its rows, or of some.
         """
         start = self._rows
         self._rows += len(done.rows)
@@ -107,13 +106,13 @@ class Audit:
             return
         self._pending.append((start, batch, done))
         self._pending_bytes += batch.nbytes + done.features.nbytes
-        # a few windows of a run are looked at as they come, and not held
+        # without float32 to compare with, a few windows are sampled as they come, and not held
         if self._ends is None or self._pending_bytes > TOGETHER_BYTES:
             self._look()
 
     def _look(self) -> None:
-        """Draw rows of the windows that came since."""
-        # what it waits for meanwhile is the model
+        """Draw rows of the pending windows."""
+        # CPU time of this thread: other time is the model's
         began = time.thread_time()
         for start, batch, done in self._pending:
             if not len(done.rows):
@@ -128,16 +127,16 @@ class Audit:
         self._spent_s += time.thread_time() - began
 
     def _drawn(self, start: int, rows: int) -> list[int]:
-        """Places that are drawn, of ``rows`` from ``start``."""
+        """The drawn places among ``rows`` rows from ``start``."""
         first = bisect.bisect_left(self._places, start)
         return self._places[first : bisect.bisect_left(self._places, start + rows, first)]
 
     def verdicts(self, model_s: float) -> list[Verdict]:
-        """What the gates ``batch`` and ``accuracy`` say, where there are rows and time enough for
-        it.
+        """The verdicts of the gates ``accuracy`` and ``batch``, if there are rows and time for
+        them.
 
         Args:
-            model_s: seconds that the model took for all rows of the run.
+            model_s: seconds that the model took for all rows.
 
         Raises:
             ModelError: as a run would.
@@ -150,7 +149,7 @@ class Audit:
         budget_s = max(budget_s - self._spent_s, budget_s / 2)
         row_s = model_s / self._rows
         inputs, made = pa.concat_batches(self._inputs), pa.concat_batches(self._made)
-        # there may be time for the first of them only
+        # in random order, since there may be time for the first ones only
         order = pa.array(np.random.default_rng(_SEED).permutation(made.num_rows))
         inputs, made = inputs.take(order), made.take(order)
         began = time.monotonic()
@@ -169,7 +168,7 @@ class Audit:
         self._bytes += self._inputs[-1].nbytes + self._made[-1].nbytes
 
     def _halve(self, end: int) -> None:
-        """Drop every other row, of those that are held and of those to come from ``end``
+        """Drop every other row of the sample, and of the places still to be drawn, from ``end``
         on."""
         self._inputs, self._made = (
             [pa.concat_batches(held).take(pa.array(np.arange(0, sum(map(len, held)), 2)))]
@@ -185,8 +184,8 @@ class Audit:
     def _among_others(
         self, inputs: pa.RecordBatch, made: pa.RecordBatch, budget_s: float, row_s: float
     ) -> list[Verdict]:
-        """The gate ``batch``, where a row differs; none on a GPU, where another worker would have
-        to begin, nor where the fallback's parity tells the same."""
+        """The gate ``batch``, if a row differs. It does not judge on a GPU, where another worker
+        would have to start, nor a view with a fallback, which ``parity`` judges."""
         view, limit = self._opened.view, self._config.gates.parity
         rows = min(ALONE_ROWS, made.num_rows, int(budget_s / max(row_s, 1e-9)))
         if limit is None or not self._in_batches or rows < 2:
@@ -205,8 +204,7 @@ class Audit:
             for n, done in enumerate(outcomes)
             for r in done.rejections
         }
-        # a torch model knows how it computes; without importing torch, that is how to tell one from
-        # a model of the user's own
+        # only a torch model has this attribute: a user's model says nothing of its precision
         known = getattr(self._opened.model, "variant", None) == self._opened.variant
         found = differing(
             pa.Table.from_batches([made.take(pa.array(again))]),
@@ -216,8 +214,7 @@ class Audit:
         )
         differs |= {keys[again[row]]: what for row, what in found.items()}
         if not differs:
-            # no word of what is as it should be: how many rows there was time for would be another
-            # figure in each run
+            # no verdict: it would name how many rows there was time for, another number each time
             return []
         message = (
             f"{len(differs)} of {rows} rows come out differently among other rows than in the"
@@ -232,7 +229,7 @@ class Audit:
     def _in_float32(
         self, inputs: pa.RecordBatch, made: pa.RecordBatch, budget_s: float, row_s: float
     ) -> list[Verdict]:
-        """The gate ``accuracy``, of the rows drawn and of those at the ends."""
+        """The gate ``accuracy``, on the sample and on the rows with extreme values."""
         assert self._ends is not None
         shown, stored = self._ends.rows()
         ends = shown.num_rows
@@ -252,7 +249,7 @@ class Audit:
     def _blocks(
         self, rows: pa.RecordBatch, budget_s: float, row_s: float, until: float
     ) -> Iterator[Outcome]:
-        """The first rows in float32, as many as there is time for."""
+        """The first rows computed in float32, as many as there is time for."""
         opened = self._opened
         if opened.wanted is not None:
             # in a worker, as the run's own
@@ -269,13 +266,12 @@ class Audit:
         runner, start, next_s = Runner(exact, opened.view, search=False), 0, 2 * SLOWER * row_s
         while start < rows.num_rows:
             left_s = until - time.monotonic()
-            # half of those there is time for by a guess, then by what these took
+            # first half of the rows that fit by the guess, then by the time that these took
             count = min(int(left_s / max(next_s, 1e-9)), rows.num_rows - start)
             if count < min(FEWEST_ROWS, rows.num_rows - start):
                 return
             began = time.monotonic()
-            # in lanes, whose threads do not wait for one another: on crowded cores that took 20
-            # times as long
+            # in lanes: on crowded cores threads that wait for each other took 20 times as long
             yield runner.compute(rows.slice(start, count), lanes=runner.lanes_for(count))
             start += count
             next_s = (time.monotonic() - began) / count
@@ -322,7 +318,8 @@ class _Ends:
         self._shown: pa.Schema | None = None
 
     def look_at(self, batch: pa.RecordBatch, done: Outcome) -> None:
-        """Of a window, or of a piece of one, the first row of the largest and of the smallest."""
+        """Look at a window, or a piece of one: its row with the largest and with the smallest
+        value."""
         if self._shown is None:
             self._shown = _shown(batch).schema
         for feature in self._features:
@@ -343,7 +340,7 @@ class _Ends:
                     del held[END_ROWS:]
 
     def rows(self) -> tuple[pa.RecordBatch, pa.RecordBatch]:
-        """What the model was shown of them, and what it made."""
+        """Their inputs, and the features that the run computed."""
         assert self._shown is not None
         rows = [row for held in self._found.values() for row in held]
         shown = pa.concat_batches(
@@ -353,7 +350,7 @@ class _Ends:
 
 
 def _shown(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """What the model sees of it."""
+    """The columns that the model gets."""
     return batch.drop_columns(["input_hash"])
 
 

@@ -1,7 +1,6 @@
-"""Gates: what a snapshot must look like before it may be published. A green job with half the rows,
-or with vectors of nothing, is stopped here, and the old version stays live. The figures and
-verdicts go into the manifest, whatever they are. Parity, rows that come again after a rollback, and
-the judged snapshot.
+"""Gates: which conditions a snapshot must meet before it may be published, all called from
+:class:`Judge`; the gates on counts, on parity with the fallback, and on rows that were rolled back
+from are here. Figures and verdicts go into the manifest, whether they passed or not.
 
 A row that ``bad_rows: null`` left without features has no value for coverage, and no vector for any
 other gate.
@@ -82,8 +81,8 @@ def judge_parity(opened: OpenView, sample: pa.Table, limit: float, verdicts: Ver
 
 
 def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
-    """(rows compared, key → what differs): some rows computed once more, from the source by key, as
-    the fallback does; rows whose input changed since are left out."""
+    """(rows compared, key → what differs): a sample computed again from the source by key, as the
+    fallback does, without the rows whose input has changed since."""
     step = max(1, sample.num_rows // PARITY_ROWS)
     stored = sample.take(pa.array(range(0, sample.num_rows, step))).slice(0, PARITY_ROWS)
     position = {key: row for row, key in enumerate(stored.column("key").to_pylist())}
@@ -112,8 +111,7 @@ def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
     done = with_null_rows(opened.view, outcome)
     differs = {keys[rejection.row]: rejection.error for rejection in done.rejections}
     keys = [keys[row] for row in done.rows.tolist()]
-    # a torch model knows how it computes; without importing torch, that is how to tell one from a
-    # model of the user's own
+    # only a torch model has this attribute: a user's model says nothing of its precision
     known = opened.wanted is not None or getattr(opened.model, "variant", None) == opened.variant
     precision = opened.variant if known else None
     rows = differing(
@@ -138,7 +136,7 @@ def judge_rolled_back(
         store: of the view.
         snapshot: about to be committed.
         limit: share of a bad snapshot's own rows that may come again; None switches the gate off.
-        verdicts: gets the verdict.
+        verdicts: gets the verdict, if a snapshot was rolled back from.
     """
     unrecognised = _unrecognised(opened, store, snapshot)
     again = _returned(opened, store, snapshot, verdicts)
@@ -163,14 +161,14 @@ def judge_rolled_back(
 def _returned(
     opened: OpenView, store: ViewStore, snapshot: Snapshot, verdicts: Verdicts
 ) -> tuple[int, int, int, int] | None:
-    """(a snapshot that was rolled back from, the rows it computed, those of them that come again
-    and nobody let pass, those of these that are live), of which the largest share does; None
-    without any."""
+    """Of the snapshots that were rolled back from, the one with the largest share of rows that come
+    again: (its number, the rows that it computed, those that come again and were not accepted
+    before, those of these that are live). None without any."""
     worst: tuple[int, int, int, int] | None = None
     marks = Standing(store).left
     live = _live(store) if marks else None
     let_pass = {} if live is None else _let_pass(live)
-    # of one that cannot be read today, too
+    # also for marked snapshots that cannot be read
     verdicts.excused |= let_pass
     for number, mark in marks.items():
         bad = _readable(store, number)
@@ -194,7 +192,7 @@ def _returned(
                     *(Files() if of is None else _whole_files(store, of) for of in past),
                 )
         except SnapshotError as exc:
-            # Of the past, and damaged: no reason to refuse what comes after it.
+            # that an old snapshot is damaged is no reason to refuse a new one
             log.warning("%s", exc)
             continue
         excused = min(old, let_pass.get(number, 0))
@@ -206,9 +204,9 @@ def _returned(
 
 
 def _let_pass(live: Snapshot) -> Mapping[int, int]:
-    """Snapshots that were rolled back from → rows of theirs in what is live that an operator let
-    pass: those it came with when it was accepted or the gate was off, or those that were live
-    already and let pass then."""
+    """Snapshots that were rolled back from → how many of their rows are live and accepted: all that
+    the live snapshot has of them, if it was accepted or the gate was off; else those that were
+    accepted before it."""
     judged = any(verdict.gate == ROLLED_BACK for verdict in live.gates)
     return (
         live.excused
@@ -218,11 +216,9 @@ def _let_pass(live: Snapshot) -> Mapping[int, int]:
 
 
 def _unrecognised(opened: OpenView, store: ViewStore, snapshot: Snapshot) -> int | None:
-    """A snapshot that was rolled back from, whose rows are made alike but whose inputs were hashed
-    in another way, so that nobody can tell whether they come again; None without any. One that is
-    older than what is live and hashed as this one is no news: somebody looked before that was
-    published.
-    """
+    """A snapshot that was rolled back from and has the same recipe but for the way inputs are
+    hashed, so that its rows cannot be recognised; None without any. One older than a live snapshot
+    with the new hashes does not count: an operator accepted that one."""
     marked = Standing(store).left
     if not marked:
         return None
@@ -249,8 +245,8 @@ def _readable(store: ViewStore, number: int) -> Snapshot | None:
 
 
 def _whole_files(store: ViewStore, snapshot: Snapshot) -> Files:
-    """Of a damaged snapshot, the files whose keys and hashes can be read. Where those that tell
-    which rows are dead cannot, the rows count as alive.
+    """The files of a damaged snapshot whose keys and hashes can be read. If its deletes cannot be
+    read, their rows count as alive.
 
     Raises:
         SnapshotError: a manifest cannot be read.
@@ -315,8 +311,8 @@ class Judge:
 
         Args:
             snapshot: its parts are written.
-            before: verdicts on what it was computed by.
-            replaced: the rows of its parent, if it has one, that are no rows of it.
+            before: verdicts of :data:`COMPUTING_GATES`.
+            replaced: the rows of its parent, if it has one, that it replaced or removed.
         """
         live = _measure(self.store, snapshot)
         if not snapshot.rows:
@@ -333,17 +329,17 @@ class Judge:
         return replace(snapshot, accepted=tuple(sorted(failed.intersection(self.accept))))
 
     def judged_again(self, snapshot: Snapshot) -> Snapshot:
-        """A committed snapshot as the gates judge it that are configured now."""
+        """A committed snapshot with the verdicts of the gates as configured now."""
         if snapshot.rows:
             self.opened.convert()
-        # What was judged while its rows were computed.
+        # these judged while its rows were computed
         before = [verdict for verdict in snapshot.gates if verdict.gate in COMPUTING_GATES]
         now = self.judged(snapshot, before)
         accepted = {*now.accepted, *_still_accepted(snapshot, now)}
         return replace(now, accepted=tuple(sorted(accepted)))
 
     def _empty(self, snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
-        """A partition without rows: there is nothing to judge but that it had some before."""
+        """A partition without rows: all there is to judge is whether it had rows before."""
         limit = self.config.gates.rows
         if before is None or limit is None or before.rows < JUDGED_ROWS:
             return replace(snapshot, quality={}, gates=(), accepted=())
@@ -363,11 +359,10 @@ class Judge:
 
         Args:
             snapshot: its parts are written; it has no number yet.
-            live: what it would replace; None when nothing is live.
-            replaced: of a delta, the rows of its parent that are no rows of it; ``new`` there is
-                the delta before its rows were copied to stand alone, where that was done: it still
-                shows what it shares with ``live``.
-            served: what readers have now, where that is not ``live``: another partition.
+            live: the snapshot that it would replace; None when nothing is live.
+            replaced: of a delta, the rows of its parent that it replaced or removed; its ``new`` is
+                the delta before compaction, which shares parts with ``live``.
+            served: the snapshot that readers have now, if it is another partition's.
         """
         gates, view, figures = self.config.gates, snapshot.view, _figures(self.store, snapshot)
         nulls = figures.valueless if view.definition.bad_rows == "null" else 0
@@ -411,7 +406,7 @@ class Judge:
         same_model = live is not None and live.model == snapshot.model
         then, wider = before, 1.0 if same_model else None
         if live is None and served is not None and served.model == snapshot.model:
-            # of a partition that has no earlier rows, what readers have now
+            # a partition without earlier rows is compared with the one that readers have now
             then, wider = _live_figures(store, served), WIDER
         for feature in view.features:
             if feature.dim is None:
@@ -454,9 +449,8 @@ class Judge:
 
 
 def _measure(store: ViewStore, snapshot: Snapshot) -> Snapshot | None:
-    """What a snapshot is measured by: what is live, or, of a partition, its newest one; None when
-    there is none, or it is damaged."""
-    # Another day's rows are no measure of this one's.
+    """The snapshot to compare with: the live one, or, for a partition, its newest one, since
+    another day has other rows; None when there is none, or it is damaged."""
     live = (
         served_snapshot(store)
         if snapshot.partition is None
@@ -466,15 +460,15 @@ def _measure(store: ViewStore, snapshot: Snapshot) -> Snapshot | None:
 
 
 def _figures(store: ViewStore, snapshot: Snapshot) -> RowFigures:
-    """Of all rows; counted now where the manifest has none, being older than they."""
+    """The figures of all rows; counted now if the manifest has none."""
     return snapshot.figures or count(
         store.batches(snapshot, snapshot.view.feature_names), snapshot.view
     )
 
 
 def _valued(figures: RowFigures, view: FeatureView) -> RowFigures:
-    """Of the rows that have a value: those without one are judged by ``coverage``, where they were
-    written in place of rejected ones."""
+    """The figures of the rows that have a value: nulls in place of rejected rows are judged by
+    ``coverage`` alone."""
     return (
         replace(figures, rows=figures.rows - figures.valueless)
         if view.definition.bad_rows == "null"
@@ -483,21 +477,21 @@ def _valued(figures: RowFigures, view: FeatureView) -> RowFigures:
 
 
 def _live_figures(store: ViewStore, live: Snapshot) -> RowFigures | None:
-    """None where they cannot be read. Of all partitions those of the newest one: a day is judged
-    beside a day, and its manifest has them."""
+    """The figures of what is live; None where they cannot be read. For a snapshot of all partitions
+    those of the newest one: a day is compared with a day."""
     try:
         return _figures(
             store, store.snapshot(live.members[max(live.members)]) if live.members else live
         )
     except SnapshotError as exc:
-        # What is live is damaged: a reason to replace it, not to keep it.
+        # a damaged live snapshot is to be replaced, so it refuses nothing
         log.warning("%s", exc)
         return None
 
 
 def served_snapshot(store: ViewStore) -> Snapshot | None:
-    """What is live; None when nothing is, or it is damaged: a reason to replace it, not to keep
-    it."""
+    """The live snapshot; None without one, or if it is damaged: then it is to be replaced, and
+    refuses nothing."""
     ref = store.refs.readable_live()
     if ref is None:
         return None
@@ -514,8 +508,8 @@ def served_snapshot(store: ViewStore) -> Snapshot | None:
 
 
 def _still_accepted(before: Snapshot, now: Snapshot) -> set[str]:
-    """Gates that refuse both, were accepted, and say the very same again: half the rows of what was
-    live then are not half the rows of what is live now."""
+    """Gates that refused before with the same message and were accepted. Another message, since
+    something else is live now, has to be accepted again."""
     said, says = (
         {(verdict.gate, verdict.message) for verdict in of.failed} for of in (before, now)
     )
@@ -525,8 +519,8 @@ def _still_accepted(before: Snapshot, now: Snapshot) -> set[str]:
 
 
 def accepted(store: ViewStore, snapshot: Snapshot, accept: Collection[str], run: str) -> Snapshot:
-    """The same snapshot committed once more, by a run, as one whose failed gates are accepted by
-    name; itself when none of them failed.
+    """The snapshot committed once more with its failed gates of ``accept`` accepted; itself when
+    none of them failed.
 
     Raises:
         SnapshotError: the file system failed.

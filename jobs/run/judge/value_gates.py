@@ -1,9 +1,9 @@
-"""Value gates: whether numbers, labels, texts and lists are what their view is used to: by
-themselves, beside the figures of what is live, and row by row beside the live rows of the same
-keys; whether readers still find what they rely on. And the verdicts of all gates.
+"""Value gates: the gates on numbers, labels, texts and lists: alone, beside the figures of what is
+live, and beside the live rows of the same keys; the gate on the contract with readers; and
+:class:`Verdicts`, which all gates report to.
 
-Figures are of all rows. What drawn rows show may be beside its limit by what chance alone does to
-one view in a hundred (:func:`noise`).
+Figures are of all rows. A figure of a sample may be beyond its limit by as much as chance alone
+causes in one view of a hundred (:func:`noise`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.view_store import ViewStore
 
 JUDGED_ROWS = 20
-"""Fewer rows than these make no statistics: their shares, norms and drift are measured, and not
-judged."""
+"""Of fewer rows the gates of :data:`STATISTICS` are measured and not judged."""
 
 STATISTICS = (
     "zero",
@@ -45,14 +44,14 @@ STATISTICS = (
     "mass",
     "agreement",
 )
-"""The gates that say nothing of so few rows."""
+"""The gates that are not judged on fewer than :data:`JUDGED_ROWS` rows."""
 
 _ROUNDING = 1e-12
-"""What a share of floats may be beside the limit that it equals."""
+"""How far a share that equals its limit may be from it in floating point."""
 
 
 class Verdicts:
-    """Of one snapshot.
+    """The verdicts and figures of one snapshot.
 
     Args:
         gates: the limits.
@@ -82,12 +81,12 @@ class Verdicts:
 
         Args:
             gate: its name in :class:`precompute.jobs.config.view.GatesConfig`.
-            measured: the figure; it counts though the gate is switched off.
+            measured: the figure; it is noted though the gate is switched off.
             limit: of the gate.
             passed: whether the figure is within it.
-            message: for people, and what an acceptance is remembered by: the same rows give the
-                same words.
-            worst: of two features' figures; by default that of the one that fails.
+            message: for people. An acceptance holds for the same message, so the same rows must
+                give the same.
+            worst: which of two features' figures is noted; by default one that fails.
         """
         if worst is not None:
             self.quality[gate] = worst(self.quality.get(gate, measured), measured)
@@ -120,15 +119,15 @@ QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 SAMPLE_ROWS = 2048
 READ_GROUPS = 256
-"""Row groups read at most for the values that drawn keys have now: a full run in another order has
-each of them in one of its own."""
+"""Row groups read at most to find the sampled keys in the new snapshot: after a full run in another
+order each may be in a row group of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """The live snapshot's rows whose keys come again, against what they are now: ``same`` rows are
-    the very same, ``changed`` were rewritten. ``now`` and ``then`` hold those of the latter that
-    were looked at, row by row of one key."""
+    """The live snapshot's rows beside the new rows of the same keys: how many are the ``same``
+    rows, how many ``changed``; ``now`` and ``then`` are a sample of the changed ones, row by row of
+    one key."""
 
     same: int
     changed: int
@@ -148,12 +147,12 @@ class Moves:
 
 
 MOST_GONE = 0.5
-"""Share of the live keys: beyond it, as many rows under other keys (ids padded with zeros, or of
-another table) answer nobody who comes with the live ones."""
+"""Share of the live keys that may be gone: with more, as many rows under other keys (ids padded
+with zeros, or of another table) are of no use to callers with the live ones."""
 
 
 def judge_keys(live: Snapshot, moves: Moves, verdicts: Verdicts) -> None:
-    """The gate ``rows`` of keys, where it refuses: too few of the live ones come again."""
+    """The part of the gate ``rows`` that judges keys: it refuses if too many live ones are gone."""
     limit, gone = verdicts.gates.rows, 1 - (moves.same + moves.changed) / max(1, live.rows)
     if limit is not None and live.rows >= JUDGED_ROWS and gone > max(MOST_GONE, limit):
         message = f"{gone:.0%} of the keys of snapshot {live.number} are gone"
@@ -163,8 +162,8 @@ def judge_keys(live: Snapshot, moves: Moves, verdicts: Verdicts) -> None:
 def moves_of(
     store: ViewStore, snapshot: Snapshot, live: Snapshot, replaced: Replaced | None
 ) -> Moves | None:
-    """None where nothing can be compared: nothing but another model's space, another entity, or a
-    live snapshot that is damaged."""
+    """The rows of both snapshots by key; None where nothing can be compared: only vectors of
+    another model, another entity, or a damaged live snapshot."""
     same_space = live.model == snapshot.model
     features = [
         f.name
@@ -183,12 +182,12 @@ def moves_of(
         before, gone = store.layers(live), replaced.rows
         then = _some(replaced.drawn, seed_of(layers))
     except SnapshotError as exc:
-        # What is live is damaged: a reason to replace it, not to keep it.
+        # a damaged live snapshot is to be replaced, so it refuses nothing
         log.warning("%s", exc)
         return None
     keys = key_column(then, entity)
-    # Those of the drawn keys that left the source, or were rejected, are found nowhere: so are as
-    # many of all that are not the same any more.
+    # sampled keys that left the source, or were rejected, are not found; the same share of all
+    # changed rows is gone
     still_there, again, found = rows_beside(layers, before).find(
         keys, entity, groups=READ_GROUPS, seed=seed_of(layers)
     )
@@ -209,25 +208,26 @@ def _some(table: pa.Table, seed: int) -> pa.Table:
 
 
 PAIRS = 512
-"""Lists compared with the live ones: 0.1 s of 100 items each."""
+"""Lists that are compared with the live ones; of 100 items each that takes 0.1 s."""
 LEAST_OVERLAP = 0.25
-"""By rank, of a list with the live one of its key. With a fifth of the catalogue replaced 14 % of
-users' ten best overlapped by less, of a model trained from another seed 60 %."""
+"""Rank overlap of a list with the live one of its key below which it has moved. With a fifth of the
+catalogue replaced, 14 % of users' ten best had less; with a model trained from another seed 60
+%."""
 RBO_P = 0.9
 """How much less each place of a list counts than the one before (rank-biased overlap: W. Webber, A.
 Moffat, J. Zobel, TOIS 2010); of 10 items the first half has 7/10 of the weight."""
 WIDER = 2.0
-"""How much further than its own earlier rows another partition's may be."""
+"""Factor of the limits where a partition is compared with another one."""
 
 ONCE_IN_A_HUNDRED = 2.33
-"""Standard deviations below which chance takes a mean once in a hundred times."""
+"""Standard deviations: a mean is below by more once in a hundred times."""
 
 F8 = npt.NDArray[np.float64]
 
 
 def noise(rows: int) -> float:
-    """By how much a share, or a mean of what lies between 0 and 1, of so many drawn rows is above
-    the true one once in a hundred times, at most (Hoeffding)."""
+    """How far a share, or a mean of values between 0 and 1, of a sample of so many rows may be
+    above the true one; more happens at most once in a hundred times (Hoeffding)."""
     return math.sqrt(math.log(100) / (2 * rows)) if rows else 1.0
 
 

@@ -1,5 +1,5 @@
-"""Vector gates: whether vectors are what their view is used to: by themselves, after the online
-store, beside the figures of what is live, and row by row beside the live rows of the same keys."""
+"""Vector gates: the gates on vectors: alone, as the online store packs them, beside the figures of
+what is live, and beside the live rows of the same keys."""
 
 from __future__ import annotations
 

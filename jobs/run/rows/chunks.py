@@ -1,6 +1,5 @@
-"""Chunks: the computed rows of a run, and those rejected, on their way to Parquet and the journal;
-and the engine that computes them, in the run's own process or in workers.
-"""
+"""Chunks: the computed and the rejected rows of a run on their way to Parquet and the journal; and
+the engine that computes them, in the run's own process or in workers."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ def engine_of(opened: OpenView, config: EngineConfig, meter: Meter) -> Runner | 
 
     Args:
         opened: the view; its own model computes where there are no workers.
-        config: how many, and when one is given up.
-        meter: called with what the stages took.
+        config: how many workers, and when a silent one is ended.
+        meter: gets the times of the stages.
     """
     devices = _devices(opened, config)
     if devices:
@@ -54,8 +53,8 @@ def engine_of(opened: OpenView, config: EngineConfig, meter: Meter) -> Runner | 
 
 
 def computed(opened: OpenView, batch: pa.RecordBatch, variant: str) -> Outcome:
-    """A window of rows, by a technique, in a worker process where a run would compute them in one:
-    of a view that has :attr:`OpenView.wanted`.
+    """A window of rows computed by a technique in a worker process, for a view whose model needs a
+    GPU (:attr:`OpenView.wanted`).
 
     Raises:
         ModelError, ConfigError: as :meth:`WorkerPool.stream`.
@@ -88,14 +87,14 @@ def _devices(opened: OpenView, config: EngineConfig) -> list[str | None]:
     """One for each worker; empty for none."""
     gpus = _gpus(opened)
     if not gpus:
-        # what counts rates and a budget counts them in one process
+        # a model with rates and a budget counts them in one process
         return [] if getattr(opened.model, "in_run_process", False) else [None] * config.workers
-    # never the run's own process: what breaks a GPU's context breaks it for its process
+    # never the run's own process: a broken GPU context breaks its process
     return [gpus[n % len(gpus)] for n in range(config.workers or len(gpus))]
 
 
 def _gpus(opened: OpenView) -> list[str]:
-    """Those that workers compute on: the one that the model's ``device`` names, or all."""
+    """The GPUs that workers compute on: the one that the model's ``device`` names, or all."""
     if opened.wanted is None:
         return []
     if ":" in opened.wanted:
@@ -122,7 +121,7 @@ _SCHEMA = pa.schema(
 
 
 class Rejections:
-    """The rejected rows of one run, in memory: more than the view allows end it.
+    """The rejected rows of one run, in memory; too many of them end the run.
 
     Args:
         store: of the view.
@@ -142,16 +141,16 @@ class Rejections:
         """The file of all of them, once written."""
         self._batches: list[pa.RecordBatch] = []
         self._journaled = 0
-        """Batches that are in a chunk of the journal."""
+        """How many of the batches are in chunks of the journal."""
         self._reasons: Counter[str] = Counter()
         self._misfits = 0
-        """Those for which the model's answer is not what the view declares."""
+        """How many were rejected since the model's value does not fit the view."""
         self._attempts: dict[tuple[str | None, int | None], int] = {}
-        """Of the rows that are tried again: how often, by key and input hash."""
+        """Key and input hash of a row that is computed again → how often it was rejected."""
 
     def take_over(self, source: Source, diff: Diff) -> None:
-        """Begin with the rows that were rejected before with the same input, or count how often
-        those were that are tried again."""
+        """Begin with the rows that were rejected before with the same input, or, for rows that are
+        computed again, with how often they were rejected."""
         if diff.retried:
             before = refused_rows(source)
             rows = zip(
@@ -170,7 +169,7 @@ class Rejections:
             self._check_count()
 
     def add(self, keys: pa.Array, stages: list[str], errors: list[str], hashes: pa.Array) -> None:
-        """Note rejected rows: key as text, where it failed and why, input hash."""
+        """Add rejected rows: key as text, the stage that failed, the error, input hash."""
         attempts = [1] * len(keys)
         if self._attempts:
             named = zip(keys.to_pylist(), hashes.to_pylist(), strict=True)
@@ -192,8 +191,7 @@ class Rejections:
         self, keys: pa.Array | pa.ChunkedArray, stages: list[str], errors: list[str]
     ) -> None:
         """Raises:
-        RejectedError: the view's policy is to fail, and a row is one that the model declared
-            unusable.
+        RejectedError: the view's policy is ``fail``, and the model declared a row unusable.
         """
         if self._bad_rows == "fail" and "input" in stages:
             row = stages.index("input")
@@ -204,8 +202,7 @@ class Rejections:
             )
 
     def for_journal(self) -> pa.Table | None:
-        """Those that no chunk has yet, which the chunk about to be finished has from now on; None
-        without any."""
+        """The rejected rows since the last chunk, for the next one; None without any."""
         fresh = self._batches[self._journaled :]
         self._journaled = len(self._batches)
         return pa.Table.from_batches(fresh, _SCHEMA) if fresh else None
@@ -218,7 +215,7 @@ class Rejections:
 
     @property
     def all_misfit(self) -> bool:
-        """Whether there are any, and the model's answer fitted for none."""
+        """Whether there are any, and all of them are misfits."""
         return 0 < self.count == self._misfits
 
     @property
@@ -249,8 +246,8 @@ class Rejections:
 PART_BYTES = 64 * 2**20
 """Rows are gathered to about this size before a Parquet file is written."""
 CHUNK_S = 15.0
-"""Or for this long: a chunk, and what the engine has computed and not handed on (a few seconds'
-worth, whatever the model's speed), is what a killed run loses at most: together less than 30 s."""
+"""Or for this long. A killed run loses one chunk at most, and what the engine has computed and not
+handed on (a few seconds of work): together less than 30 s."""
 
 
 class Chunks:
@@ -258,12 +255,11 @@ class Chunks:
 
     Args:
         store: of the view.
-        report: of the run: stage times and what the engine did are added to it.
+        report: of the run: stage times and the engine's figures are added to it.
         opened: the view; the source is loaded, the model converted.
         max_rejected: how many rows may be rejected.
-        may_write: called before anything is written: returns once the rows may be stored, or raises
-            why not.
-        look_at: called with each batch and what the model made of it.
+        may_write: called before anything is written; it waits until rows may be written, or raises.
+        look_at: called with each batch and its outcome.
 
     Raises:
         RejectedError: from every method that takes rows: see
@@ -288,9 +284,9 @@ class Chunks:
         self.figures: dict[str, RowFigures] = {}
         """Path of a part → of all its rows."""
         self.written = 0
-        """Rows, those taken over among them."""
+        """How many rows, with those taken over."""
         self.fits = False
-        """Whether the model's answer fitted the view for any row of this run."""
+        """Whether the model's value fitted the view for any row of this run."""
         self.computed_at: list[int] = []
         """When the first and the last rows were computed, µs since 1970; empty where none were."""
         self._finished = 0
@@ -299,13 +295,14 @@ class Chunks:
         """Of the rows that are pending."""
         self._pending: list[pa.Table] = []
         self._places: list[npt.NDArray[np.int64]] = []
-        """Where each of the pending rows stands in the source: window, row."""
+        """The place of each pending row in the source: window × 2³² + row."""
         self._pending_bytes = 0
         self._began = time.monotonic()
         self._bad_keys: deque[tuple[pa.Array, list[str], pa.Array]] = deque()
 
     def take_over(self, plan: Plan) -> None:
-        """Begin with what interrupted runs left, and with the rows that were rejected before."""
+        """Begin with the chunks of interrupted runs, and with the rows that were rejected
+        before."""
         for chunk in plan.finished if plan.diff.resumed else ():
             if chunk.part is not None:
                 self.parts.append(chunk.part)
@@ -314,7 +311,7 @@ class Chunks:
         self.rejections.take_over(self._opened.source, plan.diff)
 
     def _counted(self, part: Part) -> RowFigures:
-        """Of a chunk whose run stored no figures."""
+        """The figures of a chunk whose run stored none."""
         rows = all_rows(Layers([self._store.folder / part.path], [part.rows], {}))
         return count(rows.batches(self._opened.view.feature_names), self._opened.view)
 
@@ -331,7 +328,7 @@ class Chunks:
                 self._add(batch, done)
                 progress.advance(done.done, meter.rows_retried)
         finally:
-            # The source must not be read any more when it is closed.
+            # no thread may read the source after it is closed
             stream.close()
             report.engine = runner.figures(time.monotonic() - began)
             for stage, name in (("read", "source"), ("model", "model")):
@@ -340,15 +337,15 @@ class Chunks:
         self.rejections.write()
 
     def _good_keys(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The rows that have a usable key; the others are set aside for :meth:`_add`, which is the
-        one thread that rejects."""
+        """The rows that have a usable key. The others are queued for :meth:`_add`: rows are
+        rejected in one thread only."""
         entity = self._opened.view.entity
         for batch in batches:
             columns = [batch.column(name) for name in entity]
             if all(
                 pa.types.is_integer(column.type) and not column.null_count for column in columns
             ):
-                # No such key can be bad; to see that from its text took 0.3 s for 2 M rows.
+                # an integer cannot be bad; checking the texts of 2 M keys took 0.3 s
                 yield batch
                 continue
             bad = bad_keys(keys := key_column(batch, entity))
@@ -360,7 +357,7 @@ class Chunks:
             yield batch
 
     def _add(self, batch: pa.RecordBatch, done: Outcome) -> None:
-        """Keep the rows of a window, or of a piece of one, and note its rejections."""
+        """Add the rows of a window, or of a piece of one, and its rejections."""
         view = self._opened.view
         while self._bad_keys:
             keys, errors, hashes = self._bad_keys.popleft()
@@ -375,11 +372,11 @@ class Chunks:
             self.rejections.check_policy(keys, stages, errors)
             self.rejections.add(keys, stages, errors, batch.column("input_hash").take(rows))
         if len(done.rows):
-            self._keep(batch, done)
+            self._gather(batch, done)
         if self._pending_bytes >= PART_BYTES or time.monotonic() - self._began >= CHUNK_S:
             self._finish()
 
-    def _keep(self, batch: pa.RecordBatch, done: Outcome) -> None:
+    def _gather(self, batch: pa.RecordBatch, done: Outcome) -> None:
         view, at_us = self._opened.view, now_us()
         before = self.computed_at or [at_us]
         self.computed_at = [min(at_us, *before), max(at_us, *before)]
@@ -411,7 +408,7 @@ class Chunks:
                 assert self._counter is not None
                 figures, rare, self._counter = self._counter.figures(), self._counter.rare(), None
                 table, places = pa.concat_tables(self._pending), np.concatenate(self._places)
-                # Pieces of windows come as they were computed.
+                # pieces of windows come in the order that they were computed in
                 if not (places[1:] > places[:-1]).all():
                     order = np.argsort(places)
                     table, rare = table.take(pa.array(order)), np.flatnonzero(np.isin(order, rare))
@@ -428,8 +425,7 @@ class Chunks:
         self._began = time.monotonic()
 
     def write_no_rows(self) -> None:
-        """A part of no rows, for a snapshot that has none: an outsider finds the columns all the
-        same."""
+        """Write a part without rows, for a snapshot that has none: its files show the columns."""
         empty = no_rows(self._opened)
         self.parts.append(self._store.write_part(self._report.run, "part-00000.parquet", empty))
 

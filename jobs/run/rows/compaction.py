@@ -1,6 +1,5 @@
-"""Compaction: rows of earlier snapshots, copied into parts of one; nothing is computed. With it
-what it goes by: which rows a run replaces or removes, and the figures of a snapshot without them.
-"""
+"""Compaction: rows of earlier snapshots, copied into parts of one; which rows a run replaces or
+removes, and the figures without them."""
 
 from __future__ import annotations
 
@@ -26,18 +25,18 @@ from precompute.store.offline.snapshot import DELETES_SCHEMA, Part, Snapshot
 from precompute.store.offline.view_store import ViewStore
 
 DRAWN_ROWS = 8192
-"""Their row groups are what costs, and are as many for 2,048: see
+"""Rows drawn. Reading costs by row groups, of which 2,048 rows need as many: see
 :data:`precompute.store.offline.selection.CLUSTERS`."""
 
 
 class Replaced:
-    """The rows of one snapshot that another has not, by position.
+    """The rows of one snapshot that another does not have, by position.
 
     Args:
         store: where the parts are.
-        old: the snapshot whose rows are meant.
-        new: what it is compared with, by position: committed or not, and not yet compacted.
-        columns: of the old snapshot, to be read.
+        old: the snapshot with the rows.
+        new: the one without them, committed or not, before it is compacted.
+        columns: of the old snapshot, to read.
 
     Raises:
         SnapshotError: from every property: a file of either is missing or damaged.
@@ -67,14 +66,14 @@ def figures_of(
     of_parts: Mapping[str, RowFigures],
     replaced: Replaced | None,
 ) -> RowFigures:
-    """Of every row of a snapshot that is not committed yet: its parent's and those of its parts,
-    less the rows that are no rows of it.
+    """Figures of all rows of a snapshot that is not committed yet: its parent's and those of its
+    parts, less the rows that it replaced or removed.
 
     Args:
         store: of the view.
         snapshot: full, or a delta.
         of_parts: path of a part → figures of all its rows; a part of no rows has none.
-        replaced: of a delta, the rows of its parent that are no rows of it.
+        replaced: of a delta, the rows of its parent that it replaced or removed.
 
     Raises:
         SnapshotError: a file is missing or damaged.
@@ -94,10 +93,9 @@ def figures_of(
 
 
 def _without(figures: RowFigures, gone: Replaced, view: FeatureView) -> RowFigures:
-    """Figures without the rows that are gone. Those without a value, not finite, or zeros are
-    counted one by one, since a gate may allow none of them; for all others what the drawn ones show
-    is taken off: their share of all is small, and the error is a small share of it.
-    """
+    """Figures without the rows that are gone. Rows without a value, not finite, or zeros are
+    counted exactly, since a gate may allow none; the others are estimated from a sample: they are a
+    small share of all, and the error is a small share of that."""
     total = gone.rows.count
     if not total:
         return figures
@@ -128,7 +126,7 @@ def compacted(store: ViewStore, opened: OpenView, delta: Snapshot) -> Snapshot:
     for batch in store.batches(delta):
         copies.add(batch)
     copies.write()
-    # of no rows at all there is one part, by which others know the columns
+    # without rows there is one empty part, which shows the columns
     if not copies.parts:
         copies.parts.append(
             store.write_part(delta.run, "compact-00000.parquet", chunks.no_rows(opened))
@@ -147,8 +145,8 @@ def compacted(store: ViewStore, opened: OpenView, delta: Snapshot) -> Snapshot:
 
 
 def merged(store: ViewStore, delta: Snapshot, since: int) -> Snapshot:
-    """The same rows as a delta that is not committed yet, as a delta right over an earlier snapshot
-    of its chain: it takes the place of those between.
+    """The same rows as a delta that is not committed yet, as a delta over an earlier snapshot of
+    its chain, in place of the deltas between.
 
     Raises:
         SnapshotError: a file of these is missing or damaged, or the file system failed.
@@ -216,8 +214,8 @@ class _Copies:
 
 @dataclass(frozen=True, slots=True)
 class Deletes:
-    """What a run replaces or removes: ``part`` is the file of it, ``own`` how many of its rows are
-    of the chunks taken over, ``parts`` are those of the run of which a row is still wanted."""
+    """The rows that a run replaces or removes: ``part`` is the file that names them, ``own`` how
+    many of them are in chunks taken over, ``parts`` the run's parts that still have a live row."""
 
     parts: tuple[Part, ...]
     part: Part | None = None
@@ -232,9 +230,9 @@ def write_deletes(
     Args:
         store: of the view.
         run: its id.
-        opened: the view; its source holds what was found to be replaced.
+        opened: the view; its source knows the rows that are replaced.
         plan: of the run.
-        parts: of the run, taken over ones among them.
+        parts: of the run, with those taken over.
 
     Raises:
         SnapshotError: the file system failed.

@@ -1,5 +1,5 @@
 """Open view: a feature view's source, model and fingerprint, ready to compute. The batch job and
-the fallback open it here alike, so that both have the same SQL, the same inputs and the same model.
+the fallback both open it here, so they have the same SQL, inputs and model.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ OF_FILES = frozenset({"text_encoder", "two_tower"})
 """Built-in models whose fingerprint is that of their files, arguments and code, and of nothing
 else."""
 SETTLED_NS = 2_000_000_000
-"""What changes within a step of a file system's clock, of two seconds at most, has no other
-time."""
+"""Files changed within so long do not count as known: a file system's clock has steps of up to two
+seconds, so a later change may have the same time."""
 
 _CODE = Path(precompute.model.__file__).parent
 
@@ -68,13 +68,13 @@ class _Known(Record, frozen=True):
 
 
 class KnownModel:
-    """What is remembered of one view's model.
+    """The cached fingerprint of one view's model.
 
     Args:
-        folder: where; made by the first write.
+        folder: where it is cached; made by the first write.
         use: the model's name.
         args: its arguments, paths among them absolute; a model with tables among them is not
-            remembered.
+            cached.
         project: the project's folder.
     """
 
@@ -83,10 +83,10 @@ class KnownModel:
         self._files = self._stamps()
 
     def fingerprint(self) -> str | None:
-        """The model's own; None where it is not known, or may be another by now."""
+        """The model's own fingerprint; None where it is not cached, or a file has changed."""
         if self._files is None:
             return None
-        # damaged, or another version's: it is found again
+        # a damaged file, or another version's, counts as none
         with contextlib.suppress(OSError, ValueError):
             known = read_record(_Known, self._path.read_bytes())
             if (known.use, known.args, known.files) == (self._use, self._args, self._files):
@@ -94,8 +94,8 @@ class KnownModel:
         return None
 
     def remember(self, fingerprint: str) -> None:
-        """Keep the fingerprint of a model that was loaded since this was made, unless a file may
-        have changed meanwhile; without it the next run loads the model."""
+        """Cache the fingerprint of a model that was loaded since this object was made, unless a
+        file may have changed in the meantime; else the next run loads the model."""
         files = self._files
         if files is None or files != self._stamps():
             return
@@ -108,8 +108,8 @@ class KnownModel:
                 )
 
     def _stamps(self) -> dict[str, Stamp | None] | None:
-        """Of all files of the model and of our code for it; None of a model of which they do not
-        tell."""
+        """The stamps of all files of the model and of our code for it; None for a model whose
+        fingerprint does not depend on these alone."""
         if self._use not in OF_FILES or not all(
             isinstance(value, (str, int, float, type(None))) for value in self._args.values()
         ):
@@ -132,18 +132,19 @@ class KnownModel:
 _NO_COLUMN = re.compile(
     r"""KeyError: (?:'Field "(.+?)" does not exist in schema'|'([^']+)'|"\['([^']+)'\] not in index")"""  # noqa: E501
 )
-"""What Arrow, a dict and pandas raise for a column that is not there."""
+"""The errors of Arrow, a dict and pandas for a column that does not exist."""
 
 Load = Callable[[str, Mapping[str, Any], str], LoadedModel]
 """Makes a model from ``use``, args (their paths absolute) and the name of its precision."""
 
 EXAMPLE_ROWS = 256
-"""Of the source, that a conversion is shown: shapes to expect, and the scales of a static int8."""
+"""Rows of the source that a conversion gets as examples: for shapes, and for the scales of static
+int8."""
 
 
 @dataclass(slots=True)
 class OpenView:
-    """Close its source when done.
+    """An opened view; a context manager that closes its source.
 
     ``inputs`` maps each view that was read to its snapshot's number; ``source`` reads exactly
     these. ``tables`` are the model's arguments that were given as SQL, ``variant`` is the name of
@@ -160,20 +161,20 @@ class OpenView:
     compiled: Path
     """Where its converted models are stored."""
     own: str
-    """The model's own fingerprint, in whatever precision."""
+    """The model's own fingerprint, without the precision."""
     load: Callable[[], LoadedModel]
     """Loads the model."""
     held: bool = False
-    """Whether its model was held off the GPUs."""
+    """Whether its model is not to use a GPU, since workers compute there."""
     _model: Model | None = None
 
     @property
     def model(self) -> Model:
-        """Loaded when it is first wanted.
+        """The model, loaded on first use.
 
         Raises:
             ConfigError: it cannot be made as configured.
-            ModelError: it failed to load, or is another one by now than the view was opened with.
+            ModelError: it failed to load, or its files changed since the view was opened.
         """
         if self._model is None:
             try:
@@ -191,12 +192,12 @@ class OpenView:
 
     def check_columns(self, model: Model) -> None:
         """Raises:
-        ConfigError: a built-in model reads a column that the source does not yield, or gives no
-            such feature. Of one's own it is known once it was called.
+        ConfigError: a built-in model reads a column that the source does not yield, or does not
+            return a feature of the view. Of a user's model that is not known before it is called.
         """
         names = self.source.schema.names
         use = self.view.definition.model.use
-        # what `columns` hands on is the features themselves
+        # the model `columns` reads the columns that the features are named by
         reads = (
             self.view.feature_names
             if use == "columns"
@@ -212,7 +213,7 @@ class OpenView:
                 "reads: name one so with AS, or"
                 f" {'correct features' if use == 'columns' else 'another in model.args'}{nearest_or_all(lacks[0], names)}"  # noqa: E501
             )
-        # of an endpoint's answers it would be known once they are paid
+        # an endpoint's model names its features, since a call to find out is paid for
         given: tuple[str, ...] = getattr(model, "gives", self.view.feature_names)
         lacks = [name for name in self.view.feature_names if name not in given]
         if lacks:
@@ -222,8 +223,8 @@ class OpenView:
             )
 
     def lacks_column(self, error: str) -> str | None:
-        """What is wrong where the model raised this because the source yields no such column; None
-        where it raised something else."""
+        """A message, if the model raised ``error`` because the source yields no such column; None
+        if for another reason."""
         names, found = self.source.schema.names, _NO_COLUMN.search(error)
         name = (
             None if found is None else next(group for group in found.groups() if group is not None)
@@ -237,7 +238,7 @@ class OpenView:
         )
 
     def place(self, *key: str) -> str:
-        """Where a key of its file stands, for a message."""
+        """File and line of a key of the view, for a message."""
         return place_of(self.view, self.folder, key)
 
     def fingerprint_by(self, technique: str) -> str:
@@ -248,18 +249,18 @@ class OpenView:
 
     @property
     def wanted(self) -> str | None:
-        """The GPU where workers compute for it, ``cuda`` for any; None of a model that computes
-        where it is."""
+        """The GPU that workers compute on, ``cuda`` for any; None for a model that computes in this
+        process."""
         if not self.held or not isinstance(self.model, StagedModel):
             return None
-        # a user's own is where it put itself
+        # a user's model names its device itself
         name: str = getattr(self.model.device, "wanted", self.model.device.name.partition(":")[0])
         return name if name.startswith("cuda") else None
 
     def convert(self) -> None:
-        """Let the model compute in the view's precision from now on; it is in float32 before. Comes
-        once there is a row to compute, since rows of the source are shown to the conversion; the
-        second time nothing is done, and nothing where workers convert it.
+        """Convert the model from float32 to the view's precision. Called once there is a row to
+        compute, since the conversion needs rows of the source as examples; a second call does
+        nothing, and neither does one where workers convert it.
 
         Raises:
             ConfigError: the model cannot be converted on this machine, or the source has no usable
@@ -281,8 +282,8 @@ class OpenView:
             ) from exc
 
     def examples(self, variant: str) -> pa.Table:
-        """Rows that a conversion is shown: from all over, where scales are taken from them; for
-        shapes the first do, and cost no second reading of the source.
+        """Rows that a conversion gets as examples: a sample, if it takes scales from them; for
+        shapes the first rows, which cost no second reading of the source.
 
         Raises:
             SourceError: the source cannot be read.
@@ -308,23 +309,22 @@ def open_view(
     load: Load | None = None,
     held: bool = False,
 ) -> OpenView:
-    """Open a view's source and its model, in float32 (see :meth:`OpenView.convert`). One whose
-    fingerprint is known without it is loaded when it is wanted.
+    """Open a view's source and its model, in float32 (see :meth:`OpenView.convert`). A model whose
+    fingerprint is cached is loaded on first use.
 
     Args:
         view: its ``definition`` holds source SQL and model.
         offline: where other views' snapshots are.
-        folder: the project's, absolute: where relative paths start from and modules of one's own
-            lie, wherever the view was defined or published.
+        folder: the project's, absolute: relative paths and the user's modules are looked up there.
         pinned: snapshot numbers of the views it reads, as a manifest recorded them; the live ones
             by default.
-        snapshot: its own whose frame is read, of a view that takes one; by default the frame given
-            last.
+        snapshot: for a view that takes a frame, the snapshot whose frame is read; by default the
+            last frame.
         partition: of a partitioned view: what ``$start`` and ``$end`` stand for.
         memory_mb: DuckDB's memory.
-        load: makes the model; a server's shares models between views.
-        held: keep the model off the GPUs, for workers to compute there
-            (:mod:`precompute.jobs.run.rows.chunks`): the context of one that breaks ends with its
+        load: makes the model; in a server it shares models between views.
+        held: the model must not use a GPU, since workers do
+            (:mod:`precompute.jobs.run.rows.chunks`): a GPU context that breaks ends with its
             process.
 
     Raises:
@@ -456,7 +456,7 @@ def place_of(view: FeatureView, folder: Path, key: Sequence[str]) -> str:
     path = folder / "views" / f"{view.name}.yaml"
     if not path.is_file():
         return f"view {view.name!r}: {'.'.join(key)}"
-    # of a working directory that is gone
+    # the working directory may be gone
     with contextlib.suppress(OSError, ValueError):
         path = path.relative_to(Path.cwd())
     return f"{place(path, key)}: {'.'.join(key)}"
@@ -465,7 +465,7 @@ def place_of(view: FeatureView, folder: Path, key: Sequence[str]) -> str:
 def _of_model(
     exc: ConfigError | ModelError, view: FeatureView, folder: Path
 ) -> ConfigError | ModelError:
-    """The same, with the place of the argument that it names, or else of the model."""
+    """The error with the file and line of the argument that it names, or else of the model."""
     use, args = view.definition.model.use, view.definition.model.args
     text = str(exc).replace(f"model {use!r}", "")
     named = [
@@ -479,9 +479,8 @@ def _of_model(
 
 
 class SharedModels:
-    """Loads a model once for several runs of one process, one after the other: of the same class
-    and arguments, none of them a table, and in float32, since a conversion changes the model it is
-    given.
+    """Loads models once for several runs in one process, one after the other. Only models in
+    float32 without tables as arguments are shared, since a conversion changes a model.
 
     Args:
         folder: the project's.
@@ -546,7 +545,7 @@ def _live_number(offline: OfflineStore, name: str, reader: str) -> int:
 
 
 REPORTS = 50
-"""How many of a view's newest reports are looked at for the last one that did its work."""
+"""How many of a view's newest reports are searched for the last one that finished."""
 
 
 def read_source_at(opened: OpenView, offline: OfflineStore) -> str | None:
@@ -570,8 +569,8 @@ def read_source_at(opened: OpenView, offline: OfflineStore) -> str | None:
 
 
 def known_source_at(snapshot: Snapshot, reports: Iterable[Report]) -> str | None:
-    """As the newest of ``reports`` that found the snapshot to be what the source yields tells it,
-    and else its manifest."""
+    """When the source of a snapshot was last modified, by the newest of ``reports`` of a run that
+    made it or found it unchanged, else by its manifest."""
     did = (report for report in reports if report.finished and report.snapshot == snapshot.number)
     return next((report.source_at for report in did if report.source_at), snapshot.source_at)
 

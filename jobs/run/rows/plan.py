@@ -1,9 +1,9 @@
 """Plan: which rows a run computes, and why. What ``materialize --dry-run`` prints and
 :func:`precompute.jobs.run.materialize.materialize` carries out.
 
-A row is computed when no earlier result has its key, its input hash and the view's recipe: not the
-snapshot built on, not an interrupted run. A changed model, SQL, column or feature is another
-recipe, and then every row is computed.
+A row is computed when neither the parent nor an interrupted run has it with its key, its input hash
+and the view's recipe. A changed model, SQL, column or feature is another recipe, and then every row
+is computed.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from precompute.store.offline.view_store import ViewStore
 log = logging.getLogger(__name__)
 
 MAX_DELTA_SHARE = 0.5
-"""Rows of all deltas of a chain, as a share of its full snapshot, before it is compacted. About as
-often a new base is loaded online (:mod:`precompute.jobs.run.publisher`)."""
+"""Rows of all deltas of a chain, as a share of its full snapshot, beyond which it is compacted;
+about as often a new base is loaded online (:mod:`precompute.jobs.run.publisher`)."""
 MOST_DELTAS = MOST_OVERLAYS
-"""Over a full snapshot, or the live base: as many as there may be overlays, so that what is merged
-here takes the place of the same overlays there."""
+"""Over a full snapshot, or the live base: as many as there may be overlays, so that deltas and
+overlays are merged alike."""
 MAX_LAYERS = 16
-"""Deltas under what the online store has as its base, which are left as they are: past that they
-are merged with others, and a new base is loaded."""
+"""Deltas up to the snapshot of the online store's base, which are not merged; with more of them all
+are, and a new base is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one run does.
 
-    ``parent`` is the snapshot built on, None when every row is computed; ``finished`` what
-    interrupted runs computed; ``compact`` whether the rows taken over are copied, so that the
-    result stands alone.
+    ``parent`` is the snapshot built on, None when every row is computed; ``finished`` the chunks of
+    interrupted runs; ``compact`` whether the parent's rows are copied, so that the result stands
+    alone.
     """
 
     source_rows: int
@@ -58,16 +58,16 @@ class Plan:
     finished: list[Finished]
     compact: bool
     since: int | None
-    """The snapshot that the result is a delta over, where the rows of deltas after it are copied:
-    they are merged into one."""
+    """Number of the snapshot that the result is a delta over, if the deltas after it are merged
+    into the result; else None."""
     same_view: bool
     """Whether the parent was made of the view as it is defined now, TTL, index and fallback
     included."""
 
     @property
     def nothing_to_do(self) -> bool:
-        """The parent holds this very content under this very definition, and none of it is past its
-        time."""
+        """Whether the parent has the same content and definition, and none of its rows is past the
+        TTL."""
         done = self.parent is not None and self.parent.content == self.content and self.same_view
         return done and not self.diff.compute and not self.diff.expired
 
@@ -129,7 +129,7 @@ class Planner:
         store: of the view; the caller holds the lease of the partition.
         opened: the view; its source is loaded.
         options: which partition, and whether every row, or every rejected one, is to be computed.
-        renew_unchanged: whether rows that are past their time stay, where their input did.
+        renew_unchanged: whether rows past the TTL stay, if their input is unchanged.
     """
 
     store: ViewStore
@@ -174,15 +174,14 @@ class Planner:
     def _compared(
         self, recipe: str, source_rows: int, expired_before_us: int | None
     ) -> tuple[Snapshot | None, str, Diff, list[Finished]]:
-        """What to build on, why on nothing, how the source differs from it, and the chunks taken
-        over: each as far as its files are whole."""
+        """The parent, why there is none, how the source differs from it, and the chunks taken over;
+        only what has whole files counts."""
         store, options, partition = self.store, self.options, self.options.partition_text
-        # Of a run that is to compute every row, too, what it did before it was interrupted is good.
+        # also of a run of every row what it computed before it was interrupted is taken over
         finished = store.journals.unfinished(recipe, partition, full=options.full)
         while True:
             newest = None if options.full else Standing(store).newest(partition)
-            # of what a gate refused the rows are right, but those before may be nearer to what
-            # comes now
+            # the rows of a refused snapshot are right, but fewer may differ from the one before
             passed = (
                 Standing(store).newest(partition, refused=False)
                 if newest is not None and newest.refused_by
@@ -216,11 +215,11 @@ class Planner:
             except SnapshotError as exc:
                 log.warning("%s", exc)
                 whole = store.journals.whole(finished)
-                # Those that are not what they were are computed once more.
+                # rows of damaged chunks are computed again
                 if whole != finished:
                     finished = whole
                 elif parent is not None and mark_if_damaged(store, parent):
-                    # It is marked bad now, so the one before is next.
+                    # it is marked bad now, so the one before it is tried
                     continue
                 elif finished:
                     finished = []
@@ -261,15 +260,15 @@ class Planner:
 
 
 def _copied(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bool, int | None]:
-    """Whether a chain with one delta more is to be compacted; and if not, the snapshot that the
-    delta is to lie over, where it is merged with those after it."""
+    """Whether a chain with one delta more is compacted; if not, the number of the snapshot below
+    the deltas that the new one is merged with, None if with none."""
     weights = [layer.changed_rows for layer in chain[1:]]
     new = diff.compute + diff.resumed + diff.removed
     if sum(weights) + new > MAX_DELTA_SHARE * chain[0].rows:
         return True, None
     ref = store.refs.readable_live()
-    # what the online store has as its base is to stay in the chain: what changed since is all that
-    # is to be loaded
+    # the snapshot of the online store's base stays in the chain, so that an overlay can be loaded
+    # over it
     base = None if ref is None or ref.place.lossy else ref.place.base_snapshot
     under = next((i for i, layer in enumerate(chain) if layer.number == base), 0)
     under = under if under <= MAX_LAYERS else 0
@@ -278,8 +277,7 @@ def _copied(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bo
 
 
 def mark_if_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
-    """Mark a snapshot bad if its files are not what its manifest says; returns whether they are
-    not."""
+    """Mark a snapshot bad if its files are not as its manifest says; returns whether it did."""
     try:
         store.check_parts(snapshot)
     except SnapshotError as exc:
@@ -289,7 +287,7 @@ def mark_if_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
 
 
 def recipe_of(opened: OpenView, *, hashed: bool = True) -> str:
-    """Digest of all that makes a row besides its input, and, if ``hashed``, of how that is hashed;
+    """Digest of all that makes a row except its input, and, if ``hashed``, of how that is hashed;
     see :class:`precompute.store.offline.snapshot.Snapshot`."""
     view = opened.view
     columns = [[field.name, str(field.type)] for field in opened.source.schema]
@@ -301,7 +299,7 @@ def recipe_of(opened: OpenView, *, hashed: bool = True) -> str:
         columns=columns,
         features=features,
         **({"input_hash": opened.source.hashed_by} if hashed else {}),
-        # To reject and to fail write the same rows.
+        # the policies reject and fail write the same rows
         **({"bad_rows": "null"} if view.definition.bad_rows == "null" else {}),
     )
 
@@ -309,7 +307,7 @@ def recipe_of(opened: OpenView, *, hashed: bool = True) -> str:
 def _why_full(
     previous: Snapshot | None, opened: OpenView, recipe: str, *, first: bool
 ) -> str | None:
-    """Why nothing earlier can be built on; None when it can."""
+    """Why the run cannot build on ``previous``; None when it can."""
     if previous is None:
         return (
             "the first snapshot" if first else "no earlier snapshot is whole and good, to build on"

@@ -1,5 +1,5 @@
-"""Endpoint: an OpenAI-compatible service: requests within its rates and the run's budget, tried
-again where that may help. For one event loop."""
+"""Endpoint: requests to an OpenAI-compatible service, within its rates and the run's budget,
+retried where that may help. For one event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoint model: rows of a view answered by an OpenAI-compatible endpoint, in the stages that the
+"""Endpoint model: a model whose rows an OpenAI-compatible service answers, in the stages that the
 engine overlaps."""
 
 from __future__ import annotations

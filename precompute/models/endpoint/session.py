@@ -1,5 +1,5 @@
-"""Session: inputs on their way to an endpoint, each sent once, from a thread of its own. What is
-answered is cached by the hash of what was sent, in SQLite, as it comes: nothing is paid twice."""
+"""Session: sends inputs to an endpoint, each once, from a thread of its own. What is answered is
+cached by the hash of what was sent, in SQLite, as it comes: nothing is paid twice."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Spending: what a run's requests to an endpoint have cost, and may cost: tokens in and out, and
-money by their prices."""
+"""Spending: what a run's requests to an endpoint have cost and may cost, in tokens and money."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from typing import Any
 from precompute.store.errors import ConfigError, ModelError
 
 BYTES_A_TOKEN = 3
-"""Of a text, about: what is counted where an endpoint does not say, or says what cannot be. English
-has 4 to 5 and code 3."""
+"""Bytes of a token, about, for the estimate where an endpoint reports nothing or what cannot be
+true: English has 4 to 5, code 3."""
 MOST_BYTES_A_TOKEN = 16
 """Fewer tokens than that many bytes each are no tokenizer's, but for runs of white space."""
 
@@ -59,7 +58,7 @@ def estimated(size_bytes: int) -> int:
 
 
 class Spending:
-    """Counts what is spent by one process, and lets a request go only when its budget allows the
+    """Counts what one process spends, and lets a request be sent only when the budget allows the
     most that it can cost. For one event loop.
 
     Args:
@@ -82,7 +81,7 @@ class Spending:
         self._price = prices
         self.used = Tokens()
         self.estimates = 0
-        """Answers whose tokens were estimated."""
+        """How many answers' tokens were estimated."""
         self._reserved = Tokens()
         self._in_flight = 0
         self._changed = asyncio.Event()
@@ -100,7 +99,8 @@ class Spending:
         return self._most_tokens is not None or self._most_money is not None
 
     async def reserve(self, most: Tokens) -> None:
-        """Wait until a request may cost so much; :meth:`settle` must follow.
+        """Reserve the cost of a request, and wait until the budget has it; :meth:`settle` must
+        follow.
 
         Raises:
             ModelError: the budget does not allow it, and nothing is in flight that could turn out
@@ -115,7 +115,7 @@ class Spending:
         self._in_flight += 1
 
     def settle(self, most: Tokens, used: Tokens) -> None:
-        """What a reserved request did cost."""
+        """Note the true cost of a reserved request."""
         self._reserved -= most
         self._in_flight -= 1
         self.used += used

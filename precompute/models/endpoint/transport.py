@@ -1,5 +1,5 @@
-"""Transport: one request to an endpoint and its answer, by asyncio and httptools: a connection for
-each that is in flight, used again.
+"""Transport: one request to an endpoint and its answer, by asyncio and httptools, over pooled
+connections.
 
 httptools reads what the engine's server reads requests with; it takes 50 µs a request where
 httpcore2's pool took 400, of the 780 there are at 64 in flight and 50 ms.

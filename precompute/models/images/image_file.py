@@ -1,5 +1,5 @@
-"""Image file: the bytes of a picture → pixels as a vision tower takes them, by Pillow; what cannot
-be taken is said in one line."""
+"""Image file: the bytes of a picture → pixels as a vision tower takes them, by Pillow; an error for
+those that cannot be read is one line."""
 
 from __future__ import annotations
 

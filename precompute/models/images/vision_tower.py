@@ -1,5 +1,5 @@
-"""Vision tower: the part of a CLIP or SigLIP folder that embeds pictures, by transformers, whether
-they or open_clip wrote it."""
+"""Vision tower: the part of a CLIP or SigLIP folder that embeds pictures, by transformers, from
+their format or open_clip's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLAIN = {
     "patch_dropout",
     "output_tokens",
 }
-"""What a ViT's configuration may say; more makes another tower of it."""
+"""Keys of a ViT's configuration that are known; any other makes another tower of it."""
 
 SIGLIP = re.compile(r"vit_(base|large|so400m|giantopt)_patch(14|16|32)_siglip_\d+")
 TANH = ("vit_base_patch32", "vit_large_patch16_siglip_512", "vit_so400m_patch16", "vit_giantopt")
@@ -313,7 +313,7 @@ def load_tower(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe]:
     except ConfigError:
         raise
     except Exception as exc:
-        # safetensors and transformers raise whatever they like of a damaged file
+        # safetensors and transformers raise many errors for a damaged file
         reason = f"{exc} is missing" if isinstance(exc, KeyError) else described(exc)
         raise ModelError(f"image_encoder: {folder} does not load: {reason}") from exc
     if missing := sorted(loading["missing_keys"]):
@@ -363,7 +363,8 @@ def _of_open_clip(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe, An
 
 
 def _quietly(kind: Any, folder: Path | None, config: Any, **given: Any) -> Any:
-    """Without a report of the other tower's weights, which are not wanted."""
+    """Within the block transformers does not report the other tower's weights, which are not
+    used."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:

@@ -1,5 +1,5 @@
-"""CatBoost: a model that ``save_model('….json', format='json')`` wrote, checked before the library
-reads it, which looks for nothing."""
+"""CatBoost: a model that ``save_model('….json', format='json')`` wrote, checked here, since the
+library does not check it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host: the CPU as a device of models that libraries other than torch compute."""
+"""Host: the CPU, as the device of models that libraries other than torch compute."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Host:
         return self._resident.lap() if reset else self._resident.bytes()
 
     def release(self) -> None:
-        """Nothing is retained."""
+        """Nothing to free."""
 
     def threads(self) -> int:
-        """That the calling thread computes with: its lane's, or what ``OMP_NUM_THREADS`` says, or
-        one for each CPU."""
+        """Threads that the calling thread computes with: its lane's, or ``OMP_NUM_THREADS``, or one
+        for each CPU."""
         said = os.environ.get("OMP_NUM_THREADS", "")
         return getattr(self._lane, "threads", None) or usable_threads(
             int(said) if said.isdigit() and int(said) else allowed()
@@ -54,8 +54,8 @@ class Host:
 
 
 class HostModel:
-    """What models have in common that such a library computes: a row costs 1, and lanes compute
-    beside each other."""
+    """Base of models that such a library computes: a row costs 1, and lanes compute at the same
+    time."""
 
     cost_unit = "rows"
     max_cost: int | None = None
@@ -75,7 +75,7 @@ class HostModel:
 
 @contextlib.contextmanager
 def installed(extra: str) -> Iterator[None]:
-    """Around the import of what an extra brings.
+    """Translate the errors of importing a library of an extra.
 
     Raises:
         ConfigError: it is not installed, or does not load.

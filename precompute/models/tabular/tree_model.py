@@ -1,5 +1,5 @@
 """Tree model: gradient-boosted trees between columns of numbers and a score, in the stages that the
-engine overlaps; the libraries differ by how a file is loaded and a matrix is scored."""
+engine overlaps; what the models of LightGBM, XGBoost and CatBoost share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""XGBoost: a model that ``save_model('….json')`` wrote.
+"""XGBoost: a model that ``save_model('….json')`` wrote, checked before the library reads it.
 
 It is checked, and written again with nothing but what predicting needs, before the library reads
 it: there a damaged one ends the process, or is read past its end. Every tree's arrays have their

@@ -1,5 +1,5 @@
-"""Answer size: about how many bytes an answer will have, known before a value is read or computed;
-and the room that answers in hand share."""
+"""Answer size: an estimate of an answer's bytes, made before a value is read or computed; and the
+memory that all answers of a worker share."""
 
 from __future__ import annotations
 

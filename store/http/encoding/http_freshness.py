@@ -1,5 +1,5 @@
-"""HTTP freshness: a row's freshness in the words of HTTP, and a caller's wishes in them: RFC 9110
-(ETag), 9111 (Age, Cache-Control), 5861, 9211 (Cache-Status)."""
+"""HTTP freshness: a row's freshness as HTTP headers, and a caller's limits on it from them: RFC
+9110 (ETag), 9111 (Age, Cache-Control), 5861, 9211 (Cache-Status)."""
 
 from __future__ import annotations
 

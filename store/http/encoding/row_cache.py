@@ -1,5 +1,5 @@
-"""Row cache: single rows as encoded JSON, stored in a worker's memory. What a request learns of
-freshness is never cached: status and age are put in each time."""
+"""Row cache: single rows as encoded JSON, in a worker's memory. Freshness is never cached: status
+and age are put in each time."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from precompute.store.online.packed import Buffer
 from precompute.store.times import AnswerSource, Status
 
 MAX_CACHE_BYTES = 64 * 2**20
-"""Of a worker, unless configured: 13,000 rows of 384 float32."""
+"""Default size of a worker's cache: 13,000 rows of 384 float32."""
 _ENTRY_BYTES = 1100
-"""Of an entry beside its text: objects, key, headers."""
+"""Bytes of an entry beside its text: objects, key, headers."""
 
 CacheKey = tuple[str, bytes, tuple[str, ...] | None, str]
 """View, key as the URL has it, features, their encoding."""
@@ -84,8 +84,8 @@ class CachedRow(NamedTuple):
 
 
 def cached_row(answer: Answer) -> CachedRow | None:
-    """What can be cached of an answer of one row: one that came from the store, and is not dated
-    ahead, which is counted each time."""
+    """The row of an answer, if it can be cached: it came from the store, and is not from the
+    future, which is counted each time."""
     computed_at_us, value = answer.computed_at_us(0), answer.packed_row(0)
     if (
         value is None
@@ -97,7 +97,7 @@ def cached_row(answer: Answer) -> CachedRow | None:
 
 
 def encoded_row(plan: AnswerPlan, key: str, value: Buffer, computed_at_us: int) -> CachedRow:
-    """A whole row of the store, ready to be answered with."""
+    """A whole row of the store, encoded as an answer."""
     pointer, before_key, etag_before, etag_after, version = _shared(plan)
     return CachedRow(
         pointer,
@@ -112,7 +112,7 @@ def encoded_row(plan: AnswerPlan, key: str, value: Buffer, computed_at_us: int) 
 
 @lru_cache(256)
 def _shared(plan: AnswerPlan) -> tuple[Pointer, bytes, bytes, bytes, bytes]:
-    """What all rows under one plan have in common."""
+    """The parts of an answer that all rows under one plan share."""
     pointer = plan.pointer
     return (
         pointer,
@@ -124,7 +124,7 @@ def _shared(plan: AnswerPlan) -> tuple[Pointer, bytes, bytes, bytes, bytes]:
 
 
 class RowCache:
-    """The rows requested last, up to a number of bytes; one that was not requested the longest goes
+    """The most recently used rows, up to a number of bytes; the least recently used is removed
     first. For one event loop: it has no lock.
 
     Args:

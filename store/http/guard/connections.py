@@ -1,4 +1,5 @@
-"""Connections: all those of a worker: who is let in, who makes room, who took too long."""
+"""Connections: all connections of a worker: which are accepted, which are closed to make room,
+which took too long."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Gate: whether a request may pass, by its host and its token; tokens are stored as hashes in a
-file of lines, taken up without a restart when it changes.
+"""Gate: whether a request may pass, by its host and its token; and the file of tokens, stored as
+hashes, read again when it changes.
 
 A line is ``name scope sha256 made_at``. A token is 256 random bits, so a fast hash of it is as good
 as a slow one: nobody tries them all.

@@ -1,4 +1,4 @@
-"""Limits: how much one client may ask of a server, and how long it may take over it."""
+"""Limits: how much one client may request of a server, and how long a request may take."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Listener: the sockets that a server's workers answer on, bound before any of them runs; and
-TLS."""
+"""Listener: the sockets that a server's workers accept on, bound before they run; and TLS."""
 
 from __future__ import annotations
 

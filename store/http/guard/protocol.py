@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
-from precompute.store.http.front import REQUESTED
+from precompute.store.http.front import TRIED_AT_ONCE
 from precompute.store.http.guard.connections import Connections, Wait, header_lines, last_words
 from precompute.store.http.reply import RETRY_SOON, Reply, Stream, problem
 
@@ -322,7 +322,7 @@ class LimitedProtocol(HttpToolsProtocol):
         scope["raw_path"], scope["query_string"] = url.path, url.query or b""
         reply = at_once(scope)
         if reply is None:
-            scope[REQUESTED] = True
+            scope[TRIED_AT_ONCE] = True
             return False
         self._answer(reply)
         return True
@@ -333,7 +333,7 @@ class LimitedProtocol(HttpToolsProtocol):
         scope = cast(dict[str, Any], self.scope)
         if (
             self._all.posted_at_once is None
-            or REQUESTED not in scope
+            or TRIED_AT_ONCE not in scope
             or scope["method"] != "POST"
             or self.expect_100_continue
         ):

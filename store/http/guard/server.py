@@ -1,5 +1,5 @@
-"""Server: uvicorn's, with our acceptor in place of the loop's, so that every connection is counted
-and limited from the first. Connections are accepted one by one."""
+"""Server: uvicorn's server with an acceptor of our own, so that every connection is counted and
+limited from the first byte."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Figures: what the page shows, gathered from views, the reports of their runs, and what the
-server's processes counted; and made ready for its templates."""
+"""Figures: what the page shows, from views, the reports of their runs and the counters of the
+server's processes, ready for its templates."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The page at ``/``: views and how fresh they are, their runs, latency, fallback; a box to look a
-key up and to search. No script, nothing from elsewhere."""
+"""Page: the page at ``/``: views and how fresh they are, their runs, latency, fallback; a box to
+look a key up and to search. It has no script, and nothing from elsewhere."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The page of one run: its stages, its rejections, the figures of each feature beside those that
-are live, a map of its vectors. One file, no script, nothing from elsewhere."""
+"""Run page: the page of one run: its stages, its rejections, the figures of each feature beside
+those that are live, a map of its vectors. It is one file without script."""
 
 from __future__ import annotations
 

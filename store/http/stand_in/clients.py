@@ -1,5 +1,5 @@
-"""Clients: the blocking one and the async one, with the stand-in's application in place of
-connections; and their faults, on order: answers that come late, and errors in their place."""
+"""Clients: the two clients over a stand-in's application, without connections, with faults that a
+test configures: delays and errors."""
 
 from __future__ import annotations
 

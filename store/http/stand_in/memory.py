@@ -1,5 +1,5 @@
-"""Memory: the contract of an online store in the fewest lines, dictionaries, for tests that need a
-store and none in particular; a vector index likewise; and the rows of a stand-in's view."""
+"""Memory: an online store and a vector index in dictionaries, for tests; and the rows of a
+stand-in's view."""
 
 from __future__ import annotations
 

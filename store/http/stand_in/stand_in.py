@@ -1,8 +1,7 @@
-"""Stand-in: a lookup service inside a test, with rows of one's own, answers that come late and
-failures on order. It is the server's own application over rows in memory, and its clients are the
+"""Stand-in: a lookup service inside a test, with rows of the test's own, and delays and failures
+that it configures. It is the server's own application over rows in memory, and its clients are the
 real ones but for their connections; so what they answer and raise is what it would be, without a
-process or a port.
-"""
+process or a port."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Access log: a line of JSON for each request, written by the handful. It has no key, no query and
-no token: keys are people's as often as not, and a hash of one is found by trying them all.
-"""
+"""Access log: a line of JSON for each request, written in batches. It has no key, no query and no
+token: keys are people's as often as not, and a hash of one is found by trying them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caller: which request work of other threads and processes is done for: its trace, its route and
+"""Caller: the request that work of other threads and processes is done for: its trace, route and
 view. Nothing of OpenTelemetry is here, which is installed only where traces are wanted."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Instruments: what is counted, and the meter that a process counts with. Labels come from closed
-sets; never a key, never an unknown view's name. The numbers lie in memory that all processes can
-read, and outlive each.
+"""Instruments: the list of what is counted, and the meter that a process counts with. Labels come
+from closed sets; never a key, never an unknown view's name. The numbers lie in memory that all
+processes can read, and outlive each.
 
 ``meter.counter(ROWS, view, "fresh", "store", "").add(3)``: a lookup of the series and an addition,
 0.4 µs; anyone who counts at every request keeps the series. All processes of a server count into

@@ -1,5 +1,5 @@
-"""Tracing: a span for each request, for OpenTelemetry, under its caller's where it came with a
-``traceparent``, and spans of what was done for it below; imported only where it is configured.
+"""Tracing: spans of OpenTelemetry, one for each request, under its caller's ``traceparent``, and
+one for each piece of work below it; imported only where it is configured.
 
 Spans go to the collector in a thread of the SDK's own, in batches; one that does not answer costs
 spans, and no request waits.

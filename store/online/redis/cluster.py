@@ -1,5 +1,5 @@
-"""Cluster: the servers of a Redis Cluster behind one face. Rows go to and come from each master
-over one connection; where a slot moves, or a master goes, they follow."""
+"""Cluster: the servers of a Redis Cluster behind the same contract as a single one. Rows go to and
+come from each master over one connection; where a slot moves, or a master goes, they follow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Connection: bytes to a Redis server and replies from it, each within a deadline; and what a URL
-says of where, as whom and how."""
+"""Connection: bytes to a Redis server and replies from it, each within a deadline; and the options
+of a Redis URL."""
 
 from __future__ import annotations
 

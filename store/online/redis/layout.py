@@ -1,6 +1,5 @@
-"""Layout: how a generation's rows lie in Redis, each under its own key or, narrow ones, as fields
-of small hashes; and the commands that write and read them, laid out in numpy by the block, with no
-Python a row on their way in."""
+"""Layout: how a generation's rows lie in Redis, one key each or, if narrow, as fields of small
+hashes; and the commands that write and read them, built in numpy by the block."""
 
 from __future__ import annotations
 

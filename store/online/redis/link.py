@@ -1,5 +1,5 @@
-"""Link: one Redis server, reached by a few pooled connections; each call has one budget for
-connecting, trying again and reading."""
+"""Link: a pool of connections to one Redis server; each call has one budget for connecting,
+retrying and reading."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Meta: what Redis holds about a view beside its rows: one hash, whose fields are changed by small
-scripts, whole or not at all."""
+"""Meta: what Redis holds of a view beside its rows: one hash, changed by small scripts, whole or
+not at all."""
 
 from __future__ import annotations
 

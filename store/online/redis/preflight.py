@@ -1,5 +1,5 @@
-"""Pre-flight: whether a Redis server can take a load, found out before anything moves: version,
-role, memory, eviction policy, and rights by using them."""
+"""Preflight: whether a Redis server can take a load, checked before it begins: version, role,
+memory, eviction policy, and permissions, by using them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redis online store: a key for each row of each generation, one hash of meta data per view, a
+"""Redis online store: a key for each row of each generation, one hash of metadata per view, a
 pointer flipped by one Lua script."""
 
 from __future__ import annotations

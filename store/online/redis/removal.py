@@ -1,6 +1,5 @@
-"""Removal: the keys of generations that go, looked for among all of a server's; or, of an overlay,
-by the list of its keys that lies beside its rows: among a million keys looking took 1.3 s, however
-few were its own."""
+"""Removal: removes the keys of a generation, found by SCAN or, for an overlay, by its list of keys:
+SCAN takes 1.3 s in a million keys."""
 
 from __future__ import annotations
 

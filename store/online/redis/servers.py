@@ -1,5 +1,5 @@
-"""Servers: what a Redis store asks its server for, and a single server's way to do it; a cluster
-has its own."""
+"""Servers: what the Redis store needs of its server or servers, and a single server's way to do it;
+a cluster has its own."""
 
 from __future__ import annotations
 
