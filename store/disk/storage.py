@@ -88,7 +88,7 @@ class Storage(Protocol):
             change: given its bytes, None where there is none; returns those to be, None to remove
                 it. What it raises leaves the record as it was.
             point: prefix of the crash points ``<point>.write`` and ``.cas``.
-            durably: False lets a loss of power lose it.
+            durably: False lets a loss of power lose the change.
         """
 
     def write(self, path: Path, data: bytes) -> None:
@@ -189,6 +189,10 @@ class LocalStorage:
             elif data != before:
                 if durably:
                     replace_durably(path, data, point=point)
+                elif before and data.startswith(before):
+                    # what was durable stays so: a loss of power takes no more than what is new
+                    with path.open("ab") as file:
+                        file.write(data[len(before) :])
                 else:
                     replace_undurably(path, data)
 

@@ -249,7 +249,7 @@ def test_each_trouble_has_its_remedy(
             r"duckdb is 1.4.0, and is to be .*>=2.0.*nowhere-to-be is not installed",
             "pip install 'precompute-store",
         ),
-        ("extension for lookups", "slow", "3 times as long", "compiler"),
+        ("extension for lookups", "slow", "0.6 ms more", "compiler"),
         ("limits", "bad", "512 file handles", "ulimit -n 1024"),
         ("memory", "bad", "0.1 GB available, memory_mb is 1,024", "lower memory_mb"),
         ("disk (root)", "bad", "0.0 GB of 4.1 GB free", "precompute gc"),
