@@ -36,7 +36,7 @@ SERVED = "served.json"
 
 POLL_S = 0.5
 """How often a replica looks at the pointer of each view: one request."""
-TOLD_S = 60.0
+WARNED_S = 60.0
 """Between two warnings that the root cannot be reached."""
 
 
@@ -246,7 +246,7 @@ class Follower:
         self, offline: OfflineStore, online: Callable[[], OnlineStore], names: Sequence[str]
     ) -> None:
         self._offline, self._open, self._names = offline, online, names
-        self._stop, self._seen_s = threading.Event(), time.monotonic()
+        self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if storage_of(offline.root) is not LOCAL:
             self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
@@ -259,26 +259,36 @@ class Follower:
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        told_s = 0.0
         with contextlib.closing(self._open()) as online:
-            replicas = [Replica(self._offline.view(name), online) for name in self._names]
+            replicas = {name: Replica(self._offline.view(name), online) for name in self._names}
+            followed_s = dict.fromkeys(replicas, time.monotonic())
+            warned_s = dict[str, float]()
             while not self._stop.is_set():
-                try:
-                    for replica in replicas:
+                for name, replica in replicas.items():
+                    # one view that cannot be followed is no reason to leave the others behind
+                    try:
                         replica.follow()
-                    self._seen_s = time.monotonic()
-                except PrecomputeError as exc:
-                    silent_s = time.monotonic() - self._seen_s
-                    if time.monotonic() > told_s + TOLD_S or not told_s:
-                        told_s = time.monotonic()
-                        log.warning(
-                            "cut off from the root for %s: %s. What was live then is served, with"
-                            " the age of each row",
-                            duration(silent_s),
-                            exc,
-                        )
-                else:
-                    if told_s:
-                        log.info("the root answers again: what is live there is served")
-                    told_s = 0.0
+                    except Exception as exc:
+                        self._warn(name, exc, followed_s[name], warned_s)
+                        continue
+                    followed_s[name] = time.monotonic()
+                    if warned_s.pop(name, None) is not None:
+                        log.info("view %r: the root answers again: what is live is served", name)
                 self._stop.wait(POLL_S)
+
+    @staticmethod
+    def _warn(name: str, exc: Exception, followed_s: float, warned_s: dict[str, float]) -> None:
+        """Say so once in :data:`WARNED_S`; what is no error of ours comes with where it was raised,
+        and does not end the thread either: nobody would see that a replica stands still."""
+        now_s = time.monotonic()
+        if now_s < warned_s.get(name, -WARNED_S) + WARNED_S:
+            return
+        warned_s[name] = now_s
+        log.warning(
+            "view %r: cut off from the root for %s: %s. What was live then is served, with the age"
+            " of each row",
+            name,
+            duration(now_s - followed_s),
+            exc,
+            exc_info=None if isinstance(exc, PrecomputeError) else exc,
+        )

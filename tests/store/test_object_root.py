@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from precompute.jobs.ops.retention import drop
-from precompute.jobs.run.replica import Follower, Replica
+from precompute.jobs.run.replica import SERVED, Follower, Replica
 from precompute.store.disk.lease import holder, is_held, take
 from precompute.store.disk.object_storage import ObjectStorage
 from precompute.store.disk.storage import File, unmount_all
@@ -354,17 +354,21 @@ def test_a_server_follows_says_that_it_is_cut_off_and_catches_up(
 
     project = project_on(bucket, make_project, [(i, i * 10) for i in range(40)])
     other = host(project, tmp_path / "other")
-    follower = Follower(other.offline, other.open_online, ["numbers", "never_run"])
+    # one view that cannot be followed leaves no other behind
+    broken = project.offline.view("broken").refs.folder / SERVED
+    project.store.storage.write(broken, b"{")
+    follower = Follower(other.offline, other.open_online, ["broken", "numbers", "never_run"])
     try:
         with other.online_store() as online, caplog.at_level("INFO"):
             project.run()
             until(lambda: online.live("numbers") is not None)
             assert other.served([1]) == (1, [20.0])
             bucket.fault = lambda _: "forbid"
-            until(lambda: "cut off from the root for" in caplog.text)
+            until(lambda: "view 'numbers': cut off from the root for" in caplog.text)
+            assert "view 'broken': cut off from the root for" in caplog.text
             assert other.served([1]) == (1, [20.0])
             bucket.fault = lambda _: None
-            until(lambda: "the root answers again" in caplog.text)
+            until(lambda: "view 'numbers': the root answers again" in caplog.text)
             drop(project, "numbers")
             until(lambda: online.live("numbers") is None)
     finally:
