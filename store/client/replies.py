@@ -88,12 +88,14 @@ def _texts_of(key: Any) -> tuple[str, ...]:
 
 
 def of_rows(answer: bodies.LookupAnswer | bodies.ViewAnswer) -> Answered:
+    """The view and the keys that a JSON answer is of; no keys where it is a refusal."""
     return answer.view, (
         None if isinstance(answer.rows, msgspec.UnsetType) else [row.key for row in answer.rows]
     )
 
 
 def of_table(table: Any) -> Answered:
+    """The view and the keys that an Arrow answer is of."""
     return (table.schema.metadata or {}).get(b"view", b"").decode(), table.column("key").to_pylist()
 
 
@@ -120,21 +122,25 @@ _NUMBERS = {"float16": (2, "e"), "float32": (4, "f")}
 
 
 def read_lookup(content: bytes) -> bodies.LookupAnswer:
+    """A lookup's rows, from JSON."""
     answer = _of_lookup(content)
     return _as_lists(answer, answer.rows)
 
 
 def read_row(content: bytes) -> bodies.ViewRow:
+    """A single row, from JSON."""
     row = _of_row(content)
     return _as_lists(row, [row])
 
 
 def read_search(content: bytes) -> bodies.SearchAnswer:
+    """A search's neighbours, from JSON."""
     answer = _of_search(content)
     return _as_lists(answer, answer.rows)
 
 
 def read_several(content: bytes) -> list[bodies.ViewAnswer]:
+    """An answer or a refusal for each view of a request, from JSON."""
     answers = _decode_several(content).responses
     return [
         _as_lists(one, [] if isinstance(one.rows, msgspec.UnsetType) else one.rows)
@@ -143,6 +149,7 @@ def read_several(content: bytes) -> list[bodies.ViewAnswer]:
 
 
 def read_service(content: bytes) -> bodies.ServiceAnswer:
+    """A service's joined rows, from JSON."""
     answer = _of_service(content)
     for name, view in answer.views.items():
         _as_lists(view, [row.views[name] for row in answer.rows])
@@ -165,6 +172,7 @@ def _as_lists(answer: Answers, rows: Sequence[bodies.Row]) -> Answers:
 
 
 def read_table(content: bytes) -> Any:
+    """A pyarrow.Table, from an Arrow IPC stream."""
     # loads Arrow, which takes longer than all else here together
     from precompute.store.client import tables
 

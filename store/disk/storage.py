@@ -1,7 +1,7 @@
 """Storage: where the records and files of a root lie, and the few things that are done to them.
 
 A path names each of them, in an object store too: a folder that is **mounted** is the local cache
-of a root there, laid out alike. What is asked of a path is asked of the storage that it lies in.
+of a root there, laid out alike. What is done to a path is done by the storage that it lies in.
 """
 
 from __future__ import annotations

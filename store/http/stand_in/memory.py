@@ -303,6 +303,11 @@ def features_of(
     rows: Mapping[Any, Mapping[str, Any]],
     features: Mapping[str, Mapping[str, Any]] | None,
 ) -> tuple[Feature, ...]:
+    """The features of a view: those that are declared, else as the rows' values are.
+
+    Raises:
+        ConfigError: a declaration that is none, or rows that no feature fits.
+    """
     if features is not None:
         try:
             return tuple(Feature(name, **said) for name, said in features.items())
