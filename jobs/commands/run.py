@@ -147,7 +147,7 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
     backfill, which reads of each what its run's report says. One that fails keeps none of the
     others; once the backfill is gone none is begun."""
     from precompute.jobs.run.job import RunOptions
-    from precompute.jobs.run.rows.open_view import SharedModels
+    from precompute.jobs.run.rows.open_model import SharedModels
     from precompute.jobs.run.run_view import run_view
 
     project, parent, status = project_of(arguments), os.getppid(), DONE

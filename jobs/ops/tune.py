@@ -33,7 +33,8 @@ from precompute.jobs.run.judge.accuracy import (
     steps,
 )
 from precompute.jobs.run.report import versions
-from precompute.jobs.run.rows.open_view import EXAMPLE_ROWS, OpenView, open_view
+from precompute.jobs.run.rows.open_model import EXAMPLE_ROWS
+from precompute.jobs.run.rows.open_view import OpenView, open_view
 from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ConfigError, ModelError, SnapshotError, SourceError
 from precompute.store.feature_view import FeatureView

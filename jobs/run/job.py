@@ -14,7 +14,7 @@ from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition
 
 if TYPE_CHECKING:
-    from precompute.jobs.run.rows.open_view import Load
+    from precompute.jobs.run.rows.open_model import Load
 
 
 @dataclass(frozen=True, slots=True)

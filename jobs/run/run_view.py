@@ -27,7 +27,8 @@ from precompute.jobs.run.preflight import check_before
 from precompute.jobs.run.progress import Progress
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import PUBLISHING, close_dead, notify, recorded
-from precompute.jobs.run.rows.open_view import Load, open_source
+from precompute.jobs.run.rows.open_model import Load
+from precompute.jobs.run.rows.open_view import open_source
 from precompute.jobs.run.rows.plan import Plan
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import keep_reserve

@@ -34,7 +34,8 @@ from precompute.jobs.run.judge import accuracy
 from precompute.jobs.run.judge import accuracy as accuracy_module
 from precompute.jobs.run.judge.accuracy import AccuracyCheck, limits_of
 from precompute.jobs.run.rows.chunks import Chunks
-from precompute.jobs.run.rows.open_view import EXAMPLE_ROWS, open_view
+from precompute.jobs.run.rows.open_model import EXAMPLE_ROWS
+from precompute.jobs.run.rows.open_view import open_view
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.models.device import PackedLinear
 from precompute.models.torch_model import TorchModel

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any
 
 from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.rows.open_view import OpenView, files_of, variant_name
+from precompute.jobs.run.rows.open_model import variant_name
+from precompute.jobs.run.rows.open_view import OpenView, files_of
 from precompute.model import digest
 from precompute.sources.database import Files
 from precompute.sources.diff import Diff, compare
