@@ -26,7 +26,7 @@ from benchmarks.common import numbers, report, write_project
 from benchmarks.engine_mlp import IDS, Scorer
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.job import Job, RunOptions
-from precompute.jobs.run.judge.audit import Audit
+from precompute.jobs.run.judge.sample import Sample
 from precompute.jobs.run.materialize import materialize
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.report import recorded
@@ -89,16 +89,16 @@ def _run(folder: Path, rows: int, seed: int | None) -> dict[str, Any]:
     and these."""
     project, drawn_s = _project(folder, rows, seed), 0.0
     Broken.seed = seed or 0
-    draw = Audit.draw
+    draw = Sample.draw
 
-    def timed(audit: Audit, *given: Any) -> None:
+    def timed(sample: Sample, *given: Any) -> None:
         nonlocal drawn_s
         began = time.thread_time()
-        draw(audit, *given)
+        draw(sample, *given)
         drawn_s += time.thread_time() - began
 
     store = project.offline.view("scores")
-    Audit.draw = timed  # type: ignore[method-assign, assignment]
+    Sample.draw = timed  # type: ignore[method-assign, assignment]
     try:
         with recorded(store, "materialize") as run:
             began = time.perf_counter()
@@ -107,7 +107,7 @@ def _run(folder: Path, rows: int, seed: int | None) -> dict[str, Any]:
             snapshot = materialize(job, run, Silent())
             seconds = time.perf_counter() - began - run.stages_s["open"]
     finally:
-        Audit.draw = draw  # type: ignore[method-assign]
+        Sample.draw = draw  # type: ignore[method-assign]
     said = [
         gate for gate in snapshot.gates if gate.gate == "accuracy" and "of the run" in gate.message
     ]

@@ -72,6 +72,7 @@ SEAMS = {
     "duckdb": {"precompute/sources/database.py", "store/history/versions.py", "store/disk/sql.py"},
     "httpcore2": {"store/client/client.py", "store/client/transport.py"},
     "obstore": {"store/disk/object_storage.py"},
+    "ray": {"jobs/run/shards/ray_launcher.py"},
     "redis": {"store/online/redis/connection.py"},
     "hiredis": {"store/online/redis/connection.py"},
     "xxhash": {
@@ -99,6 +100,7 @@ SEAMS = {
     # imported only where traces are configured
     "opentelemetry": {"store/http/telemetry/tracing.py"},
     "pydantic": {
+        "jobs/config/gates.py",
         "jobs/config/project.py",
         "jobs/config/schedule.py",
         "jobs/config/section.py",

@@ -39,7 +39,7 @@ USES = {
         "catboost",
         "images",
     ],
-    "jobs": ["engine", "notebook", "images"],
+    "jobs": ["engine", "notebook", "images", "ray"],
     "demo": ["engine", "demo"],
     "docs": ["engine", "docs"],
     "tests": ["cpu", "demo", "dev"],

@@ -15,10 +15,11 @@ import pytest
 from pydantic import BaseModel
 
 from precompute.jobs.commands.command_line import _parser
+from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.schedule import ScheduleConfig
 from precompute.jobs.config.service import ServiceConfig
-from precompute.jobs.config.view import FeatureConfig, GatesConfig, ViewConfig
+from precompute.jobs.config.view import FeatureConfig, ViewConfig
 from precompute.store.feature_view import RESERVED
 from precompute.store.wire.bodies import LookupRequest, SearchRequest, ServiceRequest
 from precompute.techniques.machine import has_bf16

@@ -190,6 +190,20 @@ def project_of(arguments: argparse.Namespace) -> Project:
     return project
 
 
+def seconds_of(text: str, option: str) -> float:
+    """A time that an option was given, as ``10m``, in seconds.
+
+    Raises:
+        ConfigError: it is none; names the option.
+    """
+    from precompute.jobs.config.section import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as exc:
+        raise ConfigError(f"{option}: {text!r}: {exc}") from exc
+
+
 def add_partition(command: Parser) -> None:
     """The option ``--partition``."""
     command.option(

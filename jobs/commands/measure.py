@@ -13,6 +13,7 @@ from precompute.jobs.commands.command import (
     answer,
     partition_of,
     project_of,
+    seconds_of,
 )
 from precompute.jobs.run.command_process import say
 from precompute.store.errors import ConfigError
@@ -150,7 +151,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         rows=arguments.rows,
         partition=partition_of(project, arguments),
         only=arguments.only,
-        within_s=_within_s(arguments.within),
+        within_s=seconds_of(arguments.within, "--within"),
         write=not arguments.dry_run,
         announce=(lambda _: None) if arguments.json else say,
     )
@@ -168,15 +169,6 @@ def _thresholds(arguments: argparse.Namespace) -> int:
         project, arguments.view, by=arguments.by, rows=arguments.rows, agreement=arguments.agreement
     )
     return answer(arguments, measured, describe_thresholds(measured))
-
-
-def _within_s(text: str) -> float:
-    from precompute.jobs.config.section import parse_duration
-
-    try:
-        return parse_duration(text)
-    except ValueError as exc:
-        raise ConfigError(f"--within: {text!r}: {exc}") from exc
 
 
 def _check_rows(rows: int) -> None:

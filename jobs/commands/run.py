@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not is_one(arguments):
         return run_several(arguments)
     # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
-    from precompute.jobs.config.view import check_gates
+    from precompute.jobs.config.gates import check_gates
     from precompute.jobs.run.job import RunOptions
     from precompute.jobs.run.run_view import run_view
     from precompute.registry import BUILT_IN

@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -120,6 +120,13 @@ class EngineConfig(Section):
     """processes that compute; 0: one for each GPU, and without any the run's own process"""
     hang: Duration = Field(default=600.0, gt=0)
     """a worker that finishes no batch for this long is replaced"""
+    on: Literal["local", "ray", "elsewhere"] = "local"
+    """where the workers of a view's shards run: processes of this machine, actors of a Ray cluster,
+    or wherever others start `precompute work`"""
+    cpus: float = Field(default=1.0, ge=0)
+    """that each of these workers wants of a Ray cluster"""
+    gpus: float = Field(default=0.0, ge=0)
+    """the same of GPUs; of this machine, too"""
 
 
 class RetentionConfig(Section):

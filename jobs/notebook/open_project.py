@@ -123,7 +123,7 @@ class OpenProject:
                 published.
             ConflictError: another run of the view is going on.
         """
-        from precompute.jobs.config.view import check_gates
+        from precompute.jobs.config.gates import check_gates
         from precompute.jobs.run.job import RunOptions
         from precompute.jobs.run.progress import progress_for
         from precompute.jobs.run.run_view import run_view

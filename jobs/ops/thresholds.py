@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from precompute.jobs.config.gates import AccuracyConfig
 from precompute.jobs.config.project import Project
-from precompute.jobs.config.view import AccuracyConfig
 from precompute.jobs.run.judge.accuracy import limits_of
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.misses import NEAREST

@@ -23,8 +23,8 @@ from precompute.engine.memory import ResidentPeak, give_back, resident_bytes
 from precompute.engine.prepare import WINDOW_ROWS, joined
 from precompute.engine.runner import Runner
 from precompute.engine.window import MISFIT, Outcome
+from precompute.jobs.config.gates import AccuracyConfig
 from precompute.jobs.config.project import Project, write_tuning
-from precompute.jobs.config.view import AccuracyConfig
 from precompute.jobs.run.judge.accuracy import (
     Comparison,
     cache_comparisons,

@@ -31,6 +31,7 @@ from precompute.jobs.run.rows.compaction import (
 )
 from precompute.jobs.run.rows.open_view import OpenView, iso_us, open_view, read_source_at
 from precompute.jobs.run.rows.plan import Plan, Planner, mark_if_damaged, now_us, recipe_of
+from precompute.jobs.run.shards.holder import attempts_of, compute_in_shards, shards_of
 from precompute.sources.frame import write_frame
 from precompute.store.disk.durable_file import disk_message, make_folder, replacing_durably
 from precompute.store.disk.record import plain, replace
@@ -78,8 +79,9 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
         snapshot = _judge(job, opened, plan, computed, delta, report)
         with report.stage("commit"):
             snapshot = job.store.commit(snapshot, job.lease)
-        took_over = (Path(part.path).parent.name for part in (*delta.parts, *snapshot.parts))
-        for run in {report.run, *took_over}:
+        took_over = {Path(part.path).parent.name for part in (*delta.parts, *snapshot.parts)}
+        attempts = attempts_of(job.store, report) if "shards" in report.engine else []
+        for run in {report.run, *took_over, *attempts}:
             job.store.journals.end(run)
     report.snapshot, report.status = snapshot.number, "committed"
     return snapshot
@@ -261,11 +263,18 @@ def _compute(
         audit = Audit(config, opened, plan.diff.compute, sum(stages.values()) - stages["open"])
         store.journals.begin(report.run, plan.recipe, report.partition, full=job.options.full)
         allowed = math.floor(plan.source_rows * config.max_rejected + 1e-9)
-        chunks = Chunks(store, report, opened, allowed, accuracy.checked, audit.draw)
-        chunks.take_over(plan)
+        chunks = Chunks(store, report, opened, allowed, accuracy.checked, audit.sample.draw)
+        chunks.take_over(plan, opened.source)
         progress.begin(f"materialize {config.name}", plan.diff.compute)
         try:
-            chunks.compute(job.project.settings, progress)
+            shards = shards_of(config, job.project.settings.engine, plan.diff.compute)
+            if shards:
+                # judged before workers compute, and once for all of them
+                accuracy.checked()
+                compute_in_shards(job, opened, plan, shards, chunks, audit, progress, report)
+            else:
+                chunks.compute(opened.source.batches, job.project.settings, progress)
+            chunks.rejections.write()
         except GateError:
             # no chunk was written
             store.journals.end(report.run)

@@ -25,6 +25,9 @@ class Progress:
     def advance(self, rows: int, retried: int = 0) -> None:
         """``rows`` more are done; ``retried`` rows are tried again, so no time left is shown."""
 
+    def note(self, text: str) -> None:
+        """What else is known of it, until the next note."""
+
     def end(self) -> None:
         """The work of the last ``begin`` is done, or has failed."""
 
@@ -82,7 +85,7 @@ class Lines(Progress):
         self._say, self._every_s = say, every_s
 
     def begin(self, what: str, total: int) -> None:
-        self._what, self._total, self._done = what, total, 0
+        self._what, self._total, self._done, self._note = what, total, 0, ""
         self._started = self._last = time.monotonic()
         self._say(f"{what}: {total:,} rows")
 
@@ -94,7 +97,10 @@ class Lines(Progress):
             rate = self._done / max(now - self._started, 1e-9)
             left = (self._total - self._done) / rate if rate else float("inf")
             line = f"{self._what}: {self._done:,} of {self._total:,} rows, {rate:,.0f} rows/s"
-            self._say(line + (_retrying(retried) or f", {left:,.0f} s left"))
+            self._say(line + (_retrying(retried) or f", {left:,.0f} s left") + self._note)
+
+    def note(self, text: str) -> None:
+        self._note = f" ({text})"
 
 
 def _retrying(rows: int) -> str:

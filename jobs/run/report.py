@@ -175,6 +175,8 @@ def _write(store: ViewStore, report: Report, started: float) -> None:
 
 def engine_line(engine: dict[str, Any]) -> str:
     """Rates, padding, MFU and memory in one line; empty where nothing was computed."""
+    if "shards" in engine:
+        return _shards_line(engine)
     if not engine.get("batches"):
         return ""
     said = [f"{engine['rows_per_s']:,.0f} rows/s"]
@@ -215,6 +217,20 @@ def engine_line(engine: dict[str, Any]) -> str:
         (engine.get("workers_replaced", 0), "workers replaced"),
     ):
         said += [f"{count:,} {what}"] if count else []
+    return " · ".join(said)
+
+
+def _shards_line(engine: dict[str, Any]) -> str:
+    """The same of a run whose rows workers computed."""
+    workers, again = engine["workers"], engine["attempts"] - engine["shards"]
+    said = [
+        f"{engine['shards']} shard{'s' * (engine['shards'] != 1)} by {workers}"
+        f" worker{'s' * (workers != 1)}",
+        f"{engine['cpu_s']:,.1f} CPU s",
+        f"peak {engine['peak_memory_bytes'] / 2**20:,.0f} MiB each",
+    ]
+    said += [f"{again} attempts more than shards"] if again else []
+    said += [f"{engine['retries']:,} batches retried"] if engine["retries"] else []
     return " · ".join(said)
 
 

@@ -19,6 +19,7 @@ from precompute.store.history.point_in_time import manifests_of
 from precompute.store.history.timeline import Period, served_periods
 from precompute.store.history.versions import Span, Versions, key_names, reading, rows_at
 from precompute.store.keys import key_text, split_key
+from precompute.store.offline.runs import run_of_folder
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
@@ -243,7 +244,7 @@ def _run_of(store: ViewStore, path: Path, writer: Snapshot, computed_us: int) ->
     """The run that computed a row: the one whose folder its file is in, unless that run only copied
     rows together."""
     if (writer.kind == "delta" and not writer.bases) or not writer.counts.unchanged:
-        return path.parent.name
+        return run_of_folder(path.parent.name)
     for report in store.runs.reports(limit=1000):
         if report.command in ("publish", "rollback") or report.partition != writer.partition:
             continue

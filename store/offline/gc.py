@@ -138,8 +138,10 @@ def _collect_files(
         # Just now: the next collection knows what that holds up.
         if later.damaged.keys() - catalog.damaged.keys():
             return []
-        runs = _folders(store, {entry.run for entry in stay}, max(manifests, default=0), swept)
         named = {path for entry in stay for path in entry.files}
+        # of a run of shards the parts are in a folder for each attempt
+        committed = {entry.run for entry in stay} | {Path(path).parent.name for path in named}
+        runs = _folders(store, committed, max(manifests, default=0), swept)
         runs = [folder for folder in runs if folder not in others]
         files = list(_orphans(store, runs, named, set(mine), held_s, young_s))
         if not dry_run:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -27,6 +28,14 @@ from precompute.store.times import AHEAD_US
 log = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
+
+_ATTEMPT = re.compile(r"-s\d{5}-\d+$")
+
+
+def run_of_folder(name: str) -> str:
+    """The run whose parts are in a folder of a view's data: of an attempt at a shard the run that
+    the shard is of."""
+    return _ATTEMPT.sub("", name)
 
 
 class Finished(Record, frozen=True):
@@ -94,6 +103,14 @@ class Journals:
         with contextlib.suppress(OSError):
             self._storage.end_log(self._path(run))
 
+    def runs(self) -> list[str]:
+        """Ids of the runs that have a journal, in their order."""
+        return [item.path.parent.name for item in self._items()]
+
+    def chunks(self, run: str, recipe: str, partition: str | None) -> list[Finished]:
+        """Chunks of one run, whose files may be damaged or gone (:meth:`whole`)."""
+        return list(self._chunks(self._path(run), recipe, partition, full=False))
+
     def partitions(self) -> dict[Item, str | None]:
         """Journals of runs that never committed → their partition. One whose first line is torn
         holds nothing and counts for none."""
@@ -121,9 +138,14 @@ class Journals:
                 if chunk.part is not None and chunk.part.path in files:
                     continue
                 chunks.append(chunk)
+        return self.here(chunks)
+
+    def here(self, chunks: Sequence[Finished]) -> list[Finished]:
+        """Those of the chunks whose files are here with the size noted; fetched where they lie
+        elsewhere."""
         away = [part for chunk in chunks for part in chunk.files if not self._is_there(part)]
         if not away:
-            return chunks
+            return list(chunks)
         missing = [File(self._folder / part.path, part.size_bytes, part.sha256) for part in away]
         # what cannot be had is computed again
         with contextlib.suppress(OSError, SnapshotError):

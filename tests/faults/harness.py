@@ -28,7 +28,7 @@ import yaml
 
 import precompute.jobs.run.rows.chunks
 import precompute.jobs.run.rows.plan
-from precompute.jobs.config.view import COMPUTING_GATES, GATES
+from precompute.jobs.config.gates import COMPUTING_GATES, GATES
 from precompute.jobs.ops.retention import drop
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk import crashpoint

@@ -14,10 +14,11 @@ import pytest
 import yaml
 
 from precompute.jobs.commands.command_line import main
+from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.config.project import Project, ProjectConfig, RetentionConfig, json_schemas
 from precompute.jobs.config.schedule import after
 from precompute.jobs.config.section import parse_duration, parse_time
-from precompute.jobs.config.view import GatesConfig, ViewConfig
+from precompute.jobs.config.view import ViewConfig
 from precompute.store.feature_view import Feature, IndexSpec, ModelUse
 from tests.conftest import MakeProject
 

@@ -16,7 +16,7 @@ import pytest
 
 from precompute.engine import runner
 from precompute.engine.runner import compute
-from precompute.jobs.config.view import GATES, GatesConfig
+from precompute.jobs.config.gates import GATES, GatesConfig
 from precompute.jobs.run import materialize
 from precompute.jobs.run.judge.gates import Judge
 from precompute.jobs.run.judge.value_gates import STATISTICS, Verdicts

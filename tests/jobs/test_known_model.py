@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.run.rows import open_view as known_model
+from precompute.jobs.run.rows import open_model as known_model
 from precompute.models.two_tower import train_two_tower
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.store.errors import ModelError
@@ -46,7 +46,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         loaded.append(use)
         return load_with_fingerprint(use, args, folder)
 
-    monkeypatch.setattr("precompute.jobs.run.rows.open_view.load_with_fingerprint", noted)
+    monkeypatch.setattr("precompute.jobs.run.rows.open_model.load_with_fingerprint", noted)
     return loaded
 
 
@@ -126,7 +126,7 @@ def test_a_model_that_turns_out_another_when_loaded_computes_nothing(
         put(towers[1], project)
         return load_with_fingerprint(use, args, folder)
 
-    monkeypatch.setattr("precompute.jobs.run.rows.open_view.load_with_fingerprint", replaced)
+    monkeypatch.setattr("precompute.jobs.run.rows.open_model.load_with_fingerprint", replaced)
     with pytest.raises(
         ModelError,
         match="view 'numbers': the model's files were replaced since the run began: run again",

@@ -202,7 +202,7 @@ MISTAKES = {
     # ---- a view: keys
     "an unknown key": Mistake(says("tll: 1h"), "books/views/books.yaml:14: tll: unknown key; did you mean 'ttl'?"),
     "a key that is needed, misspelt": Mistake(swap("ttl: 26h", "tll: 26h"), "books/views/books.yaml:11: tll: unknown key; did you mean 'ttl'?"),
-    "an unknown key like none": Mistake(says("qqqq: 1"), "books/views/books.yaml:14: qqqq: unknown key (there are: name, entity, source, chunk, model, features, ttl, stale_for, index, fallback, semantic_cache, accuracy, max_rejected, bad_rows, renew_unchanged, partition, gates)"),
+    "an unknown key like none": Mistake(says("qqqq: 1"), "books/views/books.yaml:14: qqqq: unknown key (there are: name, entity, source, chunk, model, features, ttl, stale_for, index, fallback, semantic_cache, accuracy, max_rejected, bad_rows, renew_unchanged, partition, shards, gates)"),
     "an unknown key in a section": Mistake(says("fallback: {enable: true}"), "books/views/books.yaml:13: fallback.enable: unknown key; did you mean 'enabled'?"),
     "an unknown key of a feature": Mistake(swap("dim: 2", "dimm: 2"), "books/views/books.yaml:10: features.vector.dimm: unknown key; did you mean 'dim'?"),
     "an unknown key of a feature called dim": Mistake(swap("length: {dtype: float32}", "dim: {dtpye: float32}"), "books/views/books.yaml:9: features.dim.dtpye: unknown key; did you mean 'dtype'?"),

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.config.view import GatesConfig
+from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.run.judge.value_gates import Verdicts
 from precompute.jobs.run.judge.vector_gates import judge_packed
 from precompute.store.errors import GateError

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.jobs.config.view import AccuracyConfig
+from precompute.jobs.config.gates import AccuracyConfig
 from precompute.jobs.ops.retention import drop
 from precompute.jobs.ops.thresholds import agreement_of, thresholds
 from precompute.jobs.serve.fallback import ViewFallback

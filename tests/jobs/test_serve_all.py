@@ -13,7 +13,7 @@ import pytest
 
 import precompute.jobs.run.materialize
 import precompute.jobs.run.run_view
-from precompute.jobs.config.view import GatesConfig
+from precompute.jobs.config.gates import GatesConfig
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.errors import ConfigError, GateError, SnapshotError

@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
-from precompute.jobs.config.view import AccuracyConfig, ViewConfig
+from precompute.jobs.config.gates import AccuracyConfig
+from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows.chunks import computed
 from precompute.jobs.run.rows.open_view import OpenView

@@ -7,23 +7,20 @@ what a sample of that size can say of all rows.
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.jobs.config.view import ViewConfig
-from precompute.jobs.run.judge.accuracy import END_ROWS, joined, limits_of
+from precompute.jobs.run.judge.accuracy import joined, limits_of
+from precompute.jobs.run.judge.sample import SEED, Sample
 from precompute.jobs.run.rows.chunks import computed
-from precompute.jobs.run.rows.open_view import OpenView
+from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.model import Model
-from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.keys import key_column
 from precompute.store.offline.snapshot import Verdict
 from precompute.techniques.accuracy import judged_rows
@@ -34,11 +31,6 @@ from precompute.techniques.table import REFERENCE
 AUDITED_ROWS = 5000
 """The sample's size. If 1 row of 1,000 is broken, 1 such sample of 150 has none; a sample without
 any shows that fewer than 0.06 % are (95 %)."""
-HELD_BYTES = 64 * 2**20
-"""Of the sample at most; of larger rows fewer are drawn."""
-TOGETHER_BYTES = 64 * 2**20
-"""Windows are sampled together, up to so many bytes: beside threads that compute, the CPU's caches
-hold nothing of it, and a window of 8,192 scores alone took 0.5 ms in place of 0.06."""
 SHARE = 0.03
 """Share of the run's time that the audit takes at most."""
 LEAST_S = 0.05
@@ -59,12 +51,9 @@ OWN = "bf16-eager"
 """The precision that a user's model is assumed to have, since it does not say: two computations may
 differ by that."""
 
-_SEED = 0
-"""Fixed, so that the same run draws the same rows."""
-
 
 class Audit:
-    """A sample of one run's rows, and its audit.
+    """The audit of one run; ``sample`` are its rows.
 
     Args:
         config: the view's.
@@ -73,7 +62,7 @@ class Audit:
         before_s: seconds that the run took so far.
     """
 
-    def __init__(self, config: ViewConfig, opened: OpenView, rows: int, before_s: float) -> None:
+    def __init__(self, config: ViewConfig, opened: OpenModel, rows: int, before_s: float) -> None:
         self._config, self._opened = config, opened
         self._in_batches = (
             config.gates.parity is not None and not opened.view.fallback and opened.wanted is None
@@ -81,55 +70,10 @@ class Audit:
         wanted = (
             AUDITED_ROWS if opened.variant != REFERENCE else ALONE_ROWS if self._in_batches else 0
         )
-        drawn = np.random.default_rng(_SEED).choice(
-            rows, min(rows, wanted), replace=False, shuffle=False
-        )
-        self._places: list[int] = np.sort(drawn).tolist()
-        self._inputs: list[pa.RecordBatch] = []
-        self._made: list[pa.RecordBatch] = []
-        self._ends = _Ends(opened.view) if opened.variant != REFERENCE else None
-        self._pending: list[tuple[int, pa.RecordBatch, Outcome]] = []
-        self._rows = self._bytes = self._pending_bytes = 0
+        self.wanted = wanted
+        """How many rows the sample is to have."""
+        self.sample = Sample(opened.view, rows, wanted, ends=opened.variant != REFERENCE)
         self._began = time.monotonic() - before_s
-        self._spent_s = 0.0
-
-    def draw(self, batch: pa.RecordBatch, done: Outcome) -> None:
-        """Draw from rows that the model computed.
-
-        Args:
-            batch: as it was given to the engine, with a column ``input_hash``.
-            done: the outcome of its rows, or of some.
-        """
-        start = self._rows
-        self._rows += len(done.rows)
-        if self._ends is None and not self._drawn(start, len(done.rows)):
-            return
-        self._pending.append((start, batch, done))
-        self._pending_bytes += batch.nbytes + done.features.nbytes
-        # without float32 to compare with, a few windows are sampled as they come, and not held
-        if self._ends is None or self._pending_bytes > TOGETHER_BYTES:
-            self._look()
-
-    def _look(self) -> None:
-        """Draw rows of the pending windows."""
-        # CPU time of this thread: other time is the model's
-        began = time.thread_time()
-        for start, batch, done in self._pending:
-            if not len(done.rows):
-                continue
-            if chosen := self._drawn(start, len(done.rows)):
-                self._keep(batch, done, np.array(chosen) - start)
-                if self._bytes > HELD_BYTES:
-                    self._halve(start + len(done.rows))
-            if self._ends is not None:
-                self._ends.look_at(batch, done)
-        self._pending, self._pending_bytes = [], 0
-        self._spent_s += time.thread_time() - began
-
-    def _drawn(self, start: int, rows: int) -> list[int]:
-        """The drawn places among ``rows`` rows from ``start``."""
-        first = bisect.bisect_left(self._places, start)
-        return self._places[first : bisect.bisect_left(self._places, start + rows, first)]
 
     def verdicts(self, model_s: float) -> list[Verdict]:
         """The verdicts of the gates ``accuracy`` and ``batch``, if there are rows and time for
@@ -141,16 +85,16 @@ class Audit:
         Raises:
             ModelError: as a run would.
         """
-        self._look()
-        if not self._made:
+        drawn = self.sample.rows_drawn()
+        if drawn is None:
             return []
         budget_s = max(LEAST_S, SHARE * (time.monotonic() - self._began))
         # on crowded cores drawing takes longer than it should
-        budget_s = max(budget_s - self._spent_s, budget_s / 2)
-        row_s = model_s / self._rows
-        inputs, made = pa.concat_batches(self._inputs), pa.concat_batches(self._made)
+        budget_s = max(budget_s - self.sample.spent_s, budget_s / 2)
+        row_s = model_s / self.sample.rows
+        inputs, made = drawn
         # in random order, since there may be time for the first ones only
-        order = pa.array(np.random.default_rng(_SEED).permutation(made.num_rows))
+        order = pa.array(np.random.default_rng(SEED).permutation(made.num_rows))
         inputs, made = inputs.take(order), made.take(order)
         began = time.monotonic()
         verdicts = (
@@ -161,23 +105,6 @@ class Audit:
         return verdicts + self._among_others(
             inputs, made, budget_s - (time.monotonic() - began), row_s
         )
-
-    def _keep(self, batch: pa.RecordBatch, done: Outcome, chosen: npt.NDArray[np.int64]) -> None:
-        self._inputs.append(_shown(batch).take(pa.array(done.rows[chosen])))
-        self._made.append(done.features.take(pa.array(chosen)))
-        self._bytes += self._inputs[-1].nbytes + self._made[-1].nbytes
-
-    def _halve(self, end: int) -> None:
-        """Drop every other row of the sample, and of the places still to be drawn, from ``end``
-        on."""
-        self._inputs, self._made = (
-            [pa.concat_batches(held).take(pa.array(np.arange(0, sum(map(len, held)), 2)))]
-            for held in (self._inputs, self._made)
-        )
-        self._bytes = self._inputs[0].nbytes + self._made[0].nbytes
-        self._places = [
-            place for number, place in enumerate(self._places) if place < end or number % 2
-        ]
 
     # ---- among other rows
 
@@ -230,8 +157,7 @@ class Audit:
         self, inputs: pa.RecordBatch, made: pa.RecordBatch, budget_s: float, row_s: float
     ) -> list[Verdict]:
         """The gate ``accuracy``, on the sample and on the rows with extreme values."""
-        assert self._ends is not None
-        shown, stored = self._ends.rows()
+        shown, stored = self.sample.rows_at_ends()
         ends = shown.num_rows
         rows, until = pa.concat_batches([shown, inputs]), time.monotonic() + budget_s
         done: Outcome | None = None
@@ -286,10 +212,10 @@ class Audit:
             figures = row_figures(errors, of, ends)
             judged += judged_rows(feature.name, figures, of)
             most = share_between(figures.beyond, figures.rows)[1]
-            if figures.rows == self._rows:
+            if figures.rows == self.sample.rows:
                 most = figures.beyond / figures.rows
             far = f"off by more than {of.bound:.3g}" if is_measured(feature) else "others"
-            said = f"of {self._rows:,} rows at most {most:.2%} are {far} (95 %)"
+            said = f"of {self.sample.rows:,} rows at most {most:.2%} are {far} (95 %)"
             details.append(
                 f"{feature.name}: " * (len(view.features) > 1)
                 + f"{said}; worst {figures.worst:.3g}"
@@ -303,60 +229,3 @@ class Audit:
         if reasons:
             message += f": {'; '.join(reasons)}"
         return Verdict("accuracy", not reasons, judged[0].measured, judged[0].limit, message)
-
-
-class _Ends:
-    """The rows of a run with the largest and the smallest values, or lengths of vectors, of each
-    feature of floats."""
-
-    def __init__(self, view: FeatureView) -> None:
-        self._features = [
-            f for f in view.features if f.dtype.startswith("float") and f.max_items is None
-        ]
-        self._found: dict[tuple[str, int], list[tuple[float, pa.RecordBatch, pa.RecordBatch]]] = {}
-        self._none = pa.RecordBatch.from_pylist([], view.feature_schema())
-        self._shown: pa.Schema | None = None
-
-    def look_at(self, batch: pa.RecordBatch, done: Outcome) -> None:
-        """Look at a window, or a piece of one: its row with the largest and with the smallest
-        value."""
-        if self._shown is None:
-            self._shown = _shown(batch).schema
-        for feature in self._features:
-            sizes = _sizes(feature, done.features.column(feature.name))
-            for sign in (1, -1):
-                place = int(np.argmax(sizes)) if sign > 0 else int(np.argmin(sizes))
-                size = sign * float(sizes[place])
-                held = self._found.setdefault((feature.name, sign), [])
-                if len(held) < END_ROWS or size > held[-1][0]:
-                    held.append(
-                        (
-                            size,
-                            _shown(batch).take(pa.array([done.rows[place]])),
-                            done.features.take(pa.array([place])),
-                        )
-                    )
-                    held.sort(key=lambda row: -row[0])
-                    del held[END_ROWS:]
-
-    def rows(self) -> tuple[pa.RecordBatch, pa.RecordBatch]:
-        """Their inputs, and the features that the run computed."""
-        assert self._shown is not None
-        rows = [row for held in self._found.values() for row in held]
-        shown = pa.concat_batches(
-            [pa.RecordBatch.from_pylist([], self._shown), *(row[1] for row in rows)]
-        )
-        return shown, pa.concat_batches([self._none, *(row[2] for row in rows)])
-
-
-def _shown(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The columns that the model gets."""
-    return batch.drop_columns(["input_hash"])
-
-
-def _sizes(feature: Feature, column: pa.Array) -> npt.NDArray[Any]:
-    if feature.dim is None:
-        return np.asarray(column)
-    values = np.asarray(column.flatten()).reshape(-1, feature.dim).astype(np.float32, copy=False)
-    squares: npt.NDArray[np.float32] = np.asarray(np.einsum("ij,ij->i", values, values))
-    return squares

@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from precompute.engine.features import with_null_rows
 from precompute.engine.runner import compute
-from precompute.jobs.config.view import COMPUTING_GATES, ViewConfig
+from precompute.jobs.config.gates import COMPUTING_GATES
+from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.judge.value_gates import (
     JUDGED_ROWS,
     SAMPLE_ROWS,

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.jobs.config.view import GatesConfig
+from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.run.rows.compaction import Replaced
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
@@ -80,7 +80,7 @@ class Verdicts:
         or there are too few rows for it.
 
         Args:
-            gate: its name in :class:`precompute.jobs.config.view.GatesConfig`.
+            gate: its name in :class:`precompute.jobs.config.gates.GatesConfig`.
             measured: the figure; it is noted though the gate is switched off.
             limit: of the gate.
             passed: whether the figure is within it.

@@ -19,7 +19,7 @@ from precompute.engine.runner import Runner
 from precompute.engine.window import MISFIT, Outcome
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.run.progress import Progress
-from precompute.jobs.run.rows.open_view import OpenView
+from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.rows.plan import Plan, now_us
 from precompute.sources.diff import Diff, refused_rows
 from precompute.sources.source import Source
@@ -37,7 +37,7 @@ from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec
 
 
-def engine_of(opened: OpenView, config: EngineConfig, meter: Meter) -> Runner | WorkerPool:
+def engine_of(opened: OpenModel, config: EngineConfig, meter: Meter) -> Runner | WorkerPool:
     """The engine of a run: as many workers as are configured, one for each GPU where there are any,
     else the run's own process.
 
@@ -52,9 +52,9 @@ def engine_of(opened: OpenView, config: EngineConfig, meter: Meter) -> Runner | 
     return Runner(opened.model, opened.view, meter)
 
 
-def computed(opened: OpenView, batch: pa.RecordBatch, variant: str) -> Outcome:
+def computed(opened: OpenModel, batch: pa.RecordBatch, variant: str) -> Outcome:
     """A window of rows computed by a technique in a worker process, for a view whose model needs a
-    GPU (:attr:`OpenView.wanted`).
+    GPU (:attr:`OpenModel.wanted`).
 
     Raises:
         ModelError, ConfigError: as :meth:`WorkerPool.stream`.
@@ -68,7 +68,7 @@ def computed(opened: OpenView, batch: pa.RecordBatch, variant: str) -> Outcome:
     return Outcome(rows, features, rejections)
 
 
-def _spec(opened: OpenView, variant: str) -> WorkerSpec:
+def _spec(opened: OpenModel, variant: str) -> WorkerSpec:
     model = opened.view.definition.model
     tables, convert = dict(opened.tables), None
     if variant != REFERENCE:
@@ -83,7 +83,7 @@ def _spec(opened: OpenView, variant: str) -> WorkerSpec:
     )
 
 
-def _devices(opened: OpenView, config: EngineConfig) -> list[str | None]:
+def _devices(opened: OpenModel, config: EngineConfig) -> list[str | None]:
     """One for each worker; empty for none."""
     gpus = _gpus(opened)
     if not gpus:
@@ -93,7 +93,7 @@ def _devices(opened: OpenView, config: EngineConfig) -> list[str | None]:
     return [gpus[n % len(gpus)] for n in range(config.workers or len(gpus))]
 
 
-def _gpus(opened: OpenView) -> list[str]:
+def _gpus(opened: OpenModel) -> list[str]:
     """The GPUs that workers compute on: the one that the model's ``device`` names, or all."""
     if opened.wanted is None:
         return []
@@ -187,6 +187,12 @@ class Rejections:
         self.count += len(keys)
         self._check_count()
 
+    def add_table(self, table: pa.Table) -> None:
+        """Add rows that another process rejected, as :attr:`part` has them."""
+        for batch in table.cast(_SCHEMA).to_batches():
+            stages, errors = (batch.column(n).to_pylist() for n in ("stage", "error"))
+            self.add(batch.column("key"), stages, errors, batch.column("input_hash"))
+
     def check_policy(
         self, keys: pa.Array | pa.ChunkedArray, stages: list[str], errors: list[str]
     ) -> None:
@@ -271,7 +277,7 @@ class Chunks:
         self,
         store: ViewStore,
         report: Report,
-        opened: OpenView,
+        opened: OpenModel,
         max_rejected: int,
         may_write: Callable[[], object] = lambda: None,
         look_at: Callable[[pa.RecordBatch, Outcome], object] = lambda batch, done: None,
@@ -289,8 +295,10 @@ class Chunks:
         """Whether the model's value fitted the view for any row of this run."""
         self.computed_at: list[int] = []
         """When the first and the last rows were computed, µs since 1970; empty where none were."""
-        self._finished = 0
+        self.finished: list[Finished] = []
         """Chunks of this run."""
+        self.recorded = 0
+        """How many of its rows are in them."""
         self._counter: RowCounter | None = None
         """Of the rows that are pending."""
         self._pending: list[pa.Table] = []
@@ -300,28 +308,43 @@ class Chunks:
         self._began = time.monotonic()
         self._bad_keys: deque[tuple[pa.Array, list[str], pa.Array]] = deque()
 
-    def take_over(self, plan: Plan) -> None:
+    def take_over(self, plan: Plan, source: Source) -> None:
         """Begin with the chunks of interrupted runs, and with the rows that were rejected
         before."""
         for chunk in plan.finished if plan.diff.resumed else ():
-            if chunk.part is not None:
-                self.parts.append(chunk.part)
-                self.figures[chunk.part.path] = chunk.figures or self._counted(chunk.part)
+            self.add_chunk(chunk)
         self.written = plan.diff.resumed
-        self.rejections.take_over(self._opened.source, plan.diff)
+        self.rejections.take_over(source, plan.diff)
+
+    def add_chunk(self, chunk: Finished) -> None:
+        """Add the computed rows of a chunk that was finished elsewhere."""
+        if chunk.part is not None:
+            self.parts.append(chunk.part)
+            self.figures[chunk.part.path] = chunk.figures or self._counted(chunk.part)
+            self.written += chunk.part.rows
 
     def _counted(self, part: Part) -> RowFigures:
         """The figures of a chunk whose run stored none."""
         rows = all_rows(Layers([self._store.folder / part.path], [part.rows], {}))
         return count(rows.batches(self._opened.view.feature_names), self._opened.view)
 
-    def compute(self, settings: ProjectConfig, progress: Progress) -> None:
-        """Compute all windows of the source and write their rows."""
+    def compute(
+        self,
+        batches: Callable[[int], Iterator[pa.RecordBatch]],
+        settings: ProjectConfig,
+        progress: Progress,
+    ) -> None:
+        """Compute rows and write the results.
+
+        Args:
+            batches: reads the rows, so many at a time at most: the source's columns and
+                ``input_hash``.
+            settings: the project's.
+            progress: called with how many are done.
+        """
         meter, began, report = Meter(), time.monotonic(), self._report
         runner = engine_of(self._opened, settings.engine, meter)
-        windows = joined(
-            self._good_keys(self._opened.source.batches(WINDOW_ROWS)), runner.window_rows
-        )
+        windows = joined(self._good_keys(batches(WINDOW_ROWS)), runner.window_rows)
         stream = runner.stream(windows, hidden=("input_hash",), memory_mb=settings.stream_mb)
         try:
             for batch, done in stream:
@@ -333,8 +356,7 @@ class Chunks:
             report.engine = runner.figures(time.monotonic() - began)
             for stage, name in (("read", "source"), ("model", "model")):
                 report.add(name, meter.stage(stage).busy_s)
-        self._finish()
-        self.rejections.write()
+        self.finish()
 
     def _good_keys(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """The rows that have a usable key. The others are queued for :meth:`_add`: rows are
@@ -374,7 +396,7 @@ class Chunks:
         if len(done.rows):
             self._gather(batch, done)
         if self._pending_bytes >= PART_BYTES or time.monotonic() - self._began >= CHUNK_S:
-            self._finish()
+            self.finish()
 
     def _gather(self, batch: pa.RecordBatch, done: Outcome) -> None:
         view, at_us = self._opened.view, now_us()
@@ -398,9 +420,9 @@ class Chunks:
         self._pending_bytes += table.nbytes
         self.written += table.num_rows
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Make what was computed since the last chunk durable, and note it in the journal."""
-        store, run, number = self._store, self._report.run, self._finished
+        store, run, number = self._store, self._report.run, len(self.finished)
         part = rejected = figures = None
         self._may_write()
         with self._report.stage("write"):
@@ -419,8 +441,10 @@ class Chunks:
             if refused is not None:
                 rejected = store.write_part(run, f"rejected-{number:05d}.parquet", refused)
             if part is not None or rejected is not None:
-                store.journals.add(run, Finished(part, rejected, figures))
-                self._finished += 1
+                chunk = Finished(part, rejected, figures)
+                store.journals.add(run, chunk)
+                self.finished.append(chunk)
+                self.recorded += sum(file.rows for file in chunk.files)
         self._pending, self._places, self._pending_bytes = [], [], 0
         self._began = time.monotonic()
 
@@ -430,9 +454,9 @@ class Chunks:
         self.parts.append(self._store.write_part(self._report.run, "part-00000.parquet", empty))
 
 
-def no_rows(opened: OpenView) -> pa.Table:
+def no_rows(opened: OpenModel) -> pa.Table:
     """A table of a view's parts, without rows."""
-    view, source = opened.view, opened.source.schema
+    view, source = opened.view, opened.columns
     keys = [
         pa.field(n, pa.int64() if pa.types.is_integer(source.field(n).type) else pa.string())
         for n in view.entity

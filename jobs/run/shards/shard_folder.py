@@ -1,0 +1,248 @@
+"""Shard folder: what a run hands to workers and what they hand back, in files of the view's root
+alone (docs/architecture.md draws them): no worker talks to the run, nor to another worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+from precompute.store.disk.lease import Lease, holder, is_held, take
+from precompute.store.disk.record import Record, field, read_record, sealed
+from precompute.store.disk.storage import read_record_file
+from precompute.store.errors import PrecomputeError, SnapshotError
+from precompute.store.feature_view import FeatureView
+from precompute.store.offline.refs import run_lease
+from precompute.store.offline.runs import Finished
+from precompute.store.offline.snapshot import Part
+from precompute.store.offline.view_store import ViewStore
+
+ENDING = "-shards"
+"""Of the folder's name."""
+
+
+class ShardPlan(Record, frozen=True):
+    """What a run hands to workers."""
+
+    run: str
+    view: FeatureView
+    model: str
+    """Its fingerprint: a worker that loads another one does not work."""
+    recipe: str
+    partition: str | None
+    full: bool
+    fence: int
+    """Of the run's lease: under another one the run is not wanted any more."""
+    shards: list[Part]
+    """The rows of each shard."""
+    columns: Part
+    """A table without rows, with the source's columns."""
+    examples: Part | None
+    """Rows for the conversion of the model, of a view that is not in float32."""
+    tables: dict[str, Part]
+    """The model's arguments that were given as SQL."""
+    allowed: int
+    """How many rows may be rejected."""
+    audited: int
+    """How many rows the audit's sample is to have, of all shards together."""
+
+
+class ShardResult(Record, frozen=True):
+    """What came of a shard, or of one attempt that failed: then ``error`` is set, and ``kind`` is
+    the name of its class."""
+
+    shard: int
+    attempt: int
+    worker: str
+    chunks: list[Finished] = field(default_factory=list)
+    rejected: int = 0
+    computed_at: list[int] = field(default_factory=list)
+    """When the first and the last row of this attempt were computed, µs since 1970."""
+    fits: bool = False
+    """Whether the model's value fitted the view for any row."""
+    sample: Part | None = None
+    """The file of rows for the audit."""
+    sampled: int = 0
+    """How many rows they were drawn from."""
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    """CPU seconds of the worker, its children's included, while it computed the shard."""
+    model_s: float = 0.0
+    """Seconds in which the model computed."""
+    peak_bytes: int = 0
+    """Memory that the worker took at most."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """As of a run's report."""
+    error: str | None = None
+    kind: str = ""
+
+    @property
+    def rows(self) -> int:
+        """How many were computed."""
+        return sum(chunk.part.rows for chunk in self.chunks if chunk.part is not None)
+
+
+class Beat(Record, frozen=True):
+    """How far a worker is with the shard that it computes."""
+
+    worker: str
+    shard: int | None = None
+    computed: int = 0
+    """Rows of it that came out of the model, rejected ones too."""
+    recorded: int = 0
+    """Rows of it that are in finished chunks."""
+    rejected: int = 0
+
+
+class ShardFolder:
+    """The folder of one run's shards.
+
+    Args:
+        store: of the view.
+        run: id of the run.
+    """
+
+    def __init__(self, store: ViewStore, run: str) -> None:
+        self.store, self.run, self.name = store, run, run + ENDING
+        self.folder = store.data / self.name
+        self._results: dict[int, ShardResult] = {}
+
+    @classmethod
+    def runs(cls, store: ViewStore) -> list[str]:
+        """Ids of the runs that have shards, the newest first."""
+        names = [name for name in store.storage.names(store.data) if name.endswith(ENDING)]
+        return sorted((name.removesuffix(ENDING) for name in names), reverse=True)
+
+    # ---- the run's side
+
+    def open(self, plan: ShardPlan) -> None:
+        """Let workers begin.
+
+        Raises:
+            OSError: the file system failed.
+        """
+        self.store.storage.create(self.folder / "plan.json", sealed(plan))
+
+    def withdraw(self) -> None:
+        """Let workers end."""
+        with contextlib.suppress(OSError):
+            self.store.storage.delete(self.folder / "plan.json")
+
+    def close(self) -> None:
+        """Let workers end, and remove the folder; what they computed stays."""
+        self.withdraw()
+        with contextlib.suppress(OSError):
+            self.store.storage.delete_all(self.folder)
+
+    def results(self) -> dict[int, ShardResult]:
+        """Of each shard that is done or failed for good."""
+        for name in self._names("result"):
+            number = int(name[7:12])
+            if number not in self._results:
+                found = read_record_file(
+                    ShardResult,
+                    self.folder / name,
+                    "run the view again: it takes over what is done",
+                )
+                if found is not None:
+                    self._results[number] = found
+        return self._results
+
+    def beats(self) -> list[Beat]:
+        """Of all workers that have begun."""
+        found = []
+        for name in self._names("beat"):
+            # half written, or being replaced
+            with contextlib.suppress(OSError, ValueError):
+                found.append(read_record(Beat, self.store.storage.read(self.folder / name)))
+        return found
+
+    # ---- a worker's side
+
+    def plan(self) -> ShardPlan | None:
+        """What is to be computed; None where the run is over.
+
+        Raises:
+            SnapshotError: it cannot be read.
+        """
+        return read_record_file(ShardPlan, self.folder / "plan.json", "run the view again")
+
+    def is_wanted(self, plan: ShardPlan) -> bool:
+        """Whether the run still waits for results: it is not over, and no other one has begun."""
+        there = self.store.storage.stat(self.folder / "plan.json") is not None
+        return there and not self.is_superseded(plan)
+
+    def is_superseded(self, plan: ShardPlan) -> bool:
+        """Whether another run of the view, or of the partition, has begun."""
+        by = holder(self.store.leases, run_lease(plan.partition))
+        return by is not None and by.fence != plan.fence
+
+    def take(self, shard: int, by: str, ttl_s: float) -> Lease:
+        """The right to compute a shard.
+
+        Raises:
+            ConflictError: another worker has it.
+        """
+        return take(self.folder, f"{shard:05d}", by, ttl_s=ttl_s)
+
+    def is_taken(self, shard: int) -> bool:
+        """Whether a worker computes the shard, as far as clocks tell."""
+        return is_held(self.folder, f"{shard:05d}")
+
+    def attempt(self, shard: int, number: int) -> str:
+        """Name of the folder of an attempt's parts and journal."""
+        return f"{self.run}-s{shard:05d}-{number}"
+
+    def attempts(self, shard: int) -> list[int]:
+        """Numbers of the attempts at a shard that left a journal."""
+        pattern = re.compile(re.escape(f"{self.run}-s{shard:05d}-") + r"(\d+)")
+        found = (pattern.fullmatch(run) for run in self.store.journals.runs())
+        return sorted(int(match[1]) for match in found if match)
+
+    def record(self, result: ShardResult) -> bool:
+        """Record what came of a shard; returns whether it counts: another attempt may have been
+        first.
+
+        Raises:
+            OSError: the file system failed.
+        """
+        try:
+            path = self.folder / f"result-{result.shard:05d}.json"
+            self.store.storage.create(path, sealed(result))
+            return True
+        except FileExistsError:
+            return False
+
+    def fail(self, result: ShardResult) -> None:
+        """Record why an attempt failed.
+
+        Raises:
+            OSError: the file system failed.
+        """
+        name = f"failed-{result.shard:05d}-{result.attempt}.json"
+        self.store.storage.write(self.folder / name, sealed(result))
+
+    def failed(self, shard: int) -> set[int]:
+        """Numbers of the attempts at a shard that failed with an error."""
+        return {int(name[13:-5]) for name in self._names(f"failed-{shard:05d}")}
+
+    def beat(self, beat: Beat) -> None:
+        """Tell how far a worker is; a full disk does not end it."""
+        with contextlib.suppress(OSError):
+            self.store.storage.write(self.folder / f"beat-{beat.worker}.json", sealed(beat))
+
+    def _names(self, kind: str) -> list[str]:
+        names = self.store.storage.names(self.folder)
+        return sorted(n for n in names if n.startswith(f"{kind}-") and n.endswith(".json"))
+
+
+def error_of(result: ShardResult) -> PrecomputeError:
+    """The error that a shard failed with, as it was raised."""
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in _all(PrecomputeError)}
+    kind: type[PrecomputeError] = kinds.get(result.kind, SnapshotError)
+    return kind(f"shard {result.shard}, computed by {result.worker}: {result.error}")
+
+
+def _all(kind: type[PrecomputeError]) -> list[type[PrecomputeError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _all(child))]

@@ -1,0 +1,451 @@
+"""Worker: what ``precompute work VIEW`` does: takes shards of a run by lease until each has a
+result, and tells how far it is.
+
+All that it reads and writes is in the view's root: it may run on any host, and be started by
+anything. One that is killed loses the chunk in flight; the shard's next attempt takes over the
+others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import resource
+import secrets
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from precompute.jobs.config.project import EngineConfig, Project
+from precompute.jobs.run.judge.sample import Sample
+from precompute.jobs.run.progress import Progress
+from precompute.jobs.run.rows.chunks import Chunks
+from precompute.jobs.run.rows.open_model import OpenModel, open_model
+from precompute.jobs.run.shards.pinned import part_of, pinned_batches, pinned_path, pinned_table
+from precompute.jobs.run.shards.shard_folder import Beat, ShardFolder, ShardPlan, ShardResult
+from precompute.store.disk.durable_file import disk_message
+from precompute.store.disk.lease import Lease, release_leases
+from precompute.store.disk.record import replace
+from precompute.store.errors import (
+    ConfigError,
+    ConflictError,
+    FencedError,
+    ModelError,
+    PrecomputeError,
+    RejectedError,
+    SnapshotError,
+)
+from precompute.store.keys import key_column
+from precompute.store.offline.runs import Finished, Journals, Report
+from precompute.store.offline.snapshot import Part
+from precompute.store.offline.view_store import ViewStore
+from precompute.techniques.table import REFERENCE
+
+log = logging.getLogger(__name__)
+
+MOST_ATTEMPTS = 3
+"""At a shard that fail, or end without a finished chunk; then the run fails."""
+BEAT_S = 2.0
+"""Seconds between two beats at least."""
+LOOK_S = 1.0
+"""How often a worker without a shard looks for one, or for the run's end."""
+STOP_S = 20.0
+"""How long a worker that is told to end has for the batch in flight: Kubernetes gives 30 s, a spot
+machine 30 or more."""
+
+_FINAL = ("ConfigError", "RejectedError")
+"""Kinds of errors that another attempt would have, too."""
+
+
+class Stopped(Exception):
+    """The worker is to end: it was told so, or the run is over."""
+
+
+@dataclass(slots=True)
+class Worked:
+    """What a worker did."""
+
+    run: str | None = None
+    worker: str = ""
+    shards: int = 0
+    """That it finished first."""
+    rows: int = 0
+    """Of them."""
+    signal: int = 0
+    """The one that ended it before the run was over; 0 for none."""
+
+
+def work(
+    project: Project,
+    name: str,
+    *,
+    run: str | None = None,
+    wait_s: float = 0.0,
+    announce: Callable[[str], None] = lambda _: None,
+) -> Worked:
+    """Compute shards of a run until each has a result, or a signal ends it: then the chunk in
+    flight is finished.
+
+    Args:
+        project: as the run's; its root is the same.
+        name: of the view.
+        run: id of the run; by default the newest that wants workers.
+        wait_s: how long to wait for it to begin.
+        announce: called with how it goes, a line at a time.
+
+    Raises:
+        ConfigError: no run wants workers, or this host has another model than the run.
+        ConflictError: the run died meanwhile, and another one has begun.
+        PrecomputeError: the root cannot be read or written.
+    """
+    store = project.offline.view(name)
+    with _told_to_end() as told:
+        folder, plan = _run_of(store, run, time.monotonic() + wait_s, told)
+        done = Worked(plan.run, f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(2)}")
+        announce(f"{name}: {len(plan.shards)} shards of run {plan.run}, as {done.worker}")
+        folder.beat(Beat(done.worker))
+        with contextlib.suppress(Stopped):
+            _Worker(project, store, folder, plan, told, done).work()
+        done.signal = told.signal
+        if not done.signal and folder.is_superseded(plan):
+            raise ConflictError(
+                f"run {plan.run} ended without a word, and another one of view {name!r} has begun:"
+                " start the worker again, for that one"
+            )
+    return done
+
+
+def _run_of(
+    store: ViewStore, run: str | None, limit: float, told: _Told
+) -> tuple[ShardFolder, ShardPlan]:
+    """The run that wants workers."""
+    while True:
+        for found in ShardFolder.runs(store) if run is None else [run]:
+            folder = ShardFolder(store, found)
+            plan = folder.plan()
+            # of a run that died the folder may still be there: whoever works for it is not there
+            # for the run that takes over
+            if plan is not None and folder.is_wanted(plan) and store.running(plan.partition):
+                return folder, plan
+        if time.monotonic() >= limit or told.is_set():
+            whose = (
+                f"no run of view {store.name!r} wants workers now"
+                if run is None
+                else f"run {run} of view {store.name!r} wants no workers, or is over"
+            )
+            raise ConfigError(
+                f"{whose}: one with shards does while it computes. Start `precompute run"
+                f" {store.name}`, or wait for it: --wait 10m"
+            )
+        told.wait(LOOK_S)
+
+
+class _Told(threading.Event):
+    """Set when the process is to end, by ``signal``."""
+
+    signal = 0
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[_Told]:
+    """Set by SIGTERM and SIGINT, so that a chunk can be finished; the process ends after
+    :data:`STOP_S` all the same."""
+    told = _Told()
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+
+    def give_up(number: int) -> None:
+        log.warning("the batch in flight took longer than %.0f s: it is lost", STOP_S)
+        release_leases()
+        os._exit(128 + number)
+
+    def noted(number: int, _: object) -> None:
+        if not told.is_set():
+            told.signal = number
+            told.set()
+            timer = threading.Timer(STOP_S, give_up, [number])
+            timer.daemon = True
+            timer.start()
+
+    before = {number: signal.signal(number, noted) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Worker:
+    """One process at work."""
+
+    def __init__(
+        self,
+        project: Project,
+        store: ViewStore,
+        folder: ShardFolder,
+        plan: ShardPlan,
+        told: _Told,
+        done: Worked,
+    ) -> None:
+        self._store, self._folder, self._plan, self._told = store, folder, plan, told
+        self._settings = project.settings
+        self._done = done
+        self._failed: list[int] = []
+        """Shards that this process failed at, one after the other."""
+        self._opened = _open(project, store, plan)
+
+    def work(self) -> None:
+        """Compute shards until the run is over.
+
+        Raises:
+            Stopped: it is to end.
+            PrecomputeError: shards failed here, one after the other.
+        """
+        while True:
+            self._check()
+            left = [n for n in range(len(self._plan.shards)) if n not in self._folder.results()]
+            if not left:
+                return
+            if not any(self._try(shard) for shard in self._in_turn(left)):
+                self._told.wait(LOOK_S)
+
+    def _check(self) -> None:
+        if self._told.is_set() or not self._folder.is_wanted(self._plan):
+            raise Stopped
+
+    def _in_turn(self, left: Sequence[int]) -> Iterator[int]:
+        """Shards to try, of those that nobody computes: each worker begins at another place, with
+        those that it did not fail at."""
+        start = zlib.crc32(self._done.worker.encode()) % len(left)
+        turn = sorted([*left[start:], *left[:start]], key=lambda shard: shard in self._failed)
+        return (shard for shard in turn if not self._folder.is_taken(shard))
+
+    def _try(self, shard: int) -> bool:
+        """Compute a shard, unless another worker does; returns whether this one did."""
+        try:
+            lease = self._folder.take(shard, self._done.worker, self._settings.lease)
+        except ConflictError:
+            return False
+        with lease:
+            if shard in self._folder.results():
+                return False
+            attempt = lease.record.fence
+            known = ShardResult(shard, attempt, self._done.worker)
+            try:
+                self._note(self._hopeless(known) or self._computed(known, lease))
+            except FencedError as exc:
+                log.warning("shard %d: %s", shard, exc)
+            except PrecomputeError as exc:
+                self._note(replace(known, error=str(exc), kind=type(exc).__name__))
+                if len(self._failed) >= MOST_ATTEMPTS:
+                    raise
+        return True
+
+    def _note(self, result: ShardResult) -> None:
+        """Record a result, or a failed attempt, for good where no other attempt can help."""
+        folder, shard = self._folder, result.shard
+        try:
+            if result.error is not None:
+                self._failed.append(shard)
+                log.warning("shard %d: %s", shard, result.error)
+                folder.fail(result)
+                if result.kind not in _FINAL and len(folder.failed(shard)) < MOST_ATTEMPTS:
+                    return
+            if folder.record(result) and result.error is None:
+                self._failed = []
+                self._done.shards += 1
+                self._done.rows += result.rows
+        except OSError as exc:
+            raise SnapshotError(disk_message(folder.folder, exc)) from exc
+
+    def _hopeless(self, known: ShardResult) -> ShardResult | None:
+        """The result of a shard whose attempts end without a word."""
+        folder, shard = self._folder, known.shard
+        silent = [
+            attempt
+            for attempt in self._silent(shard)
+            if not self._chunks(folder.attempt(shard, attempt))
+        ]
+        if len(silent) < MOST_ATTEMPTS:
+            return None
+        return replace(
+            known,
+            kind=ModelError.__name__,
+            error=f"{len(silent)} workers ended without a word while they computed it, and none"
+            " had finished a chunk: is there too little memory, or a row that ends the process?",
+        )
+
+    def _silent(self, shard: int) -> list[int]:
+        """Earlier attempts that did not fail, and have no result."""
+        failed = self._folder.failed(shard)
+        return [attempt for attempt in self._folder.attempts(shard) if attempt not in failed]
+
+    # ---- one attempt
+
+    def _computed(self, known: ShardResult, lease: Lease) -> ShardResult:
+        """Compute a shard.
+
+        Raises:
+            Stopped: it is to end; what was computed is in the journal.
+            FencedError: another worker has the shard by now.
+            PrecomputeError: it failed.
+        """
+        plan, opened, shard = self._plan, self._opened, known.shard
+        part, name = plan.shards[shard], self._folder.attempt(shard, known.attempt)
+        # where an attempt ended without a word a row may have ended it: the engine's own workers
+        # find it, and it is rejected alone
+        engine = EngineConfig(
+            workers=int(bool(self._silent(shard))), hang=self._settings.engine.hang
+        )
+        settings = self._settings.model_copy(update={"engine": engine})
+        rows, taken = pinned_path(self._store, part), self._taken_over(shard)
+        began, cpu_s = time.monotonic(), _cpu_s()
+        opened.convert()
+        self._journals.begin(name, plan.recipe, plan.partition, full=plan.full)
+        report = Report(name, self._store.name, "work")
+        left = part.rows - sum(chunk.part.rows for chunk in taken if chunk.part is not None)
+        wanted = -(-plan.audited * left // max(1, sum(each.rows for each in plan.shards)))
+        sample = Sample(plan.view, left, wanted, ends=opened.variant != REFERENCE)
+        chunks = Chunks(self._store, report, opened, plan.allowed, lease.check, sample.draw)
+        pace = _Pace(self._folder, known, chunks, part.rows - left, self._check)
+        read = partial(pinned_batches, rows, plan.view.entity, self._keys(taken))
+        try:
+            chunks.compute(read, settings, pace)
+        except Stopped:
+            chunks.finish()
+            if not chunks.finished:
+                self._journals.end(name)
+            raise
+        except RejectedError as exc:
+            chunks.rejections.write()
+            refused = [Finished(None, chunks.rejections.part)]
+            return replace(known, chunks=refused, error=str(exc), kind=type(exc).__name__)
+        made = chunks.finished
+        return replace(
+            known,
+            chunks=[*taken, *made],
+            rejected=chunks.rejections.count,
+            computed_at=chunks.computed_at,
+            fits=chunks.fits,
+            sample=self._sample(sample, known),
+            sampled=sample.rows,
+            seconds=round(time.monotonic() - began, 3),
+            cpu_s=round(_cpu_s() - cpu_s, 3),
+            model_s=round(report.stages_s.get("model", 0.0), 3),
+            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            engine=report.engine,
+        )
+
+    @property
+    def _journals(self) -> Journals:
+        return self._store.journals
+
+    def _chunks(self, attempt: str) -> list[Finished]:
+        return self._journals.chunks(attempt, self._plan.recipe, self._plan.partition)
+
+    def _taken_over(self, shard: int) -> list[Finished]:
+        """Computed rows of earlier attempts; rejected ones are few, and computed again."""
+        found = [
+            Finished(chunk.part, None, chunk.figures)
+            for attempt in self._folder.attempts(shard)
+            for chunk in self._chunks(self._folder.attempt(shard, attempt))
+            if chunk.part is not None
+        ]
+        return self._journals.whole(self._journals.here(found))
+
+    def _keys(self, taken: Sequence[Finished]) -> pa.Array | None:
+        entity = list(self._plan.view.entity)
+        tables = [
+            pq.read_table(self._store.folder / chunk.part.path, columns=entity)
+            for chunk in taken
+            if chunk.part is not None
+        ]
+        return key_column(pa.concat_tables(tables), entity) if tables else None
+
+    def _sample(self, sample: Sample, known: ShardResult) -> Part | None:
+        path = self._folder.folder / f"sample-{known.shard:05d}-{known.attempt}.arrow"
+        try:
+            return part_of(self._store, path, sample.rows) if sample.write(path) else None
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+
+
+class _Pace(Progress):
+    """Beats while a shard is computed, and looks whether the worker is to end."""
+
+    def __init__(
+        self,
+        folder: ShardFolder,
+        known: ShardResult,
+        chunks: Chunks,
+        taken: int,
+        check: Callable[[], None],
+    ) -> None:
+        self._folder, self._chunks, self._check = folder, chunks, check
+        self._beat = Beat(known.worker, known.shard, taken, taken)
+        self._taken, self._last = taken, -math.inf
+
+    def begin(self, what: str, total: int) -> None:
+        """Nobody is told."""
+
+    def advance(self, rows: int, retried: int = 0) -> None:
+        self._beat = replace(
+            self._beat,
+            computed=self._beat.computed + rows,
+            recorded=self._taken + self._chunks.recorded,
+            rejected=self._chunks.rejections.count,
+        )
+        if time.monotonic() - self._last >= BEAT_S:
+            self._folder.beat(self._beat)
+            self._last = time.monotonic()
+            self._check()
+
+    def end(self) -> None:
+        """Its result tells."""
+
+
+def _open(project: Project, store: ViewStore, plan: ShardPlan) -> OpenModel:
+    """The run's model, loaded here.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    tables = {name: pinned_table(pinned_path(store, part)) for name, part in plan.tables.items()}
+    columns = pinned_table(pinned_path(store, plan.columns)).schema
+    examples = (
+        columns.empty_table()
+        if plan.examples is None
+        else pinned_table(pinned_path(store, plan.examples))
+    )
+    opened = open_model(
+        plan.view,
+        project.home,
+        columns,
+        lambda rows, drawn: examples.slice(0, rows),
+        tables,
+        store.compiled,
+        held=True,
+    )
+    if opened.fingerprint != plan.model:
+        raise ConfigError(
+            f"view {store.name!r}: this host's model has the fingerprint {opened.fingerprint[:12]},"
+            f" and run {plan.run} computes with {plan.model[:12]}: all hosts need the same files of"
+            " the model, the same code and the same versions of libraries"
+        )
+    return opened
+
+
+def _cpu_s() -> float:
+    """CPU seconds of this process and of its children that ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)

@@ -1,0 +1,207 @@
+"""Shards on other hosts: over a root in an object store, and by actors of a Ray cluster, the rows
+are those of one run here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from demo.data import write_movielens
+from precompute.jobs.run.shards import holder as holder_module
+from precompute.jobs.run.shards import worker as worker_module
+from precompute.jobs.run.shards.worker import Worked, work
+from precompute.store.disk.storage import unmount_all
+from precompute.store.errors import ConfigError
+from precompute.store.offline.runs import Report
+from precompute.techniques.same_value import differing
+from tests import REPOSITORY
+from tests.conftest import MakeProject
+from tests.models import Doubler
+from tests.object_store import ObjectStore, object_store
+from tests.scene import Scene
+
+ROWS = [(i, i / 7) for i in range(100)]
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holder_module, "FEW_ROWS", 1)
+    monkeypatch.setattr(holder_module, "LOOK_REMOTE_S", 0.1)
+    monkeypatch.setattr(worker_module, "LOOK_S", 0.1)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[ObjectStore]:
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def bucket(running: ObjectStore, tmp_path: Path) -> Iterator[ObjectStore]:
+    running.prefix = tmp_path.name
+    yield running
+    running.fault = lambda _: None
+    unmount_all()
+
+
+def host(project: Scene, folder: Path) -> Scene:
+    """The project as another host has it: its configuration, and neither source nor cache."""
+    folder.mkdir()
+    for name in ("project.yaml", "views"):
+        os.symlink(project.home / name, folder / name)
+    return Scene(folder, {})
+
+
+@pytest.mark.parametrize("replies", ["given", "lost"])
+def test_two_hosts_over_an_object_store(
+    replies: str, bucket: ObjectStore, make_project: MakeProject, tmp_path: Path
+) -> None:
+    alone = make_project(ROWS)
+    alone.run()
+    wanted, content = alone.doubles(), alone.snapshot().content
+    root = f"s3://bucket/{bucket.prefix}"
+    settings = {"root": root, "online": "table:./online", "engine": {"on": "elsewhere"}}
+    scene = make_project(ROWS, view={"shards": 4}, project=settings)
+    hosts = [host(scene, tmp_path / name) for name in ("one", "two")]
+    if replies == "lost":
+        bucket.lose_first_replies()
+    done: list[Worked] = []
+    threads = [
+        threading.Thread(target=lambda one=one: done.append(work(one, "numbers", wait_s=30)))
+        for one in hosts
+    ]
+    for thread in threads:
+        thread.start()
+    report = scene.run()
+    for thread in threads:
+        thread.join(30)
+    assert scene.doubles() == wanted
+    assert scene.snapshot().content == content
+    assert (report.status, sum(one.rows for one in done)) == ("published", 100)
+    # a host that never saw the run reads it from the root alone
+    assert host(scene, tmp_path / "three").doubles() == wanted
+    assert scene.run().status == "current"
+
+
+# ---- Ray
+
+
+class Slow(Doubler):
+    """A tenth of a second for each batch, so that there is time to kill somebody."""
+
+    def __init__(self) -> None:
+        super().__init__(sleep_s=0.1)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(running: ObjectStore) -> Iterator[Any]:
+    """Three nodes of one CPU, with tokens; they have the object store's credentials."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    from ray.cluster_utils import Cluster
+
+    quiet = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=quiet)
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    yield cluster
+    cluster.shutdown()
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"):
+        os.environ.pop(name, None)
+
+
+def below(pid: int) -> list[int]:
+    """A process's children, theirs included."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children] + [n for c in children for n in below(int(c))]
+
+
+def kill_node(node: Any) -> None:
+    """Kill a node with all that runs on it, as a machine that is gone."""
+    from ray._private.ray_constants import PROCESS_TYPE_RAYLET
+
+    (raylet,) = node.all_processes[PROCESS_TYPE_RAYLET]
+    for pid in [raylet.process.pid, *below(raylet.process.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_three_ray_nodes_and_one_is_killed(
+    ray_cluster: Any, make_project: MakeProject, tmp_path: Path
+) -> None:
+    rows = [(i, i / 7) for i in range(240)]
+    view = {"model": {"use": "tests.jobs.test_shards_elsewhere:Slow"}}
+    alone = make_project(rows, view=view)
+    alone.run()
+    wanted, content = alone.doubles(), alone.snapshot().content
+    shards = {"shards": 24}
+    scene = make_project(rows, view=view | shards, project={"engine": {"workers": 3}})
+    scene.run(full=True)
+    assert (scene.doubles(), scene.snapshot().content) == (wanted, content)
+    on_ray = {"engine": {"on": "ray", "workers": 3}}
+    scene = make_project(rows, view=view | shards, project=on_ray)
+    node = next(iter(ray_cluster.worker_nodes))
+    reports: list[Report] = []
+    run = threading.Thread(target=lambda: reports.append(scene.run(full=True)))
+    run.start()
+    folder = scene.store.data
+    limit = time.monotonic() + 60
+    while len({json.loads(p.read_bytes())["worker"] for p in folder.glob("*-shards/beat-*")}) < 3:
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    kill_node(node)
+    run.join(90)
+    assert reports[0].status == "published"
+    assert (scene.doubles(), scene.snapshot().content) == (wanted, content)
+    assert scene.run().status == "current"
+
+
+def test_without_a_cluster_ray_is_refused(make_project: MakeProject, tmp_path: Path) -> None:
+    scene = make_project(ROWS, project={"engine": {"on": "ray", "workers": 2}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        with pytest.raises(ConfigError, match=r"no cluster can be reached .*RAY_ADDRESS"):
+            scene.run()
+    assert scene.report().status == "failed"
+
+
+def test_the_demo_on_three_nodes_and_an_object_store(
+    ray_cluster: Any, bucket: ObjectStore, tmp_path: Path
+) -> None:
+    """One changed line each."""
+    folders = [tmp_path / name / "configs" / "movielens" for name in ("here", "there")]
+    for folder in folders:
+        shutil.copytree(REPOSITORY / "configs" / "movielens", folder)
+        write_movielens(folder.parent.parent / "var" / "movielens" / "data", 600)
+    wanted = vectors(Scene(folders[0], {}))
+    path = folders[1] / "project.yaml"
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("root: ")
+    lines[0] = f"root: s3://bucket/{bucket.prefix}"
+    path.write_text("\n".join([*lines, "engine: {on: ray, workers: 3}"]))
+    scene = Scene(folders[1], {})
+    found = vectors(scene)
+    assert scene.report("item_embedding").engine["shards"] == 12
+    assert found.column("item_id").equals(wanted.column("item_id"))
+    view = scene.view("item_embedding").feature_view()
+    here, there = (table.select(["embedding"]) for table in (wanted, found))
+    assert not differing(here, there, view, "fp32")
+
+
+def vectors(scene: Scene) -> pa.Table:
+    """Run the view ``item_embedding``; its rows."""
+    assert scene.run("item_embedding").status == "published"
+    store = scene.offline.view("item_embedding")
+    batches = store.batches(scene.snapshot(view="item_embedding"))
+    return pa.Table.from_batches(list(batches)).sort_by("item_id")
