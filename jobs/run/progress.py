@@ -56,16 +56,18 @@ class Bar(Progress):
         )
         self._rich = RichProgress(*columns, console=Console(stderr=True), transient=True)
         self._task = self._rich.add_task(what, total=total, rate="")
-        self._started, self._done = time.monotonic(), 0
+        self._started, self._done, self._note = time.monotonic(), 0, ""
         self._rich.start()
 
     def advance(self, rows: int, retried: int = 0) -> None:
         self._done += rows
         if self._rich is not None:
             rate = self._done / max(time.monotonic() - self._started, 1e-9)
-            self._rich.update(
-                self._task, completed=self._done, rate=f"{rate:,.0f} rows/s" + _retrying(retried)
-            )
+            shown = f"{rate:,.0f} rows/s" + _retrying(retried) + self._note
+            self._rich.update(self._task, completed=self._done, rate=shown)
+
+    def note(self, text: str) -> None:
+        self._note = f" ({text})"
 
     def end(self) -> None:
         if self._rich is not None:
