@@ -267,7 +267,7 @@ def _compute(
         chunks.take_over(plan, opened.source)
         progress.begin(f"materialize {config.name}", plan.diff.compute)
         try:
-            shards = shards_of(config, job.project.settings.engine, plan.diff.compute)
+            shards = shards_of(config, job.project.settings.engine, opened, plan.diff.compute)
             if shards:
                 # judged before workers compute, and once for all of them
                 accuracy.checked()

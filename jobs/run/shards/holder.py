@@ -70,8 +70,11 @@ BAD_USAGE = 2
 """Exit status of a command that cannot work as configured."""
 
 
-def shards_of(config: ViewConfig, engine: EngineConfig, rows: int) -> int:
-    """How many shards a run of so many rows has; 0 where it computes them itself."""
+def shards_of(config: ViewConfig, engine: EngineConfig, opened: OpenView, rows: int) -> int:
+    """How many shards a run of so many rows has; 0 where it computes them itself: few, or those of
+    a model that counts rates and a budget in one process."""
+    if getattr(opened.model, "in_run_process", False):
+        return 0
     wanted = config.shards
     if wanted is None and engine.on != "local":
         wanted = SHARDS_A_WORKER * max(1, engine.workers)
