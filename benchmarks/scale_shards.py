@@ -151,15 +151,17 @@ def seen_s(pids: list[int]) -> Iterator[dict[int, tuple[int, int]]]:
     over = threading.Event()
 
     def look(begins: bool) -> None:
-        todo = list(pids)
-        while todo:
-            pid = todo.pop()
+        stats = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
             # it may end in between
             with suppress(OSError):
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                own = int(fields[11]) + int(fields[12])
-                ticks[pid] = ticks.get(pid, (own if begins else 0, 0))[0], own
-                todo += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+                stats[int(path.parent.name)] = path.read_text().rpartition(")")[2].split()
+        wanted = set(pids)
+        while more := {pid for pid, stat in stats.items() if int(stat[1]) in wanted} - wanted:
+            wanted |= more
+        for pid in wanted & stats.keys():
+            own = int(stats[pid][11]) + int(stats[pid][12])
+            ticks[pid] = ticks.get(pid, (own if begins else 0, 0))[0], own
 
     def watch() -> None:
         while not over.wait(0.2):

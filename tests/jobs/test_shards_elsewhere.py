@@ -122,19 +122,31 @@ def ray_cluster(running: ObjectStore) -> Iterator[Any]:
 
 
 def below(pid: int) -> list[int]:
-    """A process's children, theirs included."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children] + [n for c in children for n in below(int(c))]
+    """All processes that a process started, and those that they did."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        # it may end in between
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            parents[int(path.parent.name)] = int(fields[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
 
 
-def kill_node(node: Any) -> None:
-    """Kill a node with all that runs on it, as a machine that is gone."""
+def kill_node(node: Any) -> list[list[str]]:
+    """Kill a node with all that runs on it, as a machine that is gone; the command lines of what
+    ran."""
     from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 
     (raylet,) = node.all_processes[PROCESS_TYPE_RAYLET]
+    commands = []
     for pid in [raylet.process.pid, *below(raylet.process.pid)]:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):
+            commands.append(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
             os.kill(pid, signal.SIGKILL)
+    return commands
 
 
 def test_three_ray_nodes_and_one_is_killed(
@@ -160,7 +172,8 @@ def test_three_ray_nodes_and_one_is_killed(
     while len({json.loads(p.read_bytes())["worker"] for p in folder.glob("*-shards/beat-*")}) < 3:
         assert time.monotonic() < limit
         time.sleep(0.05)
-    kill_node(node)
+    killed = kill_node(node)
+    assert any("work" in command for command in killed)
     run.join(90)
     assert reports[0].status == "published"
     assert (scene.doubles(), scene.snapshot().content) == (wanted, content)
