@@ -34,6 +34,7 @@ SCRIPTS = (
     "gates_cost",
     "backfill",
     "store_plan",
+    "scale_plan",
     "store_chain",
     "store_resume",
     "store_write",

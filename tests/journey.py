@@ -216,6 +216,7 @@ def nights(journey: Journey) -> None:
     do("log", "numbers")
     do("report", "texts")
     do("export", "numbers", "--to", "numbers.csv")
+    do("plan", "numbers", ends=1)
     do("profile", "texts", "--rows", "32")
     do("tune", "texts", "--rows", "32", "--within", "20s", "--dry-run")
     do("schema")

@@ -253,6 +253,7 @@ def _log(arguments: argparse.Namespace) -> int:
 
 def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[str]:
     from precompute.jobs.run.report import engine_line
+    from precompute.jobs.run.usage import usage_line
 
     number = "" if report.snapshot is None else f", snapshot {report.snapshot}"
     yield f"{report.run}: {report.command} of {report.view}, {report.status}{number}"
@@ -269,6 +270,7 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
         "model": report.model,
         "read": ", ".join(f"snapshot {used} of {name}" for name, used in report.inputs.items()),
         "engine": engine_line(report.engine),
+        "took": usage_line(report),
         "index": (
             report.index
             and f"{report.index.get('kind')}, recall@10 ≥ {report.index.get('recall_bound', 0.0):.1%}"  # noqa: E501

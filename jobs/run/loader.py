@@ -162,9 +162,12 @@ class Loader:
             AHEAD_BYTES,
         )
 
+        usage = self._report.usage
+
         def with_progress() -> Rows:
             for batch in ahead:
                 yield batch
+                usage.loaded_bytes += batch.keys.size_bytes + batch.rows.size_bytes
                 self._progress.advance(len(batch))
 
         self._progress.begin(f"publish {name}", total)
@@ -180,6 +183,9 @@ class Loader:
                 f"the online store holds {count} of {total} rows of view {name!r} after loading; is"
                 " it evicting keys? Nothing was published"
             )
+        usage.loaded_rows, usage.overlay = total, changes is not None
+        if files := online.file_checks(name, [generation.number]):
+            usage.loaded_bytes = sum(file.size_bytes for file in files)
         return sample
 
     def _row_batches(self, snapshot: Snapshot, changes: Changes | None) -> Iterator[RowBatch]:
@@ -228,6 +234,7 @@ class Loader:
                 folder, base, batches, [changes.removed], view, model=snapshot.model
             )
         self._report.index = plain(figures)
+        self._report.usage.written_bytes += figures.size_bytes
 
 
 def _same(found: Packed, wanted: Packed) -> bool:

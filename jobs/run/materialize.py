@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ from precompute.store.offline.view_store import FRAME, OfflineStore, ViewStore
 from precompute.store.times import utc_now
 from precompute.techniques.table import REFERENCE
 
+HELD_S = 0.2
+"""Of a run's stages, from which on its report has what DuckDB holds of the source: 0.9 ms, which
+small runs, that tell nothing of large ones, need not take."""
+
 
 def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
     """Compute the rows of a view that need it, and commit the result; the caller holds the run's
@@ -79,6 +84,8 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
         snapshot = _judge(job, opened, plan, computed, delta, report)
         with report.stage("commit"):
             snapshot = job.store.commit(snapshot, job.lease)
+        files = (*snapshot.parts, snapshot.deletes, snapshot.rejected)
+        report.usage.written_bytes = sum(file.size_bytes for file in files if file is not None)
         took_over = {Path(part.path).parent.name for part in (*delta.parts, *snapshot.parts)}
         attempts = attempts_of(job.store, report) if "shards" in report.engine else []
         for run in {report.run, *took_over, *attempts}:
@@ -258,6 +265,8 @@ def _compute(
         RejectedError, ModelError, ConfigError: too many rows are unusable, or none fits the view.
     """
     config, store = job.config, job.store
+    built_on = "compacting" if plan.compact else "delta"
+    report.usage.kind = "full" if plan.parent is None else built_on
     with closing(_Accuracy(config, job.options.accept, opened, plan, report)) as accuracy:
         stages = report.stages_s
         audit = Audit(config, opened, plan.diff.compute, sum(stages.values()) - stages["open"])
@@ -283,6 +292,9 @@ def _compute(
             _check_fit(opened, plan, chunks, exc)
             raise
         progress.end()
+        if sum(stages.values()) >= HELD_S:
+            held_bytes, report.usage.spilled_bytes = opened.source.database.held_bytes()
+            report.usage.source_bytes = held_bytes + report.usage.spilled_bytes
         counts = Counts(
             source=plan.source_rows,
             written=chunks.written,
@@ -345,7 +357,8 @@ class _Accuracy:
             GateError: it is refused, and that is not accepted; nothing was written.
         """
         if self._check is not None and not self._verdicts:
-            with self._report.stage("accuracy"):
+            # the rows are computed meanwhile
+            with self._report.stage("accuracy", time.thread_time):
                 self._judge(self._check, "written")
         return self._verdicts
 

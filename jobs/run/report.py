@@ -30,6 +30,7 @@ from precompute.jobs.run.command_process import (
     last_words,
     logged_as,
 )
+from precompute.jobs.run.usage import UsageMeter
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import replace
 from precompute.store.errors import (
@@ -78,14 +79,14 @@ def recorded(
         pid=os.getpid(),
         **known,
     )
-    started = time.monotonic()
+    started, meter = time.monotonic(), UsageMeter()
     store.runs.write(report, "nothing was begun, the live snapshot is untouched")
 
     def closed(exc: BaseException) -> None:
         report.status, report.error = _end(exc)
         # a full disk must not hide the reason of the failure
         with contextlib.suppress(PrecomputeError):
-            _write(store, report, started)
+            _write(store, report, started, meter)
 
     with logged_as(run), last_words(lambda: closed(Terminated())):
         try:
@@ -101,7 +102,7 @@ def recorded(
                 store.runs.withdraw(report)
             finished(report)
             raise
-        _write(store, report, started)
+        _write(store, report, started, meter)
     finished(report)
 
 
@@ -163,11 +164,12 @@ def as_it_ended(store: ViewStore, report: Report) -> Report:
     )
 
 
-def _write(store: ViewStore, report: Report, started: float) -> None:
+def _write(store: ViewStore, report: Report, started: float, meter: UsageMeter) -> None:
     seconds = time.monotonic() - started
     report.seconds = round(seconds, 3)
     report.stages_s = {name: round(stage_s, 3) for name, stage_s in report.stages_s.items()}
     report.finished_at = utc_now()
+    meter.fill(report)
     if report.counts.get("source") and "model" in report.stages_s:
         report.rows_per_s = round(report.counts["source"] / seconds, 1)
     store.runs.write(report)

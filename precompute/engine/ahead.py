@@ -25,11 +25,13 @@ a daemon."""
 
 @dataclass(slots=True)
 class StageTime:
-    """Seconds of one stage."""
+    """Seconds of one stage; ``cpu_s`` what its own thread computed, without threads that it
+    started."""
 
     busy_s: float = 0.0
     starved_s: float = 0.0
     blocked_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 class Ahead(Generic[Item], Iterator[Item]):
@@ -125,6 +127,7 @@ class Ahead(Generic[Item], Iterator[Item]):
             error = exc
         finally:
             error = closed(self._items, error)
+            self._times.cpu_s += time.thread_time()
             with self._changed:
                 self._ended, self._error = True, error
                 self._changed.notify_all()

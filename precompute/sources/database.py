@@ -258,6 +258,13 @@ class Database:
         self._connection = open_duckdb(self._spill, memory_mb, threads)
         _open.add(self)
 
+    def held_bytes(self) -> tuple[int, int]:
+        """What it holds now in memory, and on disk since it did not fit there."""
+        held = "coalesce(sum(memory_usage_bytes), 0)::BIGINT"
+        spilled = "coalesce(sum(temporary_storage_bytes), 0)::BIGINT"
+        (row,) = self.query(f"SELECT {held} AS a, {spilled} AS b FROM duckdb_memory()").to_pylist()
+        return row["a"], row["b"]
+
     def execute(self, sql: str, parameters: Any = None) -> None:
         """Run a statement that yields nothing."""
         with _translated():

@@ -157,6 +157,7 @@ class PoolStream:
             error = exc
         finally:
             error = closed(source, error)
+            times.cpu_s += time.thread_time()
             with self._changed:
                 self._all_read, self._source_error = True, error
                 self._changed.notify_all()
@@ -444,7 +445,8 @@ class WorkerPool:
     def figures(self, seconds: float) -> dict[str, Any]:
         """What the run's report says of the engine, as
         :meth:`precompute.engine.runner.Runner.figures`: memory is this process's and all workers',
-        the budget and a device's memory the largest of any, lanes one's, ``peak_flops`` a worker's,
+        the budget, a device's memory and
+        ``worker_peak_memory_bytes`` the largest of any, lanes one's, ``peak_flops`` a worker's,
         measured when its model was loaded and the others were busy with theirs;
         ``workers_replaced`` where any was."""
         count, states = len(self.devices), list(self.states.values())
@@ -458,6 +460,9 @@ class WorkerPool:
         figures["cost_unit"] = states[0]["cost_unit"] if states else "rows"
         figures["peak_memory_bytes"] = ResidentPeak().bytes() + sum(
             state.get("peak_memory_bytes", 0) for state in states
+        )
+        figures["worker_peak_memory_bytes"] = max(
+            (state.get("peak_memory_bytes", 0) for state in states), default=0
         )
         for name in ("budget", "device_peak_memory_bytes"):
             if values := [state[name] for state in states if name in state]:

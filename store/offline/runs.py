@@ -234,6 +234,52 @@ Beyond that the clock was wrong when it was noted."""
 _STAMP = "%Y%m%dT%H%M%S.%fZ"
 
 
+class Usage(Record):
+    """What a run took of its machine. What cannot be known here is 0, or None of shares."""
+
+    kind: str | None = None
+    """Of the rows it computed: ``full`` (every row), ``delta``, or ``compacting`` (a delta whose
+    parent's rows were copied); None of a run that computed nothing."""
+    cores: int = 0
+    """CPUs that it could use; 0 of runs that were recorded before there were these figures."""
+    device: str = "cpu"
+    """What the model computed on: ``cpu`` or ``cuda``."""
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    """Stage → CPU seconds of the run's own process, in all its threads. Stages are those of
+    :attr:`Report.stages_s`, but of those that overlap ``read`` is the thread that reads the source,
+    ``write`` the one that writes parts, and ``model`` all else that computes meanwhile; ``other``
+    is what no stage took."""
+    workers_cpu_s: dict[str, float] = field(default_factory=dict)
+    """The same of worker processes."""
+    workers: int = 0
+    """Worker processes that computed rows; 0: the run's own process did."""
+    gpu_s: float = 0.0
+    """Seconds that the model's stage was busy with a GPU, of all GPUs together."""
+    peak_bytes: int = 0
+    """The most memory that the process ever held, pages of mapped files among it."""
+    worker_peak_bytes: int = 0
+    """The same of the worker that took most."""
+    source_bytes: int = 0
+    """What DuckDB held of the source's rows, when those to compute were computed; 0 of a run of an
+    instant."""
+    spilled_bytes: int = 0
+    """Of it on disk, since it did not fit in memory."""
+    read_bytes: int = 0
+    """Read by system calls, of files in the system's cache, too, and of messages of workers."""
+    written_bytes: int = 0
+    """Of the files of its snapshot in the root, and of the vector index that it built there."""
+    loaded_rows: int = 0
+    """Rows and tombstones that were loaded into the online store."""
+    loaded_bytes: int = 0
+    """Of the table file; of Redis, of keys and packed rows."""
+    overlay: bool = False
+    """Whether these were loaded over what is live, and not as a base."""
+    idle: float | None = None
+    """Share of the machine's CPU time that nobody took while the run lasted."""
+    steal: float | None = None
+    """Share of it that the machine's own host took."""
+
+
 class Report(Record):
     """One run; times in seconds.
 
@@ -285,6 +331,7 @@ class Report(Record):
     attention: list[str] = field(default_factory=list)
     """What an operator should look at though the run went well."""
     versions: dict[str, str] = field(default_factory=dict)
+    usage: Usage = field(default_factory=Usage)
 
     @property
     def finished(self) -> bool:
@@ -292,17 +339,25 @@ class Report(Record):
         return self.status in FINISHED
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to a stage."""
-        started = time.monotonic()
+    def stage(self, name: str, clock: Callable[[], float] = time.process_time) -> Iterator[None]:
+        """Add the time spent inside to a stage, and the CPU seconds by ``clock``: those of the
+        whole process, or by ``time.thread_time`` of this thread alone, where others work for other
+        stages meanwhile."""
+        started, computed_s = time.monotonic(), clock()
         try:
             yield
         finally:
             self.add(name, time.monotonic() - started)
+            self.add_cpu(name, clock() - computed_s)
 
     def add(self, name: str, seconds: float) -> None:
         """Add ``seconds`` to a stage."""
         self.stages_s[name] = self.stages_s.get(name, 0.0) + seconds
+
+    def add_cpu(self, name: str, seconds: float, *, workers: bool = False) -> None:
+        """Add CPU seconds to a stage: of the run's own process, or of its ``workers``."""
+        of = self.usage.workers_cpu_s if workers else self.usage.cpu_s
+        of[name] = of.get(name, 0.0) + seconds
 
 
 class Runs:

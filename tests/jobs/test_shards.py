@@ -290,6 +290,15 @@ def test_a_killed_worker_loses_a_chunk(make_project: MakeProject, tmp_path: Path
     statuses = sorted(process.returncode for process in processes)
     assert statuses == [-9, 0]
     assert (report.engine["shards"], report.engine["attempts"]) == (2, 3)
+    used = report.usage
+    assert {"pin", "collect", "other"} <= used.cpu_s.keys()
+    assert used.workers_cpu_s == {"model": report.engine["cpu_s"]}
+    assert used.workers_cpu_s["model"] > 0
+    assert used.written_bytes == sum(part.size_bytes for part in scene.snapshot().parts)
+    assert (used.workers, used.worker_peak_bytes) == (
+        report.engine["workers"],
+        report.engine["peak_memory_bytes"],
+    )
     assert scene.doubles() == {i: 2 * x for i, x in ROWS}
     given = sum(int(line.split()[1]) for line in log.read_text().splitlines())
     # what was in flight: the engine computes some windows ahead of what is written

@@ -21,6 +21,7 @@ from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.run.progress import Progress
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.rows.plan import Plan, now_us
+from precompute.jobs.run.usage import Overlapping
 from precompute.sources.diff import Diff, refused_rows
 from precompute.sources.source import Source
 from precompute.store.errors import RejectedError
@@ -343,6 +344,7 @@ class Chunks:
             progress: called with how many are done.
         """
         meter, began, report = Meter(), time.monotonic(), self._report
+        usage, computing = report.usage, Overlapping(report)
         runner = engine_of(self._opened, settings.engine, meter)
         windows = joined(self._good_keys(batches(WINDOW_ROWS)), runner.window_rows)
         stream = runner.stream(windows, hidden=("input_hash",), memory_mb=settings.stream_mb)
@@ -353,9 +355,14 @@ class Chunks:
         finally:
             # no thread may read the source after it is closed
             stream.close()
+            computing.end(meter.stage("read").cpu_s)
             report.engine = runner.figures(time.monotonic() - began)
             for stage, name in (("read", "source"), ("model", "model")):
                 report.add(name, meter.stage(stage).busy_s)
+            usage.workers = report.engine.get("workers", 0)
+            usage.worker_peak_bytes = report.engine.get("worker_peak_memory_bytes", 0)
+            if self._opened.wanted is not None:
+                usage.device, usage.gpu_s = self._opened.wanted, meter.stage("model").busy_s
         self.finish()
 
     def _good_keys(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -425,7 +432,8 @@ class Chunks:
         store, run, number = self._store, self._report.run, len(self.finished)
         part = rejected = figures = None
         self._may_write()
-        with self._report.stage("write"):
+        # the engine computes the next rows meanwhile
+        with self._report.stage("write", time.thread_time):
             if self._pending:
                 assert self._counter is not None
                 figures, rare, self._counter = self._counter.figures(), self._counter.rare(), None

@@ -117,6 +117,8 @@ def compute_in_shards(
             except OSError as exc:
                 raise SnapshotError(disk_message(folder.folder, exc)) from exc
         _Holder(job, folder, shard_plan, chunks, audit, progress, report).hold()
+    if opened.wanted is not None:
+        report.usage.device, report.usage.gpu_s = opened.wanted, report.stages_s["model"]
 
 
 def attempts_of(store: ViewStore, report: Report) -> list[str]:
@@ -334,6 +336,9 @@ class _Holder:
     def _figures(self, results: Mapping[int, ShardResult]) -> None:
         report, done = self._report, results.values()
         report.add("model", sum(result.model_s for result in done))
+        report.add_cpu("model", sum(result.cpu_s for result in done), workers=True)
+        report.usage.workers = len({result.worker for result in done})
+        report.usage.worker_peak_bytes = max(result.peak_bytes for result in done)
         report.engine = {
             "shards": len(done),
             "workers": len({result.worker for result in done}),
