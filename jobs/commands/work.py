@@ -42,6 +42,8 @@ def _work(arguments: argparse.Namespace) -> int:
         arguments,
         plain(done),
         f"{done.shards} shards and {done.rows:,} rows of run {done.run}"
-        + (", and ended before the run was over" if done.signal else ""),
+        + (", and ended before the run was over" if done.signal else "")
+        if done.worker
+        else "ended before a run began",
     )
     return 128 + done.signal if done.signal else DONE

@@ -18,6 +18,7 @@ from precompute.store.disk.storage import LOCAL, Item
 from precompute.store.errors import ConflictError, SnapshotError
 from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import NAME as JOURNAL
+from precompute.store.offline.runs import run_of_folder
 from precompute.store.offline.snapshot import Catalog, Entry
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
@@ -142,7 +143,12 @@ def _collect_files(
         # of a run of shards the parts are in a folder for each attempt
         committed = {entry.run for entry in stay} | {Path(path).parent.name for path in named}
         runs = _folders(store, committed, max(manifests, default=0), swept)
-        runs = [folder for folder in runs if folder not in others]
+        # what a run hands to its workers has no journal, and stays as long as the run's own
+        runs = [
+            folder
+            for folder in runs
+            if not {folder, folder.with_name(run_of_folder(folder.name))} & others
+        ]
         files = list(_orphans(store, runs, named, set(mine), held_s, young_s))
         if not dry_run:
             held_now = [*leases, *(lease for lease in mine.values() if lease is not None)]

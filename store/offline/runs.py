@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
 
-_ATTEMPT = re.compile(r"-s\d{5}-\d+$")
+_OF_SHARDS = re.compile(r"-(s\d{5}-\d+|shards)$")
 
 
 def run_of_folder(name: str) -> str:
-    """The run whose parts are in a folder of a view's data: of an attempt at a shard the run that
-    the shard is of."""
-    return _ATTEMPT.sub("", name)
+    """The run whose files are in a folder of a view's data: of an attempt at a shard the run that
+    the shard is of, as of what that run hands to its workers."""
+    return _OF_SHARDS.sub("", name)
 
 
 class Finished(Record, frozen=True):
@@ -129,7 +129,8 @@ class Journals:
         runs, files = self._committed() if paths else (frozenset(), frozenset())
         chunks = []
         for path in paths:
-            if path.parent.name in runs:
+            # of a run of shards the journals are its workers'
+            if run_of_folder(path.parent.name) in runs:
                 continue
             for chunk in self._chunks(path, recipe, partition, full):
                 # A part that a manifest names is that snapshot's: the run that took it over may not

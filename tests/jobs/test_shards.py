@@ -548,18 +548,6 @@ def test_a_run_of_few_rows_starts_no_workers(
     assert scene.doubles() == {i: 2 * x for i, x in ROWS}
 
 
-class Counted(Doubler):
-    """Counts what it may compute in one process."""
-
-    in_run_process = True
-
-
-def test_a_model_that_counts_in_one_process_is_not_sharded(make_project: MakeProject) -> None:
-    scene = sharded(make_project, model={"use": "tests.jobs.test_shards:Counted"})
-    assert "shards" not in scene.run().engine
-    assert scene.doubles() == {i: 2 * x for i, x in ROWS}
-
-
 def test_partitions_are_sharded_like_all(make_project: MakeProject) -> None:
     days = [datetime(2026, 1, 1 + i % 2) for i in range(40)]
     table = pa.table(

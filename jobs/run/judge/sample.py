@@ -126,6 +126,9 @@ class Sample:
                 if not batch.column("at_end")[0].as_py():
                     self._inputs.append(shown)
                     self._made.append(made)
+                    self._bytes += shown.nbytes + made.nbytes
+                    if self._bytes > HELD_BYTES:
+                        self._halve(self.rows)
                 elif self._ends is not None:
                     self._ends.add(shown, made)
 

@@ -37,6 +37,7 @@ from precompute.jobs.run.shards.shard_folder import (
     error_of,
 )
 from precompute.store.disk.durable_file import disk_message
+from precompute.store.disk.record import read_record, sealed
 from precompute.store.disk.storage import LOCAL
 from precompute.store.errors import (
     ConfigError,
@@ -73,12 +74,16 @@ BAD_USAGE = 2
 def shards_of(config: ViewConfig, engine: EngineConfig, opened: OpenView, rows: int) -> int:
     """How many shards a run of so many rows has; 0 where it computes them itself: few, or those of
     a model that counts rates and a budget in one process."""
-    if getattr(opened.model, "in_run_process", False):
-        return 0
     wanted = config.shards
     if wanted is None and engine.on != "local":
         wanted = SHARDS_A_WORKER * max(1, engine.workers)
-    return 0 if wanted is None or rows < FEW_ROWS else min(wanted, rows)
+    if wanted is None or rows < FEW_ROWS:
+        return 0
+    if getattr(opened.model, "in_run_process", False):
+        # each worker would spend the whole budget, and each attempt once more
+        log.info("view %r: its model's rates and budget are counted here: no shards", config.name)
+        return 0
+    return min(wanted, rows)
 
 
 def compute_in_shards(
@@ -112,6 +117,7 @@ def compute_in_shards(
     with closing(folder):
         with report.stage("pin"):
             shard_plan = _planned(job, opened, plan, shards, audit, report)
+            _check_arguments(opened, shard_plan)
             try:
                 folder.open(shard_plan)
             except OSError as exc:
@@ -156,6 +162,21 @@ def _planned(
         raise SnapshotError(disk_message(store.data / run, exc)) from exc
 
 
+def _check_arguments(opened: OpenView, plan: ShardPlan) -> None:
+    """Raises:
+    ConfigError: workers would get other arguments of the model than this run has: its fingerprint
+        need not tell.
+    """
+    there = read_record(ShardPlan, sealed(plan)).view.definition.model.args
+    for name, value in opened.view.definition.model.args.items():
+        if repr(there[name]) != repr(value):
+            raise ConfigError(
+                f"{opened.place('model', 'args', name)}: {value!r} reaches workers as"
+                f" {there[name]!r}, since it goes through JSON: write it so (keys of mappings are"
+                " texts), or leave out `shards`"
+            )
+
+
 class _Holder:
     """Waits for results, and sees to it that there are workers."""
 
@@ -178,6 +199,9 @@ class _Holder:
         self._shown = 0
         self._began = self._checked = time.monotonic()
         self._lonely = False
+        self._seen: object = None
+        """What workers told last, and when."""
+        self._heard = self._began
 
     def hold(self) -> None:
         """Until each shard has a result."""
@@ -231,7 +255,8 @@ class _Holder:
             if worker.status == BAD_USAGE:
                 raise ConfigError(f"a worker {worker.how}")
             self._deaths += [worker.how] if worker.status != 0 else []
-            if len(self._deaths) >= MOST_DEATHS:
+            # each may have come upon a row that ends it: who comes next rejects that alone
+            if len(self._deaths) >= max(MOST_DEATHS, self._workers + 1):
                 raise ModelError(
                     f"{len(self._deaths)} workers ended one after the other, while no row was"
                     f" computed; the last {self._deaths[-1]}"
@@ -265,28 +290,48 @@ class _Holder:
             f"{recorded:,} recorded, {len(results)} of {len(self._plan.shards)} shards done,"
             f" {len(workers)} worker{'s' * (len(workers) != 1)} came"
         )
-        if not workers and not self._lonely and time.monotonic() > self._began + LONELY_S:
-            self._lonely = True
-            log.warning(
-                "no worker came for %.0f s: %s",
-                LONELY_S,
-                f"start some, `precompute work {self._job.config.name} --run {self._report.run}`"
-                if self._engine.on == "elsewhere"
-                else "the cluster has no room for them, or they cannot reach the root",
-            )
+        self._listen(results, workers)
         rejected = self._chunks.rejections.count + sum(
             result.rejected for result in results.values()
         )
         rejected += sum(beat.rejected for beat in beats.values())
         if rejected > self._plan.allowed:
             # as soon as these are too many, that is raised, with the file of all and the reasons
+            self._chunks.fits |= any(beat.fits for beat in beats.values())
             for result in results.values():
                 self._chunks.fits |= result.fits
                 self._add_rejected(result.chunks)
+            self._chunks.rejections.write()
+            known = [self._chunks.rejections.reasons(), *(beat.reasons for beat in beats.values())]
+            reasons = "; ".join(list(dict.fromkeys(filter(None, known)))[:3])
             raise RejectedError(
                 f"view {self._job.config.name!r}: {rejected} rows rejected so far in all shards,"
-                f" {self._plan.allowed} allowed; nothing was published and the live snapshot stays"
+                f" {self._plan.allowed} allowed ({reasons}); nothing was published and the live"
+                " snapshot stays. Mend the source, or raise max_rejected"
             )
+
+    def _listen(self, results: Mapping[int, ShardResult], workers: list[Beat]) -> None:
+        """Tell an operator, once each time, when nobody computes: no worker came, or all that came
+        are gone."""
+        now, seen = time.monotonic(), (len(results), workers)
+        if seen != self._seen:
+            self._seen, self._heard, self._lonely = seen, now, False
+        if self._lonely or now < self._heard + LONELY_S:
+            return
+        self._lonely = True
+        left = (n for n in range(len(self._plan.shards)) if n not in results)
+        # one that is at a long batch says nothing, and has its shard
+        if workers and any(self._folder.is_taken(shard) for shard in left):
+            self._heard, self._lonely = now, False
+            return
+        log.warning(
+            "no worker %s for %.0f s: %s",
+            "is left" if workers else "came",
+            LONELY_S,
+            f"start some, `precompute work {self._job.config.name} --run {self._report.run}`"
+            if self._engine.on == "elsewhere"
+            else "the cluster has no room for them, or they cannot reach the root",
+        )
 
     def _end(self, launcher: Launcher) -> None:
         """End the workers: those of a run that failed finish the chunk in flight, for the next run

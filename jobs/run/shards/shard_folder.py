@@ -93,6 +93,10 @@ class Beat(Record, frozen=True):
     recorded: int = 0
     """Rows of it that are in finished chunks."""
     rejected: int = 0
+    reasons: str = ""
+    """The commonest reasons of these."""
+    fits: bool = False
+    """Whether the model's value fitted the view for any row of it."""
 
 
 class ShardFolder:
@@ -189,6 +193,10 @@ class ShardFolder:
     def is_taken(self, shard: int) -> bool:
         """Whether a worker computes the shard, as far as clocks tell."""
         return is_held(self.folder, f"{shard:05d}")
+
+    def begun(self) -> set[int]:
+        """The shards that somebody has taken before."""
+        return {int(name[6:-5]) for name in self._names("lease")}
 
     def attempt(self, shard: int, number: int) -> str:
         """Name of the folder of an attempt's parts and journal."""

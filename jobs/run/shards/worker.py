@@ -19,10 +19,11 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from precompute.jobs.config.project import EngineConfig, Project
@@ -66,6 +67,10 @@ _FINAL = ("ConfigError", "RejectedError")
 """Kinds of errors that another attempt would have, too."""
 
 
+_FAILURES = (PrecomputeError, OSError, MemoryError, pa.ArrowException)
+"""What a shard's attempt may fail with; other errors are ours."""
+
+
 class Stopped(Exception):
     """The worker is to end: it was told so, or the run is over."""
 
@@ -107,36 +112,55 @@ def work(
         ConflictError: the run died meanwhile, and another one has begun.
         PrecomputeError: the root cannot be read or written.
     """
+    if name not in project.names and name not in project.offline.views():
+        # says which there are: nobody is to wait for one that will never run
+        project.view(name)
     store = project.offline.view(name)
     with _told_to_end() as told:
-        folder, plan = _run_of(store, run, time.monotonic() + wait_s, told)
+        found = _run_of(store, run, time.monotonic() + wait_s, told)
+        if found is None:
+            return Worked(run, signal=told.signal)
+        folder, plan = found
         done = Worked(plan.run, f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(2)}")
         announce(f"{name}: {len(plan.shards)} shards of run {plan.run}, as {done.worker}")
         folder.beat(Beat(done.worker))
-        with contextlib.suppress(Stopped):
+        try:
             _Worker(project, store, folder, plan, told, done).work()
+        except Stopped:
+            pass
+        except _FAILURES as exc:
+            # a run that ends removes what its workers read
+            if folder.is_wanted(plan) or isinstance(exc, ConfigError):
+                raise exc if isinstance(exc, PrecomputeError) else _unread(exc) from exc
         done.signal = told.signal
         if not done.signal and folder.is_superseded(plan):
             raise ConflictError(
                 f"run {plan.run} ended without a word, and another one of view {name!r} has begun:"
                 " start the worker again, for that one"
             )
+        if not done.signal and folder.is_wanted(plan) and not store.running(plan.partition):
+            raise ConflictError(
+                f"run {plan.run} ended without a word, and nobody takes what was computed: run view"
+                f" {name!r} again, which takes it over"
+            )
     return done
 
 
 def _run_of(
     store: ViewStore, run: str | None, limit: float, told: _Told
-) -> tuple[ShardFolder, ShardPlan]:
-    """The run that wants workers."""
+) -> tuple[ShardFolder, ShardPlan] | None:
+    """The run that wants workers; None where the worker is to end before there is one."""
     while True:
         for found in ShardFolder.runs(store) if run is None else [run]:
             folder = ShardFolder(store, found)
             plan = folder.plan()
-            # of a run that died the folder may still be there: whoever works for it is not there
-            # for the run that takes over
+            # of a run that died the folder may still be there: a worker of it is not there for
+            # the run that takes over
             if plan is not None and folder.is_wanted(plan) and store.running(plan.partition):
                 return folder, plan
-        if time.monotonic() >= limit or told.is_set():
+        if told.is_set():
+            return None
+        if time.monotonic() >= limit:
             whose = (
                 f"no run of view {store.name!r} wants workers now"
                 if run is None
@@ -153,6 +177,8 @@ class _Told(threading.Event):
     """Set when the process is to end, by ``signal``."""
 
     signal = 0
+    attempt: Callable[[], None] | None = None
+    """Leaves the attempt in flight, before the process ends in the middle of a batch."""
 
 
 @contextlib.contextmanager
@@ -166,6 +192,8 @@ def _told_to_end() -> Iterator[_Told]:
 
     def give_up(number: int) -> None:
         log.warning("the batch in flight took longer than %.0f s: it is lost", STOP_S)
+        if told.attempt is not None:
+            told.attempt()
         release_leases()
         os._exit(128 + number)
 
@@ -173,16 +201,19 @@ def _told_to_end() -> Iterator[_Told]:
         if not told.is_set():
             told.signal = number
             told.set()
-            timer = threading.Timer(STOP_S, give_up, [number])
-            timer.daemon = True
-            timer.start()
+            timers.append(threading.Timer(STOP_S, give_up, [number]))
+            timers[0].daemon = True
+            timers[0].start()
 
+    timers: list[threading.Timer] = []
     before = {number: signal.signal(number, noted) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        for timer in timers:
+            timer.cancel()
 
 
 class _Worker:
@@ -213,7 +244,9 @@ class _Worker:
         """
         while True:
             self._check()
-            left = [n for n in range(len(self._plan.shards)) if n not in self._folder.results()]
+            # looked for once: in an object store each look costs money
+            done = self._folder.results()
+            left = [n for n in range(len(self._plan.shards)) if n not in done]
             if not left:
                 return
             if not any(self._try(shard) for shard in self._in_turn(left)):
@@ -225,9 +258,14 @@ class _Worker:
 
     def _in_turn(self, left: Sequence[int]) -> Iterator[int]:
         """Shards to try, of those that nobody computes: each worker begins at another place, with
-        those that it did not fail at."""
+        those that it did not fail at. Of these, begun ones come first: where a row ended a
+        worker, each new one would else meet the next such row, and the run fail for want of
+        progress."""
         start = zlib.crc32(self._done.worker.encode()) % len(left)
-        turn = sorted([*left[start:], *left[:start]], key=lambda shard: shard in self._failed)
+        begun, failed = self._folder.begun(), self._failed
+        turn = sorted(
+            [*left[start:], *left[:start]], key=lambda one: (one in failed, one not in begun)
+        )
         return (shard for shard in turn if not self._folder.is_taken(shard))
 
     def _try(self, shard: int) -> bool:
@@ -245,10 +283,12 @@ class _Worker:
                 self._note(self._hopeless(known) or self._computed(known, lease))
             except FencedError as exc:
                 log.warning("shard %d: %s", shard, exc)
-            except PrecomputeError as exc:
-                self._note(replace(known, error=str(exc), kind=type(exc).__name__))
+            except _FAILURES as exc:
+                self._check()
+                error = exc if isinstance(exc, PrecomputeError) else _unread(exc)
+                self._note(replace(known, error=str(error), kind=type(error).__name__))
                 if len(self._failed) >= MOST_ATTEMPTS:
-                    raise
+                    raise error from exc
         return True
 
     def _note(self, result: ShardResult) -> None:
@@ -281,8 +321,9 @@ class _Worker:
         return replace(
             known,
             kind=ModelError.__name__,
-            error=f"{len(silent)} workers ended without a word while they computed it, and none"
-            " had finished a chunk: is there too little memory, or a row that ends the process?",
+            error=f"{len(silent)} workers ended without a word while they computed it, or were"
+            " stopped past their lease, and none had finished a chunk: is there too little memory,"
+            " or a row that ends the process?",
         )
 
     def _silent(self, shard: int) -> list[int]:
@@ -310,33 +351,34 @@ class _Worker:
         settings = self._settings.model_copy(update={"engine": engine})
         rows, taken = pinned_path(self._store, part), self._taken_over(shard)
         began, cpu_s = time.monotonic(), _cpu_s()
-        opened.convert()
         self._journals.begin(name, plan.recipe, plan.partition, full=plan.full)
+        self._told.attempt = partial(self._leave, name)
         report = Report(name, self._store.name, "work")
-        left = part.rows - sum(chunk.part.rows for chunk in taken if chunk.part is not None)
+        left = part.rows - len(taken.keys)
         wanted = -(-plan.audited * left // max(1, sum(each.rows for each in plan.shards)))
         sample = Sample(plan.view, left, wanted, ends=opened.variant != REFERENCE)
         chunks = Chunks(self._store, report, opened, plan.allowed, lease.check, sample.draw)
         pace = _Pace(self._folder, known, chunks, part.rows - left, self._check)
-        read = partial(pinned_batches, rows, plan.view.entity, self._keys(taken))
+        done = taken.keys if taken.chunks else None
+        read = partial(pinned_batches, rows, plan.view.entity, done)
         try:
-            chunks.compute(read, settings, pace)
+            with self._watched(pace, engine):
+                chunks.compute(read, settings, pace)
         except Stopped:
             chunks.finish()
-            if not chunks.finished:
-                self._journals.end(name)
+            self._leave(name)
             raise
         except RejectedError as exc:
             chunks.rejections.write()
             refused = [Finished(None, chunks.rejections.part)]
             return replace(known, chunks=refused, error=str(exc), kind=type(exc).__name__)
-        made = chunks.finished
+        ages = [*taken.computed_at, *chunks.computed_at]
         return replace(
             known,
-            chunks=[*taken, *made],
+            chunks=[*taken.chunks, *chunks.finished],
             rejected=chunks.rejections.count,
-            computed_at=chunks.computed_at,
-            fits=chunks.fits,
+            computed_at=[min(ages), max(ages)] if ages else [],
+            fits=chunks.fits or bool(taken.chunks),
             sample=self._sample(sample, known),
             sampled=sample.rows,
             seconds=round(time.monotonic() - began, 3),
@@ -346,6 +388,36 @@ class _Worker:
             engine=report.engine,
         )
 
+    @contextlib.contextmanager
+    def _watched(self, pace: _Pace, engine: EngineConfig) -> Iterator[None]:
+        """End the process where its model hands nothing on for ``engine.hang``: its lease is
+        renewed all the same, and everybody would wait for it for ever. The shard's next attempt
+        has a process for the model, and rejects the row that it hangs at."""
+        over, opened = threading.Event(), self._opened
+        own = not engine.workers and opened.wanted is None
+        if not own or getattr(opened.model, "in_run_process", False):
+            yield
+            return
+
+        def watch() -> None:
+            while not over.wait(min(1.0, engine.hang / 4)):
+                if time.monotonic() > pace.moved + engine.hang:
+                    log.error(
+                        "no batch was finished for %.0f s: the model hangs, and so this worker"
+                        " ends",
+                        engine.hang,
+                    )
+                    release_leases()
+                    os._exit(1)
+
+        thread = threading.Thread(target=watch, name="hang", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     @property
     def _journals(self) -> Journals:
         return self._store.journals
@@ -353,7 +425,13 @@ class _Worker:
     def _chunks(self, attempt: str) -> list[Finished]:
         return self._journals.chunks(attempt, self._plan.recipe, self._plan.partition)
 
-    def _taken_over(self, shard: int) -> list[Finished]:
+    def _leave(self, attempt: str) -> None:
+        """Leave nothing of an attempt that has no chunk: nobody is to take it for one that a row
+        ended."""
+        if not self._chunks(attempt):
+            self._journals.end(attempt)
+
+    def _taken_over(self, shard: int) -> _Taken:
         """Computed rows of earlier attempts; rejected ones are few, and computed again."""
         found = [
             Finished(chunk.part, None, chunk.figures)
@@ -361,16 +439,17 @@ class _Worker:
             for chunk in self._chunks(self._folder.attempt(shard, attempt))
             if chunk.part is not None
         ]
-        return self._journals.whole(self._journals.here(found))
-
-    def _keys(self, taken: Sequence[Finished]) -> pa.Array | None:
-        entity = list(self._plan.view.entity)
-        tables = [
-            pq.read_table(self._store.folder / chunk.part.path, columns=entity)
-            for chunk in taken
-            if chunk.part is not None
-        ]
-        return key_column(pa.concat_tables(tables), entity) if tables else None
+        entity, taken = list(self._plan.view.entity), _Taken()
+        for chunk in self._journals.whole(self._journals.here(found)):
+            assert chunk.part is not None
+            path = self._store.folder / chunk.part.path
+            table = pq.read_table(path, columns=[*entity, "computed_at"])
+            keys = key_column(table, entity)
+            # a worker that slept past its lease may note a chunk late, whose rows the next attempt
+            # has computed meanwhile
+            if not pc.any(pc.is_in(keys, value_set=taken.keys)).as_py():
+                taken.add(chunk, keys, table.column("computed_at"))
+        return taken
 
     def _sample(self, sample: Sample, known: ShardResult) -> Part | None:
         path = self._folder.folder / f"sample-{known.shard:05d}-{known.attempt}.arrow"
@@ -378,6 +457,25 @@ class _Worker:
             return part_of(self._store, path, sample.rows) if sample.write(path) else None
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What earlier attempts at a shard computed."""
+
+    chunks: list[Finished] = field(default_factory=list)
+    keys: pa.Array = field(default_factory=lambda: pa.array([], pa.string()))
+    """Texts of their keys, none twice."""
+    computed_at: list[int] = field(default_factory=list)
+    """When the first and the last row were computed, µs since 1970; empty without any."""
+
+    def add(self, chunk: Finished, keys: pa.Array, computed_at: pa.ChunkedArray) -> None:
+        """Add a chunk with the keys and the times of its rows."""
+        ends = pc.min_max(computed_at.cast(pa.int64())).as_py()
+        ages = [*self.computed_at, ends["min"], ends["max"]]
+        self.chunks.append(chunk)
+        self.keys = pa.concat_arrays([self.keys, keys])
+        self.computed_at = [min(ages), max(ages)]
 
 
 class _Pace(Progress):
@@ -394,16 +492,21 @@ class _Pace(Progress):
         self._folder, self._chunks, self._check = folder, chunks, check
         self._beat = Beat(known.worker, known.shard, taken, taken)
         self._taken, self._last = taken, -math.inf
+        self.moved = time.monotonic()
+        """When rows were handed on last."""
 
     def begin(self, what: str, total: int) -> None:
         """Nobody is told."""
 
     def advance(self, rows: int, retried: int = 0) -> None:
+        self.moved = time.monotonic()
         self._beat = replace(
             self._beat,
             computed=self._beat.computed + rows,
             recorded=self._taken + self._chunks.recorded,
             rejected=self._chunks.rejections.count,
+            reasons=self._chunks.rejections.reasons(),
+            fits=self._chunks.fits,
         )
         if time.monotonic() - self._last >= BEAT_S:
             self._folder.beat(self._beat)
@@ -418,7 +521,7 @@ def _open(project: Project, store: ViewStore, plan: ShardPlan) -> OpenModel:
     """The run's model, loaded here.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: it is another one, or this host cannot convert it.
     """
     tables = {name: pinned_table(pinned_path(store, part)) for name, part in plan.tables.items()}
     columns = pinned_table(pinned_path(store, plan.columns)).schema
@@ -442,7 +545,13 @@ def _open(project: Project, store: ViewStore, plan: ShardPlan) -> OpenModel:
             f" and run {plan.run} computes with {plan.model[:12]}: all hosts need the same files of"
             " the model, the same code and the same versions of libraries"
         )
+    # before a shard is taken: the run has converted it, so what fails here is this host's own
+    opened.convert()
     return opened
+
+
+def _unread(exc: BaseException) -> SnapshotError:
+    return SnapshotError(f"{type(exc).__name__}: {exc}")
 
 
 def _cpu_s() -> float:

@@ -1,0 +1,429 @@
+"""Shards, attacked: what two faults together, somebody's mistake or a collection beside do to a run
+whose rows workers compute."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from precompute.jobs.run.judge import sample as sample_module
+from precompute.jobs.run.judge.sample import Sample
+from precompute.jobs.run.rows.open_model import OpenModel
+from precompute.jobs.run.shards import holder as holder_module
+from precompute.jobs.run.shards import worker as worker_module
+from precompute.jobs.run.shards.pinned import pinned_batches
+from precompute.jobs.run.shards.shard_folder import ShardFolder
+from precompute.jobs.run.shards.worker import Worked, work
+from precompute.store.disk.lease import Lease
+from precompute.store.errors import (
+    ConfigError,
+    ConflictError,
+    FencedError,
+    PrecomputeError,
+    RejectedError,
+)
+from precompute.store.offline.gc import collect
+from precompute.store.offline.runs import Finished, Journals
+from tests.conftest import MakeProject
+from tests.faults.harness import small_chunks
+from tests.jobs import test_shards
+from tests.jobs.test_shards import (
+    ROWS,
+    SMALL,
+    Workers,
+    _plans,
+    _until,
+    sharded,
+    worker_process,
+    workers,
+)
+from tests.models import Doubler
+from tests.scene import Scene
+
+HERE = "tests.jobs.test_shards_faults"
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows are sharded, too, and nobody waits."""
+    monkeypatch.setattr(holder_module, "FEW_ROWS", 1)
+    monkeypatch.setattr(holder_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(worker_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(worker_module, "BEAT_S", 0.0)
+
+
+@contextmanager
+def running(scene: Scene, **options: Any) -> Iterator[list[PrecomputeError]]:
+    """A run that wants workers by now, and is over at the end; the error that ended it."""
+    errors: list[PrecomputeError] = []
+
+    def run() -> None:
+        try:
+            scene.run(**options)
+        except PrecomputeError as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    _until(lambda: bool(errors) or any(_plans(scene)))
+    assert not errors
+    yield errors
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@contextmanager
+def first_attempt_lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The first worker with a result ends before it records it."""
+    record, lost = ShardFolder.record, list[Any]()
+
+    def recorded(folder: ShardFolder, result: Any) -> bool:
+        if not lost:
+            lost.append(result)
+            raise FencedError("gone")
+        return record(folder, result)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardFolder, "record", recorded)
+        yield
+
+
+def test_collection_beside_a_run_leaves_what_its_workers_need(make_project: MakeProject) -> None:
+    scene = sharded(make_project)
+    with running(scene) as errors:
+        assert not collect(scene.reread().store, keep=1, grace_s=0)
+        crew = Workers(scene, 1)
+    crew.join()
+    assert not errors
+    assert scene.doubles() == {i: 2 * x for i, x in ROWS}
+
+
+def test_workers_look_as_often_as_there_are_shards(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene, looks, names = sharded(make_project, shards=40), list[str](), ShardFolder._names
+
+    def counted(folder: ShardFolder, kind: str) -> list[str]:
+        looks.append(kind)
+        return names(folder, kind)
+
+    monkeypatch.setattr(holder_module, "LOOK_S", 0.2)
+    monkeypatch.setattr(ShardFolder, "_names", counted)
+    with workers(scene, 1):
+        scene.run()
+    assert looks.count("result") < 4 * 40
+
+
+def test_rows_taken_over_are_as_old_as_they_are(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = sharded(make_project, shards=1)
+    with first_attempt_lost(monkeypatch), workers(scene, 1):
+        report = scene.run()
+    assert report.engine["attempts"] == 2
+    times = [row["computed_at"].timestamp() for row in scene.rows()]
+    snapshot = scene.snapshot()
+    assert snapshot.computed_at_min == pytest.approx(min(times) * 1e6, abs=2)
+    assert snapshot.computed_at_max == pytest.approx(max(times) * 1e6, abs=2)
+
+
+def test_a_chunk_noted_late_is_not_taken_twice(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker sleeps before it notes a chunk; the next attempt computes these rows, and dies."""
+    scene, add, late = sharded(make_project, shards=1), Journals.add, list[tuple[str, Finished]]()
+
+    def noted(journals: Journals, run: str, chunk: Finished) -> None:
+        if run.endswith("-s00000-1"):
+            late.append((run, chunk))
+            raise FencedError("asleep")
+        add(journals, run, chunk)
+        if run.endswith("-s00000-2"):
+            add(journals, *late[0])
+            raise FencedError("killed")
+
+    monkeypatch.setattr(Journals, "add", noted)
+    with small_chunks(), workers(scene, 1):
+        report = scene.run()
+    assert report.engine["attempts"] == 3
+    assert scene.doubles() == {i: 2 * x for i, x in ROWS}
+
+
+def test_a_full_run_takes_nothing_of_a_run_that_committed(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies before its workers' journals are removed, one of an attempt that did not count."""
+    scene = sharded(make_project, shards=1)
+    with monkeypatch.context() as patch, first_attempt_lost(patch):
+        patch.setattr(ShardFolder, "attempts", lambda *_: [])
+        patch.setattr(Journals, "end", lambda *_: None)
+        with workers(scene, 1):
+            scene.run(full=True)
+    with workers(scene, 1):
+        report = scene.run(full=True)
+    assert (report.resumed, report.counts["written"]) == (0, 100)
+
+
+def test_what_ended_a_worker_comes_first(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of shards that have such a row each, the first one's is rejected before a second worker is
+    lost: else the run ends since workers end one after the other."""
+    scene, tried = sharded(make_project), list[int]()
+
+    def stopped(_: object, known: Any, __: object) -> None:
+        tried.append(known.shard)
+        raise worker_module.Stopped
+
+    with running(scene):
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_module._Worker, "_computed", stopped)
+            for _ in range(6):
+                work(scene.reread(), "numbers")
+        crew = Workers(scene, 1)
+    crew.join()
+    assert (len(tried), len(set(tried))) == (6, 1)
+
+
+class Hanging(Doubler):
+    """Never returns for the row 60."""
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        while 60.0 in batch.column("x").to_pylist():
+            time.sleep(60)
+        return super().compute(batch)
+
+
+def test_a_row_that_hangs_is_rejected_alone(make_project: MakeProject) -> None:
+    rows = [(i, 10.0 * i) for i in range(9)]
+    view = {"shards": 3, "model": {"use": f"{HERE}:Hanging"}}
+    scene = make_project(rows, view=view, project={"engine": {"workers": 1, "hang": "500ms"}})
+    report = scene.run()
+    assert (report.counts["written"], report.counts["rejected"]) == (8, 1)
+
+
+def test_an_operator_is_told_that_all_workers_are_gone(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(holder_module, "LONELY_S", 0.3)
+    scene = sharded(make_project)
+
+    def stopped(*_: object) -> None:
+        raise worker_module.Stopped
+
+    with running(scene):
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_module._Worker, "_computed", stopped)
+            work(scene.reread(), "numbers")
+        _until(lambda: "no worker is left for" in caplog.text)
+        crew = Workers(scene, 1)
+    crew.join()
+    assert "precompute work numbers --run" in caplog.text
+
+
+def test_a_run_that_ends_takes_its_rows_from_nobody_with_a_traceback(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends between a worker's look at a shard's file and the reading of it."""
+    scene, begun, over = sharded(make_project), threading.Event(), threading.Event()
+
+    def read(*arguments: Any) -> Any:
+        begun.set()
+        assert over.wait(20)
+        return pinned_batches(*arguments)
+
+    monkeypatch.setattr(worker_module, "pinned_batches", read)
+    monkeypatch.setattr(holder_module, "CHECK_S", 0.0)
+    monkeypatch.setattr(Lease, "check", _fenced_when(begun))
+    with running(scene) as errors:
+        crew = Workers(scene, 1)
+    over.set()
+    crew.join()
+    assert isinstance(errors[0], FencedError)
+    assert [type(done) for done in crew.done] == [Worked]
+    assert not [name for name in os.listdir(scene.store.data) if "failed" in name]
+
+
+def test_too_many_rejected_in_all_shards_says_why(make_project: MakeProject) -> None:
+    rows = [(i, float(i)) for i in range(100)]
+    model = {"use": "tests.jobs.test_shards:FifthsFail"}
+    scene = sharded(make_project, rows, 5, model=model, max_rejected=0.1)
+    with workers(scene), pytest.raises(RejectedError, match="a multiple of 5"):
+        scene.run()
+
+
+def test_a_host_that_cannot_convert_the_model_ends_alone(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = sharded(make_project)
+
+    def convert(opened: OpenModel) -> None:
+        raise ConfigError("precision bf16: not on this host")
+
+    with running(scene) as errors:
+        with monkeypatch.context() as patch:
+            patch.setattr(OpenModel, "convert", convert)
+            with pytest.raises(ConfigError, match="not on this host"):
+                work(scene.reread(), "numbers")
+        crew = Workers(scene, 1)
+    crew.join()
+    assert not errors
+    assert scene.doubles() == {i: 2 * x for i, x in ROWS}
+
+
+def test_a_worker_of_a_run_that_died_says_that_nobody_takes_its_rows(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = sharded(make_project, shards=1)
+    monkeypatch.setattr(ShardFolder, "withdraw", lambda _: None)
+    monkeypatch.setattr(ShardFolder, "close", lambda _: None)
+    began = threading.Event()
+    taken = worker_module._Worker._taken_over
+
+    def told(worker: Any, shard: int) -> Any:
+        began.set()
+        _until(lambda: not scene.store.running(None))
+        return taken(worker, shard)
+
+    monkeypatch.setattr(worker_module._Worker, "_taken_over", told)
+    monkeypatch.setattr(Lease, "check", _fenced_when(began))
+    monkeypatch.setattr(holder_module, "CHECK_S", 0.0)
+    with running(scene) as errors:
+        crew = Workers(scene, 1)
+        assert began.wait(20)
+    assert isinstance(errors[0], FencedError)
+    crew.join()
+    (done,) = crew.done
+    assert isinstance(done, ConflictError)
+    assert "nobody takes what was computed" in str(done)
+
+
+def _fenced_when(began: threading.Event) -> Any:
+    def check(lease: Lease) -> None:
+        if lease.name.startswith("run") and began.is_set():
+            raise FencedError("dead")
+
+    return check
+
+
+def test_arguments_that_change_on_their_way_are_refused(make_project: MakeProject) -> None:
+    model = {"use": f"{HERE}:Mapped", "args": {"factors": {1: 2}}}
+    scene = sharded(make_project, model=model)
+    with pytest.raises(ConfigError, match=r"numbers\.yaml:\d+: model\.args\.factors: {1: 2} reach"):
+        scene.run()
+
+
+class Mapped(Doubler):
+    """``double`` as ever, by numbers from a mapping that its fingerprint does not tell of."""
+
+    def __init__(self, factors: dict[int, int]) -> None:
+        super().__init__()
+        self._factors = factors
+
+
+class Paid(Doubler):
+    """One with rates and a budget."""
+
+    in_run_process = True
+
+
+def test_a_budget_is_spent_in_one_process(make_project: MakeProject) -> None:
+    scene = sharded(make_project, model={"use": f"{HERE}:Paid"})
+    assert "shards" not in scene.run().engine
+    assert scene.doubles() == {i: 2 * x for i, x in ROWS}
+
+
+def test_a_worker_for_a_view_that_is_not_there(make_project: MakeProject) -> None:
+    scene, began = sharded(make_project), time.monotonic()
+    with pytest.raises(ConfigError, match="did you mean 'numbers'"):
+        work(scene, "numbrs", wait_s=30)
+    assert time.monotonic() < began + 10
+
+
+def test_a_worker_that_is_told_to_end_while_it_waits(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(worker_module, "STOP_S", 0.2)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    scene = sharded(make_project)
+
+    def told(_: object) -> list[str]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return []
+
+    monkeypatch.setattr(ShardFolder, "runs", told)
+    assert scene.cli("work", "numbers", "--wait", "20s") == 143
+    assert "ended before a run began" in capsys.readouterr().out
+    # and its process, where it goes on, is not ended later
+    time.sleep(0.4)
+    assert not ended
+
+
+class Waiting(Doubler):
+    """Computes nothing as long as a file is there, and writes another one."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self._file = Path(file)
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        while self._file.exists():
+            self._file.with_name("began").touch()
+            time.sleep(0.02)
+        return super().compute(batch)
+
+
+def test_a_batch_longer_than_a_signal_leaves_it_is_nobodys_fault(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else machines that are taken away three times would count for a row that ends its worker."""
+    file = tmp_path / "wait"
+    model = {"use": f"{HERE}:Waiting", "args": {"file": str(file)}}
+    scene = sharded(make_project, shards=1, model=model)
+    monkeypatch.setattr(test_shards, "SMALL", SMALL.replace(*AT_ONCE))
+    with running(scene):
+        file.touch()
+        worker = worker_process(scene)
+        _until(file.with_name("began").exists)
+        worker.terminate()
+        _, said = worker.communicate(timeout=20)
+        attempts = [name for name in scene.store.journals.runs() if "-s00000-" in name]
+        file.unlink()
+        crew = Workers(scene, 1)
+    crew.join()
+    assert (worker.returncode, attempts) == (143, []), said
+
+
+AT_ONCE = ("worker.BEAT_S = 0.0", "worker.BEAT_S, worker.STOP_S = 0.0, 0.2")
+
+
+def test_a_sample_of_all_shards_is_bounded(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    view = make_project(ROWS).view("numbers").feature_view()
+    monkeypatch.setattr(sample_module, "HELD_BYTES", 20_000)
+    made = pa.RecordBatch.from_pylist(
+        [{"double": float(i), "vector": [0.0] * 4} for i in range(100)], view.feature_schema()
+    )
+    shown = pa.RecordBatch.from_pydict({"id": list(range(100)), "x": [0.5] * 100})
+    part = Sample(view, 100, 100, ends=False)
+    part._inputs, part._made = [shown], [made]
+    assert part.write(tmp_path / "sample.arrow")
+    whole = Sample(view, 5000, 5000, ends=False)
+    for _ in range(50):
+        whole.add(tmp_path / "sample.arrow", 100)
+    drawn = whole.rows_drawn()
+    assert drawn is not None
+    assert drawn[0].nbytes + drawn[1].nbytes <= 20_000
+    assert len(drawn[0]) == len(drawn[1]) > 100
