@@ -1,6 +1,7 @@
 """A root in an object store (moto here): requests of a commit and a publishing at several sizes,
-how soon a replica serves what was published; and with ``--before FOLDER``, a checkout of an earlier
-version, what a folder as root takes now against then.
+bytes that a delta fetches on a host that has nothing, how soon a replica serves what was published,
+and writers that race; and with ``--before FOLDER``, a checkout of an earlier version, what a folder
+as root takes now against then.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from precompute.jobs.run.job import RunOptions
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.replica import Follower
 from precompute.jobs.run.run_view import run_view
+from precompute.store.disk.object_storage import ObjectStorage
 from precompute.store.disk.storage import unmount_all
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.url import open_online_store
@@ -34,10 +36,11 @@ SIZES = (1_000, 100_000, 1_000_000)
 LOCAL_RUNS, LOCAL_ROWS = 12, 20_000
 PAIRS = 5
 
+WRITERS, RACES = 8, 30
+
 LOCAL = f"""
 import json, sys, time, tempfile
 from pathlib import Path
-from typing import Any
 from benchmarks.store_plan import items
 from precompute.jobs.run.job import RunOptions
 from precompute.jobs.run.progress import Silent
@@ -50,6 +53,76 @@ with tempfile.TemporaryDirectory(dir=sys.argv[1]) as name:
         run_view(project, "items", Silent(), RunOptions())
     print(json.dumps(time.process_time() - began))
 """
+
+
+RACE = """
+import contextlib, json, sys, time
+from pathlib import Path
+from precompute.store.disk.object_storage import ObjectStorage
+from precompute.store.disk.storage import mount
+from precompute.store.errors import ConflictError
+from precompute.store.offline.refs import Refs
+url, folder, me, races = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+storage = ObjectStorage(url, folder)
+mount(folder, storage)
+refs, created, moved = Refs(folder / "refs", "items"), [], []
+began = float(sys.stdin.readline())
+for race in range(races):
+    time.sleep(max(0.0, began + race / 2 - time.time()))
+    with contextlib.suppress(FileExistsError):
+        storage.create(folder / f"{race}.json", me.encode())
+        created.append(race)
+    with contextlib.suppress(ConflictError):
+        refs.move_live(1, expected_epoch=race, epoch=race + 1, reason=me)
+        moved.append(race)
+    storage.update(folder / "count", lambda data: b"%d" % (1 + int(data or b"0")))
+print(json.dumps([created, moved]))
+"""
+
+
+def races(store: ObjectStore, folder: Path) -> dict[str, Any]:
+    """Of so many processes that create one object, move one pointer and count, each as often: how
+    many races had one winner, and what was counted."""
+    url = "s3://bucket/races"
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, url, str(folder / f"w{n}"), str(n), str(RACES)],
+            cwd=Path(__file__).parents[1],
+            env=os.environ | store.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(WRITERS)
+    ]
+    began = f"{time.time() + 5.0}\n"
+    won = [json.loads(writer.communicate(began)[0]) for writer in writers]
+    storage = ObjectStorage(url, folder / "seen")
+    return {
+        "created by one": sum(c == 1 for c in Counter(r for made, _ in won for r in made).values()),
+        "moved by one": sum(c == 1 for c in Counter(r for _, moves in won for r in moves).values()),
+        "counted": int(storage.read(folder / "seen" / "count")),
+    }
+
+
+def fetched_mb(store: ObjectStore, folder: Path, rows: int) -> dict[str, dict[str, float]]:
+    """What a delta of 1 % of rows with 64 floats fetches on a host that has nothing, and the next
+    one on the same host, by what it is."""
+    root, taken = "s3://bucket/fetched", {}
+    for step, name in ((1, "first"), (2, "other"), (3, "other")):
+        host = folder / name
+        host.mkdir(exist_ok=True)
+        project = on(host, root, rows, step, "floats")
+        before = len(store.requests)
+        run_view(project, "items", Silent(), RunOptions())
+        found = Counter[str]()
+        for request in store.requests[before:]:
+            kinds = {"/data/": "parts", "/online/": "table files"}
+            kind = next((kinds[k] for k in kinds if k in request.path), "records")
+            found[kind] += request.reply_bytes if request.method == "GET" else 0
+        taken[f"{name}, step {step}"] = {kind: n / 1e6 for kind, n in found.items()}
+        unmount_all()
+    return taken
 
 
 def local_s(source: Path) -> float:
@@ -65,9 +138,9 @@ def local_s(source: Path) -> float:
     return seconds
 
 
-def on(folder: Path, root: str, rows: int, step: int = 1) -> Project:
+def on(folder: Path, root: str, rows: int, step: int = 1, case: str = "cheap") -> Project:
     """The benchmark's project with another root."""
-    items(folder, rows, 0.01, step=step)
+    items(folder, rows, 0.01, case, step)
     text = (folder / "project.yaml").read_text().replace("root: ./var\n", f"root: {root}\n")
     (folder / "project.yaml").write_text(text)
     return Project(folder)
@@ -143,6 +216,10 @@ def main() -> None:
             figures[f"{rows} rows"] = taken
             lines.append(f"{rows:,} rows: requests {taken}")
             unmount_all()
+        figures["fetched_mb"] = fetched = fetched_mb(store, Path(name), 100_000)
+        lines.append(f"runs of 100,000 rows, MB fetched: {fetched}")
+        figures["races"] = raced = races(store, Path(name))
+        lines.append(f"{WRITERS} processes, {RACES} races: {raced}")
         seconds = flip_s(Path(name), 100_000)
         figures["flip_s"] = seconds
         lines.append(

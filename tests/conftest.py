@@ -23,8 +23,10 @@ from hypothesis import Phase, settings
 
 from precompute.store.account import sightings
 from precompute.store.answers.lookup import Lookup
+from precompute.store.disk.storage import unmount_all
 from precompute.store.online import kernels
 from precompute.store.online.redis import connection
+from tests.object_store import ObjectStore, object_store
 from tests.redis_process import RedisCluster, RedisProcess
 from tests.scene import Scene
 from tests.slow import SLOW, name_of
@@ -172,6 +174,22 @@ def cluster(redis_cluster: RedisCluster) -> Iterator[RedisCluster]:
 def cluster_url(cluster: RedisCluster) -> str:
     """``redis+cluster://…`` of these."""
     return cluster.url()
+
+
+@pytest.fixture(scope="session")
+def object_server() -> Iterator[ObjectStore]:
+    """One for all tests of this process."""
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def bucket(object_server: ObjectStore, tmp_path: Path) -> Iterator[ObjectStore]:
+    """An object store, with a root of the test's own."""
+    object_server.prefix = tmp_path.name
+    yield object_server
+    object_server.fault = lambda _: None
+    unmount_all()
 
 
 @pytest.fixture(params=["table", "redis"])

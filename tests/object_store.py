@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from precompute.store.disk.object_storage import ObjectStorage
 from precompute.store.disk.storage import mount
+from tests.scene import Scene
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -32,6 +34,7 @@ class Request:
     path: str
     conditional: bool
     body: bytes
+    reply_bytes: int = 0
 
 
 @dataclass
@@ -40,7 +43,8 @@ class ObjectStore:
 
     ``fault`` says of each request: None, ``drop`` (it is done, and the reply lost), ``refuse``
     (503, not done), ``twice`` (done twice, the second reply given), ``unconditional`` (done without
-    its condition), ``forbid`` (403), or seconds to wait first.
+    its condition), ``forbid`` (403), ``late`` (the reply that the same request had before, where
+    there was one), or seconds to wait first.
     """
 
     url: str
@@ -48,6 +52,8 @@ class ObjectStore:
     fault: Callable[[Request], str | float | None] = field(default=lambda _: None)
     requests: list[Request] = field(default_factory=list)
     dropped: int = 0
+    replies: dict[str, tuple[int, dict[str, str], bytes]] = field(default_factory=dict)
+    """The last to each request that is to be answered late, by its path."""
     prefix: str = "root"
 
     def storage(self, folder: Path) -> ObjectStorage:
@@ -56,18 +62,22 @@ class ObjectStore:
         mount(folder, storage)
         return storage
 
-    def lose_first_replies(self) -> None:
-        """Lose the first reply to each conditional write."""
-        lost = set[tuple[str, bytes]]()
+    def at_first(self, what: str | float, of: Callable[[Request], bool]) -> None:
+        """Do that at the first of equal requests, of those that are meant."""
+        done = set[tuple[str, str, bytes]]()
 
-        def fault(request: Request) -> str | None:
-            key = request.path, request.body
-            if not request.conditional or key in lost:
+        def fault(request: Request) -> str | float | None:
+            key = request.method, request.path, request.body
+            if key in done or not of(request):
                 return None
-            lost.add(key)
-            return "drop"
+            done.add(key)
+            return what
 
         self.fault = fault
+
+    def lose_first_replies(self) -> None:
+        """Lose the first reply to each conditional write."""
+        self.at_first("drop", lambda request: request.conditional)
 
 
 @contextmanager
@@ -113,7 +123,11 @@ def object_store() -> Iterator[ObjectStore]:
                 self.close_connection = True
                 self.connection.close()
                 return
-            self._reply(answer.status, dict(answer.getheaders()), data)
+            request.reply_bytes = len(data)
+            reply = answer.status, dict(answer.getheaders()), data
+            if fault == "late":
+                reply, store.replies[self.path] = store.replies.get(self.path, reply), reply
+            self._reply(*reply)
 
         def _reply(self, status: int, headers: dict[str, str], data: bytes) -> None:
             self.send_response(status)
@@ -155,3 +169,23 @@ def object_store() -> Iterator[ObjectStore]:
         proxy.shutdown()
         proxy.server_close()
         moto.stop()
+
+
+VIEW = {"gates": {"rows": None, "shift": None, "norm": None}}
+
+
+def project_on(
+    bucket: ObjectStore, make_project: Callable[..., Scene], rows: Any, **view: Any
+) -> Scene:
+    """A project of these rows with its root in the bucket; ``view`` are more keys of its view."""
+    root = f"s3://bucket/{bucket.prefix}"
+    settings = {"root": root, "online": "table:./online"}
+    return make_project(rows, view=VIEW | view, project=settings)
+
+
+def host(project: Scene, folder: Path) -> Scene:
+    """The project as another host has it: its configuration, and nothing else."""
+    folder.mkdir()
+    for name in ("project.yaml", "views", "data.parquet"):
+        os.symlink(project.home / name, folder / name)
+    return Scene(folder, {})

@@ -73,9 +73,7 @@ def look(project: Project, name: str, *, data: bool = False) -> Dropped:
             f"view {name!r} is read by {', '.join(readers)}, as live.{name}: change and run, or"
             " drop, these first"
         )
-    size_bytes = sum(
-        path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()
-    )
+    size_bytes = store.storage.size_bytes(store.folder) + sum(map(LOCAL.size_bytes, folders[1:]))
     return Dropped(name, served, configured, len(store.numbers()), size_bytes, data)
 
 

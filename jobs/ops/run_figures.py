@@ -35,7 +35,7 @@ from precompute.store.http.page.run_page import (
     run_page,
 )
 from precompute.store.keys import key_column
-from precompute.store.offline.refs import Publishing
+from precompute.store.offline.publishings import Publishing
 from precompute.store.offline.row_figures import quantiles
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot

@@ -16,7 +16,7 @@ from precompute.jobs.ops.partitions import partitions_served
 from precompute.jobs.run.report import LEASED, PUBLISHING, as_it_ended
 from precompute.jobs.run.rows.open_view import REPORTS, known_source_at
 from precompute.jobs.schedule.due import outlook
-from precompute.store.account.account import read_account
+from precompute.store.account.account import BEHIND_S, read_account, read_followed
 from precompute.store.account.checker import LOOK_S, look
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import Record, plain
@@ -248,9 +248,36 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
             in_words(behind) for behind in line["behind"] if is_late(project, snapshot, behind)
         ]
     attention += [str(broken)] if broken else []
+    attention += _behind_root(store)
     # where the pointer was moved since it was looked at, what is wrong is with another one
     attention += account.trouble if ref is None or line["online"] else []
     return line | {"attention": _attention(line) + attention + damage(store)}
+
+
+def _behind_root(store: ViewStore, *, why: bool = True) -> list[str]:
+    """For how long a server on this host has not served what the root says, and ``why``; nothing
+    where it does, or there is none."""
+    followed, now_us = read_followed(store.refs.folder), time.time_ns() // 1000
+    if followed is None or followed.noted_at_us < now_us - BEHIND_S * 1e6:
+        return []
+    behind_s = followed.behind_s(now_us)
+    if behind_s is None:
+        return []
+    words = f"the server here is behind the root for {duration(behind_s)}, and serves what was live"
+    return [f"{words}: {followed.why}" if why else words]
+
+
+def _served(online: OnlineStore, name: str) -> dict[str, Any]:
+    """What readers are served, as far as the online store can say."""
+    with contextlib.suppress(OnlineStoreError):
+        pointer = online.live(name)
+        if pointer is not None:
+            return {
+                "snapshot": pointer.snapshot,
+                "rows": pointer.rows,
+                "ttl_s": pointer.view.ttl_s,
+            }
+    return {}
 
 
 def _unpublished(name: str) -> dict[str, Any]:
@@ -440,11 +467,10 @@ def project_status(project: Project) -> list[dict[str, Any]]:
             try:
                 line = view_status(project, offline.view(name), online)
             except PrecomputeError as exc:
-                line = _UNREADABLE | {
-                    "view": name,
-                    "ttl_s": _ttl_s(project, name),
-                    "attention": [str(exc)],
-                }
+                line = _UNREADABLE | {"view": name, "ttl_s": _ttl_s(project, name)}
+                # an object store that gave no answer
+                line |= _served(online, name) if isinstance(exc, OSError) else {}
+                line["attention"] = [str(exc), *_behind_root(offline.view(name), why=False)]
             if name in waited:
                 line["attention"].append(
                     f"the run of several views of {shown_time(waited[name])} was killed before this"
@@ -466,15 +492,8 @@ def _unconfigured(project: Project, online: OnlineStore) -> list[dict[str, Any]]
     lines = []
     for name in names:
         line = _UNREADABLE | {"view": name, "status": "unconfigured", "ttl_s": None}
-        with contextlib.suppress(OnlineStoreError):
-            pointer = online.live(name)
-            if pointer is not None:
-                line |= {
-                    "snapshot": pointer.snapshot,
-                    "rows": pointer.rows,
-                    "ttl_s": pointer.view.ttl_s,
-                    "online": True,
-                }
+        served = _served(online, name)
+        line |= served | ({"online": True} if served else {})
         why = (
             f"served, though there is no views/{name}.yaml: put it back, or end the view with"
             f" `precompute drop {name}`"

@@ -130,11 +130,7 @@ class Publisher:
             # before anything is dropped: other generations there are the owner's, too
             check_owner(self._current(), view, self._owner)
         standing = Standing(store)
-        try:
-            self._replica.follow()
-        except SnapshotError as exc:
-            # what is not here is loaded
-            log.warning("%s", exc)
+        self.follow()
         number = standing.newest_publishable() if number is None else number
         snapshot = store.snapshot(number)
         mended = self.mend()
@@ -167,6 +163,15 @@ class Publisher:
             look(store, online, budget_s=0.0, publishing=True)
         report.status, report.epoch = "published", epoch
         return self._pointer(snapshot, ref)
+
+    def follow(self, *, again: bool = False) -> None:
+        """Serve what the root says on this host, too, where it follows one; ``again`` restores what
+        differs from there."""
+        try:
+            self._replica.follow(again=again)
+        except SnapshotError as exc:
+            # what is not here is loaded
+            log.warning("%s", exc)
 
     def _stays(self, snapshot: Snapshot, ref: LiveRef, again: bool) -> Pointer | None:
         """The pointer of what is live already and stays so; None where it has to be loaded again.
@@ -468,7 +473,7 @@ class Publisher:
         for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
             if not path.name.isdigit() or int(path.name) not in keep:
                 shutil.rmtree(path, ignore_errors=True)
-        self._replica.drop_all_but(keep)
+        self._replica.drop_all_but(keep, 0 if ref is None else ref.epoch)
 
     @staticmethod
     def _in_use(ref: LiveRef | None, current: Pointer | None) -> set[int]:

@@ -1,7 +1,8 @@
 """Replicas: with a root in an object store and table files online, publishing sends the generations
 and indexes that are live to the root, and any host follows: it fetches, compares, and flips.
 
-    <root>/<view>/refs/served.json        the pointer that readers follow, and the files it needs
+    <root>/<view>/refs/served.json        the pointer that readers follow, and the files it needs;
+                                          in the cache, those that were compared and are served
     <root>/<view>/online/<number>.table   generations; indexes lie where they always do
 """
 
@@ -16,7 +17,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from precompute.store.disk.durable_file import disk_message, make_folder, sha256_of
+from precompute.store.account.account import Followed, read_followed, write_followed
+from precompute.store.disk.durable_file import (
+    disk_message,
+    make_folder,
+    replace_undurably,
+    restore,
+    sha256_of,
+)
+from precompute.store.disk.identity import known_identity
 from precompute.store.disk.record import Record, read_record, sealed
 from precompute.store.disk.storage import LOCAL, File, storage_of
 from precompute.store.errors import (
@@ -26,7 +35,7 @@ from precompute.store.errors import (
     SnapshotError,
 )
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.online.online_store import OnlineStore, Pointer
+from precompute.store.online.online_store import OnlineStore, Pointer, check_taken
 from precompute.store.online.table_store import TableStore
 from precompute.store.times import duration
 
@@ -38,6 +47,8 @@ POLL_S = 0.5
 """How often a replica looks at the pointer of each view: one request."""
 WARNED_S = 60.0
 """Between two warnings that the root cannot be reached."""
+NOTED_S = 5.0
+"""Between two notes, for people and alerts, that what the root says is served."""
 
 
 class _Held(Record, frozen=True):
@@ -67,7 +78,7 @@ class Replica:
     def __init__(self, store: ViewStore, online: OnlineStore) -> None:
         self._store, self._online = store, online
         self._path = store.refs.folder / SERVED
-        self._followed = False
+        self._lock = threading.Lock()
         self.is_one = store.storage is not LOCAL and isinstance(online, TableStore)
 
     # ---- the publishing side
@@ -124,62 +135,130 @@ class Replica:
             self._store.storage.delete(self._path)
             self._store.storage.delete_all(self._store.folder / "online")
 
-    def drop_all_but(self, keep: set[int]) -> None:
-        """Remove the generations and indexes of other numbers from the root."""
+    def drop_all_but(self, keep: set[int], epoch: int) -> None:
+        """Remove the generations and indexes of other numbers from the root, but for those after
+        ``epoch``: they are of a publishing by who took the lease meanwhile."""
         storage, folder = self._store.storage, self._store.folder
         if not self.is_one:
             return
+
+        def goes(name: str) -> bool:
+            return not name.isdigit() or (int(name) < epoch and int(name) not in keep)
+
         try:
-            for name in storage.names(folder / "online"):
-                if not name[:20].isdigit() or int(name[:20]) not in keep:
-                    storage.delete(folder / "online" / name)
-            for name in storage.names(self._store.indexes):
-                if not name.isdigit() or int(name) not in keep:
-                    storage.delete_all(self._store.indexes / name)
+            for name in filter(goes, map(_stem, storage.names(folder / "online"))):
+                storage.delete(folder / "online" / f"{name}.table")
+            for name in filter(goes, storage.names(self._store.indexes)):
+                storage.delete_all(self._store.indexes / name)
         except OSError as exc:
             log.warning("view %r: old generations stay for now: %s", self._store.name, exc)
 
     # ---- the reading side
 
-    def follow(self) -> bool:
+    def follow(self, *, again: bool = False) -> bool:
         """Serve what the root says; whether something new was flipped.
+
+        Args:
+            again: compare every file that is served with its checksum, and restore what differs.
 
         Raises:
             SnapshotError: the root cannot be read, or a file of it is damaged or just gone.
             OnlineStoreError: nothing can be written here.
+            ConflictError: another project's rows are served here.
         """
         if not self.is_one:
             return False
+        with self._lock:
+            try:
+                return self._follow(again)
+            except SnapshotError:
+                # of the object store, which says where
+                raise
+            except FileNotFoundError as exc:
+                raise SnapshotError(
+                    f"{exc.filename}, which {SERVED} names, is not there: unless a newer publishing"
+                    f" takes its place at once, precompute publish {self._store.name} --reload"
+                ) from exc
+            except (OSError, ValueError) as exc:
+                shown = self._store.storage.shown(self._path)
+                raise SnapshotError(
+                    f"{shown} cannot be followed: {exc}: precompute publish {self._store.name}"
+                ) from exc
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is followed now, by another thread."""
+        return self._lock.locked()
+
+    def _follow(self, again: bool) -> bool:
+        served, current = self._served(), self._current()
+        if served is None:
+            if current is not None and self._has_ended(current):
+                self._online.forget(self._store.name)
+                self._path.unlink(missing_ok=True)
+            return False
+        pointer, _ = _read(sealed(served))
+        # before any file of another project's takes the place of one that is served
+        check_taken(current, pointer)
+        moves = current is None or (current.epoch, current.renewed_at_us) < (
+            pointer.epoch,
+            pointer.renewed_at_us,
+        )
+        if not moves and (not again or current is None or current.epoch != pointer.epoch):
+            return False
+        self._have(served, again)
+        if moves:
+            self._online.flip(pointer)
+            make_folder(self._path.parent)
+            replace_undurably(self._path, sealed(served))
+            self._forget_all_but(pointer, current)
+            log.info("view %r: snapshot %d is served", self._store.name, pointer.snapshot)
+        return moves
+
+    def _has_ended(self, current: Pointer) -> bool:
+        """Whether the view that is served here was dropped; where another root's is served, or the
+        first publishing was stopped before readers could know of it, it was not."""
+        root = self._store.offline.root
+        return current.owner == known_identity(root) and self._store.refs.readable_live() is None
+
+    def _have(self, served: _Served, again: bool) -> None:
+        """Have the files here, each compared with its checksum now, or when it was first served."""
+        storage, compared = self._store.storage, set[_Held]()
+        with contextlib.suppress(OSError, ValueError):
+            compared.update(() if again else read_record(_Served, self._path.read_bytes()).files)
+        files = {
+            File(self._store.folder / held.path, held.size_bytes, held.sha256): held in compared
+            for held in served.files
+        }
+        wrong = [
+            file
+            for file, known in files.items()
+            if file.path.is_file() and not known and sha256_of(file.path) != file.sha256
+        ]
         try:
-            served, current = self._served(), self._current()
-            if served is None:
-                if self._followed:
-                    # the view was ended
-                    self._online.forget(self._store.name)
-                self._followed = False
-                return False
-            self._followed = True
-            pointer, _ = _read(sealed(served))
-            if current is not None and (current.epoch, current.renewed_at_us) >= (
-                pointer.epoch,
-                pointer.renewed_at_us,
-            ):
-                return False
-            files = [
-                File(self._store.folder / held.path, held.size_bytes, held.sha256)
-                for held in served.files
-            ]
-            self._store.storage.fetch(files)
-            assert isinstance(self._online, TableStore)
-            for file in files:
-                if file.path.suffix == ".table":
-                    _linked(file.path, self._online.folder / self._store.name / file.path.name)
-        except (OSError, ValueError) as exc:
-            raise SnapshotError(f"{self._path} cannot be followed: {exc}") from exc
-        self._online.flip(pointer)
-        self._forget_all_but(pointer, current)
-        log.info("view %r: snapshot %d is served", self._store.name, pointer.snapshot)
-        return True
+            storage.fetch(wrong, again=True)
+            storage.fetch([*files])
+        except OSError:
+            raise
+        except SnapshotError as exc:
+            raise SnapshotError(
+                f"{exc}: precompute publish {self._store.name} --reload sends it again"
+            ) from exc
+        restored = {file.path for file in wrong}
+        assert isinstance(self._online, TableStore)
+        for file, known in files.items():
+            if file.path.suffix == ".table":
+                own = self._online.folder / self._store.name / file.path.name
+                if not _linked(file.path, own) and not known and sha256_of(own) != file.sha256:
+                    # on another file system
+                    restore(own, file.path)
+                    restored.add(file.path)
+        for path in sorted(restored):
+            log.warning(
+                "view %r: %s was damaged here, and fetched again",
+                self._store.name,
+                path.relative_to(self._store.folder),
+            )
 
     def _served(self) -> _Served | None:
         try:
@@ -195,17 +274,22 @@ class Replica:
             return None
 
     def _forget_all_but(self, pointer: Pointer, before: Pointer | None) -> None:
-        """Remove what a request that began before the flip does not read either."""
+        """Remove what a request that began before the flip does not read either; what is of a later
+        epoch is on its way."""
         keep = {*pointer.generations, *(() if before is None else before.generations)}
+
+        def goes(number: int) -> bool:
+            return number < pointer.epoch and number not in keep
+
         for generation in self._online.generations(self._store.name):
-            if generation.number not in keep:
+            if goes(generation.number):
                 with contextlib.suppress(OnlineStoreError):
                     self._online.drop(self._store.name, generation.number)
         for path in (self._store.folder / "online").glob("*.table"):
-            if int(path.stem) not in keep:
+            if goes(int(path.stem)):
                 path.unlink(missing_ok=True)
         for path in self._store.indexes.glob("*"):
-            if path.name.isdigit() and int(path.name) not in keep:
+            if path.name.isdigit() and goes(int(path.name)):
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -219,10 +303,15 @@ def _indexes(store: ViewStore, pointer: Pointer) -> list[Path]:
     return [root / name for name in (pointer.index, pointer.overlay_index) if name is not None]
 
 
-def _linked(path: Path, other: Path) -> None:
-    """The same file under another name too; copied where they lie on two file systems."""
-    if path == other or (other.exists() and other.stat().st_size == path.stat().st_size):
-        return
+def _stem(name: str) -> str:
+    return name.removesuffix(".table")
+
+
+def _linked(path: Path, other: Path) -> bool:
+    """The same file under another name too, copied where they lie on two file systems; False where
+    there is one of that name and size, which may be another."""
+    if other.exists() and other.stat().st_size == path.stat().st_size:
+        return path.samefile(other)
     make_folder(other.parent)
     temporary = other.with_name(f".{other.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
@@ -231,10 +320,12 @@ def _linked(path: Path, other: Path) -> None:
     except OSError:
         shutil.copyfile(path, temporary)
     temporary.replace(other)
+    return True
 
 
 class Follower:
-    """Follows the root for all views, in a thread of its own, until :meth:`stop`.
+    """Follows the root for all views, in a thread of its own, until :meth:`stop`, and notes for
+    each that it does.
 
     Args:
         offline: the root; nothing is done where it is a folder.
@@ -245,12 +336,29 @@ class Follower:
     def __init__(
         self, offline: OfflineStore, online: Callable[[], OnlineStore], names: Sequence[str]
     ) -> None:
-        self._offline, self._open, self._names = offline, online, names
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        if storage_of(offline.root) is not LOCAL:
-            self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
-            self._thread.start()
+        self._folders = {name: offline.view(name).refs.folder for name in names}
+        self._replicas = dict[str, Replica]()
+        if storage_of(offline.root) is LOCAL:
+            return
+        self._online = online()
+        self._replicas = {
+            name: replica
+            for name in names
+            if (replica := Replica(offline.view(name), self._online)).is_one
+        }
+        self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
+        self._thread.start()
+
+    @property
+    def mend(self) -> Callable[[str], None] | None:
+        """Restores what a view serves here from the root, where it differs, as
+        :meth:`Replica.follow` does; None where nothing is followed."""
+        return self._mend if self._replicas else None
+
+    def _mend(self, name: str) -> None:
+        self._replicas[name].follow(again=True)
 
     def stop(self) -> None:
         """End it; a file that is being fetched is fetched first."""
@@ -259,25 +367,41 @@ class Follower:
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        with contextlib.closing(self._open()) as online:
-            replicas = {name: Replica(self._offline.view(name), online) for name in self._names}
-            followed_s = dict.fromkeys(replicas, time.monotonic())
-            warned_s = dict[str, float]()
-            while not self._stop.is_set():
-                for name, replica in replicas.items():
-                    # one view that cannot be followed is no reason to leave the others behind
+        with contextlib.closing(self._online):
+            known = {
+                name: read_followed(self._folders[name]) or Followed(time.time_ns() // 1000)
+                for name in self._replicas
+            }
+            noted_s, warned_s = dict[str, float](), dict[str, float]()
+            while self._replicas and not self._stop.is_set():
+                for name, replica in self._replicas.items():
+                    # one view that cannot be followed, or whose files are compared, is no reason to
+                    # leave the others behind
+                    if replica.is_busy:
+                        continue
+                    before = known[name]
                     try:
                         replica.follow()
                     except Exception as exc:
-                        self._warn(name, exc, followed_s[name], warned_s)
-                        continue
-                    followed_s[name] = time.monotonic()
-                    if warned_s.pop(name, None) is not None:
-                        log.info("view %r: the root answers again: what is live is served", name)
+                        known[name] = Followed(before.at_us, str(exc))
+                        self._warn(name, exc, before.at_us, warned_s)
+                    else:
+                        known[name] = Followed(time.time_ns() // 1000)
+                        if warned_s.pop(name, None) is not None:
+                            log.info(
+                                "view %r: the root answers again: what is live is served", name
+                            )
+                    now_s = time.monotonic()
+                    if (
+                        known[name].why != before.why
+                        or now_s > noted_s.get(name, -NOTED_S) + NOTED_S
+                    ):
+                        noted_s[name] = now_s
+                        write_followed(self._folders[name], known[name])
                 self._stop.wait(POLL_S)
 
     @staticmethod
-    def _warn(name: str, exc: Exception, followed_s: float, warned_s: dict[str, float]) -> None:
+    def _warn(name: str, exc: Exception, followed_us: int, warned_s: dict[str, float]) -> None:
         """Say so once in :data:`WARNED_S`; what is no error of ours comes with where it was raised,
         and does not end the thread either: nobody would see that a replica stands still."""
         now_s = time.monotonic()
@@ -285,10 +409,10 @@ class Follower:
             return
         warned_s[name] = now_s
         log.warning(
-            "view %r: cut off from the root for %s: %s. What was live then is served, with the age"
-            " of each row",
+            "view %r: behind the root for %s: %s. What was live then is served, each row with its"
+            " own age",
             name,
-            duration(now_s - followed_s),
+            duration(max(0.0, time.time() - followed_us / 1e6)),
             exc,
             exc_info=None if isinstance(exc, PrecomputeError) else exc,
         )

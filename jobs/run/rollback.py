@@ -194,6 +194,8 @@ def reconcile(
             publisher = Publisher(
                 store, online, report, progress, lease, memory_mb=project.settings.memory_mb
             )
+            # what differs here from what the root has is fetched
+            publisher.follow(again=True)
             records = [finding for finding in account.findings if finding.act is Act.REMOVE]
             for finding in records:
                 store.storage.delete(Path(finding.what))

@@ -27,7 +27,8 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.run.report import close_dead
 from precompute.jobs.schedule.due import LEADER, RETRIED, Decision, Ledger
 from precompute.store.account.account import HEALING, Account, Act
-from precompute.store.account.checker import LOOK_S, is_due, look, share_of
+from precompute.store.account.checker import LOOK_S, look, share_of
+from precompute.store.account.rounds import is_due
 from precompute.store.account.sightings import are_there
 from precompute.store.disk.lease import Lease, holder, take
 from precompute.store.disk.record import replace

@@ -31,7 +31,7 @@ from precompute.jobs.serve.supervised_process import (
     STILL_S,
     SupervisedProcess,
 )
-from precompute.store.account.checker import Rounds
+from precompute.store.account.rounds import Rounds
 from precompute.store.answers.service import Service
 from precompute.store.disk.sql import SpillFolder
 from precompute.store.disk.storage import LOCAL, storage_of
@@ -305,10 +305,12 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: supervisor.stop(number))
         online = partial(open_online_store, project.online)
-        # what a replica serves was compared when it was fetched
-        here = storage_of(project.root) is LOCAL
-        keeper = (Rounds if here else Follower)(project.offline, online, project.names)
-        stack.callback(keeper.stop)
+        follower = Follower(project.offline, online, project.names)
+        stack.callback(follower.stop)
+        if follower.mend is not None or storage_of(project.root) is LOCAL:
+            # beside Redis with a root elsewhere, where a look reads all rows, the scheduler looks
+            rounds = Rounds(project.offline, online, project.names, mend=follower.mend)
+            stack.callback(rounds.stop)
         announce(listeners[0].shown)
         supervisor.run()
 

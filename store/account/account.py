@@ -7,12 +7,15 @@ everybody reads it. It is derived: where its file is gone or damaged, nothing wa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 from enum import StrEnum
 from pathlib import Path
 
-from precompute.store.disk.record import Record, field, read_record, sealed
+from precompute.store.disk.durable_file import replace_undurably
+from precompute.store.disk.record import Record, field, read_record, replace, sealed
 from precompute.store.times import duration
 
 log = logging.getLogger(__name__)
@@ -125,14 +128,17 @@ class Account(Record, frozen=True):
                 f"{min(turn.rows, self.rows):,} of {self.rows:,} rows read in the last"
                 f" {duration((now_us - turn.began_us) / 1e6)}"
             )
-        else:
+        elif turn.began_us or not self.files:
             read = f"0 of {self.rows:,} rows read"
+        else:
+            # of a root in an object store: rows are known by their files
+            read = ""
         if not self.files:
             return read
         oldest = duration((now_us - min(self.files.values())) / 1e6)
         return (
-            f"{read}; {len(self.files)} files, {self.files_bytes / 1e6:,.1f} MB, by their checksums"
-            f" in the last {oldest}"
+            f"{read}{'; ' if read else ''}{len(self.files)} files,"
+            f" {self.files_bytes / 1e6:,.1f} MB, by their checksums in the last {oldest}"
         )
 
 
@@ -166,3 +172,37 @@ def write_account(refs: Path, account: Account) -> None:
             "the account of view %r cannot be written: %s", account.view, exc.strerror or exc
         )
         temporary.unlink(missing_ok=True)
+
+
+FOLLOWED = "followed.json"
+BEHIND_S = 15.0
+"""A host that follows a root notes every few seconds that it does: after so long it is behind."""
+
+
+class Followed(Record, frozen=True):
+    """Of a host that follows a root in an object store: when it last served what the root says,
+    ``why`` it has not since, and when that was noted; times are µs since 1970."""
+
+    at_us: int
+    why: str = ""
+    noted_at_us: int = 0
+
+    def behind_s(self, now_us: int) -> float | None:
+        """For how long it is behind the root, in s; None while it is not."""
+        behind_s = (now_us - self.at_us) / 1e6
+        return behind_s if behind_s > BEHIND_S else None
+
+
+def read_followed(refs: Path) -> Followed | None:
+    """What a host noted of a view; None where it does not follow, or the note is damaged."""
+    try:
+        return read_record(Followed, (refs / FOLLOWED).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def write_followed(refs: Path, followed: Followed) -> None:
+    """Note it, now; what is lost, or has no folder yet, is noted again in seconds."""
+    with contextlib.suppress(OSError):
+        noted = replace(followed, noted_at_us=time.time_ns() // 1000)
+        replace_undurably(refs / FOLLOWED, sealed(noted))

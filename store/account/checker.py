@@ -1,5 +1,5 @@
 """Checker: looks at all that is live of a view, and writes its account, which says whether it is
-whole. In a server a thread looks every minute (:class:`Rounds`).
+whole.
 
 Each look reads pointers, small records, the headers of generations and indexes, the rows that
 readers reported, a window of rows that moves over all of them, and files by their checksums, the
@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -38,14 +35,14 @@ from precompute.store.account.rows import (
     check_served,
     not_whole,
 )
-from precompute.store.account.sightings import are_there, take
+from precompute.store.account.sightings import take
 from precompute.store.disk.identity import COPY, NAME, known_identity
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import content_of, replace
+from precompute.store.disk.storage import LOCAL
 from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
-    PrecomputeError,
     RowsLostError,
     SnapshotError,
 )
@@ -53,8 +50,9 @@ from precompute.store.keys import key_column
 from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, LiveRef, run_lease
 from precompute.store.offline.selection import Selection, all_rows
 from precompute.store.offline.snapshot import Snapshot
-from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import RowCodec
+from precompute.store.online.codec import State as RowState
 from precompute.store.online.online_store import (
     FileCheck,
     OnlineStore,
@@ -101,6 +99,7 @@ def look(
     share: float = 0.0,
     budget_s: float = LOOK_S,
     publishing: bool = False,
+    here: bool = False,
 ) -> Account:
     """Look at what is live of a view, and write down what was found; while another one looks, or
     publishes, the account is as it was.
@@ -112,7 +111,8 @@ def look(
             waiting for the caller.
         budget_s: while it lasts, more is read.
         publishing: the caller holds the publishing lease, and reads the Parquet files itself where
-            it builds on them: here they are left out.
+            it builds on them: those are left out.
+        here: the root is not read: what readers of this host read is looked at, and no more.
 
     Returns:
         the account.
@@ -125,9 +125,10 @@ def look(
     if not refs.is_dir():
         return Account(store.name)
     with _alone(refs, wait=share >= 1.0) as alone:
-        if not alone or (not publishing and is_held(store.leases, PUBLISH_LEASE)):
+        if not alone or not (publishing or here or not is_held(store.leases, PUBLISH_LEASE)):
             return read_account(refs, store.name)
-        account = _Look(store, online, share, budget_s, publishing).account()
+        looking = _Look(store, online, share, budget_s, publishing)
+        account = looking.copies() if here else looking.account()
         write_account(refs, account)
         return account
 
@@ -162,10 +163,14 @@ class _Look:
         self, store: ViewStore, online: OnlineStore, share: float, budget_s: float, publishing: bool
     ) -> None:
         self._store, self._online, self._share, self._publishing = store, online, share, publishing
-        self._ends_s, self._now_us = time.monotonic() + budget_s, clock_us()
+        self._budget_s, self._now_us = budget_s, clock_us()
+        self._ends_s = time.monotonic() + budget_s
         self._before = read_account(store.refs.folder, store.name)
         self._findings: list[Finding] = []
-        self._index_sighted = False
+        self._sighted_files: tuple[str, ...] = ()
+        self._by_files = store.storage is not LOCAL and not online.blocking
+        """Whether rows are known by the checksums of the files that they lie in: to compare them
+        with Parquet every host would fetch all of it."""
 
     def account(self) -> Account:
         """What is known now."""
@@ -175,6 +180,7 @@ class _Look:
         try:
             ref = self._store.refs.live()
         except SnapshotError as exc:
+            _check_answered(exc)
             self._add("pointer", State.DAMAGED, Act.LOAD, str(exc))
             return self._written(replace(before, snapshot=self._last_live() or before.snapshot))
         if ref is None:
@@ -189,16 +195,62 @@ class _Look:
         try:
             snapshot = self._store.snapshot(ref.snapshot)
         except SnapshotError as exc:
+            _check_answered(exc)
             self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
             return self._written(before)
         account = replace(
             before, epoch=ref.epoch, snapshot=ref.snapshot, rows=snapshot.rows, doubts=()
         )
         pointer = self._pointer(ref)
-        if pointer is not None:
+        # what an object store takes to answer is no work of ours
+        self._ends_s = time.monotonic() + self._budget_s
+        if pointer is not None and self._by_files:
+            self._met(pointer)
+            if pointer.degraded and not self._findings:
+                self._add("online pointer", State.DAMAGED, Act.POINT, DEGRADED)
+        elif pointer is not None:
             with contextlib.suppress(MovedError):
                 account = self._rows(account, pointer, snapshot)
-        return self._written(self._files(account, ref, snapshot, pointer))
+        checks = self._online_checks(sorted(ref.place.generations), pointer)
+        return self._written(self._files(account, [*checks, *self._part_checks(snapshot)]))
+
+    def copies(self) -> Account:
+        """What is known now of the files of this host alone, where they are copies of the root's:
+        the root is looked at by who writes there."""
+        name = self._store.name
+        try:
+            pointer = self._online.live(name)
+        except DamagedPointerError as exc:
+            self._add("online pointer", State.DAMAGED, Act.POINT, str(exc))
+            return self._written(self._before)
+        if pointer is None:
+            return self._written(Account(name))
+        account = replace(
+            self._before, epoch=pointer.epoch, snapshot=pointer.snapshot, rows=pointer.rows
+        )
+        try:
+            check_own_rows(pointer, self._online.loaded(name, pointer.generations))
+        except RowsLostError as exc:
+            self._add(ROWS, State.MISSING, Act.LOAD, str(exc))
+        else:
+            self._met(pointer)
+        checks = self._online_checks(pointer.generations, pointer)
+        return self._written(self._files(account, list(checks)))
+
+    def _met(self, pointer: Pointer) -> None:
+        """Rows that readers met, and those of the last look, where they are damaged: the files that
+        they lie in are compared at once."""
+        keys, known = self._sighted(), {key for f in self._before.findings for key in f.keys}
+        read = self._online.read(pointer.view.name, keys) if keys else None
+        if read is None or read[0].publishing != pointer.publishing:
+            return
+        states, _ = read[1].verified(RowCodec(pointer.view), pointer.snapshots)
+        # one that is not there may be of what was live before
+        wrong = [keys[i] for i in np.flatnonzero(states == RowState.DAMAGED).tolist()]
+        if wrong:
+            self._tell_rows(pointer.rows, wrong, [])
+        if {key.decode() for key in wrong} - known:
+            self._sighted_files += (".table",)
 
     def _records(self) -> None:
         """Small files that bear a seal; what is live is looked at by others."""
@@ -234,12 +286,9 @@ class _Look:
                     self._add(str(path), State.DAMAGED, act, f"{path} is damaged ({exc}); {remedy}")
                 except OSError as exc:
                     if not isinstance(exc, FileNotFoundError):
-                        self._add(
-                            str(path),
-                            State.DAMAGED,
-                            Act.PERSON,
-                            f"{path} cannot be read: {exc.strerror or exc}",
-                        )
+                        _check_answered(exc)
+                        found = f"{path} cannot be read: {exc.strerror or exc}"
+                        self._add(str(path), State.DAMAGED, Act.PERSON, found)
 
     def _last_live(self) -> int | None:
         """The snapshot that the log of publishings says is live; None where there is none, or the
@@ -327,15 +376,15 @@ class _Look:
             self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
             return account
         if wrong:
-            self._tell_rows(account, wrong, doubts)
+            self._tell_rows(account.rows, wrong, doubts)
         elif pointer.degraded:
             self._add("online pointer", State.DAMAGED, Act.POINT, DEGRADED)
         return replace(account, turn=turn, doubts=tuple(doubts))
 
-    def _tell_rows(self, account: Account, wrong: list[bytes], doubts: list[str]) -> None:
+    def _tell_rows(self, rows: int, wrong: list[bytes], doubts: list[str]) -> None:
         name, keys = self._store.name, tuple(key.decode() for key in wrong[:MOST_KEYS])
         found = (
-            f"{len(wrong):,} of {account.rows:,} rows of view {name!r} are missing or damaged in"
+            f"{len(wrong):,} of {rows:,} rows of view {name!r} are missing or damaged in"
             f" the online store, that of key {keys[0]!r} for one: precompute publish {name}"
             " --reload"
         )
@@ -350,7 +399,7 @@ class _Look:
         """Keys of rows that readers met, and of those that were not whole at the last look; what
         they met of an index has its files read again."""
         notes = take(self._store.refs.folder)
-        self._index_sighted = notes is not None and [] in notes
+        self._sighted_files = ("/index/",) if notes is not None and [] in notes else ()
         keys = [key for finding in self._before.findings for key in finding.keys]
         return [
             key.encode()
@@ -400,12 +449,9 @@ class _Look:
 
     # ---- files
 
-    def _files(
-        self, account: Account, ref: LiveRef, snapshot: Snapshot, pointer: Pointer | None
-    ) -> Account:
+    def _files(self, account: Account, checks: list[tuple[FileCheck, Act]]) -> Account:
         """Compare files with their checksums: those that were found damaged, then the longest
         unread."""
-        checks = list(self._checks(ref, snapshot, pointer))
         total = sum(check.size_bytes for check, _ in checks)
         known, read = self._before.files, 0
         damaged = {finding.what: finding for finding in self._before.findings}
@@ -418,7 +464,7 @@ class _Look:
             enough = read >= self._share * total and (
                 left_s <= 0 or check.size_bytes > READ_BYTES_S * left_s
             )
-            sighted = self._index_sighted and "/index/" in check.path
+            sighted = any(part in check.path for part in self._sighted_files)
             first = number == 0 and self._share > 0
             if (
                 self._share < 1.0
@@ -434,18 +480,23 @@ class _Look:
         seen = {path: at_us for path, at_us in files.items() if at_us}
         return replace(account, files=seen, files_bytes=total)
 
-    def _checks(
-        self, ref: LiveRef, snapshot: Snapshot, pointer: Pointer | None
+    def _online_checks(
+        self, generations: Sequence[int], pointer: Pointer | None
     ) -> Iterator[tuple[FileCheck, Act]]:
-        store, root = self._store, self._store.offline.root
-        for check in self._online.file_checks(store.name, sorted(ref.place.generations)):
+        for check in self._online.file_checks(self._store.name, generations):
             yield check, Act.LOAD
         for folder in () if pointer is None else (pointer.index, pointer.overlay_index):
             if folder is not None:
-                yield from self._index_checks(root / folder)
+                yield from self._index_checks(self._store.offline.root / folder)
+
+    def _part_checks(self, snapshot: Snapshot) -> Iterator[tuple[FileCheck, Act]]:
+        store = self._store
         try:
             for layer in () if self._publishing else store.chain(snapshot):
                 for part in (*layer.parts, *((layer.deletes,) if layer.deletes else ())):
+                    if store.storage is not LOCAL and not (store.folder / part.path).is_file():
+                        # compared when it is fetched
+                        continue
                     yield (
                         FileCheck(
                             part.path,
@@ -486,95 +537,17 @@ class _Look:
             yield FileCheck(str(path), mark.size_bytes, damage), Act.LOAD
 
 
+def _check_answered(exc: Exception) -> None:
+    """Raises:
+    SnapshotError: an object store gave no answer, so that nothing is known.
+    """
+    if isinstance(exc, SnapshotError) and isinstance(exc, OSError):
+        raise exc
+
+
 def _message(check: Callable[[], None]) -> str | None:
     try:
         check()
     except SnapshotError as exc:
         return str(exc)
     return None
-
-
-log = logging.getLogger(__name__)
-
-EVERY_S = 60.0
-"""Between two looks at a view; one that somebody else looked at meanwhile is left to them."""
-SOON_S = 5.0
-"""After a look, before sightings are looked at: of what cannot be healed readers may meet some
-every second, and a look takes up to a third of one."""
-POLL_S = 1.0
-"""How often sightings are looked for."""
-NICE = 10
-
-
-def is_due(store: ViewStore, every_s: float = EVERY_S) -> bool:
-    """Whether a view is to be looked at: nobody did for so long, or for a while and readers met
-    damage since. While somebody publishes it nobody looks."""
-    refs = store.refs.folder
-    since_s = time.time() - read_account(refs, store.name).at_us / 1e6
-    if since_s < min(every_s, SOON_S) or (since_s < every_s and not are_there(refs)):
-        return False
-    return not is_held(store.leases, PUBLISH_LEASE)
-
-
-class Rounds:
-    """Begins at once, in a thread of its own.
-
-    Args:
-        offline: the root; a view whose refs cannot be written is not looked at.
-        open_online: opens the online store, each time it is looked.
-        names: of the views.
-        every_s: between two looks.
-    """
-
-    def __init__(
-        self,
-        offline: OfflineStore,
-        open_online: Callable[[], OnlineStore],
-        names: Sequence[str],
-        every_s: float = EVERY_S,
-    ) -> None:
-        self._stores, self._open, self._every_s = (
-            [offline.view(name) for name in names],
-            open_online,
-            every_s,
-        )
-        self._stopping, self._reported = threading.Event(), dict[str, list[str]]()
-        self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End, after the look in progress."""
-        self._stopping.set()
-        self._thread.join(timeout=30)
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        while not self._stopping.wait(POLL_S):
-            try:
-                due = [store for store in self._stores if self._is_due(store)]
-                if due:
-                    self._look(due)
-            except Exception:
-                # what is looked at next time may be well again
-                log.exception("looking at what is live failed")
-
-    def _is_due(self, store: ViewStore) -> bool:
-        return os.access(store.refs.folder, os.W_OK) and is_due(store, self._every_s)
-
-    def _look(self, due: Sequence[ViewStore]) -> None:
-        share, budget_s = share_of(self._every_s), LOOK_S / len(self._stores)
-        with contextlib.closing(self._open()) as online:
-            for store in due:
-                try:
-                    found = look(store, online, share=share, budget_s=budget_s).trouble
-                except PrecomputeError as exc:
-                    found = [
-                        f"whether what is live of view {store.name!r} is whole is not known: {exc}"
-                    ]
-                for sentence in found:
-                    if sentence not in self._reported.get(store.name, []):
-                        log.error("%s", sentence)
-                self._reported[store.name] = found
-                if self._stopping.is_set():
-                    return

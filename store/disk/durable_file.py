@@ -148,6 +148,23 @@ def make_folder(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
+def restore(path: Path, whole: Path) -> None:
+    """Make a damaged file what ``whole`` is, in place: who has it mapped reads the right bytes from
+    then on. What does not differ is not written; what a loss of power takes is damage as before."""
+    with whole.open("rb") as source, path.open("rb+", buffering=0) as file:
+        at = 0
+        while block := source.read(1 << 20):
+            file.seek(at)
+            same = False
+            # a sector that cannot be read may be written
+            with contextlib.suppress(OSError):
+                same = file.read(len(block)) == block
+            if not same:
+                file.seek(at)
+                file.write(block)
+            at += len(block)
+
+
 def sync_folder(folder: Path) -> None:
     """fsync the folder: without it a rename or link may vanish at power loss."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

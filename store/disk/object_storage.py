@@ -36,6 +36,7 @@ from obstore.exceptions import (
 from obstore.store import from_url
 
 from precompute.store.disk.crashpoint import crashpoint
+from precompute.store.disk.durable_file import restore
 from precompute.store.disk.storage import File, Item
 from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
 
@@ -264,6 +265,14 @@ class ObjectStorage:
         # one that was removed counts, too
         return max(item.modified_ns for item in items) + len(items) if items else None
 
+    def size_bytes(self, folder: Path) -> int:
+        key = self._key(folder)
+        return sum(
+            meta["size"]
+            for prefix in (key, f"{LOGS}/{key}")
+            for meta in self._below(folder, prefix)
+        )
+
     # ---- files
 
     def put(self, paths: Sequence[Path]) -> None:
@@ -275,12 +284,12 @@ class ObjectStorage:
 
     def fetch(self, files: Sequence[File], *, again: bool = False) -> bool:
         away = files if again else [file for file in files if not _is_here(file)]
-        self._at_once(self._get, away)
+        self._at_once(partial(self._get, again=again), away)
         if away:
             self._trim()
         return True
 
-    def _get(self, file: File) -> None:
+    def _get(self, file: File, *, again: bool) -> None:
         path, digest = file.path, hashlib.sha256()
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
         try:
@@ -296,7 +305,11 @@ class ObjectStorage:
                     f"{self.shown(path)} differs from its checksum in the manifest: it was damaged"
                     " or changed in the store"
                 )
-            temporary.replace(path)
+            # one that is cut short is mapped by nobody for longer than it is
+            if again and path.is_file() and path.stat().st_size <= temporary.stat().st_size:
+                restore(path, temporary)
+            else:
+                temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -313,7 +326,12 @@ class ObjectStorage:
 
     def _trim(self) -> None:
         """Remove the parts that were not used for longest, where they are too many; what is served
-        stays while it is."""
+        stays while it is. And what processes that were killed while they fetched left."""
+        for folder in ("data/*", "online", "index/*"):
+            for path in self._folder.glob(f"*/{folder}/.*.tmp"):
+                with contextlib.suppress(OSError):
+                    if path.stat().st_mtime < time.time() - UNUSED_S:
+                        path.unlink()
         found = []
         for path in self._folder.glob("*/data/*/*.parquet"):
             with contextlib.suppress(OSError):

@@ -114,6 +114,9 @@ class Storage(Protocol):
         """When a file in a folder was last created, replaced or removed, ns since 1970; None where
         there is no folder."""
 
+    def size_bytes(self, folder: Path) -> int:
+        """What the files in a folder, and below it, take."""
+
     def shown(self, path: Path) -> str:
         """Where it lies, for people."""
 
@@ -130,7 +133,8 @@ class Storage(Protocol):
 
         Args:
             files: that are wanted, those only that are missing here or have another size.
-            again: though they are here: their bytes were found to differ.
+            again: though they are here: their bytes were found to differ. One that is here is
+                restored in place, so that who has it open reads the right ones.
 
         Returns:
             whether they may lie elsewhere at all.
@@ -243,6 +247,9 @@ class LocalStorage:
         except FileNotFoundError:
             return None
 
+    def size_bytes(self, folder: Path) -> int:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
     def shown(self, path: Path) -> str:
         return str(path)
 
@@ -319,6 +326,9 @@ def read_record_file(kind: type[_R], path: Path, remedy: str) -> _R | None:
         return read_record(kind, storage_of(path).read(path))
     except FileNotFoundError:
         return None
+    except SnapshotError:
+        # of an object store, which says where
+        raise
     except OSError as exc:
         raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
     except ValueError as exc:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from precompute.store.errors import RequestError, SnapshotError
-from precompute.store.offline.refs import Publishing
+from precompute.store.offline.publishings import Publishing
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing, keeps_live
 from precompute.store.offline.view_store import ViewStore

@@ -197,11 +197,15 @@ class Api:
         elif self._warming():
             body |= {"status": "not ready", "why": "models are being loaded"}
         elif (
-            seen.unreadable or "not ready" in fallbacks.values() or any(map(seen.trouble, pointers))
+            seen.unreadable
+            or "not ready" in fallbacks.values()
+            or any(map(seen.trouble, pointers))
+            or any(map(seen.behind, pointers))
         ):
             # hits are served, so there is no reason to take the server out
             body["status"] = "degraded"
-        if trouble := [found for p in pointers if (found := seen.trouble(p))]:
+        words = (said(pointer) for pointer in pointers for said in (seen.trouble, seen.behind))
+        if trouble := list(filter(None, words)):
             body["why"] = "; ".join(trouble)
         if seen.unreadable:
             body["why"] = (
@@ -239,7 +243,8 @@ class Api:
                 self._lookup.describe(pointer)
                 | {"model_ready": self._fallback_ready(pointer), "takes_text": takes_text(pointer)},
                 readable=pointer.view.name not in seen.unreadable,
-                trouble=seen.trouble(pointer),
+                trouble="; ".join(filter(None, (seen.trouble(pointer), seen.behind(pointer))))
+                or None,
             )
             for pointer in seen.pointers
         ]

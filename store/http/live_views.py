@@ -4,14 +4,16 @@ a store that answers."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from precompute.store.account.account import Account, read_account
+from precompute.store.account.account import Account, Followed, read_account, read_followed
 from precompute.store.account.sightings import REFS
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from precompute.store.online.online_store import Pointer, check_own_rows
+from precompute.store.times import duration
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,8 @@ class Seen:
     store_answers: bool
     accounts: Mapping[str, Account] = field(default_factory=dict)
     """Of each view of a lookup that has a root: what was found when it was last looked at."""
+    followed: Mapping[str, Followed] = field(default_factory=dict)
+    """Of each view that follows a root in an object store: when it last served what that says."""
 
     def trouble(self, pointer: Pointer) -> str | None:
         """What of a view is not whole, in words that anybody may read; None where all is."""
@@ -39,6 +43,16 @@ class Seen:
             f"not whole of {name}: {', '.join(account.kinds)}; `precompute status` says what"
             " mends it"
         )
+
+    def behind(self, pointer: Pointer) -> str | None:
+        """For how long a view has not served what the root says, in words that anybody may read;
+        None where it does."""
+        followed = self.followed.get(pointer.view.name)
+        behind_s = None if followed is None else followed.behind_s(time.time_ns() // 1000)
+        if followed is None or behind_s is None:
+            return None
+        why = "the server's log says why" if followed.why else "what was published is on its way"
+        return f"{pointer.view.name} is behind the root for {duration(behind_s)}; {why}"
 
 
 class LiveViews:
@@ -89,11 +103,15 @@ class LiveViews:
             unreadable.update(names)
         self._known = known
         root = self._lookup.root
-        accounts = (
-            {} if root is None else {name: read_account(root / name / REFS, name) for name in known}
-        )
+        refs = {} if root is None else {name: root / name / REFS for name in known}
+        accounts = {name: read_account(folder, name) for name, folder in refs.items()}
+        followed = {name: read_followed(folder) for name, folder in refs.items()}
         return Seen(
-            tuple(known[name] for name in sorted(known)), frozenset(unreadable), answers, accounts
+            tuple(known[name] for name in sorted(known)),
+            frozenset(unreadable),
+            answers,
+            accounts,
+            {name: one for name, one in followed.items() if one is not None},
         )
 
     def _check(self, pointer: Pointer) -> None:

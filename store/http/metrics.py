@@ -215,6 +215,9 @@ class Metrics:
                 tell(
                     counted.CHECKED_AGE, name, max(0.0, self._lookup.now_s() - account.at_us / 1e6)
                 )
+            if name in seen.followed:
+                behind_s = self._lookup.now_s() - seen.followed[name].at_us / 1e6
+                tell(counted.BEHIND, name, max(0.0, behind_s))
             if pointer.view.fallback and self._lookup.fallback is not None:
                 tell(counted.FALLBACK_UP, name, float(self._fallback_ready(pointer)))
             for rare in (counted.DAMAGED_ROWS, counted.FUTURE_ROWS):

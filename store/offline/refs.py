@@ -3,146 +3,24 @@ of pinned ones.
 
 <root>/<view>/refs/live.json          {epoch, snapshot, generation, …}: moved by compare-and-swap
 only <root>/<view>/refs/epoch.json         the last epoch that anybody claimed
-<root>/<view>/refs/{bad,pins}/<number>.json      …and publishings.jsonl: what was live, and from
-when on
+<root>/<view>/refs/{bad,pins}/<number>.json
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import Record, read_record, replace, sealed
 from precompute.store.disk.storage import read_record_file, storage_of
 from precompute.store.errors import ConflictError, SnapshotError
+from precompute.store.offline.publishings import NAME, Publishing, PublishingLog
 from precompute.store.times import utc_now
-
-NAME = "publishings.jsonl"
-
-THINNED_BYTES = 1 << 20
-"""A log below that is not worth rewriting: 4,000 publishings."""
-
-
-class Publishing(Record, frozen=True):
-    """What readers are served from ``since`` (ISO 8601 in UTC) until the next one.
-
-    ``snapshot`` is None where the view was dropped. ``published_at`` is when the pointer of this
-    ``epoch`` moved, which is ``since`` unless a later run found nothing changed: then
-    ``renewed_at`` says when (µs since 1970), and ``since`` when readers were given.
-    """
-
-    epoch: int
-    snapshot: int | None
-    since: str
-    published_at: str
-    renewed_at: int | None = None
-    reason: str = ""
-
-
-class PublishingLog:
-    """The log of one view. Who writes holds the lock of its refs.
-
-    Args:
-        folder: of the view's refs.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path, self._storage = folder / NAME, storage_of(folder)
-
-    def entries(self) -> list[Publishing]:
-        """All that was written, the oldest first.
-
-        Raises:
-            SnapshotError: the log cannot be read, or a line is damaged.
-        """
-        try:
-            data = self._storage.read(self._path)
-        except FileNotFoundError:
-            return []
-        except OSError as exc:
-            raise SnapshotError(f"{self._path} cannot be read: {exc.strerror or exc}") from exc
-        entries = []
-        for number, line in enumerate(data.split(b"\n")[:-1], start=1):
-            try:
-                entries.append(read_record(Publishing, line))
-            except ValueError as exc:
-                raise SnapshotError(
-                    f"{self._path}: line {number} is damaged ({exc}), so nobody knows what was live"
-                    " then: restore the file, or remove the line, and what was live before counts"
-                    " until the next one"
-                ) from exc
-        return entries
-
-    def add(self, *publishings: Publishing, durably: bool = True) -> None:
-        """Append those that do not stand at the end already.
-
-        Args:
-            publishings: what is live, or the end of it; none makes sure that there is a file.
-            durably: False leaves it to the next call that is: what is live now stands in
-                ``live.json``, too.
-
-        Raises:
-            OSError: the file system failed.
-        """
-
-        def added(data: bytes | None) -> bytes:
-            # what follows the last newline was torn
-            lines = (data or b"").split(b"\n")[:-1]
-            known = list(_readable(lines[-12:]))
-            for publishing in publishings:
-                # a drop that is done again ends nothing more
-                ended = publishing.snapshot is None and bool(known) and known[-1].snapshot is None
-                if publishing not in known and not ended:
-                    lines.append(sealed(publishing))
-                    known.append(publishing)
-            return b"".join(line + b"\n" for line in lines)
-
-        self._storage.update(self._path, added, durably=durably)
-        if durably:
-            crashpoint("live.log", self._path)
-
-    def thin(self, snapshots: Collection[int]) -> None:
-        """Forget what nobody can read any more: of publishings in a row whose snapshots are gone,
-        the first one stays, so that its time is nobody else's.
-
-        Args:
-            snapshots: numbers of those that are there.
-
-        Raises:
-            OSError: the file system failed.
-            SnapshotError: as :meth:`entries`.
-        """
-        found = self._storage.stat(self._path)
-        if found is None or found.size_bytes < THINNED_BYTES:
-            return
-
-        def thinned(_: bytes | None) -> bytes:
-            stay: list[Publishing] = []
-            for entry in self.entries():
-                if not (stay and is_gone(entry) and is_gone(stay[-1])):
-                    stay.append(entry)
-            return b"".join(sealed(entry) + b"\n" for entry in stay)
-
-        def is_gone(entry: Publishing) -> bool:
-            return entry.snapshot is not None and entry.snapshot not in snapshots
-
-        self._storage.update(self._path, thinned)
-
-
-def _readable(lines: list[bytes]) -> Iterator[Publishing]:
-    for line in lines:
-        try:
-            yield read_record(Publishing, line)
-        except ValueError:
-            # empty, or damaged: then what is live is written once more
-            continue
-
 
 log = logging.getLogger(__name__)
 

@@ -173,6 +173,9 @@ class ViewStore:
                 f"view {self.name!r} has no snapshot {number} under {self.offline.root} (it has:"
                 f" {have})"
             ) from exc
+        except SnapshotError:
+            # of an object store, which says where
+            raise
         except OSError as exc:
             raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         return Snapshot.from_bytes(data, str(path))

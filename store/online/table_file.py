@@ -157,6 +157,9 @@ class TableFile:
         Takes as long as the disk does."""
         mapping, start, end = self._mapping, self._layout.records_start, self._checks_start
         view = memoryview(mapping)
+        # read when it was opened, which may be long ago
+        if hash_of(view[: start - 8]) != int.from_bytes(view[start - 8 : start], "little"):
+            return [f"{self.path}: its header is damaged"]
         if hash_of(view[end:-8]) != int.from_bytes(view[-8:], "little"):
             return [f"{self.path}: its checksums are damaged"]
         stored: U8 = np.frombuffer(mapping, "<u8", offset=end)

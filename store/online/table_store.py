@@ -347,7 +347,11 @@ class _TableRows(FoundRows):
 
 def _damage(path: Path) -> str | None:
     try:
-        return next(iter(_table(path).check()), None)
+        table, size_bytes = _table(path), path.stat().st_size
+        if size_bytes != table.size_bytes:
+            # it was opened when it was whole: to read past its end would end the process
+            return f"{path}: it has {size_bytes:,} bytes, and should have {table.size_bytes:,}"
+        return next(iter(table.check()), None)
     except FileNotFoundError:
         # another publishing dropped it meanwhile
         return None

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from precompute.store.errors import PrecomputeError
+from precompute.store.offline import publishings
 from precompute.store.offline.standing import Standing
 from precompute.store.online.url import open_online_store
 from tests.faults.conftest import MakeScene
@@ -124,8 +125,11 @@ def check_committed(scene: FaultScene, image: Image) -> None:
 
 
 def test_what_is_live_and_what_was_committed_outlasts_a_loss_of_power(
-    delta_to_come: MakeScene,
+    delta_to_come: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The log's older files, too: with each publishing there is another."""
+    monkeypatch.setattr(publishings, "NEWEST_BYTES", 1)
+    monkeypatch.setattr(publishings, "MOST_AGAIN", 1)
     scene = delta_to_come()
     images = images_of(scene)
     assert {image.disk for image in images} == set(DISKS)

@@ -14,10 +14,10 @@ import redis
 
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.rollback import reconcile
-from precompute.store.account import checker
-from precompute.store.account import checker as rounds
+from precompute.store.account import checker, rounds
 from precompute.store.account.account import Act, Turn, read_account
-from precompute.store.account.checker import Rounds, look, share_of
+from precompute.store.account.checker import look, share_of
+from precompute.store.account.rounds import Rounds
 from precompute.store.disk.record import replace
 from precompute.store.errors import PrecomputeError, VectorIndexError
 from tests.conftest import MakeProject, Prepared

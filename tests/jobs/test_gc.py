@@ -20,6 +20,7 @@ from precompute.jobs.serve.fallback import ViewFallback
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConflictError, FencedError, RejectedError
+from precompute.store.offline import gc as gc_module
 from precompute.store.offline.gc import Garbage, collect
 from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
 from tests import REPOSITORY
@@ -374,6 +375,27 @@ def test_temporary_files_of_killed_processes_go(prepared: Prepared) -> None:
     assert {item.path for item in gc(project)} == set(left)
 
 
+def test_what_nothing_names_goes_after_the_grace(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = prepared(published, [1.0])
+    monkeypatch.setattr(gc_module, "KEPT_REPORTS", 1)
+    left = [
+        project.store.data / "20000101T000000.000000Z-killed" / "part-00000.parquet",
+        project.store.refs.folder / "running" / "20000101T000000.000000Z-killed",
+        project.store.runs.folder / "20000101T000000.000000Z-older.json",
+    ]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"{}")
+    # a run that goes on may have begun long ago: its newest file counts
+    os.utime(left[0], (1e9, 1e9))
+    young = left[0].with_name("part-00001.parquet")
+    young.write_bytes(b"half")
+    assert gc(project, after_s=3600) == []
+    assert {item.path for item in gc(project)} == {*left, young}
+
+
 def test_a_copy_that_was_accepted_keeps_the_files_it_shares(make_project: MakeProject) -> None:
     project = make(make_project, [(i, 1.0 + i) for i in range(40)])
     project.run()
@@ -430,6 +452,7 @@ def test_what_a_killed_run_left_stays_while_another_may_take_it_over(
     project = killed(make_project, monkeypatch)
     before = files(project)
     other_process(project, run_lease(partition))
+    assert (gc(project, dry_run=True) == []) == stays
     gone = gc(project)
     assert (gone == []) == stays
     assert files(project) == before - {item.path for item in gone}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from precompute.store.errors import SnapshotError
-from precompute.store.offline import refs
-from precompute.store.offline import refs as publishings
-from precompute.store.offline.refs import Publishing, Refs
+from precompute.store.offline import publishings, refs
+from precompute.store.offline.publishings import Publishing, PublishingLog
+from precompute.store.offline.refs import Refs
 
 
 @pytest.fixture
@@ -134,3 +134,68 @@ def test_publishings_of_snapshots_that_are_gone_are_thinned(
     view.thin_log({7, 8, 11})
     # one that is gone is not taken for the end of the view before it
     assert lived(view)[-5:] == [(7, 7), (8, 8), (8, None), (9, 9), (11, 11)]
+
+
+def files(folder: Path) -> dict[str, int]:
+    """Name → lines of the log's files."""
+    return {
+        path.name: len(path.read_bytes().splitlines())
+        for path in sorted(folder.glob("publishings*"))
+    }
+
+
+def test_a_long_log_grows_by_files_that_are_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishings, "NEWEST_BYTES", 1000)
+    monkeypatch.setattr(publishings, "MOST_AGAIN", 2)
+    view, expected = Refs(tmp_path, "numbers"), list[tuple[int, int | None]]()
+    for epoch in range(1, 13):
+        published(view, epoch, epoch)
+        expected.append((epoch, epoch))
+        assert lived(view) == expected
+    older = tmp_path / "publishings-000001.jsonl"
+    assert files(tmp_path) == {
+        "publishings-000001.jsonl": 4,
+        "publishings-000002.jsonl": 4,
+        "publishings.jsonl": 5,
+    }
+    # a file that is older: its damage is reported, and its loss
+    whole = older.read_bytes()
+    older.write_bytes(whole.replace(b'"snapshot": 2', b'"snapshot": 3'))
+    with pytest.raises(SnapshotError, match=r"publishings-000001.jsonl: line 2 is damaged"):
+        view.publishings()
+    older.unlink()
+    with pytest.raises(SnapshotError, match=r"publishings-000001.jsonl is not there: restore it"):
+        view.publishings()
+    older.write_bytes(whole)
+    # thinned, they are one; what a crash left of those before is in nobody's way
+    monkeypatch.setattr(publishings, "THINNED_BYTES", 1)
+    view.thin_log({1, 12})
+    assert lived(view) == [(1, 1), (2, 2), (12, 12)]
+    assert files(tmp_path) == {"publishings.jsonl": 4}
+    for epoch in range(13, 17):
+        published(view, epoch, epoch)
+    assert lived(view) == [(1, 1), (2, 2), *((n, n) for n in range(12, 17))]
+    assert "publishings-000003.jsonl" in files(tmp_path)
+
+
+def test_a_crash_between_two_files_of_the_log_leaves_no_line_twice_or_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishings, "NEWEST_BYTES", 500)
+    monkeypatch.setattr(publishings, "MOST_AGAIN", 1)
+    log, entries = PublishingLog(tmp_path), list[Publishing]()
+    before = b""
+    for epoch in range(1, 9):
+        entries.append(Publishing(epoch, epoch, at(epoch), at(epoch)))
+        log.add(*entries[-1:])
+        path = tmp_path / "publishings.jsonl"
+        if len(path.read_bytes()) < len(before):
+            # what was written before the newest file was, stays
+            path.write_bytes(before)
+            assert log.entries() == entries[:-1]
+            log.add(*entries[-1:])
+        before = path.read_bytes()
+        assert log.entries() == entries
+    assert len(files(tmp_path)) > 3

@@ -466,6 +466,12 @@ CHECKED_AGE = _instrument(
     "Since what is live of the view was last looked at",
     "view",
 )
+BEHIND = _instrument(
+    Kind.HIGHEST,
+    "view_behind_seconds",
+    "Of a host that follows a root in an object store: since it last served what that says",
+    "view",
+)
 
 PROCESS_BYTES = _instrument(
     Kind.GAUGE, "process_resident_bytes", "Memory of a process of the server", "process"
