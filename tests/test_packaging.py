@@ -28,7 +28,7 @@ ROOMS = ("store", "precompute", "jobs")
 PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 USES = {
-    "store": ["cpu", "otel", "s3"],
+    "store": ["cpu", "iceberg", "otel", "s3"],
     "precompute": [
         "engine",
         "endpoint",

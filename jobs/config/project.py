@@ -40,7 +40,7 @@ from precompute.jobs.config.section import (
 from precompute.jobs.config.serve import ServeConfig
 from precompute.store.disk.durable_file import make_folder, replace_durably
 from precompute.store.disk.record import digest_of
-from precompute.store.disk.storage import LOCAL, mount, storage_of
+from precompute.store.disk.storage import LOCAL, OBJECT_STORES, mount, storage_of
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.feature_view import why_no_semantic_cache
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from precompute.store.answers.service import Service
 
 
-OBJECT_STORES = ("s3", "gs", "az")
-"""Schemes of a root that is no folder."""
 VERSION = 1
 
 
@@ -139,6 +137,15 @@ class RetentionConfig(Section):
     """nothing younger is removed"""
 
 
+class SourcesConfig(Section):
+    """What the SQL of all views can read besides files: extensions, secrets and databases, opened
+    before each source's DuckDB is locked."""
+
+    setup: list[str] = Field(default_factory=list)
+    """LOAD, CREATE SECRET, ATTACH (… READ_ONLY) and SET statements of DuckDB, in order; ${NAME} in
+    them is a variable of the environment, and relative paths start with ./ or ../"""
+
+
 class ProjectConfig(Section):
     """``project.yaml``: where and when."""
 
@@ -151,6 +158,7 @@ class ProjectConfig(Section):
     online: str = Field(description=ONLINE_FORMS)
     vars: dict[str, str] = Field(default_factory=dict)
     """values for ${name} in the views; relative paths start with ./ or ../"""
+    sources: SourcesConfig = SourcesConfig()
     serve: ServeConfig = ServeConfig()
     schedule: dict[Name, When] = Field(default_factory=dict)
     """view → five cron fields, 'after view[, view]', or either with options"""
@@ -163,6 +171,8 @@ class ProjectConfig(Section):
     timezone: str = "UTC"
     """of the cron lines"""
     retention: RetentionConfig = RetentionConfig()
+    iceberg: list[Name] = Field(default_factory=list)
+    """views whose snapshots are the versions of an Iceberg table, too, in <root>/<view>/iceberg"""
     notify: list[str] = Field(default_factory=list)
     """a command and its arguments, run after every publishing, refusal, failure and rollback"""
     memory_mb: int = Field(default=1024, ge=64)
@@ -227,6 +237,22 @@ class ProjectConfig(Section):
         return online
 
 
+def read_settings(folder: Path, over: Mapping[str, Any] | None = None) -> ProjectConfig:
+    """What ``project.yaml`` says; its views are not looked at, and need not be there.
+
+    Args:
+        folder: that holds it.
+        over: overrides; the environment's by default.
+
+    Raises:
+        ConfigError: every mistake found, each with file, key, value and remedy.
+    """
+    found = dict(overrides(os.environ) if over is None else over)
+    found.pop("views", None)
+    file = folder / "project.yaml"
+    return checked(ProjectConfig, merged(read_yaml(file), found), file, found)
+
+
 class _Views(NamedTuple):
     """Of every view, what its file says, or what is wrong with it; and ``use`` and ``args`` of its
     model as they are written."""
@@ -262,14 +288,13 @@ class Project:
             )
         over = overrides(os.environ if environment is None else environment)
         project_file = self.folder / "project.yaml"
-        raw = read_yaml(project_file)
         self._changes = over.pop("views", {})
         if not isinstance(self._changes, dict):
             raise ConfigError(
                 f"environment {PREFIX}VIEWS: name a view and a key, as in"
                 f" {PREFIX}VIEWS__ITEM_VECTOR__TTL=1h"
             )
-        self.settings = checked(ProjectConfig, merged(raw, over), project_file, over)
+        self.settings = read_settings(self.folder, over)
         self.root = self._mounted_root()
         self.online = self._absolute_online(self.settings.online)
         self._vars = {
@@ -288,6 +313,11 @@ class Project:
                 f" view{nearest_or_all(unknown[0], self.names)}"
             )
         check_schedules(self.schedules(), self.names, project_file, over)
+        if unknown := [name for name in self.settings.iceberg if name not in self.names]:
+            raise ConfigError(
+                f"{place(project_file, ('iceberg',))}: iceberg: no such view"
+                f" {unknown[0]!r}{nearest_or_all(unknown[0], self.names)}"
+            )
 
     @property
     def views(self) -> Mapping[str, ViewConfig]:
@@ -506,6 +536,15 @@ class Project:
                     read.right.pop(name, None)
         views = dict(read.right)
         for name, view in views.items():
+            halves = [one for one, config in view.features.items() if config.dtype == "float16"]
+            if name in self.settings.iceberg and halves:
+                where = place(self.folder / "views" / f"{name}.yaml", ("features", halves[0]))
+                read.broken[name] = ConfigError(
+                    f"{where}: features.{halves[0]}: Iceberg has no float16: give it the dtype"
+                    " float32, or take the view out of `iceberg` in project.yaml"
+                )
+                del read.right[name]
+                continue
             if (
                 view.semantic_cache is not None
                 and (why := self._no_semantic_cache(view, views)) is not None

@@ -39,7 +39,7 @@ def check_before(
         take_over: whether the view may be another project's.
 
     Raises:
-        ConfigError: the index cannot be built here.
+        ConfigError: the index, or the Iceberg table, cannot be built here.
         GateError: the gate ``contract`` would refuse any result.
         OnlineStoreError, ConflictError: the online store cannot be reached or written, or the view
             is another project's.
@@ -48,6 +48,7 @@ def check_before(
     if Standing(store).why_stays(None if config.serves_all else partition) is not None:
         return
     check_index(config)
+    check_table(project, name)
     if "contract" not in accept:
         verdict = contract_verdict(config, store)
         if verdict is not None and not verdict.passed:
@@ -66,6 +67,18 @@ def check_index(config: ViewConfig) -> None:
         raise ConfigError(
             f"view {config.name!r}: index: FAISS, which builds it, is not installed: pip install"
             " 'precompute-store[cpu]', or leave `index` out"
+        )
+
+
+def check_table(project: Project, name: str) -> None:
+    """Raises:
+    ConfigError: the view has an Iceberg table, and what writes it is not installed.
+    """
+    if name in project.settings.iceberg and importlib.util.find_spec("pyiceberg") is None:
+        raise ConfigError(
+            f"view {name!r}: iceberg: pyiceberg, which writes the table, is not installed: pip"
+            " install 'precompute-store[iceberg]', or take the view out of `iceberg` in"
+            " project.yaml"
         )
 
 

@@ -42,6 +42,7 @@ from precompute.store.errors import (
     SnapshotError,
 )
 from precompute.store.offline.gc import SWEPT_FOLDERS, collect
+from precompute.store.offline.iceberg_table import keep_table
 from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
 from precompute.store.offline.runs import AHEAD_S, Report
 from precompute.store.offline.snapshot import Snapshot
@@ -138,6 +139,8 @@ def _run(job: Job, report: Report, progress: Progress) -> None:
         snapshot = _named(job, report)
     else:
         snapshot = materialize(job, report, progress)
+        wanted = job.config.name in job.project.settings.iceberg
+        report.attention += keep_table(job.store, wanted)
     if options.command != "materialize":
         _publish(job, snapshot, report, progress)
     if options.command == "run" and options.partition is not None and options.backfill is None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +24,17 @@ import numpy.typing as npt
 import pyarrow as pa
 from duckdb.func import FunctionNullHandling, PythonUDFType
 
-from precompute.sources.file_names import no_file
-from precompute.store.disk.sql import SpillFolder, memory_wanted, open_duckdb, parquet_sql
+from precompute.sources.file_names import is_remote, no_file
+from precompute.sources.session import Setup, first_line, hiding
+from precompute.store.disk.sql import (
+    REMOTE,
+    RemoteReader,
+    SpillFolder,
+    memory_wanted,
+    open_duckdb,
+    parquet_sql,
+    read_remote_files,
+)
 from precompute.store.errors import ConfigError, MissingFileError, SourceError
 
 BOUNDS = ("start", "end")
@@ -135,15 +145,6 @@ def statement(sql: str) -> str:
     return text[: next(ends, None)].decode()
 
 
-def first_line(exc: Exception) -> str:
-    """DuckDB's message without the drawing under it."""
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    return (
-        " ".join(line for line in lines[:3] if not line.startswith(("LINE", "^")))[:300]
-        or type(exc).__name__
-    )
-
-
 _WHOLE = (
     r"BOOLEAN|U?(?:TINY|SMALL|BIG)INT|U?INTEGER|DATE|TIME|TIMESTAMP(?:_S|_MS|_NS| WITH TIME"
     r" ZONE)?|DECIMAL\((?:\d|1[0-8]),\d+\)"
@@ -231,6 +232,9 @@ CLOSE_TRIES = 500
 _BAD_SQL = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
 
 
+NO_SETUP = Setup()
+
+
 @dataclass(frozen=True, slots=True)
 class Files:
     """Parquet files and, by position, the row numbers (int64, ascending) of those of their rows
@@ -246,16 +250,20 @@ class Database:
     Args:
         memory_mb: its memory limit; it spills to a temporary folder beyond.
         threads: of its own.
+        setup: what is opened before the settings are locked.
 
     Raises:
-        ConfigError: (from every method that takes SQL) the SQL is wrong.
+        ConfigError: the setup is wrong; (from every method that takes SQL) the SQL is.
         MissingFileError: (so, too) a file that it names is not there.
         SourceError: (so, too) what it reads cannot be read.
     """
 
-    def __init__(self, memory_mb: int, threads: int) -> None:
-        self._spill = SpillFolder()
-        self._connection = open_duckdb(self._spill, memory_mb, threads)
+    def __init__(self, memory_mb: int, threads: int, setup: Setup = NO_SETUP) -> None:
+        self._spill, self._secrets = SpillFolder(), setup.secrets()
+        self._connection = open_duckdb(self._spill, memory_mb, threads, setup.run)
+        self._remote: RemoteReader | None = None
+        self._lock, self._closed = threading.Lock(), False
+        self._cursors = list[duckdb.DuckDBPyConnection]()
         _open.add(self)
 
     def held_bytes(self) -> tuple[int, int]:
@@ -267,18 +275,32 @@ class Database:
 
     def execute(self, sql: str, parameters: Any = None) -> None:
         """Run a statement that yields nothing."""
-        with _translated():
+        with self._translated():
             self._connection.execute(sql, parameters or None)
 
     def query(self, sql: str, parameters: Mapping[str, Any] | None = None) -> pa.Table:
         """All that a SELECT yields."""
-        with _translated():
+        with self._translated():
             return self._connection.sql(sql, params=parameters or None).to_arrow_table()
 
     def query_aside(self, sql: str, parameters: Mapping[str, Any] | None = None) -> pa.Table:
         """The same from any thread, whatever is read from the database meanwhile."""
-        with _translated(), self._connection.cursor() as cursor:
+        with self._translated(), self._aside() as cursor:
             return cursor.sql(sql, params=parameters or None).to_arrow_table()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        with self._lock:
+            if self._closed:
+                raise SourceError("the source was closed")
+            cursor = self._connection.cursor()
+            self._cursors.append(cursor)
+        try:
+            yield cursor
+        finally:
+            with self._lock:
+                self._cursors.remove(cursor)
+                cursor.close()
 
     def number(self, sql: str) -> int:
         """The whole number that a SELECT yields."""
@@ -289,7 +311,7 @@ class Database:
     ) -> tuple[dict[str, str], pa.Schema]:
         """What a SELECT would yield: DuckDB's names of its columns' types, and Arrow's schema,
         which also knows two columns of one name."""
-        with _translated():
+        with self._translated():
             none = self._connection.sql(
                 f"SELECT * FROM ({sql}\n) LIMIT 0", params=parameters or None
             )
@@ -300,7 +322,7 @@ class Database:
 
     def stream(self, sql: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
         """What a SELECT yields, at most so many rows at a time."""
-        with _translated():
+        with self._translated():
             yield from self._connection.sql(sql).to_arrow_reader(batch_rows)
 
     def add_function(
@@ -308,7 +330,7 @@ class Database:
     ) -> None:
         """A function of SQL: a column of type ``takes``, nulls too, to one of type ``gives``, both
         by DuckDB's names."""
-        with _translated():
+        with self._translated():
             self._connection.create_function(
                 name,
                 function,
@@ -320,12 +342,12 @@ class Database:
 
     def syntax_tree(self, sql: str) -> Any:
         """DuckDB's syntax tree of one SELECT."""
-        with _translated():
+        with self._translated():
             return syntax_tree(self._connection, sql)
 
     def sql_of(self, tree: Any) -> str:
         """The SELECT of a syntax tree."""
-        with _translated():
+        with self._translated():
             return str(
                 self._connection.execute(
                     "SELECT json_deserialize_sql(?::JSON)", [json.dumps(tree)]
@@ -334,7 +356,7 @@ class Database:
 
     def create_from(self, table: str, rows: pa.Table) -> None:
         """A table of DuckDB's own with these rows, in place of one of that name."""
-        with _translated():
+        with self._translated():
             self._connection.register("given_rows", rows)
             self._connection.execute(f"CREATE OR REPLACE TABLE {table} AS SELECT * FROM given_rows")
             self._connection.unregister("given_rows")
@@ -374,22 +396,72 @@ class Database:
             " ORDER BY t.file_index, t.file_row_number" if ordered else ""
         )
 
+    def read_remote(self, files: Sequence[str]) -> None:
+        """Have the SQL read these files, as far as they lie in object stores.
+
+        Raises:
+            ConfigError: obstore is not installed.
+        """
+        if self._remote is None:
+            self._remote = read_remote_files(self._connection, files)
+
+    def modified_us(self, files: Sequence[str]) -> int | None:
+        """When the newest of some files and patterns was modified, µs since 1970; None where there
+        is none, or one of which that is not known.
+
+        Raises:
+            SourceError: a folder or bucket cannot be listed.
+        """
+        times = [times for pattern in files for times in self._times_us(pattern)]
+        return None if None in times else max((us for us in times if us is not None), default=None)
+
+    def _times_us(self, pattern: str) -> Iterator[int | None]:
+        if not is_remote(pattern):
+            found = self.query("SELECT file FROM glob($pattern)", {"pattern": pattern})
+            for file in found.column(0).to_pylist():
+                # removed meanwhile; what cannot be read says so when it is
+                with contextlib.suppress(OSError):
+                    yield Path(file).stat().st_mtime_ns // 1000
+        elif self._remote is None or not pattern.startswith(REMOTE):
+            yield None
+        else:
+            try:
+                for file in self._remote.glob(pattern):
+                    yield int(self._remote.modified(file).timestamp() * 1e6)
+            except OSError as exc:
+                raise SourceError(str(exc)) from exc
+
     def interrupt(self) -> None:
-        """End the query that is going on, if there is one."""
-        with contextlib.suppress(duckdb.Error):
-            self._connection.interrupt()
+        """End the queries that are going on, if there are any."""
+        for connection in (self._connection, *self._cursors):
+            with contextlib.suppress(duckdb.Error):
+                connection.interrupt()
 
     def close(self) -> None:
         """Drop all tables and what was spilled; a thread that still reads is interrupted."""
+        with self._lock:
+            self._closed = True
         for _ in range(CLOSE_TRIES):
             self.interrupt()
-            try:
-                self._connection.close()
-                break
-            except duckdb.Error:
-                # busy with a read that an ended run left in its thread
-                time.sleep(0.01)
+            # a cursor that is read from ends with its connection, and in DuckDB 1.5 the process
+            if not self._cursors:
+                try:
+                    self._connection.close()
+                    break
+                except duckdb.Error:
+                    # busy with a read that an ended run left in its thread
+                    pass
+            time.sleep(0.01)
         self._spill.close()
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        with _translated():
+            try:
+                yield
+            except duckdb.Error as exc:
+                # before any of it is cut off, and part of a secret left
+                raise hiding(exc, self._secrets) from None
 
 
 _open: weakref.WeakSet[Database] = weakref.WeakSet()
@@ -437,6 +509,10 @@ def _translated() -> Iterator[None]:
             )
         raise SourceError(f"the source has unreadable data: {first_line(exc)}{hint}") from exc
     except duckdb.Error as exc:
+        # what our own file system raised, in its words
+        if remote := re.search(r"(RemoteFileError|FileNotFoundError): (.+)", str(exc)):
+            is_there = remote[1] == "RemoteFileError"
+            raise (SourceError if is_there else MissingFileError)(remote[2]) from exc
         if missing := re.search(r'No files found that match the pattern "(.+)"', str(exc)):
             raise MissingFileError(no_file(missing[1])) from exc
         if "No space left" in str(exc):

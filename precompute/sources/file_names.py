@@ -22,9 +22,16 @@ _DATA_FILE = re.compile(
     r"\.(parquet|csv|tsv|json|jsonl|ndjson|db|ddb|duckdb)(\.\w+)?$", re.IGNORECASE
 )
 
-_READERS = ("glob", "sniff_csv")
+_READERS = ("glob", "sniff_csv", "iceberg_scan", "delta_scan")
 _READER_PREFIXES = ("read_", "parquet_")
 """DuckDB's table functions that take files, as their first argument."""
+
+_OF_NOTHING = ("range", "generate_series", "unnest", "repeat", "repeat_row")
+"""Those that read nothing. All others read what is not looked into here, such as a database."""
+
+_ELSEWHERE = "elsewhere:"
+"""Before the name of what is read and is no file: a table of an attached database, or a folder of
+an open table format, which may change with no file here that shows it."""
 
 _HIDING = ("query", "query_table", "json_execute_serialized_sql")
 """Those that take SQL or the name of a table as a text."""
@@ -37,7 +44,7 @@ def absolute_statement(
     parameters: Callable[[str], Mapping[str, Any]],
 ) -> tuple[str, list[str]]:
     """One SELECT with its relative paths made absolute, and the files it reads: names, patterns and
-    URLs.
+    URLs, as which tables of attached databases count, too (:func:`is_remote`).
 
     Args:
         database: reads the SQL, and evaluates a file name that is put together; a
@@ -54,7 +61,7 @@ def absolute_statement(
     def evaluate(expression: Any) -> Any:
         alone = copy.deepcopy(tree)
         node = database.syntax_tree("SELECT NULL")["statements"][0]["node"]
-        alone["statements"][0]["node"] = node | {"select_list": [expression]}
+        alone["statements"][0]["node"] = node | {"select_list": [expression | {"alias": ""}]}
         text = database.sql_of(alone)
         try:
             return database.query(text, parameters(text)).column(0)[0].as_py()
@@ -64,11 +71,18 @@ def absolute_statement(
                 " it as a text"
             ) from exc
 
-    changed, files = absolute_sql(tree, folder, evaluate)
+    def constant(value: Any) -> Any:
+        quoted = [f"'{text.replace(chr(39), chr(39) * 2)}'" for text in _texts(value)]
+        sql = f"SELECT [{', '.join(quoted)}]" if isinstance(value, list) else f"SELECT {quoted[0]}"
+        return database.syntax_tree(sql)["statements"][0]["node"]["select_list"][0]
+
+    changed, files = absolute_sql(tree, folder, evaluate, constant)
     return database.sql_of(tree) if changed else sql, files
 
 
-def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tuple[bool, list[str]]:
+def absolute_sql(
+    tree: Any, folder: Path, evaluate: Callable[[Any], Any], constant: Callable[[Any], Any]
+) -> tuple[bool, list[str]]:
     """Make the files that a SELECT reads absolute, in place.
 
     DuckDB itself takes a relative name from the working directory first, and ``file_search_path``
@@ -79,6 +93,7 @@ def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tup
         folder: of the project, absolute.
         evaluate: the value of an expression of the tree, for a file name that is put together: a
             text, or a list of them.
+        constant: the expression of the tree that is a text or a list of texts.
 
     Returns:
         whether anything was changed, and the files: absolute names, patterns and URLs.
@@ -99,7 +114,7 @@ def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tup
         if node.get("type") == "BASE_TABLE":
             of_node, read = _absolute_table(node, ctes, folder)
         elif node.get("type") == "TABLE_FUNCTION":
-            of_node, read = _absolute_call(node["function"], folder, evaluate)
+            of_node, read = _absolute_call(node["function"], folder, evaluate, constant)
         else:
             continue
         changed |= of_node
@@ -109,51 +124,55 @@ def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tup
 
 def _absolute_table(node: dict[str, Any], ctes: set[str], folder: Path) -> tuple[bool, list[str]]:
     """:func:`absolute_sql` of ``FROM 'books.csv'``."""
-    name = _file_of_table(node, ctes)
+    path = _path_of(node)
+    name = _file_of_table(path, ctes)
     if name is None:
-        return False, []
+        of_ours = path[0].lower() == "live" or (len(path) == 1 and path[0].lower() in ctes)
+        return False, [] if of_ours else [_ELSEWHERE + ".".join(path)]
     file = str(_absolute(name, folder))
     if file == name:
         return False, [file]
     _check_partitions(name, folder)
-    node |= {
-        "catalog_name": "",
-        "schema_name": "",
-        "table_name": file,
-        "qualified_name": {"path": [file]},
-    }
+    node |= {"catalog_name": "", "schema_name": "", "table_name": file}
+    if "qualified_name" in node:
+        node["qualified_name"] = {"path": [file]}
     return True, [file]
 
 
 def _absolute_call(
-    function: dict[str, Any], folder: Path, evaluate: Callable[[Any], Any]
+    function: dict[str, Any],
+    folder: Path,
+    evaluate: Callable[[Any], Any],
+    constant: Callable[[Any], Any],
 ) -> tuple[bool, list[str]]:
     """:func:`absolute_sql` of ``FROM read_csv('books.csv')``."""
-    name, arguments = str(function["function_name"]).lower(), function["arguments"]
+    name, arguments = str(function["function_name"]).lower(), _arguments(function)
     if name in _HIDING:
         raise ConfigError(
             f"{name}(…) hides which files and views are read: write the SELECT itself"
         )
     if not arguments or not (name in _READERS or name.startswith(_READER_PREFIXES)):
-        return False, []
-    literal = _literal(arguments[0]["expression"])
-    value = evaluate(arguments[0]["expression"]) if literal is None else literal
+        return False, [] if name in _OF_NOTHING else [f"{_ELSEWHERE}{name}"]
+    first = arguments[0][1]
+    literal = _literal(first)
+    value = evaluate(first) if literal is None else literal
     absolute = (
         [_absolute(item, folder) for item in value]
         if isinstance(value, list)
         else _absolute(value, folder)
     )
-    files = [
-        text
-        for text in (absolute if isinstance(absolute, list) else [absolute])
-        if isinstance(text, str)
-    ]
+    files = [text for text in _texts(absolute) if isinstance(text, str)]
+    if name.endswith("_scan"):
+        files = [f"{_ELSEWHERE}{file}" for file in files]
     if absolute != value and not _is_unpartitioned(arguments):
         _check_partitions(value, folder)
     # DuckDB takes no subquery here, so what was worked out stays so, relative or not
-    changed = absolute != value or (literal is None and _is_text(value))
+    is_text = all(isinstance(item, str) for item in _texts(value))
+    changed = absolute != value or (literal is None and is_text)
     if changed:
-        arguments[0]["expression"] = _constant(absolute)
+        # in place, whichever version's tree it lies in
+        first.clear()
+        first |= constant(absolute)
     return changed, files
 
 
@@ -187,7 +206,7 @@ def no_file(name: str) -> str:
 
 
 def is_remote(file: str) -> bool:
-    """Whether a file's absolute name is a URL of another machine's."""
+    """Whether a file's absolute name is a URL of another machine's, or of what is no file."""
     return _URL.match(file) is not None
 
 
@@ -219,21 +238,38 @@ def _check_partitions(files: str | list[str], folder: Path) -> None:
         )
 
 
-def _is_unpartitioned(arguments: Sequence[Mapping[str, Any]]) -> bool:
+def _is_unpartitioned(arguments: Sequence[tuple[str, Mapping[str, Any]]]) -> bool:
     """Whether a call says ``hive_partitioning = false``, or ``:=``, ``=>``."""
-    for argument in arguments:
-        name, value = argument["name"], argument["expression"]
+    for name, value in arguments:
         if value.get("type") == "COMPARE_EQUAL":
             name, value = ".".join(value["left"].get("column_names", [])), value["right"]
         if name.lower() == "hive_partitioning":
-            return bool(value.get("literal", {}) == {"kind": "BOOLEAN", "text": "false"})
+            # until DuckDB 2.0 a text that is cast
+            is_false = value.get("child", {}).get("value", {}).get("value") == "f"
+            return is_false or value.get("literal") == {"kind": "BOOLEAN", "text": "false"}
     return False
 
 
-def _file_of_table(node: dict[str, Any], ctes: set[str]) -> str | None:
+def _path_of(node: Mapping[str, Any]) -> list[str]:
+    """Catalog, schema and name of a table, as far as it is written with them."""
+    if "qualified_name" in node:
+        return [str(part) for part in node["qualified_name"]["path"]]
+    # until DuckDB 2.0
+    names = (node["catalog_name"], node["schema_name"], node["table_name"])
+    return [str(name) for name in names if name]
+
+
+def _arguments(function: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Of a function: the name of each, where it has one, and its expression."""
+    if "arguments" in function:
+        return [(one["name"], one["expression"]) for one in function["arguments"]]
+    # until DuckDB 2.0
+    return [(one["alias"], one) for one in function["children"]]
+
+
+def _file_of_table(parts: Sequence[str], ctes: set[str]) -> str | None:
     """The file of ``FROM 'books.csv'``, where DuckDB takes what is no table for a file; without the
     quotes it is table ``csv`` of schema ``books``."""
-    parts = [str(part) for part in node["qualified_name"]["path"]]
     name = ".".join(parts)
     if len(parts) == 1:
         is_file = ("." in name or "/" in name) and name.lower() not in ctes
@@ -244,51 +280,20 @@ def _file_of_table(node: dict[str, Any], ctes: set[str]) -> str | None:
 
 def _literal(node: Mapping[str, Any]) -> str | list[str] | None:
     """The text, or texts, that an expression of the tree is; None when it must be worked out."""
-    literal = node.get("literal") or {}
-    if node.get("class") == "CONSTANT" and literal.get("kind") == "STRING":
-        return str(literal["text"])
+    if node.get("class") == "CONSTANT":
+        # until DuckDB 2.0 a value with its type
+        value = node.get("literal") or node["value"]
+        if value.get("kind") == "STRING" or value.get("type", {}).get("id") == "VARCHAR":
+            return str(value.get("text", value.get("value")))
     if node.get("function_name") != "list_value":
         return None
-    items = [_literal(argument["expression"]) for argument in node["arguments"]]
+    items = [_literal(expression) for _, expression in _arguments(node)]
     texts = [item for item in items if isinstance(item, str)]
     return texts if len(texts) == len(items) else None
 
 
-def _is_text(value: Any) -> bool:
-    return all(isinstance(item, str) for item in (value if isinstance(value, list) else [value]))
-
-
-def _constant(value: Any) -> dict[str, Any]:
-    """An expression of the tree that is a text or a list of texts."""
-    if isinstance(value, list):
-        return _CALL | {
-            "function_name": "list_value",
-            "qualified_name": {"path": ["list_value"]},
-            "arguments": [{"name": "", "expression": _constant(item)} for item in value],
-        }
-    literal = {"kind": "STRING", "text": value}
-    return {
-        "class": "CONSTANT",
-        "type": "VALUE_CONSTANT",
-        "alias": "",
-        "query_location": 0,
-        "literal": literal,
-    }
-
-
-_CALL: dict[str, Any] = {
-    "class": "FUNCTION",
-    "type": "FUNCTION",
-    "alias": "",
-    "query_location": 0,
-    "schema": "",
-    "filter": None,
-    "order_bys": {"type": "ORDER_MODIFIER", "orders": []},
-    "distinct": False,
-    "is_operator": False,
-    "export_state": False,
-    "catalog": "",
-}
+def _texts(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _nodes(tree: Any) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,6 @@ own live snapshot is a table: ``SELECT … FROM live.item_vector``.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -21,6 +20,7 @@ from precompute.project_module import starting_from
 from precompute.sources.cached_source import CachedSource
 from precompute.sources.database import (
     BOUNDS,
+    NO_SETUP,
     Database,
     Files,
     content_sql,
@@ -30,7 +30,8 @@ from precompute.sources.database import (
     quoted,
     statement,
 )
-from precompute.sources.file_names import absolute_statement, is_remote
+from precompute.sources.file_names import absolute_statement
+from precompute.sources.session import Setup
 from precompute.store.errors import ConfigError, SourceError, nearest_or_all
 from precompute.store.feature_view import CHUNK, ChunkSpec
 
@@ -64,6 +65,7 @@ class Source:
         threads: DuckDB's threads.
         chunk: how a column of long texts is cut; the last of the key's columns is a chunk's number
             then.
+        setup: what the project opens for all of its sources.
 
     Raises:
         ConfigError: the SQL is wrong, or lacks a key column.
@@ -81,9 +83,10 @@ class Source:
         memory_mb: int = 1024,
         threads: int = 2,
         chunk: ChunkSpec | None = None,
+        setup: Setup = NO_SETUP,
     ) -> None:
         self.entity = tuple(entity)
-        self.database = Database(memory_mb, threads)
+        self.database = Database(memory_mb, threads, setup)
         self.hashed_by = hash_kind()
         """The name of how rows are hashed."""
         self.loaded = False
@@ -118,7 +121,9 @@ class Source:
         only = statement(sql)
         if self._folder is None:
             return only, []
-        return absolute_statement(self.database, only, self._folder, self._taken)
+        sql, files = absolute_statement(self.database, only, self._folder, self._taken)
+        self.database.read_remote(files)
+        return sql, files
 
     def _taken(self, sql: str) -> dict[str, datetime]:
         """The bounds that the SQL takes, as it is run."""
@@ -343,25 +348,13 @@ class Source:
         return newest["newest"], newest["ahead"]
 
     def modified_us(self) -> int | None:
-        """When the newest of the local files that the SQL reads was modified, µs since 1970; None
-        where it reads none, or a remote one, which may be newer.
+        """When the newest of the files that the SQL reads, here or in an object store, was
+        modified, µs since 1970; None where it reads none, or anything else, which may be newer.
 
         Raises:
-            SourceError: a folder cannot be listed.
+            SourceError: a folder or bucket cannot be listed.
         """
-        if any(is_remote(file) for file in self._files):
-            return None
-        newest = None
-        for pattern in self._files:
-            for file in (
-                self.database.query("SELECT file FROM glob($pattern)", {"pattern": pattern})
-                .column(0)
-                .to_pylist()
-            ):
-                # removed meanwhile; what cannot be read says so when it is
-                with contextlib.suppress(OSError):
-                    newest = max(newest or 0, Path(file).stat().st_mtime_ns // 1000)
-        return newest
+        return self.database.modified_us(self._files)
 
     def _check_within(self, column: str) -> None:
         self.check_time(column, "partition.column")

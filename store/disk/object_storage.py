@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,12 @@ from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
     NotFoundError,
-    PermissionDeniedError,
     PreconditionError,
-    UnauthenticatedError,
 )
-from obstore.store import from_url
 
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import restore
+from precompute.store.disk.object_client import failure, open_store
 from precompute.store.disk.storage import File, Item
 from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
 
@@ -96,8 +93,11 @@ class ObjectStorage:
 
     def __init__(self, url: str, folder: Path, cache_bytes: int = 200 * 10**9) -> None:
         self.url, self._folder = url.rstrip("/"), folder
-        self._records = _client(url, RETRY_S, REQUEST_S)
-        self._files = _client(url, FILE_S, FILE_S)
+        try:
+            self._records = open_store(url, RETRY_S, REQUEST_S)
+            self._files = open_store(url, FILE_S, FILE_S)
+        except ConfigError as exc:
+            raise ConfigError(f"root: {exc}") from exc
         self._proven, self._lock, self._last_ns = False, threading.Lock(), 0
         self._seen = _Seen()
         self._cache_bytes = cache_bytes
@@ -428,21 +428,8 @@ class ObjectStorage:
                     f"{self.url}: there is no such bucket: make it, or mend `root` in project.yaml",
                 ) from exc
             raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path)) from exc
-        except (PermissionDeniedError, UnauthenticatedError) as exc:
-            raise StorageError(
-                errno.EREMOTEIO,
-                f"{self.shown(path)}: the object store refuses these credentials"
-                f" ({_first_line(exc)}): look at AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (GCS:"
-                " GOOGLE_APPLICATION_CREDENTIALS, Azure: AZURE_STORAGE_…), and at the rights they"
-                " give on the bucket",
-            ) from exc
         except BaseError as exc:
-            raise StorageError(
-                errno.EREMOTEIO,
-                f"{self.shown(path)}: the object store gave no answer that can be used"
-                f" ({_first_line(exc)}): look at the endpoint (AWS_ENDPOINT_URL), the region and"
-                " the network, and run again",
-            ) from exc
+            raise StorageError(errno.EREMOTEIO, failure(self.shown(path), exc)) from exc
 
     def check_writable(self) -> None:
         """Refuse a store that takes a second creation or a stale swap for a first one: two writers
@@ -535,37 +522,6 @@ def _tried(put: Callable[[], Any]) -> Any:
         return None
 
 
-def _client(url: str, retry_s: float, request_s: float) -> Any:
-    endpoint = next(
-        (
-            os.environ[n]
-            for n in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-            if os.environ.get(n)
-        ),
-        "",
-    )
-    try:
-        return from_url(
-            url,
-            client_options={
-                "timeout": f"{request_s:.0f}s",
-                "connect_timeout": "5s",
-                "allow_http": endpoint.startswith("http://"),
-            },
-            retry_config={
-                "max_retries": 8,
-                "retry_timeout": timedelta(seconds=retry_s),
-                "backoff": {
-                    "init_backoff": timedelta(milliseconds=100),
-                    "max_backoff": timedelta(seconds=3),
-                    "base": 2,
-                },
-            },
-        )
-    except (BaseError, ValueError) as exc:
-        raise ConfigError(f"root: {url}: {_first_line(exc)}") from exc
-
-
 def _without_nonce(data: bytes) -> bytes:
     return data[_NONCE_BYTES:] if data.startswith(_NONCE[: _NONCE.index(b"%")]) else data
 
@@ -588,7 +544,3 @@ def _is_here(file: File) -> bool:
 
 def _item(path: Path, meta: Any) -> Item:
     return Item(path, meta["size"], int(meta["last_modified"].timestamp() * 1e6) * 1000)
-
-
-def _first_line(exc: BaseException) -> str:
-    return str(exc).strip().partition("\n")[0][:300]

@@ -12,12 +12,14 @@ import fcntl
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from precompute.store.disk.durable_file import limit_of
-from precompute.store.errors import PrecomputeError
+from precompute.store.disk.storage import OBJECT_STORES
+from precompute.store.errors import ConfigError, PrecomputeError
 
 if TYPE_CHECKING:
     import duckdb
@@ -68,13 +70,17 @@ _SETTINGS = (
     "autoload_known_extensions = false",
     # the hash of a time must not depend on the machine
     "TimeZone = 'UTC'",
-    # nothing in a source's SQL can change these settings
-    "lock_configuration = true",
 )
+"""Before :data:`_LOCKED`."""
+_LOCKED = "lock_configuration = true"
+"""Nothing in a source's SQL can change the settings."""
 
 
 def open_duckdb(
-    spill: SpillFolder, memory_mb: int, threads: int | None = None
+    spill: SpillFolder,
+    memory_mb: int,
+    threads: int | None = None,
+    prepare: Callable[[duckdb.DuckDBPyConnection], None] = lambda _: None,
 ) -> duckdb.DuckDBPyConnection:
     """A DuckDB of its own, with settings that are locked.
 
@@ -83,11 +89,17 @@ def open_duckdb(
             there is none.
         memory_mb: its memory limit.
         threads: of its own; one per core by default.
+        prepare: called before the settings are locked.
     """
     # who only has a spill folder, as a server has, does without
     import duckdb
 
-    config: dict[str, Any] = {"memory_limit": f"{memory_mb}MB", "temp_directory": str(spill.path)}
+    config: dict[str, Any] = {
+        "memory_limit": f"{memory_mb}MB",
+        "temp_directory": str(spill.path),
+        # none of the user's that lie at home
+        "secret_directory": str(spill.path / "secrets"),
+    }
     try:
         with memory_wanted():
             connection = duckdb.connect(
@@ -95,6 +107,8 @@ def open_duckdb(
             )
             for setting in _SETTINGS:
                 connection.execute(f"SET {setting}")
+            prepare(connection)
+            connection.execute(f"SET {_LOCKED}")
             return connection
     except BaseException:
         spill.close()
@@ -124,3 +138,40 @@ def parquet_sql(paths: Sequence[Path]) -> str:
     no partition."""
     listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
     return f"read_parquet([{listed}], hive_partitioning = false)"
+
+
+REMOTE = tuple(f"{scheme}://" for scheme in OBJECT_STORES)
+"""How a file in an object store begins."""
+
+
+class RemoteReader(Protocol):
+    """What is known of files in object stores, see
+    :class:`precompute.store.disk.remote_files.RemoteFiles`."""
+
+    def glob(self, path: str) -> list[str]:
+        """URLs of the files that a pattern finds."""
+
+    def modified(self, path: str) -> datetime:
+        """When a file was last written."""
+
+
+def read_remote_files(
+    connection: duckdb.DuckDBPyConnection, files: Sequence[str]
+) -> RemoteReader | None:
+    """Have a DuckDB read files in object stores; None where none of ``files`` lies there.
+
+    Raises:
+        ConfigError: obstore is not installed.
+    """
+    remote = next((file for file in files if any(one in file for one in REMOTE)), None)
+    if remote is None:
+        return None
+    try:
+        from precompute.store.disk.remote_files import RemoteFiles
+    except ImportError as exc:
+        raise ConfigError(
+            f"{remote}: obstore is not installed: pip install 'precompute-store[s3]'"
+        ) from exc
+    reader: RemoteReader = RemoteFiles()
+    connection.register_filesystem(reader)
+    return reader

@@ -28,6 +28,9 @@ from precompute.store.errors import SnapshotError
 
 _R = TypeVar("_R")
 
+OBJECT_STORES = ("s3", "gs", "az")
+"""Schemes of the URLs of what lies in an object store."""
+
 LOCK = ".lock"
 """The file in a folder by which a local update of a record there excludes others."""
 

@@ -16,6 +16,7 @@ from precompute.store.disk.durable_file import disk_message, sync_folder
 from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.storage import LOCAL, Item
 from precompute.store.errors import ConflictError, SnapshotError
+from precompute.store.offline.iceberg_table import follow
 from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import NAME as JOURNAL
 from precompute.store.offline.runs import run_of_folder
@@ -96,12 +97,10 @@ def collect(
     retained = _reachable(store, catalog, keep, young_s, report)
     held_s = max((catalog.stamps[number][1] / 1e9 for number in catalog.damaged), default=-math.inf)
     why = "snapshot {}: neither live, pinned, new nor built on"
-    gone = [
-        Garbage(store.manifest_path(number), catalog.stamps[number][0], why.format(number))
-        for number in sorted(manifests)
-        if number not in retained
-    ]
+    numbers = sorted(manifests.keys() - retained)
+    gone = [Garbage(store.manifest_path(n), catalog.stamps[n][0], why.format(n)) for n in numbers]
     if not dry_run:
+        follow(store, gone=numbers)
         _remove(store, gone, leases)
         try:
             crashpoint("gc")

@@ -4,16 +4,20 @@ the fallback both open it here, so they have the same SQL, inputs and model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import pyarrow as pa
 
+from precompute.jobs.config.project import read_settings
+from precompute.jobs.config.section import place
 from precompute.jobs.config.view import model_queries
 from precompute.jobs.run.rows.open_model import Load, OpenModel, open_model, place_of
-from precompute.sources.database import Files, referenced_views
+from precompute.sources.database import NO_SETUP, Files, referenced_views
 from precompute.sources.frame import of_file
+from precompute.sources.session import Setup
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, MissingFileError, SourceError
 from precompute.store.feature_view import FeatureView
@@ -144,10 +148,14 @@ def open_source(
                 folder=folder,
                 memory_mb=memory_mb,
                 chunk=chunk,
+                setup=_setup(folder),
             ),
             inputs,
         )
     except (ConfigError, MissingFileError) as exc:
+        if found := re.match(r"sources\.setup\[(\d+)\]", str(exc)):
+            where = place(folder / "project.yaml", ("sources", "setup", int(found[1])))
+            raise type(exc)(f"{where}: {exc}") from exc
         text = str(exc).removeprefix("entity: ")
         raise type(exc)(
             f"{place_of(view, folder, ('source', 'sql') if text == str(exc) else ('entity',))}:"
@@ -155,6 +163,14 @@ def open_source(
         ) from exc
     except SourceError as exc:
         raise SourceError(f"view {view.name!r}: {exc}") from exc
+
+
+def _setup(folder: Path) -> Setup:
+    """What the project opens for its sources, as its files and the environment are now: a server
+    has another password without being published again."""
+    if not (folder / "project.yaml").is_file():
+        return NO_SETUP
+    return Setup(read_settings(folder).sources.setup, folder)
 
 
 def _files(store: ViewStore, number: int) -> Files:

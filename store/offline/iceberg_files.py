@@ -1,0 +1,288 @@
+"""Iceberg files: the manifests of one version of a table, by pyiceberg: which parts it has, and
+which rows of them are no rows of it (position deletes).
+
+A version is a snapshot under the same number, and so is its sequence number: its deletes hold for
+the parts of all snapshots that it builds on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyiceberg.io import InputFile, InputStream, OutputFile, OutputStream
+from pyiceberg.io.pyarrow import (
+    compute_statistics_plan,
+    data_file_statistics_from_parquet_metadata,
+    parquet_path_to_id_mapping,
+)
+from pyiceberg.manifest import (
+    DataFile,
+    DataFileContent,
+    FileFormat,
+    ManifestContent,
+    ManifestEntry,
+    ManifestFile,
+    ManifestWriterV2,
+    read_manifest_list,
+    write_manifest_list,
+)
+from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC
+from pyiceberg.schema import Schema
+from pyiceberg.typedef import Record
+from pyiceberg.types import (
+    BooleanType,
+    DoubleType,
+    FloatType,
+    IcebergType,
+    IntegerType,
+    ListType,
+    LongType,
+    NestedField,
+    StringType,
+    TimestamptzType,
+)
+
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.part_file import read_deletes, write_part_file
+from precompute.store.offline.snapshot import Part, Snapshot
+from precompute.store.offline.view_store import ViewStore
+
+_PATH_ID, _POSITION_ID = 2147483546, 2147483545
+"""Columns of a file of position deletes, as the format numbers them."""
+
+_TYPES: dict[pa.DataType, IcebergType] = {
+    pa.bool_(): BooleanType(),
+    pa.int8(): IntegerType(),
+    pa.int16(): IntegerType(),
+    pa.int32(): IntegerType(),
+    pa.uint8(): IntegerType(),
+    pa.uint16(): IntegerType(),
+    pa.int64(): LongType(),
+    pa.float32(): FloatType(),
+    pa.float64(): DoubleType(),
+    pa.string(): StringType(),
+    pa.large_string(): StringType(),
+    pa.timestamp("us", "UTC"): TimestamptzType(),
+}
+
+
+def schema_of(columns: pa.Schema) -> Schema:
+    """The columns of a part as Iceberg's. A field's id follows from its name and type alone, so
+    that it is the same in every version, however often a table is made again.
+
+    Raises:
+        SnapshotError: a column is of a type that Iceberg has not.
+    """
+    return Schema(*(_field(field.name, field.name, field.type) for field in columns))
+
+
+def _field(path: str, name: str, kind: pa.DataType) -> NestedField:
+    if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind):
+        inner = _field(f"{path}.element", "element", kind.value_type)
+        found: IcebergType = ListType(inner.field_id, inner.field_type, element_required=False)
+    elif kind in _TYPES:
+        found = _TYPES[kind]
+    else:
+        raise SnapshotError(
+            f"column {path.removesuffix('.element')!r} is of {kind}, which Iceberg has not: give"
+            " the feature another dtype, such as float32, or take the view out of `iceberg` in"
+            " project.yaml"
+        )
+    number = hashlib.sha256(f"{path} {found}".encode()).digest()[:4]
+    return NestedField(int.from_bytes(number) >> 2 or 1, name, found, required=False)
+
+
+class Written(NamedTuple):
+    """A version that was written: where its list of manifests is, the names of its own files, and
+    its columns as metadata has them."""
+
+    manifest_list: str
+    names: list[str]
+    columns: dict[str, Any]
+
+
+def write_version(store: ViewStore, table: str, snapshot: Snapshot) -> Written:
+    """Write what a version needs beside its parent's: a manifest of its parts, one of its deletes,
+    and the list of all.
+
+    Args:
+        store: of the view.
+        table: name of the table's folder, in the view's.
+        snapshot: whose parent, if it has one, is a version already.
+
+    Raises:
+        SnapshotError: a column is of a type that no table has, or something cannot be read.
+        OSError: a file cannot be written.
+    """
+    try:
+        return _written(store, table, snapshot)
+    except (ValueError, TypeError, KeyError, NotImplementedError) as exc:
+        raise SnapshotError(f"pyiceberg cannot write it: {type(exc).__name__}: {exc}") from exc
+
+
+def _written(store: ViewStore, table: str, snapshot: Snapshot) -> Written:
+    number, folder = snapshot.number, store.folder.absolute() / table / "metadata"
+    schema = schema_of(_columns(store, snapshot))
+    deletes = _deletes(store, table, snapshot)
+    entries = {
+        ManifestContent.DATA: [_data_file(store, snapshot, p, schema) for p in snapshot.parts],
+        ManifestContent.DELETES: deletes,
+    }
+    names, manifests = [Path(file.file_path).name for file in deletes], list[ManifestFile]()
+    if snapshot.parent is not None:
+        path = folder / _list_name(snapshot.parent)
+        manifests += read_manifest_list(_Bytes(str(path), store.storage.read(path)))
+    for content, files in entries.items():
+        if files:
+            path = folder / f"{number:020d}-{content.name.lower()}.avro"
+            out = _Bytes(store.storage.shown(path))
+            with _Manifest(content, schema, out, number) as writer:
+                for file in files:
+                    entry = ManifestEntry.from_args(data_file=file, sequence_number=None)
+                    writer.add(entry)
+            store.storage.write(path, out.data)
+            names.append(path.name)
+            manifests.append(writer.to_manifest_file())
+    path = folder / _list_name(number)
+    out = _Bytes(store.storage.shown(path))
+    with write_manifest_list(2, out, number, snapshot.parent, number, "deflate") as listed:
+        listed.add_manifests(manifests)
+    store.storage.write(path, out.data)
+    return Written(out.location, [*names, path.name], json.loads(schema.model_dump_json()))
+
+
+def _columns(store: ViewStore, snapshot: Snapshot) -> pa.Schema:
+    """Those of its parts; all that are in a chain have the same."""
+    for layer in reversed(store.chain(snapshot)):
+        for part in layer.parts:
+            return _reading(pq.read_schema, store.checked_path(layer, part))
+    raise SnapshotError("it has no part")
+
+
+def _reading(read: Callable[[Path], Any], path: Path) -> Any:
+    try:
+        return read(path)
+    except (pa.ArrowException, OSError) as exc:
+        raise SnapshotError(f"{path} cannot be read ({exc}): it is damaged") from exc
+
+
+def _list_name(number: int) -> str:
+    """Name of the file that lists a version's manifests."""
+    return f"{number:020d}-list.avro"
+
+
+def _data_file(store: ViewStore, snapshot: Snapshot, part: Part, schema: Schema) -> DataFile:
+    path = store.checked_path(snapshot, part)
+    footer = _reading(pq.read_metadata, path)
+    statistics = data_file_statistics_from_parquet_metadata(
+        footer, compute_statistics_plan(schema, {}), parquet_path_to_id_mapping(schema)
+    )
+    return DataFile.from_args(
+        content=DataFileContent.DATA,
+        file_path=store.storage.shown(path),
+        file_format=FileFormat.PARQUET,
+        partition=Record(),
+        file_size_in_bytes=part.size_bytes,
+        spec_id=0,
+        **statistics.to_serialized_dict(),
+    )
+
+
+def _deletes(store: ViewStore, table: str, snapshot: Snapshot) -> list[DataFile]:
+    """The file of a snapshot's position deletes, written; none where it deletes nothing."""
+    if snapshot.deletes is None or not snapshot.deletes.rows:
+        return []
+    found = read_deletes(store.checked_path(snapshot, snapshot.deletes))
+    view = store.folder.absolute()
+    shown = {store.storage.shown(view / part): rows for part, rows in found.items()}
+    # in the order that the format asks for: by path, then by position
+    names = sorted(shown)
+    counts, rows = [len(shown[name]) for name in names], [np.sort(shown[name]) for name in names]
+    codes = pa.array(np.repeat(np.arange(len(names), dtype=np.int32), counts))
+    deletes = pa.table(
+        [pa.DictionaryArray.from_arrays(codes, names).cast(pa.string()), np.concatenate(rows)],
+        pa.schema(
+            [
+                _numbered("file_path", pa.string(), _PATH_ID),
+                _numbered("pos", pa.int64(), _POSITION_ID),
+            ]
+        ),
+    )
+    path = view / table / "data" / f"{snapshot.number:020d}-deletes.parquet"
+    size_bytes, _ = write_part_file(path, deletes)
+    store.storage.put([path])
+    return [
+        DataFile.from_args(
+            content=DataFileContent.POSITION_DELETES,
+            file_path=store.storage.shown(path),
+            file_format=FileFormat.PARQUET,
+            partition=Record(),
+            record_count=deletes.num_rows,
+            file_size_in_bytes=size_bytes,
+            lower_bounds={_PATH_ID: names[0].encode()},
+            upper_bounds={_PATH_ID: names[-1].encode()},
+            spec_id=0,
+        )
+    ]
+
+
+def _numbered(name: str, kind: pa.DataType, number: int) -> pa.Field:
+    return pa.field(name, kind, nullable=False, metadata={"PARQUET:field_id": str(number)})
+
+
+class _Manifest(ManifestWriterV2):
+    """A manifest of data or of deletes, where pyiceberg's own are of data alone: rows that readers
+    are not told are deleted would be read, and nobody would notice."""
+
+    def __init__(self, content: ManifestContent, schema: Schema, out: OutputFile, number: int):
+        super().__init__(UNPARTITIONED_PARTITION_SPEC, schema, out, number, "deflate")
+        self._content = content
+
+    def content(self) -> ManifestContent:
+        return self._content
+
+    @property
+    def _meta(self) -> dict[str, str]:
+        return super()._meta | {"content": self._content.name.lower()}
+
+
+class _Bytes(InputFile, OutputFile):
+    """A file in memory under the name that it will have."""
+
+    def __init__(self, location: str, data: bytes = b"") -> None:
+        super().__init__(location)
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def exists(self) -> bool:
+        return bool(self.data)
+
+    def open(self, seekable: bool = True) -> InputStream:
+        return io.BytesIO(self.data)
+
+    def to_input_file(self) -> InputFile:
+        return self
+
+    def create(self, overwrite: bool = False) -> OutputStream:
+        return _Stream(self)
+
+
+class _Stream(io.BytesIO):
+    def __init__(self, file: _Bytes) -> None:
+        super().__init__()
+        self._file = file
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.data = self.getvalue()
+        super().close()

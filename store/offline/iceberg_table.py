@@ -1,0 +1,303 @@
+"""Iceberg table: a view's snapshots as the versions of an Iceberg v2 table beside them, which
+readers that are not ours find by its folder. Derived, and never believed: the manifests say what
+is; a table that is lost, torn or behind is made again.
+
+A version has its snapshot's number; ``main`` is what is live, and the snapshot log what was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from precompute.store.disk.durable_file import disk_message
+from precompute.store.errors import ConfigError, SnapshotError
+from precompute.store.offline.view_store import ViewStore
+
+log = logging.getLogger(__name__)
+
+FOLDER = "iceberg"
+"""In a view's folder."""
+KEPT_METADATA = 10
+"""The newest files of metadata that stay, for who reads by an older one."""
+HINT = "version-hint.text"
+"""Names the newest metadata, for readers without a catalog."""
+
+_METADATA = re.compile(r"v(\d+)\.metadata\.json")
+_OF_VERSION = re.compile(r"(\d{20})-\w+\.(?:avro|parquet)")
+
+
+def keep_table(store: ViewStore, wanted: bool) -> list[str]:
+    """Have a view's table say what there is, or have none; called at a commit, which stands
+    whatever becomes of the table.
+
+    Args:
+        store: of the view.
+        wanted: whether the project wants a table of it.
+
+    Returns:
+        a sentence for whatever keeps the table from saying all.
+    """
+    table = _Table(store)
+    try:
+        if wanted:
+            return table.write()
+        if table.exists():
+            store.storage.delete_all(table.folder)
+    except (ConfigError, SnapshotError, OSError) as exc:
+        return [f"the Iceberg table is behind until the next run: {exc}"]
+    return []
+
+
+def follow(store: ViewStore, gone: Collection[int] = ()) -> None:
+    """Have a view's table, if it has one, say what is live and which snapshots there are; where it
+    cannot, that is logged, and the next run does.
+
+    Args:
+        store: of the view.
+        gone: snapshots that are about to be removed.
+    """
+    table, wrong = _Table(store), list[str]()
+    try:
+        if table.exists():
+            wrong = table.write(gone)
+    except (ConfigError, SnapshotError) as exc:
+        wrong = [f"it is behind until the next run: {exc}"]
+    for sentence in wrong:
+        log.warning("view %r: its Iceberg table: %s", store.name, sentence)
+
+
+class _Table:
+    def __init__(self, store: ViewStore) -> None:
+        self._store, self._storage = store, store.storage
+        self.folder = store.folder.absolute() / FOLDER
+        self._metadata = self.folder / "metadata"
+        self._location = self._storage.shown(self.folder)
+
+    def exists(self) -> bool:
+        return bool(self._storage.names(self._metadata))
+
+    def write(self, gone: Collection[int] = ()) -> list[str]:
+        """Write the next metadata, if it says other than the last. Returns what is wrong.
+
+        Raises:
+            ConfigError: pyiceberg is not installed.
+            SnapshotError: something cannot be read or written.
+        """
+        try:
+            return self._write(gone)
+        except OSError as exc:
+            raise SnapshotError(disk_message(self.folder, exc)) from exc
+
+    def _write(self, gone: Collection[int]) -> list[str]:
+        newest = self._newest()
+        while True:
+            before = self._read(newest)
+            versions = _Versions(self._store, self.folder, before, gone)
+            body = self._body(versions, before)
+            if _said(before) == _said(body):
+                break
+            newest += 1
+            # somebody else's is of what there was then: what this one is to say is found once more
+            with contextlib.suppress(FileExistsError):
+                self._storage.create(self._path(newest), json.dumps(body, indent=1).encode())
+                break
+        newest = max(newest, self._newest())
+        if self._text(self._metadata / HINT) != str(newest):
+            self._storage.write(self._metadata / HINT, str(newest).encode())
+        self._clean(newest, {one["snapshot-id"] for one in body["snapshots"]})
+        return versions.wrong
+
+    def _path(self, number: int) -> Path:
+        return self._metadata / f"v{number}.metadata.json"
+
+    def _newest(self) -> int:
+        found = map(_METADATA.fullmatch, self._storage.names(self._metadata))
+        return max((int(name[1]) for name in found if name), default=0)
+
+    def _text(self, path: Path) -> str:
+        try:
+            return self._storage.read(path).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+
+    def _read(self, number: int) -> dict[str, Any]:
+        """The metadata of this number; empty where there is none, or one of another place: a root
+        that was moved."""
+        with contextlib.suppress(ValueError):
+            body = json.loads(self._text(self._path(number)))
+            if isinstance(body, dict) and body.get("location") == self._location:
+                return body
+        return {}
+
+    def _body(self, versions: _Versions, before: Mapping[str, Any]) -> dict[str, Any]:
+        """What the metadata is to say."""
+        ref = self._store.refs.readable_live()
+        schemas, snapshots = versions.fitting(None if ref is None else ref.snapshot)
+        numbers = [entry["snapshot-id"] for entry in snapshots]
+        # where what is live is no version, main is behind: an empty table would be worse
+        wanted = () if ref is None else (ref.snapshot, before.get("current-snapshot-id"))
+        live = next((number for number in wanted if number in numbers), None)
+        current = live or max(numbers, default=None)
+        return {
+            "format-version": 2,
+            "table-uuid": str(uuid.uuid5(uuid.NAMESPACE_URL, self._location)),
+            "location": self._location,
+            "last-sequence-number": max(numbers, default=0),
+            "last-updated-ms": time.time_ns() // 1_000_000,
+            "last-column-id": max((n for one in schemas for n in _ids(one).values()), default=0),
+            "current-schema-id": next(
+                (entry["schema-id"] for entry in snapshots if entry["snapshot-id"] == current), 0
+            ),
+            "schemas": [{"schema-id": n} | one for n, one in enumerate(schemas or [_NO_COLUMNS])],
+            "default-spec-id": 0,
+            "partition-specs": [{"spec-id": 0, "fields": []}],
+            "last-partition-id": 999,
+            "default-sort-order-id": 0,
+            "sort-orders": [{"order-id": 0, "fields": []}],
+            "properties": {"schema.name-mapping.default": json.dumps(_mapping(schemas))},
+            "current-snapshot-id": -1 if live is None else live,
+            "refs": {} if live is None else {"main": {"snapshot-id": live, "type": "branch"}},
+            "snapshots": snapshots,
+            "snapshot-log": [] if live is None else self._log(numbers),
+            "metadata-log": [],
+        }
+
+    def _log(self, numbers: Collection[int]) -> list[dict[str, int]]:
+        """What was live, and from when on."""
+        lines: list[dict[str, int]] = []
+        for publishing in self._store.refs.publishings():
+            number, last = publishing.snapshot, lines[-1] if lines else {}
+            if number is not None and number in numbers and last.get("snapshot-id") != number:
+                since = max(_ms(publishing.published_at), last.get("timestamp-ms", 0))
+                lines.append({"timestamp-ms": since, "snapshot-id": number})
+        return lines
+
+    def _clean(self, newest: int, numbers: Collection[int]) -> None:
+        """Remove what no metadata that stays names."""
+        for folder in (self._metadata, self.folder / "data"):
+            for name in self._storage.names(folder):
+                version, metadata = _OF_VERSION.fullmatch(name), _METADATA.fullmatch(name)
+                if (version and int(version[1]) not in numbers) or (
+                    metadata and int(metadata[1]) <= newest - KEPT_METADATA
+                ):
+                    self._storage.delete(folder / name)
+
+
+_NO_COLUMNS: dict[str, Any] = {"type": "struct", "fields": []}
+
+
+class _Versions:
+    """The versions of a table: those that it had and that are whole, and those of other snapshots,
+    which are written now.
+
+    Args:
+        store: of the view.
+        folder: of the table.
+        before: the last metadata.
+        gone: snapshots that are to be none.
+    """
+
+    def __init__(
+        self, store: ViewStore, folder: Path, before: Mapping[str, Any], gone: Collection[int]
+    ) -> None:
+        self._store, self.wrong = store, list[str]()
+        names = {n for part in ("metadata", "data") for n in store.storage.names(folder / part)}
+        schemas = {one["schema-id"]: one for one in before.get("schemas", ())}
+        had = {
+            one["snapshot-id"]: (one, schemas[one["schema-id"]])
+            for one in before.get("snapshots", ())
+            if names.issuperset(one.get("summary", {}).get("files", "?").split())
+        }
+        self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        """Number → what the metadata says of it, and its columns."""
+        # a parent's number is lower
+        for number, entry in sorted(store.catalog().entries.items()):
+            if number not in gone and (entry.parent is None or entry.parent in self._found):
+                try:
+                    self._found[number] = had.get(number) or self._written(number)
+                except (ConfigError, SnapshotError) as exc:
+                    self.wrong.append(f"snapshot {number} is no version of it: {exc}")
+
+    def _written(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        try:
+            from precompute.store.offline.iceberg_files import write_version
+        except ImportError as exc:
+            raise ConfigError(
+                "pyiceberg is not installed: pip install 'precompute-store[iceberg]', or take the"
+                " view out of `iceberg` in project.yaml"
+            ) from exc
+        snapshot = self._store.snapshot(number)
+        written = write_version(self._store, FOLDER, snapshot)
+        entry = {
+            "snapshot-id": number,
+            "sequence-number": number,
+            "timestamp-ms": _ms(snapshot.created_at),
+            "manifest-list": written.manifest_list,
+            "summary": {
+                "operation": "append" if snapshot.deletes is None else "overwrite",
+                "run": snapshot.run,
+                "rows": str(snapshot.rows),
+                "files": " ".join(written.names),
+            },
+        }
+        if snapshot.parent is not None:
+            entry["parent-snapshot-id"] = snapshot.parent
+        return entry, written.columns
+
+    def fitting(self, live: int | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The columns, and the versions that have them: those in which no column is of another type
+        than in what is live (None: in the newest). By its name alone a file's column is found."""
+        first = live if live in self._found else max(self._found, default=None)
+        known: dict[str, int] = {} if first is None else _ids(self._found[first][1])
+        schemas, snapshots = list[dict[str, Any]](), list[dict[str, Any]]()
+        for entry, schema in reversed(self._found.values()):
+            columns = {"type": "struct", "fields": schema["fields"]}
+            ids = _ids(columns)
+            if any(known.get(name, number) != number for name, number in ids.items()):
+                continue
+            known |= ids
+            if columns not in schemas:
+                schemas.append(columns)
+            snapshots.insert(0, entry | {"schema-id": schemas.index(columns)})
+        return schemas, snapshots
+
+
+def _ids(schema: Mapping[str, Any]) -> dict[str, int]:
+    """Column → its field's id; of a list also that of what is in it."""
+    ids = dict[str, int]()
+    for field in schema["fields"]:
+        ids[field["name"]] = field["id"]
+        if isinstance(field["type"], dict):
+            ids[f"{field['name']}.element"] = field["type"]["element-id"]
+    return ids
+
+
+def _mapping(schemas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By which names the files, which know no ids, have the fields."""
+    ids = {name: number for schema in schemas for name, number in _ids(schema).items()}
+    mapping = []
+    for name, number in ids.items():
+        if not name.endswith(".element"):
+            field: dict[str, Any] = {"field-id": number, "names": [name]}
+            if f"{name}.element" in ids:
+                inner = {"field-id": ids[f"{name}.element"], "names": ["element"]}
+                field["fields"] = [inner]
+            mapping.append(field)
+    return mapping
+
+
+def _said(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name != "last-updated-ms"}
+
+
+def _ms(at: str) -> int:
+    return int(datetime.fromisoformat(at).timestamp() * 1000)

@@ -1,0 +1,380 @@
+"""The Iceberg table beside a view's snapshots: what pyiceberg reads of each version is what we
+read of the snapshot of that number."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyiceberg.table import StaticTable
+
+from precompute.jobs.ops.retention import gc
+from precompute.jobs.run import run_view
+from precompute.jobs.run.preflight import check_table
+from precompute.store.disk.storage import LocalStorage
+from precompute.store.errors import ConfigError
+from precompute.store.offline.iceberg_table import KEPT_METADATA, follow, keep_table
+from tests import REPOSITORY
+from tests.conftest import MakeProject
+from tests.jobs.test_serve_all import Corpus
+from tests.object_store import KEYS, ObjectStore
+from tests.scene import Scene
+
+WANTED = {"iceberg": ["numbers"]}
+GATES = {"rows": None, "moved": None, "shift": None, "norm": None}
+Log = pytest.LogCaptureFixture
+
+
+def metadata(scene: Scene) -> Path:
+    return scene.root / "numbers" / "iceberg" / "metadata"
+
+
+def table_of(scene: Scene, **properties: str) -> StaticTable:
+    """As a reader without a catalog finds it."""
+    storage = scene.store.storage
+    number = storage.read(metadata(scene) / "version-hint.text").decode()
+    shown = storage.shown(metadata(scene) / f"v{number}.metadata.json")
+    return StaticTable.from_metadata(shown, properties)
+
+
+def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=str)
+
+
+def check(scene: Scene, **properties: str) -> list[int]:
+    """Compare each version with our own reading; returns the versions."""
+    table = table_of(scene, **properties)
+    numbers = [snapshot.snapshot_id for snapshot in table.metadata.snapshots]
+    for number in numbers:
+        read = table.scan(snapshot_id=number).to_arrow().to_pylist()
+        assert ordered(read) == ordered(scene.rows(number))
+    ref, current = scene.store.refs.live(), table.current_snapshot()
+    assert (current and current.snapshot_id) == (ref and ref.snapshot)
+    return numbers
+
+
+def make(make_project: MakeProject, rows: Any, project: dict[str, Any] | None = None) -> Scene:
+    return make_project(rows, view={"gates": GATES}, project=WANTED | (project or {}))
+
+
+def test_each_version_is_the_snapshot_of_its_number(make_project: MakeProject) -> None:
+    rows = [(i, float(i)) for i in range(400)]
+    scene = make(make_project, rows)
+    scene.run()
+    for step in range(1, 8):
+        # a delta of changed, new and removed rows; the last one is so large that it is compacted
+        rows = [(i, x + (i % 40 == step or step == 7)) for i, x in rows if i % 100 != step]
+        make(make_project, [*rows, (1000 + step, 0.0)]).run()
+    assert check(scene) == scene.numbers() == list(range(1, 9))
+    kinds = [scene.snapshot(number).kind for number in scene.numbers()]
+    assert (kinds[0], kinds[-1], kinds.count("delta")) == ("full", "full", 6)
+    scene.rollback()
+    assert check(scene) == list(range(1, 9))
+    log = [entry.snapshot_id for entry in table_of(scene).metadata.snapshot_log]
+    assert log == [1, 2, 3, 4, 5, 6, 7, 8, 7]
+    assert len(list(metadata(scene).glob("v*.json"))) == KEPT_METADATA
+
+
+def test_a_reader_prunes_and_picks_as_of_any_table(make_project: MakeProject) -> None:
+    scene = make(make_project, [(i, float(i)) for i in range(100)])
+    scene.run()
+    table = table_of(scene)
+    found = table.scan(row_filter="id = 7", selected_fields=("id", "vector")).to_arrow()
+    assert found.to_pylist() == [{"id": 7, "vector": [7.0, 8.0, 9.0, 10.0]}]
+    assert not list(table.scan(row_filter="id > 500").plan_files())
+
+
+def test_the_documents_reader_reads_it(make_project: MakeProject) -> None:
+    scene = make(make_project, [(1, 1.0), (2, 2.0), (300, 3.0)])
+    scene.run()
+    text = (REPOSITORY / "docs" / "reading.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    code = code.replace("var/movielens/item_vector", str(scene.root / "numbers"))
+    exec(compile(code.replace("item_id", "id"), "docs/reading.md", "exec"), names)
+    assert names["items"].column("id").to_pylist() == [1, 2]
+
+
+def test_what_is_committed_and_not_live_is_a_version_and_not_main(
+    make_project: MakeProject,
+) -> None:
+    scene = make(make_project, [(1, 1.0), (2, 2.0)])
+    scene.materialize()
+    assert check(scene) == [1]
+    assert table_of(scene).scan().to_arrow().num_rows == 0
+    scene.publish()
+    make(make_project, [(1, 1.0), (2, 3.0)]).materialize()
+    assert check(scene) == [1, 2]
+
+
+def test_what_is_collected_leaves_the_table_first(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = make(make_project, [(1, 1.0)], {"retention": {"keep": 1, "grace": "0s"}})
+    for x in (1.0, 2.0, 3.0, 4.0):
+        make(make_project, [(1, x)], {"retention": {"keep": 1, "grace": "0s"}})
+        scene.run(full=True)
+    assert gc(scene.reread(), forgotten=None, dry_run=False)[1] == []
+    assert check(scene) == scene.numbers()
+    assert len(scene.numbers()) < 4
+    named = {int(path.name[:20]) for path in metadata(scene).glob("*.avro")}
+    assert named == set(scene.numbers())
+    # killed between the two: no version is in the table whose files are gone
+    monkeypatch.setattr("precompute.store.offline.gc._remove", lambda *_: 1 / 0)
+    make(make_project, [(1, 5.0)], {"retention": {"keep": 1, "grace": "0s"}})
+    scene.materialize(full=True)
+    make(make_project, [(1, 6.0)], {"retention": {"keep": 1, "grace": "0s"}})
+    scene.materialize(full=True)
+    with pytest.raises(ZeroDivisionError):
+        gc(scene.reread(), forgotten=None, dry_run=False)
+    assert set(check(scene)) < set(scene.numbers())
+
+
+@pytest.mark.parametrize("lost", ["v*.metadata.json", "*.avro", "*hint*", "*-list.avro", "torn"])
+def test_a_table_that_is_lost_or_torn_is_made_again(make_project: MakeProject, lost: str) -> None:
+    scene = make(make_project, [(1, 1.0), (2, 2.0), (3, 3.0)])
+    scene.run()
+    make(make_project, [(1, 1.0), (2, 5.0)]).run()
+    if lost == "torn":
+        newest = max(
+            metadata(scene).glob("v*.json"), key=lambda path: int(path.name[1:].split(".")[0])
+        )
+        newest.write_bytes(newest.read_bytes()[:100])
+    else:
+        for path in metadata(scene).glob(lost):
+            path.unlink()
+    make(make_project, [(1, 1.0), (2, 6.0)]).run()
+    assert check(scene) == [1, 2, 3]
+
+
+def test_a_killed_run_leaves_the_table_to_the_next(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = make(make_project, [(1, 1.0), (2, 2.0)])
+    scene.run()
+    make(make_project, [(1, 1.0), (2, 5.0)])
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_view, "keep_table", killed)
+        with pytest.raises(KeyboardInterrupt):
+            scene.run()
+    assert check(scene) == [1]
+    assert scene.run().status == "published"
+    assert check(scene) == [1, 2]
+
+
+def test_a_table_is_whole_wherever_its_writer_stops(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = make(make_project, [(1, 1.0), (2, 2.0)])
+    scene.run()
+    make(make_project, [(1, 1.0), (2, 5.0)])
+    with monkeypatch.context() as patched:
+        patched.setattr(run_view, "keep_table", lambda *_: [])
+        patched.setattr("precompute.jobs.run.publisher.follow", lambda *_: None)
+        patched.setattr("precompute.store.offline.gc.follow", lambda *_, **__: None)
+        scene.run()
+    writes: dict[str, Callable[..., None]] = {
+        "create": LocalStorage.create,
+        "write": LocalStorage.write,
+        "put": LocalStorage.put,
+    }
+    stopped = list[int]()
+    for stop in range(100):
+        left = iter(range(stop))
+
+        def writing(name: str, left: Iterator[int] = left) -> Callable[..., None]:
+            def write(*args: Any, **options: Any) -> None:
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                writes[name](*args, **options)
+
+            return write
+
+        with monkeypatch.context() as patched:
+            for name in writes:
+                patched.setattr(LocalStorage, name, writing(name))
+            try:
+                assert keep_table(scene.store, True) == []
+                break
+            except KeyboardInterrupt:
+                stopped.append(stop)
+        table = table_of(scene)
+        for version in table.metadata.snapshots:
+            read = table.scan(snapshot_id=version.snapshot_id).to_arrow().to_pylist()
+            assert ordered(read) == ordered(scene.rows(version.snapshot_id))
+    # the deletes, their manifest, that of the parts, the list, the metadata, the hint
+    assert stopped == list(range(6))
+    assert check(scene) == [1, 2]
+
+
+def test_a_damaged_snapshot_and_what_builds_on_it_is_no_version(make_project: MakeProject) -> None:
+    scene = make(make_project, [(i, float(i)) for i in range(50)])
+    scene.run()
+    make(make_project, [(i, float(i) + (i == 3)) for i in range(50)]).run()
+    shutil.rmtree(scene.root / "numbers" / "iceberg")
+    part = scene.root / "numbers" / scene.snapshot(1).parts[0].path
+    part.write_bytes(b"x")
+    wrong = keep_table(scene.store, True)
+    assert [sentence.partition(":")[0] for sentence in wrong] == ["snapshot 1 is no version of it"]
+    assert json.loads((metadata(scene) / "v1.metadata.json").read_text())["snapshots"] == []
+
+
+def test_where_what_is_live_is_no_version_main_is_behind(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = make(make_project, [(1, 1.0), (2, 2.0)])
+    scene.run()
+    make(make_project, [(1, 1.0), (2, 5.0)])
+    with monkeypatch.context() as patched:
+        # as on a host without pyiceberg
+        patched.setitem(sys.modules, "precompute.store.offline.iceberg_files", None)
+        patched.setattr("precompute.jobs.run.preflight.check_table", lambda *_: None)
+        report = scene.run()
+    assert any("pyiceberg is not installed" in line for line in report.attention)
+    assert table_of(scene).scan().to_arrow().num_rows == 2
+    current = table_of(scene).current_snapshot()
+    assert current is not None
+    assert current.snapshot_id == 1
+    assert scene.run().status == "current"
+    assert check(scene) == [1, 2]
+
+
+def test_a_project_that_is_moved_has_its_table_with_it(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
+    scene = make(make_project, [(1, 1.0), (2, 2.0)])
+    scene.run()
+    make(make_project, [(1, 1.0), (2, 5.0)]).run()
+    moved = Scene(scene.folder.rename(tmp_path / "moved"), {})
+    moved.run()
+    assert check(moved) == [1, 2]
+
+
+def test_columns_come_and_go_and_of_two_types_the_live_one_counts(
+    make_project: MakeProject,
+) -> None:
+    features = {"double": {"dtype": "float64"}}
+    more = features | {"vector": {"dtype": "float32", "dim": 4}}
+    for n, of_view in enumerate((features, more, features)):
+        view = {"features": of_view, "gates": GATES | {"contract": None}}
+        scene = make_project([(1, float(n))], view=view, project=WANTED)
+        scene.run()
+    assert check(scene) == [1, 2, 3]
+    make_project(
+        pa.table({"id": ["1"], "x": [1.0]}),
+        view={"features": more, "gates": GATES | {"contract": None}},
+        project=WANTED,
+    ).run()
+    assert check(scene) == [4]
+
+
+def test_all_partitions_together_are_one_version(make_project: MakeProject) -> None:
+    corpus = Corpus(make_project)
+    corpus.project |= WANTED
+    # the second day has key 2 anew, so that the first one's row of it is dead
+    for day, rows in enumerate([{1: 1.0, 2: 2.0}, {2: 5.0, 3: 3.0}, {4: 4.0}]):
+        corpus.run(day, rows)
+    assert check(corpus.scene) == corpus.scene.numbers()
+    assert len(corpus.scene.live_snapshot().members) == 3
+    assert table_of(corpus.scene).scan().to_arrow().num_rows == 4
+
+
+def test_two_writers_at_once_leave_the_newest(make_project: MakeProject) -> None:
+    scene = make(make_project, [(1, 1.0), (2, 2.0)])
+    scene.run()
+    shutil.rmtree(scene.root / "numbers" / "iceberg")
+    writers = [
+        threading.Thread(target=keep_table, args=(scene.reread().store, True)) for _ in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert check(scene) == [1]
+    assert sorted(path.name for path in metadata(scene).iterdir() if "json" in path.name) == [
+        "v1.metadata.json"
+    ]
+
+
+def test_a_view_that_is_taken_out_has_no_table_left(make_project: MakeProject) -> None:
+    scene = make(make_project, [(1, 1.0)])
+    scene.run()
+    make_project(project={"iceberg": None})
+    scene.reread().run()
+    assert not (scene.root / "numbers" / "iceberg").exists()
+    follow(scene.store)
+    assert not (scene.root / "numbers" / "iceberg").exists()
+
+
+def test_what_cannot_be_in_a_table_is_refused(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = {"features": {"double": {"dtype": "float16"}}, "gates": GATES}
+    scene = make_project([(1, 1.0)], view=half, project=WANTED)
+    with pytest.raises(
+        ConfigError, match=r"numbers.yaml:\d+: features.double: Iceberg has no float16"
+    ):
+        scene.run()
+    with pytest.raises(
+        ConfigError, match=r"project.yaml:\d+: iceberg: no such view 'number'; did you mean"
+    ):
+        make_project(project={"iceberg": ["number"]})
+    scene = make(make_project, [(1, 1.0)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install 'precompute-store"):
+        check_table(scene, "numbers")
+
+
+def test_a_table_that_cannot_be_written_fails_no_run(
+    make_project: MakeProject, caplog: Log
+) -> None:
+    scene = make(make_project, [(1, 1.0)])
+    (scene.root / "numbers").mkdir(parents=True)
+    (scene.root / "numbers" / "iceberg").write_text("in the way")
+    report = scene.run()
+    assert report.status == "published"
+    (line,) = [line for line in report.attention if "Iceberg" in line]
+    assert line.startswith("the Iceberg table is behind until the next run: ")
+    (scene.root / "numbers" / "iceberg").unlink()
+    scene.run()
+    assert check(scene) == [1]
+
+
+def test_a_table_lies_where_an_object_root_lies(
+    bucket: ObjectStore, make_project: MakeProject
+) -> None:
+    root = {"root": f"s3://bucket/{bucket.prefix}", "online": "table:./online"}
+    scene = make(make_project, [(i, float(i)) for i in range(50)], root)
+    scene.run()
+    make(make_project, [(i, float(i) + (i == 3)) for i in range(1, 50)], root)
+    scene.run()
+    properties = {
+        "s3.endpoint": bucket.url,
+        "s3.access-key-id": KEYS["AWS_ACCESS_KEY_ID"],
+        "s3.secret-access-key": KEYS["AWS_SECRET_ACCESS_KEY"],
+        "s3.region": "us-east-1",
+    }
+    assert check(scene, **properties) == [1, 2]
+    # refused there, and nowhere else
+    bucket.fault = lambda request: (
+        "forbid" if "iceberg" in request.path and request.method == "PUT" else None
+    )
+    make(make_project, [(i, 2.0 * i) for i in range(1, 50)], root)
+    report = scene.run()
+    assert report.status == "published"
+    assert ["refuses these credentials" in line for line in report.attention] == [True]
+    bucket.fault = lambda _: None
+    assert scene.run().status == "current"
+    assert check(scene, **properties) == [1, 2, 3]

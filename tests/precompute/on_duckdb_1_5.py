@@ -1,0 +1,281 @@
+"""What only DuckDB 1.5.5 has from packages: Postgres, Delta and Iceberg. :mod:`test_duckdb_1_5`
+runs these tests in a process with that DuckDB."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.sources.session import Setup
+from precompute.sources.source import Source
+from precompute.store.errors import ConfigError, PrecomputeError, SourceError
+from tests.conftest import MakeProject
+from tests.object_store import ObjectStore
+from tests.scene import Scene
+
+PASSWORD = "it's a 'secret'"
+SHOP = (
+    "LOAD postgres_scanner",
+    "CREATE SECRET shop (TYPE postgres, HOST '${SHOP_HOST}', USER 'reader', PASSWORD"
+    " '${SHOP_PASSWORD}', DATABASE 'postgres')",
+    "ATTACH '' AS shop (TYPE postgres, SECRET shop, READ_ONLY)",
+)
+
+
+class Postgres:
+    """A server of this test's own, on a Unix socket."""
+
+    def __init__(self, binaries: Path, folder: Path) -> None:
+        self._binaries, self.folder = binaries, folder
+        # it does not run as root
+        self._user: dict[str, Any] = {"user": "nobody"} if os.geteuid() == 0 else {}
+
+    def call(self, program: str, *arguments: str, stdin: str = "") -> str:
+        done = subprocess.run(
+            [self._binaries / program, *arguments],
+            input=stdin,
+            text=True,
+            capture_output=True,
+            check=False,
+            cwd=self.folder,
+            env={"PGPASSWORD": PASSWORD, "PATH": os.environ["PATH"], "LC_ALL": "C"},
+            **self._user,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def start(self) -> None:
+        options = f"-c listen_addresses= -k {self.folder} -c fsync=off -c log_statement=all"
+        log = str(self.folder / "log")
+        self.call(
+            "pg_ctl", "-w", "-D", str(self.folder / "data"), "-l", log, "-o", options, "start"
+        )
+
+    def stop(self) -> None:
+        self.call("pg_ctl", "-w", "-D", str(self.folder / "data"), "-m", "immediate", "stop")
+
+    def sql(self, statements: str) -> str:
+        where = ("-h", str(self.folder), "-U", "reader", "-d", "postgres")
+        return self.call("psql", *where, "-v", "ON_ERROR_STOP=1", "-qAt", stdin=statements)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Postgres]:
+    found = shutil.which("initdb")
+    binaries = (
+        [Path(found).resolve().parent]
+        if found
+        else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    )
+    if not binaries:
+        pytest.skip("no Postgres on this machine: apt-get install postgresql")
+    # a socket's path has 107 bytes at most
+    folder = Path(tempfile.mkdtemp(prefix="postgres-"))
+    postgres = Postgres(binaries[-1], folder)
+    (folder / "password").write_text(PASSWORD)
+    if os.geteuid() == 0:
+        shutil.chown(folder, "nobody")
+        shutil.chown(folder / "password", "nobody")
+    initial = ("-U", "reader", "-A", "scram-sha-256", f"--pwfile={folder}/password")
+    postgres.call("initdb", "-D", str(folder / "data"), *initial, "--no-sync")
+    postgres.start()
+    try:
+        yield postgres
+    finally:
+        with contextlib.suppress(AssertionError):
+            postgres.stop()
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def shop(server: Postgres, monkeypatch: pytest.MonkeyPatch) -> Postgres:
+    """The server with 100 rows in a table ``items``; the environment names it."""
+    monkeypatch.setenv("SHOP_HOST", str(server.folder))
+    monkeypatch.setenv("SHOP_PASSWORD", PASSWORD)
+    server.sql(
+        "DROP TABLE IF EXISTS items; CREATE TABLE items (id BIGINT PRIMARY KEY, name TEXT, x FLOAT8,"
+        " at TIMESTAMPTZ); INSERT INTO items SELECT n, 'item ' || n, n / 2.0, '2026-01-01' FROM"
+        " generate_series(1, 100) n"
+    )
+    return server
+
+
+def opened(sql: str, folder: Path, *setup: str) -> Source:
+    return Source(sql, ("id",), {}, folder=folder, memory_mb=64, setup=Setup(setup, folder))
+
+
+def test_this_is_duckdb_1_5() -> None:
+    assert duckdb.__version__ == "1.5.5"
+
+
+def test_a_view_runs_and_answers_misses_from_postgres(
+    shop: Postgres, make_project: MakeProject
+) -> None:
+    scene = make_project(
+        view={
+            "source": {
+                "sql": "SELECT id, x FROM shop.public.items WHERE id < 100",
+                "updated_at": None,
+            },
+            "fallback": {"enabled": True, "deadline": "30s"},
+        },
+        project={"sources": {"setup": list(SHOP)}},
+    )
+    assert scene.run().counts["written"] == 99
+    shop.sql("UPDATE items SET x = 0 WHERE id = 7; DELETE FROM items WHERE id = 8")
+    report = scene.run()
+    counts = {name: report.counts[name] for name in ("written", "unchanged", "removed")}
+    assert counts == {"written": 1, "unchanged": 97, "removed": 1}
+    # nobody knows when a table was modified
+    assert report.source_at is None
+    shop.sql("INSERT INTO items VALUES (8, 'again', 4.5)")
+    with scene.answering() as lookup:
+        assert lookup.get("numbers", [7, 8])["double"].to_pylist() == [0.0, 9.0]
+    # one row by its key, and not the table
+    assert "\"id\" = '8'" in (shop.folder / "log").read_text(errors="replace")
+    assert_nowhere(PASSWORD, scene)
+
+
+def assert_nowhere(secret: str, scene: Scene) -> None:
+    for path in scene.home.rglob("*"):
+        if path.is_file():
+            assert secret.encode() not in path.read_bytes(), path
+
+
+def test_a_key_of_text_is_looked_up_by_the_database(shop: Postgres, tmp_path: Path) -> None:
+    with Source(
+        "SELECT name AS id, x FROM shop.items", ("id",), {}, folder=tmp_path, setup=Setup(SHOP)
+    ) as source:
+        assert source.rows(["item 3"])["x"].to_pylist() == [1.5]
+    # as bytes, so that an index helps that has this collation
+    assert '"name" = \'item 3\' COLLATE "C"' in (shop.folder / "log").read_text(errors="replace")
+
+
+def test_a_database_that_was_away_is_read_again(shop: Postgres, tmp_path: Path) -> None:
+    with opened("SELECT id, x FROM shop.items", tmp_path, *SHOP) as source:
+        assert source.rows(["3"])["x"].to_pylist() == [1.5]
+        shop.stop()
+        with pytest.raises(SourceError, match="Unable to connect to Postgres"):
+            source.rows(["3"])
+        shop.start()
+        assert source.rows(["3"])["x"].to_pylist() == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("setup", "sql", "error", "message"),
+    [
+        ((*SHOP[:2], "ATTACH '' AS shop (TYPE postgres, SECRET shop)"), "", ConfigError, "sources.setup[2]: a source's database is read and never written"),
+        ((*SHOP[:2], "ATTACH '' AS shop (TYPE postgres, SECRET shop, READ_ONLY false)"), "", ConfigError, "sources.setup[2]: a source's database is read and never written"),
+        (SHOP, "SELECT 1 AS id, Success FROM postgres_execute('shop', 'DELETE FROM items')", SourceError, "cannot execute DELETE in a read-only transaction"),
+        (("LOAD postgres_scanner", "ATTACH 'host=${SHOP_HOST} user=reader password=${SHOP_PASSWORD}x' AS shop (TYPE postgres, READ_ONLY)"), "", SourceError, "password=${SHOP_PASSWORD}x"),
+        (SHOP, "FROM shop.public.itemz", ConfigError, "there is no table 'itemz'"),
+    ],
+)  # fmt: skip
+def test_nothing_is_written_and_no_secret_is_told(
+    shop: Postgres,
+    tmp_path: Path,
+    setup: tuple[str, ...],
+    sql: str,
+    error: type[PrecomputeError],
+    message: str,
+) -> None:
+    with pytest.raises(error) as raised, opened(sql or "SELECT 1 AS id", tmp_path, *setup) as read:
+        read.load()
+    assert message in str(raised.value)
+    assert "secret'" not in str(raised.value)
+    assert shop.sql("SELECT count(*) FROM items").strip() == "100"
+
+
+def test_the_session_is_locked_and_shows_no_secret(shop: Postgres, tmp_path: Path) -> None:
+    sql = "SELECT name AS id, secret_string AS x FROM duckdb_secrets()"
+    with opened(sql, tmp_path, *SHOP) as source:
+        (row,) = source.head(5).to_pylist()
+        assert "password=redacted" in row["x"]
+        with pytest.raises(SourceError, match="the configuration has been locked"):
+            source.database.execute("SET allow_unredacted_secrets = true")
+
+
+def delta_table(folder: Path) -> Path:
+    """A Delta table of three rows, by its protocol's own JSON."""
+    (folder / "_delta_log").mkdir(parents=True)
+    pq.write_table(pa.table({"id": [1, 2, 3], "x": [0.5, 1.0, 1.5]}), folder / "a.parquet")
+    columns = [
+        {"name": name, "type": kind, "nullable": True, "metadata": {}}
+        for name, kind in (("id", "long"), ("x", "double"))
+    ]
+    schema = json.dumps({"type": "struct", "fields": columns})
+    actions: list[dict[str, Any]] = [
+        {"protocol": {"minReaderVersion": 1, "minWriterVersion": 2}},
+        {"metaData": {"id": "t", "format": {"provider": "parquet", "options": {}}, "schemaString": schema, "partitionColumns": [], "configuration": {}, "createdTime": 0}},
+        {"add": {"path": "a.parquet", "partitionValues": {}, "size": (folder / "a.parquet").stat().st_size, "modificationTime": 0, "dataChange": True}},
+    ]  # fmt: skip
+    log = folder / "_delta_log" / f"{0:020d}.json"
+    log.write_text("\n".join(map(json.dumps, actions)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("sql", "setup"),
+    [
+        ("SELECT * FROM delta_scan('items')", ("LOAD delta",)),
+        ("SELECT * FROM lake", ("LOAD delta", "ATTACH './items' AS lake (TYPE delta, READ_ONLY)")),
+    ],
+)
+def test_a_delta_table_is_read(tmp_path: Path, sql: str, setup: tuple[str, ...]) -> None:
+    delta_table(tmp_path / "items")
+    with opened(sql, tmp_path, *setup) as source:
+        assert source.load() == 3
+        # its folder says nothing of when, nor of whether, it changed
+        assert source.modified_us() is None
+        assert source.cached().rows(["1"]) is None
+
+
+def test_our_iceberg_table_is_what_we_read_and_a_source(make_project: MakeProject) -> None:
+    gates = {"rows": None, "moved": None, "shift": None, "norm": None}
+    rows = [(i, float(i)) for i in range(400)]
+    scene = make_project(rows, view={"gates": gates}, project={"iceberg": ["numbers"]})
+    scene.run()
+    for step in range(1, 4):
+        rows = [(i, x + (i % 40 == step or step == 3)) for i, x in rows if i % 100 != step]
+        make_project(rows, view={"gates": gates}, project={"iceberg": ["numbers"]}).run()
+    scene.rollback()
+    table = f"{scene.root}/numbers/iceberg"
+    setup = ("LOAD avro", "LOAD iceberg")
+    for number in scene.numbers():
+        sql = f"SELECT * EXCLUDE (input_hash) FROM iceberg_scan('{table}', snapshot_from_id = {number}::UBIGINT)"
+        with opened(sql, scene.home, *setup) as source:
+            assert ordered(source.head(1000).to_pylist()) == ordered(scene.rows(number))
+    with opened(f"SELECT id, double FROM iceberg_scan('{table}')", scene.home, *setup) as source:
+        live = {row["id"]: row["double"] for row in source.head(1000).to_pylist()}
+    assert live == scene.doubles(scene.live().snapshot)
+
+
+def test_an_iceberg_table_in_an_object_store_is_a_source(
+    bucket: ObjectStore, make_project: MakeProject
+) -> None:
+    root = {"root": f"s3://bucket/{bucket.prefix}", "online": "table:./online"}
+    scene = make_project([(1, 1.0), (2, 2.5)], project=root | {"iceberg": ["numbers"]})
+    scene.run()
+    sql = f"SELECT id, double FROM iceberg_scan('s3://bucket/{bucket.prefix}/numbers/iceberg')"
+    with opened(sql, scene.home, "LOAD avro", "LOAD iceberg") as source:
+        assert ordered(source.head(9).to_pylist()) == [
+            {"id": 1, "double": 2.0},
+            {"id": 2, "double": 5.0},
+        ]
+        assert source.modified_us() is None
+
+
+def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(({k: v for k, v in row.items() if k != "input_hash"} for row in rows), key=str)

@@ -1,0 +1,84 @@
+"""Sources on DuckDB 1.5.5, the oldest that is promised and the newest that has packages of
+extensions: in a process of its own, which finds it before the one that is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests import REPOSITORY
+
+VERSION = "1.5.5"
+EXTENSIONS = ("avro", "delta", "iceberg", "postgres-scanner")
+FILES = ("on_duckdb_1_5.py", "test_cached_source.py", "test_remote_files.py", "test_source.py")
+"""What reads SQL, syntax trees and remote files, which are other ones in each version."""
+OF_DUCKDB_2 = (
+    # a text with a NUL in it is no SQL
+    "test_source.py::test_different_inputs_have_different_hashes",
+    # which is a SELECT to it
+    "test_source.py::test_anything_but_one_select_is_refused[PRAGMA version-exactly one SELECT]",
+    # as long as there, and of our own memory
+    "test_source.py::test_memory_stays_bounded_when_the_source_grows",
+    "test_source.py::test_a_diff_is_what_comparing_row_by_row_gives",
+)
+
+
+@pytest.fixture(scope="module")
+def older() -> Path:
+    """Where DuckDB and its extensions are, fetched once."""
+    tag = f"{sys.implementation.cache_tag}-{os.uname().machine}"
+    folder = REPOSITORY / "var" / f"duckdb-{VERSION}-{tag}"
+    if not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        names = ("duckdb", *(f"duckdb-extension-{name}" for name in EXTENSIONS))
+        wanted = [f"{name}=={VERSION}" for name in names]
+        with tempfile.TemporaryDirectory(dir=folder.parent) as fetched:
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+            done = subprocess.run(
+                [*command, "--target", f"{fetched}/duckdb", *wanted],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                pytest.fail(f"pip cannot fetch DuckDB {VERSION}: {done.stderr}", pytrace=False)
+            shutil.move(f"{fetched}/duckdb", folder)
+    return folder
+
+
+@pytest.mark.timeout(600)
+def test_sources_are_the_same_on_the_oldest_duckdb(older: Path, tmp_path: Path) -> None:
+    folder = Path("tests", "precompute")
+    left_out = [f"--deselect={folder / name}" for name in OF_DUCKDB_2]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/t"]
+    done = subprocess.run(
+        [*command, *left_out, *(str(folder / name) for name in FILES)],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(older)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_rows_have_the_same_hash_on_both(older: Path) -> None:
+    code = "from precompute.sources.database import hash_kind; print(hash_kind())"
+    hashed = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for path in ("", str(older))
+    ]
+    assert hashed[0] == hashed[1]
