@@ -63,17 +63,24 @@ def main() -> int:
         metavar="N",
         help="the first N documents instead of all: most of its time is theirs",
     )
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        metavar="N",
+        help="passes of the training over the ratings instead of 20: most of the rest",
+    )
     arguments = parser.parse_args()
     if arguments.limit is not None and arguments.limit < 50:
         parser.error(f"--limit: {arguments.limit}: at least 50, of which the demo shows one")
     documents = arguments.documents
     if documents is None and arguments.limit is not None:
         documents = arguments.limit // 3
+    epochs = arguments.epochs or (20 if arguments.limit is None else 1)
     started = time.monotonic()
     try:
         project = Project(arguments.config)
         data = (project.folder / project.settings.vars["data"]).resolve()
-        prepare(data, arguments.limit, documents)
+        prepare(data, arguments.limit, documents, epochs)
         heading("Precision: speed against accuracy, on the documents themselves")
         project = tuned(project)
         heading("The views, one after the other")
@@ -102,9 +109,10 @@ def tuned(project: Project) -> Project:
     return Project(project.folder)
 
 
-def prepare(data: Path, limit: int | None = None, documents: int | None = None) -> None:
-    """Write the input files and train the two-tower; with a limit, of so many users and items, and
-    for one epoch."""
+def prepare(
+    data: Path, limit: int | None = None, documents: int | None = None, epochs: int = 20
+) -> None:
+    """Write the input files, with a limit of so many users and items, and train the two-tower."""
     heading("Input")
     started = time.monotonic()
     counts = write_movielens(data, limit)
@@ -136,7 +144,7 @@ def prepare(data: Path, limit: int | None = None, documents: int | None = None) 
         pairs(users, items, ratings),
         {"user_id": False, "age_group": False, "gender": False, "occupation": False},
         {"item_id": False, "genres": True, "lustrum": False},
-        epochs=20 if limit is None else 1,
+        epochs=epochs,
         progress=lambda _, loss: losses.append(loss),
     )
     print(

@@ -250,8 +250,9 @@ def find_bad(view: FeatureView, feature: Feature, column: pa.Array, bad: dict[in
     if scalar and column.null_count:
         column = column.fill_null(pa.scalar(0.0).cast(column.type))
     numbers = np.asarray(column if scalar else column.flatten())
-    if view.index is not None and (view.index.on, view.index.metric) == (feature.name, "cosine"):
-        for row in np.flatnonzero(~numbers.reshape(len(column), -1).any(axis=1)).tolist():
+    index = view.index
+    if index is not None and (index.on, index.metric) == (feature.name, "cosine") and feature.dim:
+        for row in np.flatnonzero(~numbers.reshape(-1, feature.dim).any(axis=1)).tolist():
             bad.setdefault(row, f"{feature.name} is all zeros, which has no direction for cosine")
     is_finite = np.isfinite(numbers)
     # as good as always

@@ -21,6 +21,7 @@ import redis
 import yaml
 from hypothesis import Phase, settings
 
+from precompute.engine.cores import allowed
 from precompute.store.account import sightings
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.storage import unmount_all
@@ -49,6 +50,8 @@ def _prepare_processes() -> None:
     """Processes that tests start find the models of tests wherever they begin, have no pandas, and
     keep what they have compiled of ours: 1.4 s of CPU for a small run become 0.85."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # here too: a third of the time that collecting takes is making tests into code
+    sys.dont_write_bytecode = False
     if PROCESSES not in sys.path:
         sys.path.insert(0, PROCESSES)
     path = [
@@ -346,6 +349,13 @@ def open_lookup() -> Iterator[Callable[[Scene], Lookup]]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who finds a view's lease taken is refused at once, and not after two seconds."""
     monkeypatch.setattr("precompute.jobs.run.run_view.BRIEFLY_S", 0.1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Three for two cores: nearly half of what tests take is waiting, for a process to start or a
+    deadline to pass. Each collects by itself, which takes 20 s of CPU."""
+    return allowed() * 3 // 2
 
 
 def pytest_collection_finish() -> None:

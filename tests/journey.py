@@ -1,5 +1,6 @@
 """Journey: what an operator does with a project in a week, every command once or more, as
-processes; and the share of the product's statements it ran.
+processes, and what people do in their first weeks; and the share of the product's statements it
+ran.
 
 ``python -m tests.journey [FOLDER]`` prints the share by wing, and then the files of which it ran
 least. What no week needs is a rare path: it earns its lines by a promise, or goes.
@@ -80,6 +81,16 @@ VIEWS: dict[str, dict[str, Any]] = {
         "gates": {"constant": None},  # the nearest by dot product are the same five to all
         "ttl": "1d",
     },
+    "many": {  # more numbers than are compared one by one
+        "entity": ["id"],
+        "source": {
+            "sql": "SELECT i AS id, i % 10 AS part, list_transform(range(96), lambda j: sin(i * (j + 1)))::FLOAT[96] AS vector FROM range(12000) t(i)"
+        },
+        "model": {"use": "columns"},
+        "features": {"part": {"dtype": "int64"}, "vector": {"dtype": "float32", "dim": 96}},
+        "index": {"on": "vector", "metric": "cosine"},
+        "ttl": "1d",
+    },
     "texts": {
         "entity": ["id"],
         "source": {"sql": "SELECT id, text FROM read_parquet('${data}/texts.parquet')"},
@@ -90,6 +101,13 @@ VIEWS: dict[str, dict[str, Any]] = {
         "accuracy": {"recall_at_10": 0.9},
         "ttl": "1d",
     },
+}
+
+SERVICE: dict[str, Any] = {
+    "name": "both",
+    "entity": ["id"],
+    "views": {"numbers": ["double"], "texts": ["embedding"]},
+    "max_age": "2d",
 }
 
 
@@ -110,27 +128,16 @@ def write(folder: Path, *, changed: int = 0) -> None:
     pq.write_table(pa.table(days), folder / "days.parquet")
 
 
-class Journey:
-    """A project in a folder of its own, whose commands are measured."""
+class Measured:
+    """A folder whose commands are measured."""
 
-    def __init__(self, folder: Path, online: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "views").mkdir(parents=True)
+        (folder / "data").mkdir(parents=True)
         (folder / ".coveragerc").write_text(
             f"[run]\nsource = {','.join(str(REPOSITORY / room) for room in ('store', 'jobs', 'precompute'))}\n"
             f"data_file = {folder}/data/.coverage\nparallel = true\nconcurrency = thread,multiprocessing\nsigterm = true\npatch = subprocess,_exit\n"
         )
-        (folder / "data").mkdir()
-        write(folder)
-        settings = {
-            "root": "./var",
-            "online": online,
-            "vars": {"data": "./"},
-            "serve": {"workers": 2, "bind": "127.0.0.1:0"},
-        }
-        (folder / "project.yaml").write_text(yaml.safe_dump(settings))
-        for name, view in VIEWS.items():
-            (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump({"name": name} | view))
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         self.environment = {**os.environ} | {"PYTHONPATH": path, "PRECOMPUTE_CONFIG": str(folder)}
 
@@ -143,10 +150,10 @@ class Journey:
         command = self._measured(AS_CLIENT, url, way, module="tests.journey")
         subprocess.run(command, env=self.environment, cwd=self.folder, timeout=600, check=True)
 
-    def do(self, *command: str, ends: int = 0) -> str:
-        """A command's stdout; it must end with this status."""
+    def do(self, *command: str, ends: int | None = 0, module: str = "precompute.jobs.cli") -> str:
+        """A command's stdout; it must end with this status, or with any."""
         done = subprocess.run(
-            self._measured(*command),
+            self._measured(*command, module=module),
             env=self.environment,
             cwd=self.folder,
             capture_output=True,
@@ -154,9 +161,15 @@ class Journey:
             timeout=900,
             check=False,
         )
-        print(f"{done.returncode}  precompute {' '.join(command)}", flush=True)
-        assert done.returncode == ends, f"{done.stdout}{done.stderr}"
+        name = "precompute" if module == "precompute.jobs.cli" else f"python -m {module}"
+        print(f"{done.returncode}  {name} {' '.join(command)}", flush=True)
+        assert ends in (None, done.returncode), f"{done.stdout}{done.stderr}"
         return done.stdout
+
+    def script(self, name: str, code: str) -> None:
+        """A program of the user's in a file of this name, run to its end."""
+        (self.folder / f"{name}.py").write_text(code)
+        self.do(module=name)
 
     @contextlib.contextmanager
     def running(self, *command: str) -> Iterator[str]:
@@ -175,6 +188,38 @@ class Journey:
         finally:
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=300)
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[str]:
+        """The URL of a server that is ready."""
+        with self.running("serve") as line:
+            url = "http://" + line.split("http://")[1].split()[0].rstrip("/,;")
+            for _ in range(600):
+                with contextlib.suppress(urllib.error.URLError):
+                    urllib.request.urlopen(f"{url}/readyz", timeout=5)
+                    break
+                time.sleep(0.1)
+            yield url
+
+
+class Journey(Measured):
+    """A project of :data:`VIEWS`."""
+
+    def __init__(self, folder: Path, online: str, **settings: Any) -> None:
+        super().__init__(folder)
+        for name in ("views", "services"):
+            (folder / name).mkdir()
+        write(folder)
+        settings = {
+            "root": "./var",
+            "online": online,
+            "vars": {"data": "./"},
+            "serve": {"workers": 2, "bind": "127.0.0.1:0"},
+        } | settings
+        (folder / "project.yaml").write_text(yaml.safe_dump(settings))
+        for name, view in VIEWS.items():
+            (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump({"name": name} | view))
+        (folder / "services" / "both.yaml").write_text(yaml.safe_dump(SERVICE))
 
 
 def nights(journey: Journey) -> None:
@@ -197,6 +242,8 @@ def nights(journey: Journey) -> None:
     do("pin", "numbers")
     do("gc")
     do("run", "near")
+    do("run", "many")
+    do("search", "many", "--key", "7", "--filter", '{"part": {"lt": 3}}', "--json")
     do("status")
     journey.environment["PRECOMPUTE_ENGINE__WORKERS"] = "1"
     do("run", "days", "--full")
@@ -207,6 +254,8 @@ def nights(journey: Journey) -> None:
     do("search", "numbers", "--key", "3", "-k", "5", "--filter", '{"double": {"gt": 4}}')
     do("search", "texts", "--text", "a heist at sea")
     do("explain", "numbers", "3")
+    (journey.folder / "seen.csv").write_text("id,event_timestamp\n1,2036-01-01\n900,2020-01-01\n")
+    do("training", "both", "seen.csv", "--to", "training.parquet")
     do("run", "--all")
     do("run", "+near", "--stale", "--json")
     do("graph")
@@ -239,13 +288,7 @@ def days_after(journey: Journey) -> None:
 
 def service(journey: Journey) -> None:
     """A server under both clients, by every route, and through a publishing."""
-    with journey.running("serve") as line:
-        url = "http://" + line.split("http://")[1].split()[0].rstrip("/,;")
-        for _ in range(600):
-            with contextlib.suppress(urllib.error.URLError):
-                urllib.request.urlopen(f"{url}/readyz", timeout=5)
-                break
-            time.sleep(0.1)
+    with journey.serving() as url:
         journey.ask(url, "blocking")
         write(journey.folder, changed=120)
         journey.do("run", "numbers", "--accept", "rolled_back")
@@ -264,6 +307,12 @@ def service(journey: Journey) -> None:
                 urllib.request.urlopen(url + path, timeout=10).read()
 
 
+def _rows(url: str) -> None:
+    with Client(url, PATIENCE_S) as client:
+        client.rows("numbers", [1, 2, 3, 5000])
+        client.search("numbers", key=3, k=5)
+
+
 def _blocking(url: str) -> None:
     with Client(url, PATIENCE_S) as client:
         for _ in range(3):
@@ -273,6 +322,7 @@ def _blocking(url: str) -> None:
             client.rows("numbers", [7000], inputs={"7000": {"x": 4.0}})
             client.search("numbers", key=3, k=5)
             client.search("texts", inputs={"text": "a tale"}, k=3)
+        client.service("both", {"id": [1, 2, 7000]})
         with contextlib.suppress(PrecomputeError):
             client.rows("nothing", [1])
 
@@ -289,13 +339,19 @@ def scheduled(journey: Journey) -> None:
     path.write_text(
         yaml.safe_dump(yaml.safe_load(path.read_text()) | {"schedule": {"numbers": "* * * * *"}})
     )
+    runs = journey.folder / "var/numbers/runs"
+    before = len(list(runs.glob("*.json")))
     with journey.running("schedule"):
-        time.sleep(75)
+        for _ in range(150):
+            if len(list(runs.glob("*.json"))) > before:
+                break
+            time.sleep(1)
+        time.sleep(5)  # it ends, too
     journey.do("status", "--json", ends=1)  # `days` was dropped, and is configured still
 
 
 def travel(folder: Path) -> None:
-    """The week, over table files and over Redis."""
+    """The week, over table files and over Redis, and the first weeks."""
     tables = Journey(folder / "tables", "table:./var/online")
     nights(tables)
     service(tables)
@@ -314,6 +370,9 @@ def travel(folder: Path) -> None:
         service(redis)
         with server.client() as client:
             days_after_redis(redis, client)
+    from tests.first_weeks import spent
+
+    spent(folder)
 
 
 def days_after_redis(journey: Journey, client: Any) -> None:
@@ -369,10 +428,10 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__" and sys.argv[1:2] == [AS_CLIENT]:
-    if sys.argv[3] == "blocking":
-        _blocking(sys.argv[2])
-    else:
+    if sys.argv[3] == "async":
         asyncio.run(_asynchronously(sys.argv[2]))
+    else:
+        {"blocking": _blocking, "rows": _rows}[sys.argv[3]](sys.argv[2])
 elif __name__ == "__main__":
     given = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp())
     shutil.rmtree(given, ignore_errors=True)

@@ -202,7 +202,7 @@ def small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     one layer, and the towers have seen one rating."""
     monkeypatch.setattr("demo.__main__.pairs", lambda *_: np.zeros((1, 2), np.int64))
     data, encoder = tmp_path / "data", tmp_path / "encoder"
-    prepare(data, 1000, 1000)
+    prepare(data, 1000, 1000, epochs=1)
     torch.manual_seed(0)
     shape = ElectraConfig(
         embedding_size=16,

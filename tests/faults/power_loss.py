@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import re
 import shutil
 import stat
 import sys
@@ -118,7 +119,11 @@ def sites() -> dict[str, Site]:
     found: dict[str, Site] = {}
     for room in ("store", "jobs"):
         for path in sorted((REPOSITORY / "precompute" / room).rglob("*.py")):
-            module = ast.parse(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            # every process that collects tests does this: 0.9 s of CPU for all files, 0.1 for these
+            if not re.search(r"\b(?:fsync|fdatasync|sync_file|sync_folder)\(", text):
+                continue
+            module = ast.parse(text)
             for function in ast.walk(module):
                 if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
                     continue

@@ -67,7 +67,6 @@ def written(name: str, table: Mapping[str, Any]) -> Write:
 FILES: dict[str, tuple[Write | None, int]] = {
     "a sample of ours": (None, 12),
     "a CSV": (written("items.csv", TABLE), 4),
-    "a Parquet file": (written("items.parquet", TABLE), 4),
     "one row": (written("items.csv", {name: values[:1] for name, values in TABLE.items()}), 1),
     "a column of nulls": (
         written(

@@ -413,6 +413,16 @@ def test_rows_change_age_and_break(stand_in: StandIn) -> None:
         client.views()
 
 
+def test_a_row_that_is_searched_by_cosine_is_removed(stand_in: StandIn) -> None:
+    rows = {key: {"vector": [float(key), 1.0]} for key in (1, 2, 3)}
+    vector = {"vector": {"dtype": "float32", "dim": 2}}
+    stand_in.view("near", rows, features=vector, index={"on": "vector"})
+    stand_in.remove("near", 3)
+    with stand_in.client() as client:
+        found = client.search("near", vector=[3.0, 1.0], k=3).rows
+    assert [row.key for row in found] == ["2", "1"]
+
+
 def test_a_model_that_is_slow_or_fails(stand_in: StandIn) -> None:
     def model(key: str, inputs: Any) -> dict[str, Any] | None:
         if key == "slow":
