@@ -495,6 +495,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         """``time`` as the modules see it."""
 
         monotonic = staticmethod(time.monotonic)
+        thread_time = staticmethod(time.thread_time)
 
         @staticmethod
         def time_ns() -> int:

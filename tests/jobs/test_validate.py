@@ -246,7 +246,7 @@ def test_each_trouble_has_its_remedy(
         (
             "libraries",
             "bad",
-            r"duckdb is 1.4.0, and is to be .*>=2.0.*nowhere-to-be is not installed",
+            r"duckdb is 1.4.0, and is to be .*>=1\.5\.5.*nowhere-to-be is not installed",
             "pip install 'precompute-store",
         ),
         ("extension for lookups", "slow", "0.6 ms more", "compiler"),
