@@ -35,6 +35,7 @@ SCRIPTS = (
     "backfill",
     "store_plan",
     "scale_plan",
+    "scale_shards",
     "store_chain",
     "store_resume",
     "store_write",

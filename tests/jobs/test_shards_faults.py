@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from precompute.jobs.run.judge.sample import Sample
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.shards import holder as holder_module
 from precompute.jobs.run.shards import worker as worker_module
+from precompute.jobs.run.shards.launcher import LocalLauncher
 from precompute.jobs.run.shards.pinned import pinned_batches
 from precompute.jobs.run.shards.shard_folder import ShardFolder
 from precompute.jobs.run.shards.worker import Worked, work
@@ -427,3 +429,42 @@ def test_a_sample_of_all_shards_is_bounded(
     assert drawn is not None
     assert drawn[0].nbytes + drawn[1].nbytes <= 20_000
     assert len(drawn[0]) == len(drawn[1]) > 100
+
+
+class Launched(LocalLauncher):
+    """Processes that stand in for those of a cluster's hosts."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+
+class OfAnotherHost(Doubler):
+    """Has another fingerprint in the first worker that starts."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self._file = Path(file)
+
+    def fingerprint(self) -> str:
+        if "work" not in sys.argv:
+            return super().fingerprint()
+        try:
+            self._file.unlink()
+        except FileNotFoundError:
+            return super().fingerprint()
+        return "another"
+
+
+def test_a_host_with_another_model_ends_alone_in_a_cluster(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(holder_module, "launcher_of", lambda engine, workers: Launched())
+    file = tmp_path / "first"
+    file.touch()
+    model = {"use": f"{HERE}:OfAnotherHost", "args": {"file": str(file)}}
+    scene = make_project(
+        ROWS, view={"shards": 2, "model": model}, project={"engine": {"on": "ray", "workers": 2}}
+    )
+    assert scene.run().status == "published"
+    assert not file.exists()
+    assert scene.doubles() == {i: 2 * x for i, x in ROWS}

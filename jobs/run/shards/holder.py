@@ -246,18 +246,20 @@ class _Holder:
         """Start a worker for each that ended, unless they end for nothing.
 
         Raises:
-            ConfigError: a worker cannot work as configured.
+            ConfigError: no worker can work as configured.
             ModelError: one after the other ends before it has computed anything.
             FencedError: another run took over.
         """
         for worker in ended:
             log.warning("a worker %s", worker.how)
-            if worker.status == BAD_USAGE:
+            # another host may have the model that this one lacks
+            if worker.status == BAD_USAGE and self._engine.on == "local":
                 raise ConfigError(f"a worker {worker.how}")
             self._deaths += [worker.how] if worker.status != 0 else []
             # each may have come upon a row that ends it: who comes next rejects that alone
             if len(self._deaths) >= max(MOST_DEATHS, self._workers + 1):
-                raise ModelError(
+                kind = ConfigError if worker.status == BAD_USAGE else ModelError
+                raise kind(
                     f"{len(self._deaths)} workers ended one after the other, while no row was"
                     f" computed; the last {self._deaths[-1]}"
                 )
