@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.common import cpu, report
 
-ROWS, VECTORS, BUSY, BUSY_S = 10_000_000, 3_000_000, 600, 0.1
+ROWS, VECTORS, BUSY, BUSY_S = 10_000_000, 8_000_000, 600, 0.1
 """Cheap rows, vectors of 64 floats, and rows of a tenth of a second each."""
 TURNS = 3
 TICKS = os.sysconf("SC_CLK_TCK")
