@@ -40,6 +40,7 @@ from tests.conftest import MakeProject, write_project
 from tests.memory_store import MemoryStore
 from tests.object_store import ObjectStore, host, project_on
 from tests.scene import Scene
+from tests.server import Server
 
 
 def test_a_replica_serves_what_is_published_and_what_it_has_when_cut_off(
@@ -76,6 +77,25 @@ def test_a_replica_serves_what_is_published_and_what_it_has_when_cut_off(
     project_on(bucket, make_project, [(i, i * 10 + 2) for i in range(40)])
     assert other.run().status == "published"
     assert other.served([1, 39]) == (3, [24.0, 784.0])
+
+
+def test_two_servers_follow_one_root(
+    bucket: ObjectStore, make_project: MakeProject, tmp_path: Path
+) -> None:
+    project = project_on(bucket, make_project, [(i, i * 10) for i in range(40)])
+    project.run()
+    folders = [host(project, tmp_path / name).folder for name in ("one", "two")]
+    with Server(folders[0]) as one, Server(folders[1]) as two:
+
+        def answers() -> list[tuple[str, int, float]]:
+            rows = [server.lookup("numbers", [39])[0] for server in (one, two)]
+            return [(row["status"], row["snapshot"], row["features"]["double"]) for row in rows]
+
+        until(lambda: answers() == [("fresh", 1, 780.0)] * 2)
+        project_on(bucket, make_project, [(i, i * 10 + 1) for i in range(40)]).run()
+        until(lambda: answers() == [("fresh", 2, 782.0)] * 2)
+        project.rollback()
+        until(lambda: answers() == [("fresh", 1, 780.0)] * 2)
 
 
 def test_a_server_follows_says_that_it_is_cut_off_and_catches_up(
