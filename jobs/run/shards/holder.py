@@ -64,7 +64,7 @@ LOOK_S, LOOK_REMOTE_S = 0.1, 1.0
 CHECK_S = 5.0
 """How often the run's own lease is looked at."""
 LONELY_S = 60.0
-"""After so long without a worker an operator is told how to start one."""
+"""After so long without a worker the log says how to start one."""
 STOP_GRACE_S, HASTE_S = 25.0, 2.0
 """How long workers have for the chunk in flight when the run fails, and when a signal ends it."""
 BAD_USAGE = 2
@@ -200,7 +200,7 @@ class _Holder:
         self._began = self._checked = time.monotonic()
         self._lonely = False
         self._seen: object = None
-        """What workers told last, and when."""
+        """What workers reported last, and when."""
         self._heard = self._began
 
     def hold(self) -> None:

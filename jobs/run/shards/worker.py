@@ -60,7 +60,7 @@ BEAT_S = 2.0
 LOOK_S = 1.0
 """How often a worker without a shard looks for one, or for the run's end."""
 STOP_S = 20.0
-"""How long a worker that is told to end has for the batch in flight: Kubernetes gives 30 s, a spot
+"""How long a worker that a signal ends has for the batch in flight: Kubernetes gives 30 s, a spot
 machine 30 or more."""
 
 _FINAL = ("ConfigError", "RejectedError")
@@ -72,7 +72,7 @@ _FAILURES = (PrecomputeError, OSError, MemoryError, pa.ArrowException)
 
 
 class Stopped(Exception):
-    """The worker is to end: it was told so, or the run is over."""
+    """The worker is to end: by a signal, or since the run is over."""
 
 
 @dataclass(slots=True)
@@ -116,23 +116,23 @@ def work(
         # says which there are: nobody is to wait for one that will never run
         project.view(name)
     store = project.offline.view(name)
-    with _told_to_end() as told:
-        found = _run_of(store, run, time.monotonic() + wait_s, told)
+    with _ends_by_signal() as ending:
+        found = _run_of(store, run, time.monotonic() + wait_s, ending)
         if found is None:
-            return Worked(run, signal=told.signal)
+            return Worked(run, signal=ending.signal)
         folder, plan = found
         done = Worked(plan.run, f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(2)}")
         announce(f"{name}: {len(plan.shards)} shards of run {plan.run}, as {done.worker}")
         folder.beat(Beat(done.worker))
         try:
-            _Worker(project, store, folder, plan, told, done).work()
+            _Worker(project, store, folder, plan, ending, done).work()
         except Stopped:
             pass
         except _FAILURES as exc:
             # a run that ends removes what its workers read
             if folder.is_wanted(plan) or isinstance(exc, ConfigError):
                 raise exc if isinstance(exc, PrecomputeError) else _unread(exc) from exc
-        done.signal = told.signal
+        done.signal = ending.signal
         if not done.signal and folder.is_superseded(plan):
             raise ConflictError(
                 f"run {plan.run} ended without a word, and another one of view {name!r} has begun:"
@@ -147,7 +147,7 @@ def work(
 
 
 def _run_of(
-    store: ViewStore, run: str | None, limit: float, told: _Told
+    store: ViewStore, run: str | None, limit: float, ending: _Ending
 ) -> tuple[ShardFolder, ShardPlan] | None:
     """The run that wants workers; None where the worker is to end before there is one."""
     while True:
@@ -158,7 +158,7 @@ def _run_of(
             # the run that takes over
             if plan is not None and folder.is_wanted(plan) and store.running(plan.partition):
                 return folder, plan
-        if told.is_set():
+        if ending.is_set():
             return None
         if time.monotonic() >= limit:
             whose = (
@@ -170,10 +170,10 @@ def _run_of(
                 f"{whose}: one with shards does while it computes. Start `precompute run"
                 f" {store.name}`, or wait for it: --wait 10m"
             )
-        told.wait(LOOK_S)
+        ending.wait(LOOK_S)
 
 
-class _Told(threading.Event):
+class _Ending(threading.Event):
     """Set when the process is to end, by ``signal``."""
 
     signal = 0
@@ -182,25 +182,25 @@ class _Told(threading.Event):
 
 
 @contextlib.contextmanager
-def _told_to_end() -> Iterator[_Told]:
+def _ends_by_signal() -> Iterator[_Ending]:
     """Set by SIGTERM and SIGINT, so that a chunk can be finished; the process ends after
     :data:`STOP_S` all the same."""
-    told = _Told()
+    ending = _Ending()
     if threading.current_thread() is not threading.main_thread():
-        yield told
+        yield ending
         return
 
     def give_up(number: int) -> None:
         log.warning("the batch in flight took longer than %.0f s: it is lost", STOP_S)
-        if told.attempt is not None:
-            told.attempt()
+        if ending.attempt is not None:
+            ending.attempt()
         release_leases()
         os._exit(128 + number)
 
     def noted(number: int, _: object) -> None:
-        if not told.is_set():
-            told.signal = number
-            told.set()
+        if not ending.is_set():
+            ending.signal = number
+            ending.set()
             timers.append(threading.Timer(STOP_S, give_up, [number]))
             timers[0].daemon = True
             timers[0].start()
@@ -208,7 +208,7 @@ def _told_to_end() -> Iterator[_Told]:
     timers: list[threading.Timer] = []
     before = {number: signal.signal(number, noted) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield told
+        yield ending
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -225,10 +225,10 @@ class _Worker:
         store: ViewStore,
         folder: ShardFolder,
         plan: ShardPlan,
-        told: _Told,
+        ending: _Ending,
         done: Worked,
     ) -> None:
-        self._store, self._folder, self._plan, self._told = store, folder, plan, told
+        self._store, self._folder, self._plan, self._ending = store, folder, plan, ending
         self._settings = project.settings
         self._done = done
         self._failed: list[int] = []
@@ -250,10 +250,10 @@ class _Worker:
             if not left:
                 return
             if not any(self._try(shard) for shard in self._in_turn(left)):
-                self._told.wait(LOOK_S)
+                self._ending.wait(LOOK_S)
 
     def _check(self) -> None:
-        if self._told.is_set() or not self._folder.is_wanted(self._plan):
+        if self._ending.is_set() or not self._folder.is_wanted(self._plan):
             raise Stopped
 
     def _in_turn(self, left: Sequence[int]) -> Iterator[int]:
@@ -352,7 +352,7 @@ class _Worker:
         rows, taken = pinned_path(self._store, part), self._taken_over(shard)
         began, cpu_s = time.monotonic(), _cpu_s()
         self._journals.begin(name, plan.recipe, plan.partition, full=plan.full)
-        self._told.attempt = partial(self._leave, name)
+        self._ending.attempt = partial(self._leave, name)
         report = Report(name, self._store.name, "work")
         left = part.rows - len(taken.keys)
         wanted = -(-plan.audited * left // max(1, sum(each.rows for each in plan.shards)))
@@ -496,7 +496,7 @@ class _Pace(Progress):
         """When rows were handed on last."""
 
     def begin(self, what: str, total: int) -> None:
-        """Nobody is told."""
+        """Nothing is shown."""
 
     def advance(self, rows: int, retried: int = 0) -> None:
         self.moved = time.monotonic()
