@@ -294,7 +294,12 @@ def neighbour_recall(
 
 
 def neighbour_recalls(
-    a: npt.NDArray[Any], b: npt.NDArray[Any], metric: str = "cosine", k: int = NEIGHBOURS
+    a: npt.NDArray[Any],
+    b: npt.NDArray[Any],
+    metric: str = "cosine",
+    k: int = NEIGHBOURS,
+    *,
+    into: bool = False,
 ) -> npt.NDArray[np.float64]:
     """Recall@k of neighbours, float64 [rows]: each row's ``k`` nearest other rows by ``b`` that are
     among its nearest by ``a``, both [rows, dim].
@@ -307,12 +312,15 @@ def neighbour_recalls(
         b: what is judged; a row that is not finite is nobody's neighbour.
         metric: ``cosine``, ``l2`` or ``dot``.
         k: fewer than the rows.
+        into: the neighbours by ``b`` are looked for among the rows of ``a``, as in an index of the
+            reference that is searched by what is judged.
     """
     a, b = _comparable(a, metric), _comparable(b, metric)
     recalls = np.empty(len(a))
     for start in range(0, len(a), BLOCK_ROWS):
         rows = np.arange(start, min(start + BLOCK_ROWS, len(a)))
-        by_a, by_b = _similarities(a, rows, metric), _similarities(b, rows, metric)
+        by_a = _similarities(a[rows], a, metric)
+        by_b = _similarities(b[rows], a if into else b, metric)
         # before the row itself is left out
         scale = np.where(np.isfinite(by_a), np.abs(by_a), 0).max(axis=1)
         for similarities in (by_a, by_b):
@@ -378,12 +386,12 @@ def _comparable(values: npt.NDArray[Any], metric: str) -> npt.NDArray[np.float32
 
 
 def _similarities(
-    vectors: npt.NDArray[np.float32], rows: npt.NDArray[np.int64], metric: str
+    queries: npt.NDArray[np.float32], vectors: npt.NDArray[np.float32], metric: str
 ) -> npt.NDArray[np.float32]:
-    """[len(rows), all]: larger is nearer; -inf where it is not finite. By l2, −½|x − y|² + ½|x|²,
+    """[queries, vectors]: larger is nearer; -inf where it is not finite. By l2, −½|x − y|² + ½|x|²,
     which orders a row's neighbours alike."""
     with np.errstate(invalid="ignore", over="ignore"):
-        products: npt.NDArray[np.float32] = vectors[rows] @ vectors.T
+        products: npt.NDArray[np.float32] = queries @ vectors.T
         if metric == "l2":
             products -= np.einsum("ij,ij->i", vectors, vectors) / 2
     products[~np.isfinite(products)] = -np.inf
