@@ -332,10 +332,10 @@ def check_imports(file: str) -> None:
             assert found.module in (
                 "precompute.store.feature_view",
                 "precompute.store.errors",
-                "precompute.store.disk.sql",
+                "precompute.store.disk.record",
                 "precompute.store.disk.sql",
             ), (
-                f"{where}: of the store, models know the view and the errors; and DuckDB reads our files and spills in one way"
+                f"{where}: of the store, models know the view and the errors; DuckDB reads our files and spills in one way, and records are written in one"
             )
 
 
