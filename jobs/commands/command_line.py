@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from precompute.jobs.commands import (
     measure,
+    optimize,
     retention,
     review,
     rows,
@@ -200,6 +201,7 @@ def _parser() -> Parser:
         retention.add,
         measure.add_plan,
         measure.add,
+        optimize.add,
         review.add_status,
         review.add_schema,
         setup.add_completion,

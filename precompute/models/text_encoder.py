@@ -210,6 +210,11 @@ class TextEncoder(TorchModel):
             self._tokenizer.prompt_length(prompt) if prompt and self._leaves_out_prompt else 0
         )
 
+    @property
+    def tokenizer_file(self) -> Path:
+        """Its ``tokenizer.json``."""
+        return self._files["tokenizer.json"]
+
     def for_queries(self) -> TextEncoder:
         if self._prefix == self._query_prompt:
             return self

@@ -23,7 +23,7 @@ class Lesson:
 
     Args:
         view: whose features they are.
-        model: the teacher, loaded, in float32.
+        model: the teacher, loaded; it computes as its view says, and its module is float32.
         use, args: what made the teacher (``model`` of the view), its paths absolute.
         rows: the teacher's input columns and its features, by the view's names; only rows that the
             student will not be judged on, at most :data:`MAX_ROWS`.

@@ -73,6 +73,7 @@ class Student(Record, frozen=True):
         made_s: seconds that it took to make.
         made_at: when, ISO 8601 in UTC.
         versions: of the libraries that made it.
+        precision: that it was made for (``precision`` of a view); ``auto`` for any.
     """
 
     view: str
@@ -92,6 +93,7 @@ class Student(Record, frozen=True):
     made_s: float
     made_at: str
     versions: dict[str, str] = field(default_factory=dict)
+    precision: str = "auto"
     version: int = VERSION
 
     def arguments(self, folder: Path) -> dict[str, Any]:

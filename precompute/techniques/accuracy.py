@@ -300,6 +300,7 @@ def neighbour_recalls(
     k: int = NEIGHBOURS,
     *,
     into: bool = False,
+    queries: int | None = None,
 ) -> npt.NDArray[np.float64]:
     """Recall@k of neighbours, float64 [rows]: each row's ``k`` nearest other rows by ``b`` that are
     among its nearest by ``a``, both [rows, dim].
@@ -314,11 +315,12 @@ def neighbour_recalls(
         k: fewer than the rows.
         into: the neighbours by ``b`` are looked for among the rows of ``a``, as in an index of the
             reference that is searched by what is judged.
+        queries: how many rows, the first, are searched by; by default all.
     """
     a, b = _comparable(a, metric), _comparable(b, metric)
-    recalls = np.empty(len(a))
-    for start in range(0, len(a), BLOCK_ROWS):
-        rows = np.arange(start, min(start + BLOCK_ROWS, len(a)))
+    recalls = np.empty(len(b) if queries is None else min(queries, len(b)))
+    for start in range(0, len(recalls), BLOCK_ROWS):
+        rows = np.arange(start, min(start + BLOCK_ROWS, len(recalls)))
         by_a = _similarities(a[rows], a, metric)
         by_b = _similarities(b[rows], a if into else b, metric)
         # before the row itself is left out

@@ -7,9 +7,10 @@ sizes, every child is there and has one parent, every feature is one of the mode
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -312,3 +313,41 @@ def _categories(path: Path, known: LightGbmText) -> dict[str, list[Any]]:
         known.features[place]: values
         for place, values in zip(known.categorical, known.pandas, strict=True)
     }
+
+
+def missing() -> str:
+    """Why there is no LightGBM here, in words; an empty text where it is installed."""
+    if importlib.util.find_spec("lightgbm") is None:
+        return "lightgbm is not installed: pip install 'precompute-store[lightgbm]'"
+    return ""
+
+
+def fitted(
+    matrix: npt.NDArray[np.float64],
+    scores: npt.NDArray[np.float32],
+    names: Sequence[str],
+    rounds: int,
+    seed: int,
+) -> str:
+    """Trees that approximate scores, as the text that :class:`LightGbm` loads.
+
+    Args:
+        matrix: float64 [rows, columns]; NaN is a null.
+        scores: float32 [rows].
+        names: of the columns.
+        rounds: how many trees.
+        seed: of what is drawn by chance.
+    """
+    import lightgbm
+
+    settings = {
+        "objective": "regression",
+        "num_leaves": 63,
+        "learning_rate": 0.1,
+        "verbosity": -1,
+        "seed": seed,
+        "deterministic": True,
+        "force_row_wise": True,
+    }
+    data = lightgbm.Dataset(matrix, scores, feature_name=list(names))
+    return str(lightgbm.train(settings, data, rounds).model_to_string())

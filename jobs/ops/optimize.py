@@ -1,0 +1,485 @@
+"""Optimize: makes students of a view's model from what it published, cheaper models that
+approximate it, and judges them on rows they never saw. Nothing goes live by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from precompute.engine.memory import ResidentPeak, give_back
+from precompute.engine.window import Outcome
+from precompute.jobs.config.gates import AccuracyConfig
+from precompute.jobs.config.project import Project, read_tuning, write_tuning
+from precompute.jobs.ops.published_rows import PublishedRows, as_published, published_rows
+from precompute.jobs.run.judge.accuracy import compared
+from precompute.jobs.run.report import versions
+from precompute.jobs.run.rows.open_view import OpenView
+from precompute.model import Model
+from precompute.project_module import absolute_arguments, starting_from
+from precompute.registry import load_model
+from precompute.store.disk.durable_file import (
+    disk_message,
+    make_folder,
+    replace_durably,
+    sync_file,
+    sync_folder,
+)
+from precompute.store.disk.record import replace
+from precompute.store.errors import ConfigError, ModelError, SnapshotError
+from precompute.store.feature_view import FeatureView
+from precompute.store.times import iso
+from precompute.students.judging import computed, index_recalls, miss_ms, rates
+from precompute.students.lesson import MAX_ROWS, Lesson, Made, Recipe
+from precompute.students.recipes import recipes
+from precompute.students.student import (
+    CARD,
+    MODEL,
+    RECORD,
+    Student,
+    agreement,
+    read_student,
+    student_bytes,
+)
+from precompute.techniques.table import REFERENCE, technique_name, words
+
+FOLDER = "students"
+"""Below a project's folder."""
+SEED = 0
+LEAST_ROWS = 500
+"""Fewer are no lesson, and tell nothing of the rows that are not among them."""
+JUDGED_ROWS = 2048
+"""Held-out rows that students compute, at most."""
+INDEX_ROWS = 8192
+"""Rows of the index that neighbours are looked for in, at most."""
+ROUNDS = 3
+"""Times that each computes the judged rows, taking turns."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """What is on trial: the teacher or a student, ready to compute; and its line of the table."""
+
+    line: dict[str, Any]
+    model: Model
+    restore: Callable[[], object] = lambda: None
+
+
+def optimize(
+    project: Project,
+    name: str,
+    *,
+    by: str | None = None,
+    purpose: str | None = None,
+    within_s: float = 1200.0,
+    announce: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Make students of a view's model, judge them beside it, and add them to its tuning file.
+
+    Args:
+        name: of a view that is published.
+        by: how, one of :data:`precompute.students.recipes.BY`; by default all that fit the model.
+        purpose: ``batch`` or ``fallback``; by default both.
+        within_s: how long making them may take in all.
+        announce: called with what begins, and with progress.
+
+    Returns:
+        ``view``, ``snapshot``, ``learned_rows``, ``held_out_rows``, ``file``, ``folder``;
+        ``students``: of the teacher and of each student ``name``, ``by``, ``folder``, ``path`` (of
+        that, from the project's), ``make_s``, ``rows_per_s``, ``speed`` (times the teacher's),
+        ``batch_ms`` and ``miss_ms`` (``p50``, ``p95``, ``p99``), ``memory_bytes``, ``accuracy``
+        (figures by feature), ``agreement``, ``beyond`` (why it is not within the view's accuracy,
+        or null) and ``refused`` (why none was made, or null); ``picked`` and ``behind_misses``: the
+        fastest within the view's accuracy, and the one that agrees most of those that answer a miss
+        in half the teacher's time, or null.
+
+    Raises:
+        ConfigError: there is nothing to learn from, or no such student; see
+            :func:`precompute.jobs.ops.published_rows.published_rows`.
+        SnapshotError: nothing is live, or a file cannot be read or written.
+        SourceError, ModelError: as a run would.
+    """
+    until = time.monotonic() + within_s
+    with as_published(project, name) as (opened, snapshot):
+        announce(f"reading rows of snapshot {snapshot.number} and their inputs")
+        most = MAX_ROWS + MAX_ROWS // 8
+        rows = published_rows(project, opened, snapshot, most, LEAST_ROWS)
+        judge = Judge(opened, rows, project.view(name).accuracy)
+        trials = [judge.teacher()]
+        wanted = recipes(by, purpose)
+        for number, recipe in enumerate(wanted):
+            share = (until - time.monotonic()) / (len(wanted) - number)
+            workshop = Workshop(project, opened, rows, announce)
+            trials.append(_tried(workshop, judge, recipe, time.monotonic() + share))
+        judge.measure([trial for trial in trials if trial.line["refused"] is None], announce)
+    lines = [trial.line for trial in trials]
+    outcome = {
+        "snapshot": snapshot.number,
+        "learned_rows": rows.learned.num_rows,
+        "held_out_rows": rows.held_out.num_rows,
+        "at": iso(datetime.now(UTC).replace(microsecond=0)),
+        **_picked(lines),
+        "students": lines,
+    }
+    return {"view": name, "file": _write(project, name, outcome), "folder": FOLDER, **outcome}
+
+
+def _tried(workshop: Workshop, judge: Judge, recipe: Recipe, until: float) -> Trial:
+    """A student on trial; one that cannot be made has the reason in its line."""
+    line = {"name": recipe.name, "by": recipe.by, "folder": None, "path": None, "make_s": None}
+    why = recipe.refuses(workshop.lesson(recipe, until))
+    if why:
+        return Trial(line | {"refused": why}, workshop.opened.model)
+    try:
+        folder, student = workshop.student(recipe, until, judge)
+        return judge.tried(line, folder, student)
+    except ModelError as exc:
+        return Trial(line | {"refused": str(exc)}, workshop.opened.model)
+
+
+class Workshop:
+    """Where students of a view's model are made, each in a folder of its own.
+
+    Args:
+        project: whose ``students`` they are put into.
+        opened: the view, as its live snapshot was computed.
+        rows: to learn from.
+        announce: called with progress.
+    """
+
+    def __init__(
+        self,
+        project: Project,
+        opened: OpenView,
+        rows: PublishedRows,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._project, self.opened, self._rows, self._announce = project, opened, rows, announce
+
+    def lesson(self, recipe: Recipe, until: float) -> Lesson:
+        """What a student of a recipe learns from."""
+        opened, use = self.opened, self.opened.view.definition.model.use
+        model = opened.model
+        return Lesson(
+            opened.view,
+            model,
+            use,
+            {**absolute_arguments(opened.view.definition.model.args, opened.folder)},
+            self._rows.learned,
+            SEED,
+            until,
+            self._place(recipe) / "checkpoints",
+            self._announce,
+        )
+
+    def _place(self, recipe: Recipe) -> Path:
+        """Where it is made, and continued after it was stopped."""
+        return self.opened.compiled / FOLDER / f"{recipe.name}-{self._rows.data[:12]}"
+
+    def student(self, recipe: Recipe, until: float, judge: Judge) -> tuple[Path, Student]:
+        """The folder and record of a student; made, unless it is there.
+
+        Raises:
+            ConfigError: its folder is there, and damaged.
+            ModelError: it cannot be made.
+            SnapshotError: it cannot be written.
+        """
+        snapshot, name = self._rows.snapshot, self.opened.view.name
+        folder = self._project.home / FOLDER / f"{name}-{recipe.name}-{snapshot.number}"
+        if folder.exists():
+            student = read_student(folder)
+            if student.approximates != snapshot.model or student.data != self._rows.data:
+                raise ConfigError(
+                    f"{folder} is a student of other rows: remove it, unless a view uses it"
+                )
+            self._announce(f"{recipe.name}: is there already, and judged again")
+            return folder, student
+        self._announce(f"{recipe.name}: making it of {self._rows.learned.num_rows:,} rows")
+        started = time.monotonic()
+        place = self._place(recipe)
+        try:
+            make_folder(place / "checkpoints")
+            with starting_from(self.opened.folder):
+                made = recipe.make(self.lesson(recipe, until), place)
+            student = judge.student(recipe, made, place, time.monotonic() - started)
+            self._put(place, folder, student)
+        except OSError as exc:
+            raise SnapshotError(disk_message(place, exc, "no student was made")) from exc
+        shutil.rmtree(place, ignore_errors=True)
+        return folder, student
+
+    def _put(self, place: Path, folder: Path, student: Student) -> None:
+        """The model's files and what is known of it, as one folder that is there whole or not at
+        all."""
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        make_folder(partial)
+        shutil.copytree(place / MODEL, partial / MODEL)
+        for path in sorted(partial.rglob("*")):
+            (sync_folder if path.is_dir() else sync_file)(path)
+        replace_durably(partial / CARD, card(student, folder).encode())
+        replace_durably(partial / RECORD, student_bytes(student))
+        partial.rename(folder)
+        sync_folder(folder.parent)
+
+
+class Judge:
+    """Compares students with their teacher on held-out rows.
+
+    Args:
+        opened: the view, as its live snapshot was computed.
+        rows: the held-out ones are drawn from them.
+        budget: the view's accuracy.
+    """
+
+    def __init__(self, opened: OpenView, rows: PublishedRows, budget: AccuracyConfig) -> None:
+        self._opened, self._rows, self._budget = opened, rows, budget
+        view, chance = opened.view, np.random.default_rng(SEED)
+        drawn = chance.permutation(rows.held_out.num_rows)[:JUDGED_ROWS]
+        others = np.sort(chance.permutation(rows.learned.num_rows)[: INDEX_ROWS - len(drawn)])
+        self.judged = rows.held_out.take(pa.array(drawn))
+        index = pa.concat_tables([self.judged, rows.learned.take(pa.array(others))])
+        self._index_inputs = index.drop_columns(list(view.feature_names))
+        self._index = _batch(index.select(view.feature_names))
+        self._taught = self._index.slice(0, len(drawn))
+        self._inputs = self._index_inputs.slice(0, len(drawn))
+        self._peak = ResidentPeak()
+
+    @property
+    def view(self) -> FeatureView:
+        """Whose model has students."""
+        return self._opened.view
+
+    def teacher(self) -> Trial:
+        """The view's own model, as it computes."""
+        self._opened.convert()
+        model = self._opened.model
+        line: dict[str, Any] = {
+            "name": f"teacher, {self._opened.variant}",
+            "by": None,
+            "folder": None,
+            "path": None,
+            "make_s": None,
+            "beyond": None,
+            "accuracy": {},
+            "agreement": {},
+            "refused": None,
+        }
+        line["memory_bytes"] = self._memory(lambda: computed(model, self.view, self._inputs))
+        restore = model.restorer() if hasattr(model, "restorer") else lambda: None
+        return Trial(line, model, restore)
+
+    def student(self, recipe: Recipe, made: Made, place: Path, made_s: float) -> Student:
+        """The record of a student that was made in a folder.
+
+        Raises:
+            ConfigError, ModelError: its model does not load, or does not compute.
+        """
+        whole = Student(
+            view=self.view.name,
+            name=recipe.name,
+            by=recipe.by,
+            use=made.use,
+            args=dict(made.args),
+            precision=made.precision,
+            fingerprint="",
+            approximates=self._rows.snapshot.model,
+            snapshot=self._rows.snapshot.number,
+            data=self._rows.data,
+            seed=SEED,
+            learned_rows=self._rows.learned.num_rows,
+            held_out_rows=self._rows.held_out.num_rows,
+            agreement={},
+            figures={},
+            made_s=round(made_s, 1),
+            made_at=iso(datetime.now(UTC).replace(microsecond=0)),
+            versions=dict(versions()),
+        )
+        model, _ = self._loaded(whole, place)
+        found = computed(model, self.view, self._index_inputs)
+        rows = len(self._taught)
+        return replace(
+            whole,
+            fingerprint=model.fingerprint(),
+            agreement=agreement(self.view, self._taught, found.slice(0, rows)),
+            figures=index_recalls(self.view, self._index, found, rows),
+        )
+
+    def tried(self, line: dict[str, Any], folder: Path, student: Student) -> Trial:
+        """A student on trial, its line without its rate.
+
+        Raises:
+            ModelError: its files are not those that the record was written for.
+        """
+        give_back()
+        model, restore = self._loaded(student, folder)
+        if model.fingerprint() != student.fingerprint:
+            raise ModelError(f"{folder / MODEL} was changed since it was made: remove {folder}")
+        done: list[pa.RecordBatch] = []
+        memory = self._memory(lambda: done.append(computed(model, self.view, self._inputs)))
+        every = np.arange(len(self._taught))
+        comparison = compared(
+            self.view,
+            self._budget,
+            Outcome(every, self._taught),
+            Outcome(every, done[0]),
+            len(every),
+        )
+        accuracy = {} if comparison.accuracy is None else comparison.accuracy.to_json()["features"]
+        for name, figures in student.figures.items():
+            accuracy[name] = accuracy.get(name, {}) | figures
+        beyond = [f.shortfall for f in comparison.judged(self._budget, self.view) if f.room < 0]
+        more = f", and {len(beyond) - 1} figures more" if len(beyond) > 1 else ""
+        return Trial(
+            line
+            | {
+                "folder": str(folder),
+                "path": f"{FOLDER}/{folder.name}",
+                "make_s": student.made_s,
+                "accuracy": accuracy,
+                "agreement": {name: one.value for name, one in student.agreement.items()},
+                "memory_bytes": memory,
+                "beyond": beyond[0] + more if beyond else None,
+                "refused": None,
+            },
+            model,
+            restore,
+        )
+
+    def measure(self, trials: list[Trial], announce: Callable[[str], None]) -> None:
+        """Put the rates of all into their lines."""
+        announce(f"measuring {len(trials)} models on {self._inputs.num_rows:,} rows")
+        models = {trial.line["name"]: (trial.model, trial.restore) for trial in trials}
+        found = rates(models, self.view, self._inputs, ROUNDS, time.monotonic() + 60)
+        first = found[trials[0].line["name"]][0]
+        for trial in trials:
+            rate, batch_ms = found[trial.line["name"]]
+            trial.restore()
+            trial.line |= {
+                "rows_per_s": round(rate, 1),
+                "speed": round(rate / first, 3),
+                "batch_ms": batch_ms,
+                "miss_ms": miss_ms(trial.model, self.view, self._inputs),
+            }
+
+    def _loaded(self, student: Student, folder: Path) -> tuple[Model, Callable[[], object]]:
+        """A student's model, by the technique that it was made for, or else by the teacher's."""
+        with starting_from(self._opened.folder):
+            model = load_model(student.use, student.arguments(folder), self._opened.folder)
+        definition = self.view.definition.model
+        technique = self._opened.variant if student.use == definition.use else REFERENCE
+        if student.precision != "auto":
+            technique = technique_name(student.precision, "auto")
+        if technique == REFERENCE or not hasattr(model, "restorer"):
+            return model, lambda: None
+        from precompute.techniques.conversion import use_variant
+
+        with contextlib.suppress(ConfigError):
+            examples = self._rows.learned.slice(0, 256)
+            use_variant(model, technique, lambda: examples, self._opened.compiled)
+        return model, model.restorer()
+
+    def _memory(self, compute: Callable[[], object]) -> int | None:
+        """Bytes that the process takes at most meanwhile."""
+        self._peak.lap()
+        compute()
+        return self._peak.lap()
+
+
+def _batch(table: pa.Table) -> pa.RecordBatch:
+    (batch,) = table.combine_chunks().to_batches(max(1, table.num_rows))
+    return batch
+
+
+WORTHWHILE = 1.05
+"""Times the teacher's rate: less is noise."""
+QUICKER = 2.0
+"""Times that a student must answer a miss faster than its teacher, to stand behind misses."""
+
+
+def _picked(lines: list[dict[str, Any]]) -> dict[str, str | None]:
+    """The fastest student within the view's accuracy, and the one for misses."""
+    made = [line for line in lines[1:] if line["refused"] is None]
+    within = [line for line in made if not line["beyond"] and line["speed"] >= WORTHWHILE]
+    most_ms = lines[0]["miss_ms"]["p50"] / QUICKER
+    quick = [line for line in made if line["miss_ms"]["p50"] <= most_ms]
+
+    def agrees(line: Mapping[str, Any]) -> float:
+        return min(map(float, line["agreement"].values()))
+
+    best = max(within, key=lambda line: float(line["speed"]), default=None)
+    behind = max(quick, key=agrees, default=None)
+    return {
+        "picked": None if best is None else best["name"],
+        "behind_misses": None if behind is None else behind["name"],
+    }
+
+
+def _write(project: Project, name: str, outcome: dict[str, Any]) -> str:
+    """Into the view's tuning file, beside what ``tune`` measured; a student that is not among them
+    stays with what was measured of it before."""
+    model = project.model_as_written(name)
+    tuning = read_tuning(project.folder, name, model)
+    if tuning is None:
+        precision, backend = words(REFERENCE)
+        tuning = {"picked": REFERENCE, "precision": precision, "backend": backend, "measured": []}
+    before = tuning.get("optimized", {})
+    now = {line["name"] for line in outcome["students"]}
+    if before.get("snapshot") == outcome["snapshot"]:
+        others = [line for line in before["students"][1:] if line["name"] not in now]
+        outcome = outcome | {"students": [*outcome["students"], *others]}
+    return str(write_tuning(project.folder, name, model, {**tuning, "optimized": outcome}))
+
+
+def card(student: Student, folder: Path) -> str:
+    """What people read of a student: what it is, how well it agrees, and how it is used."""
+    path = f"{FOLDER}/{folder.name}"
+    lines = [
+        f"# {folder.name}",
+        "",
+        f"A student of view `{student.view}`, made by `precompute optimize` ({student.by}). It"
+        f" approximates the model with fingerprint `{student.approximates[:12]}`, as of snapshot"
+        f" {student.snapshot}. Its own fingerprint is `{student.fingerprint[:12]}`.",
+        "",
+        f"It learned from {student.learned_rows:,} rows in {student.made_s:,.0f} s, and was judged"
+        f" on others: {student.held_out_rows:,} were held out. Seed {student.seed}.",
+        "",
+        "| feature | figure | held-out rows | promised of others |",
+        "|---|---|---|---|",
+    ]
+    for name, one in student.agreement.items():
+        lines.append(f"| {name} | {one.figure} | {one.value:.4f} | {one.promised:.4f} |")
+    for name, figures in student.figures.items():
+        lines += [f"| {name} | {figure} | {value:.4f} | |" for figure, value in figures.items()]
+    args = ", ".join(
+        f"{key}: {json.dumps(f'./{path}/{value[2:]}' if str(value)[:2] == './' else value)}"
+        for key, value in student.args.items()
+    )
+    precision = "" if student.precision == "auto" else f", precision: {student.precision}"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Behind misses alone:",
+            "",
+            "```yaml",
+            f"fallback: {{enabled: true, model: {path}}}",
+            "```",
+            "",
+            "As the view's model, which computes all rows again, under the view's gates:",
+            "",
+            "```yaml",
+            f"model: {{use: {student.use}, args: {{{args}}}{precision}}}",
+            "```",
+            "",
+        ]
+    )

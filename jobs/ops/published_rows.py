@@ -1,0 +1,152 @@
+"""Published rows: rows of a view's live snapshot beside the inputs that they were computed from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from precompute.jobs.config.project import Project
+from precompute.jobs.run.rows.open_view import OpenView, open_view
+from precompute.model import digest
+from precompute.store.errors import ConfigError, SnapshotError
+from precompute.store.keys import key_column
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.times import Partition
+
+HASH, TIME = "input_hash", "computed_at"
+"""Columns of a snapshot beside its key and features."""
+
+HELD_OUT = 0.1
+"""Share of the rows that are held out at random, by their inputs."""
+NEWEST = 0.05
+"""Share of the rows that are held out for having been computed last, where not all were at once:
+what comes next is more like them."""
+ONE_RUN_US = 3_600_000_000
+"""Rows that were computed within so long are of one run, whose order says nothing of time."""
+LEAST_HELD_OUT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRows:
+    """Rows that both the live snapshot and its source have, with equal inputs: ``learned`` and
+    ``held_out`` ones, of which none has the inputs of a learned one. Columns are the source's, and
+    the view's features; ``data`` is a digest of what is learned from."""
+
+    snapshot: Snapshot
+    learned: pa.Table
+    held_out: pa.Table
+    data: str
+
+
+@contextlib.contextmanager
+def as_published(project: Project, name: str) -> Iterator[tuple[OpenView, Snapshot]]:
+    """A view opened as its live snapshot was computed, in float32; of a view that serves all of its
+    partitions, as the newest of these was.
+
+    Raises:
+        SnapshotError: nothing is live.
+        ConfigError: the model on disk is another one than the snapshot's.
+        SourceError, ModelError: as a run would.
+    """
+    project.view(name)
+    store = project.offline.view(name)
+    live = store.refs.live()
+    if live is None:
+        raise SnapshotError(
+            f"view {name!r} was never published: there is nothing to learn from; `precompute run"
+            f" {name}` first"
+        )
+    snapshot = store.snapshot(live.snapshot)
+    if snapshot.members:
+        snapshot = store.snapshot(snapshot.members[max(snapshot.members)])
+    with open_view(
+        snapshot.view,
+        project.offline,
+        project.home,
+        pinned=snapshot.inputs,
+        snapshot=snapshot.number,
+        partition=None if snapshot.partition is None else Partition.parse(snapshot.partition),
+        memory_mb=project.settings.memory_mb,
+    ) as opened:
+        if opened.fingerprint != snapshot.model:
+            raise ConfigError(
+                f"view {name!r}: the model on disk has fingerprint {opened.fingerprint[:12]}, live"
+                f" snapshot {snapshot.number} {snapshot.model[:12]}: run `precompute run {name}`,"
+                " and learn from what it publishes"
+            )
+        yield opened, snapshot
+
+
+def published_rows(
+    project: Project, opened: OpenView, snapshot: Snapshot, most: int, least: int
+) -> PublishedRows:
+    """Rows drawn at random from all over a snapshot.
+
+    Args:
+        opened: as :func:`as_published` opens it.
+        snapshot: of the view.
+        most: rows at most; they lie in memory.
+        least: rows that a student needs.
+
+    Raises:
+        ConfigError: fewer rows than ``least`` have a value and the inputs that it was computed
+            from; or a column of the source is named as a feature.
+        SourceError, SnapshotError: something cannot be read.
+    """
+    view = opened.view
+    drawn = project.offline.view(view.name).sample(snapshot, most)
+    both = set(view.feature_names) & set(opened.source.schema.names)
+    if both:
+        raise ConfigError(
+            f"{opened.place('features', min(both))}: the source has a column of that name, too, and"
+            " a student learns one from the other: rename the column with AS"
+        )
+    keys = key_column(drawn, view.entity)
+    inputs = opened.source.rows(keys.to_pylist(), with_hash=True)
+    # a key that the source has more than once was computed from one of them: which, the hash says
+    place = pc.index_in(inputs["key"], value_set=keys)
+    found = inputs.append_column("place", place).filter(pc.is_valid(place))
+    taken = drawn.take(found["place"])
+    same = pc.equal(taken[HASH], found[HASH])
+    for feature in view.feature_names:
+        same = pc.and_(same, pc.is_valid(taken[feature]))
+    rows = found.drop_columns(["key", "place", HASH])
+    for name in (*view.feature_names, HASH, TIME):
+        rows = rows.append_column(name, taken[name])
+    rows = rows.filter(same).combine_chunks()
+    if rows.num_rows < least:
+        raise ConfigError(
+            f"view {view.name!r}: {rows.num_rows:,} rows of snapshot {snapshot.number} have a value"
+            f" and still the inputs it was computed from; a student needs {least:,}: publish more"
+            " rows, or run the view where its source has changed since"
+        )
+    return _split(snapshot, rows)
+
+
+def _split(snapshot: Snapshot, rows: pa.Table) -> PublishedRows:
+    held_out = _held_out(np.asarray(rows[HASH]), np.asarray(rows[TIME].cast(pa.int64())))
+    data = digest(rows=np.sort(np.asarray(rows[HASH])[~held_out]), snapshot=snapshot.number)
+    plain = rows.drop_columns([HASH, TIME])
+    learned, judged = (plain.filter(pa.array(part)) for part in (~held_out, held_out))
+    return PublishedRows(snapshot, learned, judged, data)
+
+
+def _held_out(hashes: npt.NDArray[np.int64], times: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which rows are held out, with all that have their inputs: the same ones every time."""
+    rows = len(hashes)
+    share = max(HELD_OUT, LEAST_HELD_OUT / rows)
+    # SplitMix64's finish (Steele et al. 2014): hashes of few different inputs may be alike
+    mixed = hashes.astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    mixed ^= mixed >> np.uint64(31)
+    chosen: npt.NDArray[np.bool_] = mixed < np.uint64(int(share * 2**64))
+    if times.max() - times.min() > ONE_RUN_US:
+        chosen |= times >= np.sort(times)[-max(1, int(NEWEST * rows))]
+    return np.isin(hashes, hashes[chosen])

@@ -1,0 +1,129 @@
+"""Judging: how near a student comes to its teacher on rows it never saw, and how fast it is."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pyarrow as pa
+
+from precompute.engine.runner import Runner
+from precompute.model import Model
+from precompute.store.errors import ModelError
+from precompute.store.feature_view import FeatureView
+from precompute.techniques.accuracy import NEIGHBOURS, neighbour_recalls, row_cosines
+
+TAIL = 0.05
+"""Share of the rows that are nearer to the teacher's than the tail's figure says."""
+
+MISSES = 64
+"""Rows that are computed one at a time, as a miss is."""
+
+
+def computed(model: Model, view: FeatureView, rows: pa.Table) -> pa.RecordBatch:
+    """The features of all rows, in their order.
+
+    Raises:
+        ModelError: it computes not all of them.
+    """
+    (batch,) = rows.combine_chunks().to_batches(rows.num_rows)
+    done = Runner(model, view, search=False).compute(batch)
+    if done.rejections:
+        first = done.rejections[0]
+        raise ModelError(
+            f"it rejects {len(done.rejections):,} of {rows.num_rows:,} rows that its teacher"
+            f" computes; the first: {first.error}"
+        )
+    return done.features
+
+
+def index_recalls(
+    view: FeatureView,
+    teacher: pa.RecordBatch,
+    student: pa.RecordBatch,
+    queries: int,
+) -> dict[str, dict[str, float]]:
+    """Of each vector feature: ``into_index``, recall@10 of the student's vectors as queries into an
+    index of the teacher's, and ``own_index``, into one of its own; ``tail_cosine``, which all but
+    :data:`TAIL` of the rows exceed.
+
+    Args:
+        view: whose features they are.
+        teacher, student: the features of the same rows, in one order.
+        queries: how many of them, the first, are searched by; each is left out of its own answer.
+    """
+    figures = {}
+    for feature in view.features:
+        if feature.dim is None or teacher.num_rows <= NEIGHBOURS:
+            continue
+        metric = (
+            view.index.metric
+            if view.index is not None and view.index.on == feature.name
+            else "cosine"
+        )
+        a, b = (
+            np.asarray(batch.column(feature.name).flatten()).reshape(batch.num_rows, -1)
+            for batch in (teacher, student)
+        )
+        recalls = {
+            name: neighbour_recalls(a, b, metric, into=into, queries=queries)
+            for name, into in (("into_index", True), ("own_index", False))
+        }
+        figures[feature.name] = {
+            "tail_cosine": float(np.quantile(row_cosines(a[:queries], b[:queries]), TAIL)),
+            **{name: float(values.mean()) for name, values in recalls.items()},
+        }
+    return figures
+
+
+def rates(
+    models: Mapping[str, tuple[Model, Callable[[], object]]],
+    view: FeatureView,
+    rows: pa.Table,
+    rounds: int,
+    until: float,
+) -> dict[str, tuple[float, dict[str, float]]]:
+    """Of each model: rows a second, the median of rounds that take turns, and ``p50``, ``p95`` and
+    ``p99`` of a batch's ms.
+
+    Args:
+        models: name → model, and what is called before it computes.
+        view: whose features they compute.
+        rows: that they compute.
+        rounds: at most, and one at least.
+        until: of :func:`time.monotonic`: no round is begun that would end later.
+    """
+    runners = {name: Runner(model, view) for name, (model, _) in models.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    (batch,) = rows.combine_chunks().to_batches(rows.num_rows)
+    for _ in range(rounds):
+        began = time.monotonic()
+        for name, (_, restore) in models.items():
+            restore()
+            started = time.monotonic()
+            for _ in runners[name].stream([batch]):
+                pass
+            seconds[name].append(time.monotonic() - started)
+        now = time.monotonic()
+        if now + (now - began) > until:
+            break
+    return {
+        name: (rows.num_rows / statistics.median(times), runners[name].meter.batch_ms())
+        for name, times in seconds.items()
+    }
+
+
+def miss_ms(model: Model, view: FeatureView, rows: pa.Table) -> dict[str, float]:
+    """``p50``, ``p95`` and ``p99`` of the milliseconds that one row takes, computed alone."""
+    runner = Runner(model, view, search=False)
+    singles = rows.slice(0, MISSES).combine_chunks().to_batches(1)
+    runner.compute(singles[0])
+    taken = []
+    for one in singles:
+        started = time.perf_counter()
+        runner.compute(one)
+        taken.append((time.perf_counter() - started) * 1000)
+    points = np.quantile(taken, (0.5, 0.95, 0.99))
+    return dict(zip(("p50", "p95", "p99"), map(float, points), strict=True))

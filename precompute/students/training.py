@@ -1,0 +1,244 @@
+"""Training: gradient descent on a CPU for as long as there is time, in steps that continue after a
+kill.
+
+The trainers of transformers and sentence-transformers write their optimiser's state by torch.save
+and read it by torch.load, pickles, which nothing here reads; and they plan by epochs, not by time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+
+from precompute.store.disk.durable_file import disk_message, replace_durably
+from precompute.store.errors import ModelError
+from precompute.techniques.machine import has_bf16
+
+WARM_UP = 0.05
+"""Share of the training in which the learning rate rises, along a line; then it falls to 0 along a
+cosine (Loshchilov & Hutter 2016)."""
+CLIP = 1.0
+"""Norm of the gradient at most."""
+BETAS = (0.9, 0.98)
+CHECKPOINT_S = 60.0
+ANNOUNCED_S = 10.0
+SMOOTHING = 0.05
+"""Weight of the newest step in the mean of losses, and of seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a training goes.
+
+    Args:
+        name: of the student, for people.
+        digest: of all that decides what is learned: a checkpoint of another digest is left alone.
+        checkpoint: the file that training continues from; its folder is there.
+        announce: takes a line of progress.
+        until: when it ends, by :func:`time.monotonic`.
+        steps: how many there are; by default as many as there is time for.
+        learning_rate: of AdamW (Loshchilov & Hutter 2017), the highest.
+        weight_decay: of AdamW, of matrices.
+        checkpoint_s: seconds from one checkpoint to the next.
+    """
+
+    name: str
+    digest: str
+    checkpoint: Path
+    announce: Callable[[str], None]
+    until: float = math.inf
+    steps: int | None = None
+    learning_rate: float = 6e-4
+    weight_decay: float = 0.01
+    checkpoint_s: float = CHECKPOINT_S
+
+
+def train(
+    module: torch.nn.Module, loss: Callable[[int, float], torch.Tensor], course: Course
+) -> int:
+    """Train a module's parameters that require a gradient; returns the steps that were made.
+
+    Where the course has a checkpoint, training goes on from it: with a fixed number of steps the
+    result is that of a training that was never stopped, to the last bit.
+
+    Args:
+        module: its buffers, too, are part of a checkpoint.
+        loss: (step from 0, share of the training that is done) → the loss of that step's batch.
+        course: how.
+
+    Raises:
+        ModelError: a loss is no finite number, or a checkpoint cannot be written.
+    """
+    optimizer = _optimizer(module, course)
+    at = _restored(module, optimizer, course) or _At()
+    with _tensors_are_plain():
+        return _trained(module, loss, course, optimizer, at)
+
+
+@dataclass(slots=True)
+class _At:
+    """How far a training is."""
+
+    step: int = 0
+    progress: float = 0.0
+    loss: float = math.nan
+    step_s: float = math.nan
+    saved: float = field(default_factory=time.monotonic)
+    announced: float = 0.0
+
+
+def _trained(
+    module: torch.nn.Module,
+    loss: Callable[[int, float], torch.Tensor],
+    course: Course,
+    optimizer: torch.optim.Optimizer,
+    at: _At,
+) -> int:
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    now = time.monotonic()
+    while at.progress < 1.0 and (course.steps is not None or now < course.until):
+        remaining = (
+            course.steps - at.step
+            if course.steps is not None
+            else max((course.until - now) / at.step_s, 1.0)
+            if at.step_s > 0
+            else 1e3
+        )
+        done = at.progress + (1.0 - at.progress) / remaining
+        for group in optimizer.param_groups:
+            group["lr"] = course.learning_rate * _rate(done)
+        value = loss(at.step, at.progress)
+        value.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(weights, CLIP)
+        found = value.item()
+        if not (math.isfinite(found) and math.isfinite(norm.item())):
+            raise ModelError(
+                f"{course.name}: the loss of step {at.step} is {found}, its gradient's norm"
+                f" {norm.item()}: look for rows of the teacher that are not finite"
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        before, now = now, time.monotonic()
+        at.step, at.progress = at.step + 1, 1.0 if remaining <= 1 else done
+        at.loss, at.step_s = _mean(at.loss, found), _mean(at.step_s, now - before)
+        if now - at.saved >= course.checkpoint_s:
+            _save(module, optimizer, course, at)
+            at.saved = now
+        if now - at.announced >= ANNOUNCED_S:
+            course.announce(f"{course.name}: {at.progress:.0%}, loss {at.loss:.4f}")
+            at.announced = now
+    return at.step
+
+
+def _rate(progress: float) -> float:
+    return min(1.0, progress / WARM_UP) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def _mean(old: float, new: float) -> float:
+    return new if math.isnan(old) else old + SMOOTHING * (new - old)
+
+
+def _optimizer(module: torch.nn.Module, course: Course) -> torch.optim.AdamW:
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {
+                "params": [weight for weight in weights if weight.dim() > 1],
+                "weight_decay": course.weight_decay,
+            },
+            {"params": [weight for weight in weights if weight.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=course.learning_rate,
+        betas=BETAS,
+        fused=True,
+    )
+
+
+@contextlib.contextmanager
+def _tensors_are_plain() -> Iterator[None]:
+    """Gradients are computed, whatever the caller's mode was."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+@contextlib.contextmanager
+def half_products(device: str) -> Iterator[None]:
+    """Products within are bfloat16's on a GPU, and where this CPU multiplies it by itself: three
+    layers of MiniLM learned 7,400 tokens a CPU second instead of 2,600 (AMD Zen 5). Attention is
+    computed by plain products: in bfloat16 the backward of torch 2.13's own takes two fifths of a
+    step (5,100 tokens)."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        torch.autocast(device, torch.bfloat16, enabled=device != "cpu" or has_bf16()),
+    ):
+        yield
+
+
+# ---- Checkpoints
+
+
+def _save(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, course: Course, at: _At
+) -> None:
+    tensors = {f"buffer {name}": value for name, value in module.named_buffers()}
+    for name, weight in _trainable(module):
+        state = optimizer.state[weight]
+        tensors[f"weight {name}"] = weight
+        tensors[f"mean {name}"], tensors[f"square {name}"] = state["exp_avg"], state["exp_avg_sq"]
+    plain = {name: value.detach().contiguous() for name, value in tensors.items()}
+    about = {"digest": course.digest, "step": at.step, "progress": at.progress}
+    try:
+        replace_durably(course.checkpoint, save(plain, {"training": json.dumps(about)}))
+    except OSError as exc:
+        raise ModelError(
+            disk_message(course.checkpoint, exc, "training continues from the last checkpoint")
+        ) from exc
+
+
+def _restored(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, course: Course
+) -> _At | None:
+    """Set the module and the optimiser to a checkpoint's state; None where there is none of this
+    course."""
+    if not course.checkpoint.is_file():
+        return None
+    try:
+        with safe_open(course.checkpoint, "pt") as file:
+            about = json.loads((file.metadata() or {}).get("training", "{}"))
+        tensors = load_file(course.checkpoint)
+        if about.get("digest") != course.digest:
+            course.announce(f"{course.name}: {course.checkpoint} is of another training: left out")
+            return None
+        at = _At(int(about["step"]), float(about["progress"]))
+        with torch.no_grad():
+            for name, value in module.named_buffers():
+                value.copy_(tensors[f"buffer {name}"])
+            for name, weight in _trainable(module):
+                weight.copy_(tensors[f"weight {name}"])
+                optimizer.state[weight] = {
+                    "step": torch.tensor(float(at.step)),
+                    "exp_avg": tensors[f"mean {name}"],
+                    "exp_avg_sq": tensors[f"square {name}"],
+                }
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as exc:
+        raise ModelError(
+            f"{course.name}: {course.checkpoint} is damaged ({exc}): remove it, and training begins"
+            " from the start"
+        ) from exc
+    course.announce(f"{course.name}: continues at {at.progress:.0%}")
+    return at
+
+
+def _trainable(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return (pair for pair in module.named_parameters() if pair[1].requires_grad)
