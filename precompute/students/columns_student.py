@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from precompute.model import ReadingModel, digest, table_digest
 from precompute.models.exported_program import parse_inputs
@@ -98,7 +98,7 @@ class SmallMlp:
         train(mlp, loss, course)
         place = folder / FILES
         place.mkdir(parents=True, exist_ok=True)
-        save_file(mlp.state_dict(), place / "mlp.safetensors")
+        (place / "mlp.safetensors").write_bytes(save(mlp.state_dict()))
         course.checkpoint.unlink(missing_ok=True)
         return Made(
             "torch_module",
@@ -236,8 +236,9 @@ def _begun(
         first += values.shape[1]
     wanted = (wanted - mlp.out_shift) / mlp.out_scale
     parts = [inputs[name].float().reshape(len(wanted), -1) for name in mlp.numbers]
-    torch.nn.init.zeros_(mlp.around.weight)
-    torch.nn.init.zeros_(mlp.last.weight)
+    for layer in (mlp.around, mlp.last):
+        torch.nn.init.zeros_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
     if parts:
         x = torch.cat(parts, dim=1)
         mlp.shift.copy_(x.mean(0))

@@ -38,14 +38,9 @@ class Mlp(torch.nn.Module):
         self.first = torch.nn.Linear(inputs, width)
         # a category's row adds to both, as a column of one-hot numbers would
         self.tables = torch.nn.ModuleDict(
-            {
-                name: torch.nn.Embedding(count + 1, width + made)
-                for name, count in categories.items()
-            }
+            {name: _table(count + 1, width + made) for name, count in categories.items()}
         )
         self.last = torch.nn.Linear(width, made)
-        for table in self.tables.values():
-            torch.nn.init.normal_(table.weight, std=0.05)
 
     def forward(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Float32 [rows] or [rows, dim] of each of ``numbers``, int64 [rows] of each of
@@ -67,3 +62,7 @@ class Mlp(torch.nn.Module):
             around = around + added[:, hidden.shape[1] :]
         out: torch.Tensor = around + self.last(torch.nn.functional.gelu(hidden))
         return out
+
+
+def _table(rows: int, width: int) -> torch.nn.Embedding:
+    return torch.nn.Embedding(rows, width, _weight=torch.randn(rows, width) * 0.05)

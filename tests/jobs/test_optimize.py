@@ -1,0 +1,285 @@
+"""Optimize: students of what a view published, judged on rows they never saw; nothing goes live."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from precompute.jobs.ops import optimize as optimize_module
+from precompute.jobs.ops.optimize import LEAST_ROWS, optimize
+from precompute.jobs.ops.published_rows import as_published, published_rows
+from precompute.store.errors import ConfigError, SnapshotError
+from precompute.students import recipes as recipes_module
+from precompute.students.columns_student import SmallMlp, Trees
+from precompute.students.lesson import Lesson, Made, Recipe
+from precompute.students.static_table import StaticTable
+from precompute.students.student import agreement, read_student, shortfalls, student_bytes
+from tests.conftest import MakeProject
+from tests.precompute.sentence_models import WORDS, sentence_model
+from tests.scene import Scene, files_of_at_most
+
+ROWS = [(i, float(i % 590)) for i in range(600)]
+"""Ten inputs come twice."""
+
+
+def scene_of(make_project: MakeProject, rows: object = ROWS, **view: object) -> Scene:
+    scene = make_project(rows, view=view)  # type: ignore[arg-type]
+    scene.run()
+    return scene
+
+
+def quickly(monkeypatch: pytest.MonkeyPatch, *chosen: Recipe) -> None:
+    monkeypatch.setattr(optimize_module, "recipes", lambda by, purpose: list(chosen))
+
+
+def test_a_student_is_made_judged_and_not_live(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = scene_of(make_project)
+    live = scene.offline.view("numbers").refs.live()
+    quickly(monkeypatch, SmallMlp(steps=200))
+    found = optimize(scene, "numbers")
+    teacher, mlp = found["students"]
+    assert (teacher["name"], teacher["refused"]) == ("teacher, fp32-eager", None)
+    assert found["learned_rows"] + found["held_out_rows"] == 600
+    assert found["held_out_rows"] >= 150
+    student = read_student(scene.home / "students" / "numbers-mlp-1")
+    snapshot = scene.offline.view("numbers").snapshot(1)
+    assert (student.approximates, student.snapshot, student.by) == (snapshot.model, 1, "distil")
+    assert student.learned_rows == found["learned_rows"]
+    assert min(one.value for one in student.agreement.values()) > 0.9
+    assert mlp["path"] == "students/numbers-mlp-1"
+    assert mlp["agreement"] == {name: one.value for name, one in student.agreement.items()}
+    written = json.loads((scene.folder / "tuning" / "numbers.json").read_text())
+    assert [line["name"] for line in written["optimized"]["students"]] == [
+        "teacher, fp32-eager",
+        "mlp",
+    ]
+    assert (written["precision"], written["backend"]) == ("fp32", "eager")
+    assert "students/numbers-mlp-1" in (scene.home / mlp["path"] / "README.md").read_text()
+    assert scene.offline.view("numbers").refs.live() == live
+
+
+def test_a_student_there_is_judged_again_and_not_made(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = scene_of(make_project)
+    quickly(monkeypatch, SmallMlp(steps=20))
+    first = optimize(scene, "numbers")["students"][1]
+    monkeypatch.setattr(SmallMlp, "make", None)
+    again = optimize(scene, "numbers")["students"][1]
+    assert again["agreement"] == first["agreement"]
+    assert again["make_s"] == first["make_s"]
+
+
+def test_a_students_weights_that_were_changed_are_refused(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = scene_of(make_project)
+    quickly(monkeypatch, SmallMlp(steps=20))
+    optimize(scene, "numbers")
+    folder = scene.home / "students" / "numbers-mlp-1"
+    weights = folder / "model" / "mlp.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+    assert "was changed since it was made" in optimize(scene, "numbers")["students"][1]["refused"]
+    record = folder / "student.json"
+    record.write_bytes(record.read_bytes().replace(b'"distil"', b'"prune"'))
+    with pytest.raises(ConfigError, match=r"student\.json is damaged .* make the student again"):
+        optimize(scene, "numbers")
+    record.unlink()
+    with pytest.raises(ConfigError, match=r"is no student's folder: it has no student\.json"):
+        optimize(scene, "numbers")
+
+
+def test_a_student_of_other_rows_is_not_overwritten(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = scene_of(make_project)
+    quickly(monkeypatch, SmallMlp(steps=20))
+    optimize(scene, "numbers")
+    folder = scene.home / "students" / "numbers-mlp-1"
+    student = read_student(folder)
+    student = type(student)(
+        **{**{f: getattr(student, f) for f in student.__struct_fields__}, "data": "other"}
+    )
+    (folder / "student.json").write_bytes(student_bytes(student))
+    with pytest.raises(ConfigError, match="is a student of other rows: remove it"):
+        optimize(scene, "numbers")
+
+
+def test_few_rows_are_no_lesson(make_project: MakeProject) -> None:
+    scene = scene_of(make_project, ROWS[:50])
+    with pytest.raises(ConfigError, match=r"50 rows of snapshot 1 .* a student needs 500"):
+        optimize(scene, "numbers")
+
+
+def test_what_was_never_published_teaches_nothing(make_project: MakeProject) -> None:
+    scene = make_project(ROWS)
+    with pytest.raises(SnapshotError, match="was never published: there is nothing to learn from"):
+        optimize(scene, "numbers")
+
+
+def test_rows_that_changed_since_are_no_lesson(make_project: MakeProject) -> None:
+    scene = scene_of(make_project)
+    make_project([(i, x + (i < 30)) for i, x in ROWS if i < 590])
+    with as_published(scene, "numbers") as (opened, snapshot):
+        found = published_rows(scene, opened, snapshot, 10_000, LEAST_ROWS)
+    rows = pa.concat_tables([found.learned, found.held_out])
+    assert sorted(rows["id"].to_pylist()) == list(range(30, 590))
+    assert all(
+        double == 2 * x
+        for x, double in zip(rows["x"].to_pylist(), rows["double"].to_pylist(), strict=True)
+    )
+
+
+def test_equal_inputs_are_never_on_both_sides(make_project: MakeProject) -> None:
+    scene = scene_of(make_project, [(i, float(i % 300)) for i in range(600)])
+    with as_published(scene, "numbers") as (opened, snapshot):
+        found = published_rows(scene, opened, snapshot, 10_000, LEAST_ROWS)
+    learned, held_out = (set(part["x"].to_pylist()) for part in (found.learned, found.held_out))
+    assert learned | held_out == {float(x) for x in range(300)}
+    assert not learned & held_out
+
+
+def test_a_model_that_was_replaced_teaches_nothing(make_project: MakeProject) -> None:
+    scene = scene_of(make_project, model={"use": "tests.models:Doubler"})
+    view = scene.offline.view("numbers")
+    manifest = view.manifest_path(1)
+    snapshot = view.snapshot(1)
+    other = type(snapshot)(
+        **{**{f: getattr(snapshot, f) for f in snapshot.__struct_fields__}, "model": "ab" * 32}
+    )
+    manifest.write_bytes(other.to_bytes())
+    with pytest.raises(ConfigError, match=r"the model on disk has fingerprint .* live snapshot 1"):
+        optimize(scene.reread(), "numbers")
+
+
+def test_making_goes_on_after_it_was_stopped(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = scene_of(make_project)
+
+    class Stopped(SmallMlp):
+        def make(self, lesson: Lesson, folder: Path) -> Made:
+            (lesson.checkpoints / "half").write_text("way")
+            raise KeyboardInterrupt
+
+    class GoesOn(SmallMlp):
+        def make(self, lesson: Lesson, folder: Path) -> Made:
+            assert (lesson.checkpoints / "half").read_text() == "way"
+            return super().make(lesson, folder)
+
+    quickly(monkeypatch, Stopped(steps=20))
+    with pytest.raises(KeyboardInterrupt):
+        optimize(scene, "numbers")
+    assert not (scene.home / "students").exists()
+    quickly(monkeypatch, GoesOn(steps=20))
+    assert optimize(scene, "numbers")["students"][1]["refused"] is None
+    assert not list((scene.offline.view("numbers").compiled / "students").iterdir())
+
+
+def test_a_full_disk_leaves_no_student(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = scene_of(make_project)
+    quickly(monkeypatch, SmallMlp(steps=20, width=512))
+    with (
+        files_of_at_most(4096),
+        pytest.raises(SnapshotError, match="no student was made"),
+    ):
+        optimize(scene, "numbers")
+    assert not (scene.home / "students" / "numbers-mlp-1").exists()
+
+
+def test_a_text_encoder_has_a_static_student(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sentence_model(tmp_path / "teacher", limit=20)
+    chance = np.random.default_rng(0)
+    texts = [" ".join(chance.choice(WORDS, chance.integers(1, 12))) for _ in range(600)]
+    scene = make_project(
+        pa.table({"id": range(600), "text": texts}),
+        view={
+            "model": {"use": "text_encoder", "args": {"path": str(tmp_path / "teacher" / "saved")}},
+            "features": {"embedding": {"dtype": "float16", "dim": 16}},
+            "index": {"on": "embedding", "metric": "cosine"},
+        },
+    )
+    scene.run()
+    quickly(monkeypatch, StaticTable(pieces=600, steps=60), SmallMlp(steps=5), Trees())
+    found = optimize(scene, "numbers")
+    _, static, mlp, trees = found["students"]
+    figures = static["accuracy"]["embedding"]
+    # before it learns, its vectors have the mean 0, and the teacher's are much alike
+    assert figures["mean_cosine"] > 0.9
+    assert {"tail_cosine", "own_index", "into_index"} <= figures.keys()
+    assert found["behind_misses"] in (None, "static")
+    assert "different texts" in mlp["refused"]
+    assert "different texts" in trees["refused"]
+
+
+def test_the_command_shows_a_table(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = scene_of(make_project)
+    quickly(monkeypatch, SmallMlp(steps=50), StaticTable())
+    assert scene.cli("optimize", "numbers", "--within", "1m") == 0
+    shown = capsys.readouterr().out
+    assert "numbers, snapshot 1: " in shown
+    assert "teacher, fp32-eager" in shown
+    assert "static: not made: the teacher is no text_encoder (tests.models:Doubler)" in shown
+    assert scene.cli("optimize", "numbers", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["view"] == "numbers"
+    assert scene.cli("optimize", "numbers", "--within", "soon") == 2
+    assert "--within: 'soon'" in capsys.readouterr().err
+
+
+def test_trees_learn_one_score(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = scene_of(
+        make_project,
+        model={"use": "tests.models:Doubler", "args": {"dim": 0}},
+        features={"double": {"dtype": "float64"}},
+    )
+    quickly(monkeypatch, Trees(rounds=50))
+    trees = optimize(scene, "numbers")["students"][1]
+    assert trees["refused"] is None
+    assert trees["agreement"]["double"] > 0.99
+
+
+def test_recipes_go_by_purpose_and_way() -> None:
+    behind = [one.name for one in recipes_module.recipes(None, "fallback")]
+    assert behind == ["static", "mlp", "trees"]
+    every = {one.name for one in recipes_module.recipes(None, None)}
+    assert every >= set(behind)
+    assert {one.by for one in recipes_module.recipes("distil", None)} == {"distil"}
+
+
+def test_an_agreement_promises_less_than_it_measured(make_project: MakeProject) -> None:
+    view = scene_of(make_project, ROWS[:3]).view("numbers").feature_view()
+    chance = np.random.default_rng(0)
+    vectors = chance.normal(size=(400, 4)).astype(np.float32)
+
+    def rows(vectors: np.ndarray, scores: np.ndarray) -> pa.RecordBatch:
+        column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 4)
+        return pa.record_batch({"double": pa.array(scores), "vector": column})
+
+    scores = np.arange(400.0)
+    teacher = rows(vectors, scores)
+    same = agreement(view, teacher, teacher)
+    assert {name: one.value for name, one in same.items()} == {"double": 1.0, "vector": 1.0}
+    assert all(one.promised < one.value for one in same.values())
+    off = rows(vectors + chance.normal(size=(400, 4)) * 0.2, chance.permutation(scores))
+    other = agreement(view, teacher, off)
+    assert 0.3 < other["vector"].value < 0.95
+    assert abs(other["double"].value) < 0.2
+    assert not shortfalls(same, same)
+    assert [line.partition(" is ")[0] for line in shortfalls(same, other)] == [
+        f"double: rank correlation {other['double'].value:.3f}",
+        f"vector: recall@10 {other['vector'].value:.3f}",
+    ]
