@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.jobs.config.project import Project
+from precompute.jobs.config.project import Project, read_tuning
 from precompute.jobs.ops.history import find_run, rejections
 from precompute.jobs.run.report import LEASED
 from precompute.store.disk.durable_file import disk_message, replace_undurably
@@ -28,6 +29,7 @@ from precompute.store.http.page.run_page import (
     COMMONEST_VALUES,
     Age,
     Bar,
+    Candidate,
     FeatureSection,
     Point,
     RowMap,
@@ -188,7 +190,8 @@ def write_report(
             f" {report.run}"
         )
     path = store.folder / REPORT if path is None else path
-    page = run_page(run_figures(store, report)).encode()
+    figures = replace(run_figures(store, report), shelf=shelf(project, view))
+    page = run_page(figures).encode()
     try:
         replace_undurably(path, page)
     except OSError as exc:
@@ -254,6 +257,53 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
         now_s,
         DAYS,
         notes,
+    )
+
+
+NEARNESS = ("recall_at_10", "overlap", "rank_correlation")
+"""The figures of a feature that say how near a way of computing it comes."""
+
+
+def shelf(project: Project, view: str) -> list[Candidate]:
+    """What ``tune`` and ``optimize`` measured of a view's model as it is configured."""
+    try:
+        tuning = read_tuning(project.folder, view, project.model_as_written(view))
+    except ConfigError:
+        # of a view that is not configured any more, or a file that `tune` complains of
+        return []
+    if tuning is None:
+        return []
+    tuned = {line["name"]: line for line in tuning.get("measured", ())}
+    optimized = tuning.get("optimized", {}).get("students", [])
+    found = [
+        Candidate(name, line["speed"], nearness, line["refused"])
+        for name, line in tuned.items()
+        if line["speed"] and (nearness := _nearness(line)) is not None
+    ]
+    if not optimized:
+        return found
+    # students are measured beside their teacher
+    teacher = optimized[0]["name"].removeprefix("teacher, ")
+    speed = tuned.get(teacher, {}).get("speed") or 1.0
+    if teacher not in tuned:
+        found.append(Candidate(teacher, 1.0, 1.0))
+    return found + [
+        Candidate(line["name"], speed * line["speed"], nearness, line["beyond"])
+        for line in optimized[1:]
+        if line.get("speed") and (nearness := _nearness(line)) is not None
+    ]
+
+
+def _nearness(line: Mapping[str, Any]) -> float | None:
+    """Of the feature that is farthest off; None where nothing says."""
+    return min(
+        (
+            figures[name]
+            for figures in line.get("accuracy", {}).values()
+            for name in NEARNESS
+            if name in figures
+        ),
+        default=None,
     )
 
 

@@ -24,7 +24,7 @@ from precompute.engine.prepare import WINDOW_ROWS, joined
 from precompute.engine.runner import Runner
 from precompute.engine.window import MISFIT, Outcome
 from precompute.jobs.config.gates import AccuracyConfig
-from precompute.jobs.config.project import Project, write_tuning
+from precompute.jobs.config.project import Project, read_tuning, write_tuning
 from precompute.jobs.run.judge.accuracy import (
     Comparison,
     cache_comparisons,
@@ -270,6 +270,9 @@ def tune(
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {model.device.name}",
         "versions": dict(versions()),
     }
+    before = read_tuning(project.folder, name, project.model_as_written(name)) or {}
+    if "optimized" in before:
+        tuning["optimized"] = before["optimized"]
     path = (
         str(write_tuning(project.folder, name, project.model_as_written(name), tuning))
         if write

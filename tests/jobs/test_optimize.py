@@ -27,7 +27,7 @@ ROWS = [(i, float(i % 590)) for i in range(600)]
 
 
 def scene_of(make_project: MakeProject, rows: object = ROWS, **view: object) -> Scene:
-    scene = make_project(rows, view=view)  # type: ignore[arg-type]
+    scene = make_project(rows, view=view)
     scene.run()
     return scene
 
@@ -238,6 +238,22 @@ def test_the_command_shows_a_table(
     assert json.loads(capsys.readouterr().out)["view"] == "numbers"
     assert scene.cli("optimize", "numbers", "--within", "soon") == 2
     assert "--within: 'soon'" in capsys.readouterr().err
+
+
+def test_a_runs_page_has_speed_against_accuracy(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene = scene_of(make_project)
+    page = tmp_path / "page.html"
+    assert scene.cli("report", "numbers", "--to", str(page)) == 0
+    assert "Speed against accuracy" not in page.read_text()
+    quickly(monkeypatch, SmallMlp(steps=200))
+    mlp = optimize(scene, "numbers")["students"][1]
+    assert scene.cli("report", "numbers", "--to", str(page), "--replace") == 0
+    shown = page.read_text()
+    assert "Speed against accuracy" in shown
+    assert "fp32-eager: 1 times float32" in shown
+    assert f"mlp: {mlp['speed']:.3g} times float32" in shown
 
 
 def test_trees_learn_one_score(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:

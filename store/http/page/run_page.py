@@ -89,6 +89,16 @@ class Age(NamedTuple):
     known: bool
 
 
+class Candidate(NamedTuple):
+    """A way to compute a view's rows, as it was measured: its rate in float32's, how near it comes
+    (a recall, an overlap or a rank correlation, at most 1), and why it is refused, if it is."""
+
+    name: str
+    speed: float
+    nearness: float
+    refused: str | None = None
+
+
 @dataclass(frozen=True)
 class RunFigures:
     """All that the page of a run shows. ``snapshot`` is the run's, or what is live where it
@@ -110,6 +120,8 @@ class RunFigures:
     days: float = 14.0
     notes: Sequence[str] = field(default=())
     """What could not be shown, and why."""
+    shelf: Sequence[Candidate] = ()
+    """What could compute the view's rows."""
 
 
 def run_page(figures: RunFigures) -> str:
@@ -126,6 +138,7 @@ def run_page(figures: RunFigures) -> str:
         stages_of_run=[(name, seconds) for name, seconds in stages if seconds >= 0.0005],
         counts={name: n for name in _COUNTS if (n := report.counts.get(name, 0))},
         ages=age_lines(figures),
+        shelf=shelf_points(figures.shelf),
         kinds={kind: _words(kind, figures) for kind in _KINDS},
         map_size=_MAP,
         as_of=shown_time(datetime.fromtimestamp(figures.at_s, UTC)),
@@ -140,6 +153,48 @@ def _words(kind: str, figures: RunFigures) -> str:
         "unchanged": unchanged,
         "new": "computed by this run",
     }[kind]
+
+
+class ShelfPoints(NamedTuple):
+    """The drawing of speed against nearness: ``points`` (x, y, candidate, whether none is both
+    faster and nearer), ``frontier`` (x, y) of those, and ``ticks`` (x, words) of speed; x from 0 to
+    1, y in pixels of ``height``; ``least`` is the nearness at the bottom."""
+
+    points: Sequence[tuple[float, float, Candidate, bool]]
+    frontier: Sequence[tuple[float, float]]
+    ticks: Sequence[tuple[float, str]]
+    least: float
+    height: float = _HEIGHT
+
+
+def shelf_points(shelf: Sequence[Candidate]) -> ShelfPoints | None:
+    """Speed, on a scale of logarithms, against nearness; None of less than two candidates."""
+    if len(shelf) < 2:
+        return None
+    speeds = [math.log10(one.speed) for one in shelf]
+    low, high = min(speeds), max(speeds)
+    # room for names on either side
+    span = max(high - low, 0.1)
+    least = min(0.9, math.floor(10 * min(one.nearness for one in shelf)) / 10)
+
+    def x(log: float) -> float:
+        return round(0.06 + 0.8 * (log - low) / span, 4)
+
+    def is_best(one: Candidate) -> bool:
+        return not any(
+            (other.speed, other.nearness) != (one.speed, one.nearness)
+            and other.speed >= one.speed
+            and other.nearness >= one.nearness
+            for other in shelf
+        )
+
+    points = [
+        (x(log), round(_HEIGHT * (1 - (one.nearness - least) / (1 - least)), 2), one, is_best(one))
+        for log, one in zip(speeds, shelf, strict=True)
+    ]
+    frontier = sorted((across, down) for across, down, _, best in points if best)
+    ticks = [(x(log), f"{10**log:.3g} ×") for log in (low, high)]
+    return ShelfPoints(points, frontier, ticks, least)
 
 
 _COUNTS = ("written", "unchanged", "rejected", "removed")
