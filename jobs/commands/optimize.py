@@ -107,6 +107,7 @@ def describe_optimized(outcome: Mapping[str, Any]) -> str:
             if line["refused"] is not None
         ),
     ]
+    lines += [f"  {line}" for one in made[1:] if (line := _cascade(one))]
     behind = next((one for one in made if one["name"] == outcome["behind_misses"]), None)
     if behind is not None:
         lines.append(
@@ -128,6 +129,25 @@ def _figures(accuracy: Mapping[str, Mapping[str, float]]) -> str:
         shown.append(f"{name}: " * (len(accuracy) > 1) + " · ".join(found))
     more = len(accuracy) - len(shown)
     return "; ".join(shown) + (f"; and {more} features more" if more > 0 else "") or "–"
+
+
+ENOUGH, WORTHWHILE = 0.985, 0.4
+"""Recall that a cascade must have, and the share of rows that its student must then answer to be
+worth two models."""
+
+
+def _cascade(line: Mapping[str, Any]) -> str:
+    """What a cascade would come to that has a student first; an empty text where nothing says."""
+    shares = line["cascade"]
+    if not shares:
+        return ""
+    best = max((one["share"] for one in shares if one["recall"] >= ENOUGH), default=0.0)
+    shown = ", ".join(f"{one['share']:.0%}: {one['recall']:.3f}" for one in shares)
+    verdict = "would pay" if best >= WORTHWHILE else f"refused, {WORTHWHILE:.0%} would pay"
+    return (
+        f"cascade with {line['name']} first: {best:.0%} of the rows by it at a recall of {ENOUGH}"
+        f" ({verdict}); {shown}"
+    )
 
 
 def _agreement(line: Mapping[str, Any]) -> str:

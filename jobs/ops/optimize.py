@@ -38,7 +38,7 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import ConfigError, ModelError, SnapshotError
 from precompute.store.feature_view import FeatureView
 from precompute.store.times import iso
-from precompute.students.judging import computed, index_recalls, miss_ms, rates
+from precompute.students.judging import cascade_recalls, computed, index_recalls, miss_ms, rates
 from precompute.students.lesson import MAX_ROWS, Lesson, Made, Recipe
 from precompute.students.recipes import recipes
 from precompute.students.student import (
@@ -97,10 +97,11 @@ def optimize(
         ``students``: of the teacher and of each student ``name``, ``by``, ``folder``, ``path`` (of
         that, from the project's), ``make_s``, ``rows_per_s``, ``speed`` (times the teacher's),
         ``batch_ms`` and ``miss_ms`` (``p50``, ``p95``, ``p99``), ``memory_bytes``, ``accuracy``
-        (figures by feature), ``agreement``, ``beyond`` (why it is not within the view's accuracy,
-        or null) and ``refused`` (why none was made, or null); ``picked`` and ``behind_misses``: the
-        fastest within the view's accuracy, and the one that agrees most of those that answer a miss
-        in half the teacher's time, or null.
+        (figures by feature), ``agreement``, ``cascade`` (as of
+        :func:`precompute.students.judging.cascade_recalls`), ``beyond`` (why it is not within the
+        view's accuracy, or null) and ``refused`` (why none was made, or null); ``picked`` and
+        ``behind_misses``: the fastest within the view's accuracy, and the one that agrees most of
+        those that answer a miss in half the teacher's time, or null.
 
     Raises:
         ConfigError: there is nothing to learn from, or no such student; see
@@ -312,6 +313,7 @@ class Judge:
             fingerprint=model.fingerprint(),
             agreement=agreement(self.view, self._taught, found.slice(0, rows)),
             figures=index_recalls(self.view, self._index, found, rows),
+            cascade=[one._asdict() for one in cascade_recalls(self.view, self._index, found, rows)],
         )
 
     def tried(self, line: dict[str, Any], folder: Path, student: Student) -> Trial:
@@ -348,6 +350,7 @@ class Judge:
                 "accuracy": accuracy,
                 "agreement": {name: one.value for name, one in student.agreement.items()},
                 "memory_bytes": memory,
+                "cascade": student.cascade,
                 "beyond": beyond[0] + more if beyond else None,
                 "refused": None,
             },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +14,30 @@ from precompute.engine.runner import Runner
 from precompute.model import Model
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
-from precompute.techniques.accuracy import NEIGHBOURS, neighbour_recalls, row_cosines
+from precompute.techniques.accuracy import (
+    NEIGHBOURS,
+    neighbour_recalls,
+    neighbour_similarities,
+    row_cosines,
+)
 
 TAIL = 0.05
 """Share of the rows that are nearer to the teacher's than the tail's figure says."""
 
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+"""Of rows that a cascade answers by the student."""
+
 MISSES = 64
 """Rows that are computed one at a time, as a miss is."""
+
+
+class Cascade(NamedTuple):
+    """A cascade's ``share`` of rows by the student, those whose confidence is at least
+    ``threshold``; and ``recall``, of all rows, those by the teacher being right."""
+
+    share: float
+    threshold: float
+    recall: float
 
 
 def computed(model: Model, view: FeatureView, rows: pa.Table) -> pa.RecordBatch:
@@ -76,6 +94,41 @@ def index_recalls(
             **{name: float(values.mean()) for name, values in recalls.items()},
         }
     return figures
+
+
+def cascade_recalls(
+    view: FeatureView, teacher: pa.RecordBatch, student: pa.RecordBatch, queries: int
+) -> list[Cascade]:
+    """What a cascade would come to, which answers by the student where that is confident, and else
+    by the teacher: for each of :data:`SHARES`. Empty for a view without vectors.
+
+    Confidence is the mean similarity of the student's vector to its ten nearest in the teacher's
+    index: of docstrings by a static table, its correlation with the cosine to the teacher's vector
+    is 0.98; what a regression says by the vector alone, 0.54.
+
+    Args:
+        view: the feature on which its index is, or else its first vector, counts.
+        teacher, student, queries: as of :func:`index_recalls`.
+    """
+    vectors = [feature.name for feature in view.features if feature.dim is not None]
+    if not vectors or teacher.num_rows <= NEIGHBOURS:
+        return []
+    name, metric = (
+        (view.index.on, view.index.metric) if view.index is not None else (vectors[0], "cosine")
+    )
+    a, b = (
+        np.asarray(batch.column(name).flatten()).reshape(batch.num_rows, -1)
+        for batch in (teacher, student)
+    )
+    recalls = neighbour_recalls(a, b, metric, into=True, queries=queries)
+    confidence = neighbour_similarities(a, b[:queries], metric)
+    order = np.argsort(-confidence, kind="stable")
+    found = []
+    for share in SHARES:
+        count = max(1, round(share * len(order)))
+        lost = float((1 - recalls[order[:count]]).sum())
+        found.append(Cascade(share, float(confidence[order[count - 1]]), 1 - lost / len(order)))
+    return found
 
 
 def rates(

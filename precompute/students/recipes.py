@@ -12,7 +12,7 @@ def recipes(by: str | None, purpose: str | None) -> list[Recipe]:
     """The recipes to try, the quickest first.
 
     Args:
-        by: one of :data:`BY`; None for all.
+        by: one of :data:`BY`; None for all, and so are those that may be first in a cascade.
         purpose: ``batch`` for what may compute a view's rows, ``fallback`` for what answers misses
             in a fraction of the teacher's time; None for both.
     """
@@ -23,4 +23,4 @@ def recipes(by: str | None, purpose: str | None) -> list[Recipe]:
     behind_misses: list[Recipe] = [StaticTable(), SmallMlp(), Trees()]
     in_batches: list[Recipe] = []
     found = {None: behind_misses + in_batches, "fallback": behind_misses, "batch": in_batches}
-    return [one for one in found[purpose] if by in (None, one.by)]
+    return [one for one in found[purpose] if by in (None, "cascade", one.by)]

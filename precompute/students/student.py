@@ -74,6 +74,7 @@ class Student(Record, frozen=True):
         made_at: when, ISO 8601 in UTC.
         versions: of the libraries that made it.
         precision: that it was made for (``precision`` of a view); ``auto`` for any.
+        cascade: shares of rows that it may answer before its teacher, and the recall of all.
     """
 
     view: str
@@ -94,6 +95,7 @@ class Student(Record, frozen=True):
     made_at: str
     versions: dict[str, str] = field(default_factory=dict)
     precision: str = "auto"
+    cascade: list[dict[str, float]] = field(default_factory=list)
     version: int = VERSION
 
     def arguments(self, folder: Path) -> dict[str, Any]:
