@@ -33,6 +33,15 @@ SEAMS = {
         "precompute/models/torch_model.py",
         "precompute/models/torch_module.py",
         "precompute/models/two_tower.py",
+        "precompute/students/columns_student.py",
+        "precompute/students/distil.py",
+        "precompute/students/encoder_folder.py",
+        "precompute/students/mlp.py",
+        "precompute/students/prune.py",
+        "precompute/students/qat.py",
+        "precompute/students/static_table.py",
+        "precompute/students/text_lesson.py",
+        "precompute/students/training.py",
         "precompute/techniques/conversion.py",
         "precompute/techniques/eager.py",
         "precompute/techniques/encoder.py",
@@ -57,12 +66,17 @@ SEAMS = {
     "transformers": {"precompute/models/images/vision_tower.py", "precompute/text/transformer.py"},
     "tokenizers": {
         "precompute/models/static_embedding.py",
+        "precompute/students/static_table.py",
         "precompute/text/chunker.py",
         "precompute/text/tokens.py",
         "precompute/text/transformer.py",
     },
     "safetensors": {
         "precompute/models/images/vision_tower.py",
+        "precompute/students/columns_student.py",
+        "precompute/students/encoder_folder.py",
+        "precompute/students/static_table.py",
+        "precompute/students/training.py",
         "precompute/models/static_embedding.py",
         "precompute/text/sentence_folder.py",
         "precompute/text/transformer.py",
@@ -332,10 +346,11 @@ def check_imports(file: str) -> None:
             assert found.module in (
                 "precompute.store.feature_view",
                 "precompute.store.errors",
+                "precompute.store.disk.durable_file",
                 "precompute.store.disk.record",
                 "precompute.store.disk.sql",
             ), (
-                f"{where}: of the store, models know the view and the errors; DuckDB reads our files and spills in one way, and records are written in one"
+                f"{where}: of the store, models know the view and the errors; DuckDB reads our files and spills in one way, and files and records are written in one"
             )
 
 

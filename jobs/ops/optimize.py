@@ -50,7 +50,7 @@ from precompute.students.student import (
     read_student,
     student_bytes,
 )
-from precompute.techniques.table import REFERENCE, technique_name, words
+from precompute.techniques.table import REFERENCE, words
 
 FOLDER = "students"
 """Below a project's folder."""
@@ -291,7 +291,7 @@ class Judge:
             by=recipe.by,
             use=made.use,
             args=dict(made.args),
-            precision=made.precision,
+            technique=made.technique,
             fingerprint="",
             approximates=self._rows.snapshot.model,
             snapshot=self._rows.snapshot.number,
@@ -380,8 +380,7 @@ class Judge:
             model = load_model(student.use, student.arguments(folder), self._opened.folder)
         definition = self.view.definition.model
         technique = self._opened.variant if student.use == definition.use else REFERENCE
-        if student.precision != "auto":
-            technique = technique_name(student.precision, "auto")
+        technique = student.technique or technique
         if technique == REFERENCE or not hasattr(model, "restorer"):
             return model, lambda: None
         from precompute.techniques.conversion import use_variant
@@ -467,7 +466,10 @@ def card(student: Student, folder: Path) -> str:
         f"{key}: {json.dumps(f'./{path}/{value[2:]}' if str(value)[:2] == './' else value)}"
         for key, value in student.args.items()
     )
-    precision = "" if student.precision == "auto" else f", precision: {student.precision}"
+    how = ""
+    if student.technique is not None:
+        precision, backend = words(student.technique)
+        how = f", precision: {precision}, backend: {backend}"
     return "\n".join(
         [
             *lines,
@@ -481,7 +483,7 @@ def card(student: Student, folder: Path) -> str:
             "As the view's model, which computes all rows again, under the view's gates:",
             "",
             "```yaml",
-            f"model: {{use: {student.use}, args: {{{args}}}{precision}}}",
+            f"model: {{use: {student.use}, args: {{{args}}}{how}}}",
             "```",
             "",
         ]

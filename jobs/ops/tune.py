@@ -270,15 +270,15 @@ def tune(
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {model.device.name}",
         "versions": dict(versions()),
     }
-    before = read_tuning(project.folder, name, project.model_as_written(name)) or {}
-    if "optimized" in before:
-        tuning["optimized"] = before["optimized"]
-    path = (
-        str(write_tuning(project.folder, name, project.model_as_written(name), tuning))
-        if write
-        else None
-    )
-    return {"view": name, "file": path, **tuning}
+    return {"view": name, "file": _written(project, name, tuning) if write else None, **tuning}
+
+
+def _written(project: Project, name: str, tuning: dict[str, Any]) -> str:
+    """The tuning file, with what ``optimize`` put into the one before."""
+    model = project.model_as_written(name)
+    before = read_tuning(project.folder, name, model) or {}
+    students = {key: before[key] for key in ("optimized",) if key in before}
+    return str(write_tuning(project.folder, name, model, tuning | students))
 
 
 def _named(only: Sequence[str]) -> list[str]:

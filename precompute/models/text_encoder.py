@@ -147,7 +147,7 @@ class TextEncoder(TorchModel):
         query_prompt: str | None = None,
         truncate_dim: int | None = None,
     ) -> None:
-        folder = resolve_path(path)
+        folder = self._folder = resolve_path(path)
         self._column, self._output, self.max_cost = column, output, max_cost
         if too_long not in ("cut", "bad"):
             raise ConfigError(f"text_encoder: too_long is cut or bad, got {too_long!r}")
@@ -214,6 +214,16 @@ class TextEncoder(TorchModel):
     def tokenizer_file(self) -> Path:
         """Its ``tokenizer.json``."""
         return self._files["tokenizer.json"]
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether something is put before every text."""
+        return self._prefix != ""
+
+    @property
+    def folder(self) -> Path:
+        """What it was loaded from."""
+        return self._folder
 
     def for_queries(self) -> TextEncoder:
         if self._prefix == self._query_prompt:

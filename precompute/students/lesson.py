@@ -48,11 +48,12 @@ class Lesson:
 class Made:
     """What makes a student's model: ``model.use`` and ``model.args`` of a view. A text among the
     arguments that begins with ``./`` is a path in the folder that the recipe wrote into.
-    ``precision`` is the one that it was made for, and is to be judged in."""
+    ``technique`` is the one that it was made for, by which it is judged; None of a student for
+    any."""
 
     use: str
     args: Mapping[str, Any]
-    precision: str = "auto"
+    technique: str | None = None
 
 
 class Recipe(Protocol):

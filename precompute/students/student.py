@@ -73,7 +73,7 @@ class Student(Record, frozen=True):
         made_s: seconds that it took to make.
         made_at: when, ISO 8601 in UTC.
         versions: of the libraries that made it.
-        precision: that it was made for (``precision`` of a view); ``auto`` for any.
+        technique: that it was made for, by its name; None for any.
         cascade: shares of rows that it may answer before its teacher, and the recall of all.
     """
 
@@ -94,7 +94,7 @@ class Student(Record, frozen=True):
     made_s: float
     made_at: str
     versions: dict[str, str] = field(default_factory=dict)
-    precision: str = "auto"
+    technique: str | None = None
     cascade: list[dict[str, float]] = field(default_factory=list)
     version: int = VERSION
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +34,10 @@ BETAS = (0.9, 0.98)
 CHECKPOINT_S = 60.0
 ANNOUNCED_S = 10.0
 SMOOTHING = 0.05
-"""Weight of the newest step in the mean of losses, and of seconds."""
+"""Weight of the newest step in the mean of losses that is announced."""
+TIMED_STEPS = 32
+UNTIMED_STEPS = 1000
+"""Taken for granted until the first step was timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class _At:
     step: int = 0
     progress: float = 0.0
     loss: float = math.nan
-    step_s: float = math.nan
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED_STEPS))
     saved: float = field(default_factory=time.monotonic)
     announced: float = 0.0
 
@@ -106,13 +111,7 @@ def _trained(
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     now = time.monotonic()
     while at.progress < 1.0 and (course.steps is not None or now < course.until):
-        remaining = (
-            course.steps - at.step
-            if course.steps is not None
-            else max((course.until - now) / at.step_s, 1.0)
-            if at.step_s > 0
-            else 1e3
-        )
+        remaining = _remaining(at, course, now)
         done = at.progress + (1.0 - at.progress) / remaining
         for group in optimizer.param_groups:
             group["lr"] = course.learning_rate * _rate(done)
@@ -129,7 +128,8 @@ def _trained(
         optimizer.zero_grad()
         before, now = now, time.monotonic()
         at.step, at.progress = at.step + 1, 1.0 if remaining <= 1 else done
-        at.loss, at.step_s = _mean(at.loss, found), _mean(at.step_s, now - before)
+        at.loss = found if math.isnan(at.loss) else at.loss + SMOOTHING * (found - at.loss)
+        at.seconds.append(now - before)
         if now - at.saved >= course.checkpoint_s:
             _save(module, optimizer, course, at)
             at.saved = now
@@ -139,12 +139,18 @@ def _trained(
     return at.step
 
 
+def _remaining(at: _At, course: Course, now: float) -> float:
+    """Steps that are still to be made; by the median of the last ones' seconds, for one that also
+    measures or saves something takes many times as long, and a machine's load changes."""
+    if course.steps is not None:
+        return course.steps - at.step
+    if not at.seconds:
+        return UNTIMED_STEPS
+    return max((course.until - now) / statistics.median(at.seconds), 1.0)
+
+
 def _rate(progress: float) -> float:
     return min(1.0, progress / WARM_UP) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
-
-
-def _mean(old: float, new: float) -> float:
-    return new if math.isnan(old) else old + SMOOTHING * (new - old)
 
 
 def _optimizer(module: torch.nn.Module, course: Course) -> torch.optim.AdamW:

@@ -1,0 +1,80 @@
+"""Quantisation-aware: a text encoder of its teacher's shape whose weights are trained to give the
+same vectors when they and what they multiply are rounded to 8 bits (Jacob et al. 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from precompute.model import digest
+from precompute.students.encoder_folder import trainable, transformer_of, write_encoder
+from precompute.students.lesson import Lesson, Made, Recipe
+from precompute.students.text_lesson import TextLesson, refusal
+from precompute.students.training import Course, train
+from precompute.techniques.onednn import STEPS, TINY
+from precompute.techniques.technique import with_linear
+
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Aware:
+    """The recipe of a student that is computed in ``int8-dynamic``.
+
+    Args:
+        steps: of training; by default as many as there is time for.
+    """
+
+    steps: int | None = None
+    name: str = "int8-aware"
+    by: str = "qat"
+
+    def refuses(self, lesson: Lesson) -> str:
+        return refusal(lesson)
+
+    def make(self, lesson: Lesson, folder: Path) -> Made:
+        teacher, text = transformer_of(lesson), TextLesson(lesson)
+        student = trainable(teacher.config, teacher.state_dict())
+        # by the names they had before, in the same memory
+        weights = student.state_dict()
+        with_linear(student, RoundedLinear)
+        course = Course(
+            self.name,
+            digest(recipe=self.name, lesson=text.digest, steps=self.steps),
+            lesson.checkpoints / f"{self.name}.safetensors",
+            lesson.announce,
+            lesson.until,
+            self.steps,
+            LEARNING_RATE,
+        )
+        train(student, lambda step, _: text.loss(student, step), course)
+        made = write_encoder(lesson, trainable(teacher.config, weights), folder)
+        course.checkpoint.unlink(missing_ok=True)
+        return replace(made, technique="int8-dynamic")
+
+
+RECIPES: tuple[Recipe, ...] = (Int8Aware(),)
+
+
+class RoundedLinear(torch.nn.Module):
+    """A linear layer that computes what :class:`~precompute.techniques.onednn.PerRowLinear` will
+    make of it, in floats."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.linear.weight, self.linear.bias
+        return torch.nn.functional.linear(rounded(input), rounded(weight), bias)
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """The rows of a matrix in 8 bits, each with a scale of its own; the gradient passes as if they
+    were not (Bengio et al. 2013)."""
+    with torch.no_grad():
+        scale = values.abs().amax(-1, keepdim=True).clamp_(min=TINY).div_(STEPS)
+        error = (values / scale).round_().mul_(scale).sub_(values)
+    return values + error

@@ -1,0 +1,233 @@
+"""Students of a text encoder: what is made of a tiny teacher, and a training that is killed."""
+
+from __future__ import annotations
+
+import errno
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from precompute.models.text_encoder import TextEncoder
+from precompute.store.errors import ModelError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.students import distil, prune
+from precompute.students.distil import FewerLayers
+from precompute.students.encoder_folder import trainable, transformer_of
+from precompute.students.lesson import Lesson, Made, Recipe
+from precompute.students.prune import FewerNeurons
+from precompute.students.qat import Int8Aware, RoundedLinear
+from precompute.students.text_lesson import TextLesson
+from precompute.students.training import Course, train
+from precompute.techniques.onednn import PerRowLinear
+from tests.precompute.sentence_models import WORDS, read, sentence_model
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> TextEncoder:
+    folder = tmp_path_factory.mktemp("teacher")
+    sentence_model(folder, limit=20)
+    return TextEncoder(str(folder / "saved"))
+
+
+def texts(rows: int) -> list[str]:
+    rng = np.random.default_rng(0)
+    return [" ".join(rng.choice(WORDS, rng.integers(1, 30))) for _ in range(rows)]
+
+
+@pytest.fixture
+def lesson(teacher: TextEncoder, tmp_path: Path) -> Lesson:
+    batch = pa.record_batch({"text": pa.array(texts(80))})
+    vectors = pa.FixedSizeListArray.from_arrays(
+        pa.array(teacher.compute(batch)["embedding"].ravel(), pa.float32()), 16
+    )
+    rows = pa.table({"text": batch.column("text"), "embedding": vectors})
+    view = FeatureView("docs", ("id",), (Feature("embedding", "float32", 16),), 1.0, 1.0)
+    args = {"path": str(teacher.folder), "max_tokens": 20, "token_cache": str(tmp_path)}
+    return Lesson(
+        view, teacher, "text_encoder", args, rows, 3, time.monotonic() + 60, tmp_path, said
+    )
+
+
+def said(line: str) -> None:
+    """Nobody listens."""
+
+
+def vectors_of(model: TextEncoder) -> np.ndarray:
+    found = model.compute(pa.record_batch({"text": pa.array(texts(100)[80:])}))["embedding"]
+    assert isinstance(found, np.ndarray)
+    return found
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float((a * b).sum(1).mean())
+
+
+class Killed(BaseException):
+    """What a kill -9 leaves: the files that are there."""
+
+
+def course(path: Path, steps: int | None = 12, **changes: object) -> Course:
+    return Course("tiny", "d", path / "c.safetensors", said, steps=steps, **changes)  # type: ignore[arg-type]
+
+
+def trained(lesson: Lesson, course: Course, dies_at: int = -1) -> dict[str, torch.Tensor]:
+    text = TextLesson(lesson)
+    student = distil.with_layers(transformer_of(lesson), [1])
+
+    def loss(step: int, progress: float) -> torch.Tensor:
+        if step == dies_at:
+            raise Killed
+        return text.loss(student, step)
+
+    train(student, loss, course)
+    return student.state_dict()
+
+
+def test_a_killed_training_ends_as_one_that_was_not(lesson: Lesson, tmp_path: Path) -> None:
+    whole = trained(lesson, course(tmp_path, checkpoint_s=1e9))
+    assert not (tmp_path / "c.safetensors").exists()
+    for dies_at in (7, 10):
+        with pytest.raises(Killed):
+            trained(lesson, course(tmp_path, checkpoint_s=0), dies_at)
+        assert (tmp_path / "c.safetensors").exists()
+    again = trained(lesson, course(tmp_path, checkpoint_s=1e9))
+    assert {
+        name: torch.equal(again[name], value) for name, value in whole.items()
+    } == dict.fromkeys(whole, True)
+
+
+def test_a_damaged_checkpoint_is_named(lesson: Lesson, tmp_path: Path) -> None:
+    (tmp_path / "c.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ModelError, match=r"c\.safetensors is damaged .*: remove it"):
+        trained(lesson, course(tmp_path))
+
+
+def test_a_checkpoint_of_other_rows_is_left_alone(lesson: Lesson, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        trained(lesson, course(tmp_path, checkpoint_s=0), 3)
+    lines: list[str] = []
+    other = replace(course(tmp_path, steps=2), digest="other", announce=lines.append)
+    trained(lesson, other)
+    assert "is of another training" in lines[0]
+
+
+def test_a_full_disk_is_named(
+    lesson: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("precompute.store.disk.durable_file._write", full)
+    with pytest.raises(ModelError, match=r"no space left while writing .*/c\.safetensors: .* free"):
+        trained(lesson, course(tmp_path, checkpoint_s=0))
+    recipe = FewerLayers(1, steps=1)
+    with pytest.raises(ModelError, match=r"no space left while writing .*/model: .* free"):
+        recipe.make(lesson, tmp_path / "student")
+
+
+def test_training_ends_when_its_time_is_over(lesson: Lesson, tmp_path: Path) -> None:
+    rates: list[float] = []
+    started = time.monotonic()
+    text = TextLesson(lesson)
+    student = distil.with_layers(transformer_of(lesson), [1])
+
+    def loss(step: int, progress: float) -> torch.Tensor:
+        rates.append(progress)
+        return text.loss(student, step)
+
+    steps = train(student, loss, course(tmp_path, None, until=started + 1.0))
+    assert steps == len(rates) > 3
+    assert rates == sorted(rates)
+    # the learning rate had fallen by then
+    assert rates[-1] > 0.8
+
+
+def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson) -> None:
+    text = TextLesson(lesson, spans=0.0)
+    first, lengths, batches = text._epoch(0)
+    assert sorted(np.concatenate(batches)) == list(range(80))
+    assert set(first) == {0}
+    assert lengths.max() == 20
+    spans = TextLesson(lesson)
+    first, lengths, _ = spans._epoch(1)
+    assert 20 < (lengths < text._tokens.lengths).sum() < 60
+    later = [spans._batch(step) for step in range(3)]
+    ids, mask = TextLesson(lesson)._batch(2)
+    assert torch.equal(ids, later[2][0])
+    assert torch.equal(mask, later[2][1])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "least"),
+    [
+        (FewerLayers(1, steps=40), {"num_hidden_layers": 1}, 0.82),
+        (FewerNeurons(50, steps=40), {"intermediate_size": 12}, 0.9),
+        (Int8Aware(steps=40), {}, 0.99),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_student_is_a_folder_that_others_read(
+    teacher: TextEncoder,
+    lesson: Lesson,
+    tmp_path: Path,
+    recipe: Recipe,
+    config: dict[str, int],
+    least: float,
+) -> None:
+    assert recipe.refuses(lesson) == ""
+    made = recipe.make(lesson, tmp_path / "student")
+    assert made == Made(
+        "text_encoder",
+        {"path": "./model", "max_tokens": 20},
+        "int8-dynamic" if recipe.by == "qat" else "auto",
+    )
+    folder = tmp_path / "student" / "model"
+    student = TextEncoder(str(folder), max_tokens=20)
+    made_config = transformer_of(replace(lesson, model=student)).config
+    assert {name: getattr(made_config, name) for name in config} == config
+    own = vectors_of(student)
+    theirs = read(folder).encode(texts(100)[80:])
+    assert cosine(own, theirs) == pytest.approx(1, abs=1e-5)
+    assert cosine(own, vectors_of(teacher)) > least
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_neurons_that_do_nothing_go_first(lesson: Lesson) -> None:
+    student = trainable(transformer_of(lesson).config, transformer_of(lesson).state_dict())
+    layers: Any = student.encoder.layer
+    for layer in layers:
+        layer.output.dense.weight.data[:, 3:9] = 0
+    masks = prune._masked(student)
+    prune._take_out(TextLesson(lesson), student, masks, 18, len(prune.ROUNDS), 0)
+    assert [masked.mask.tolist() for masked in masks] == [[1.0] * 3 + [0.0] * 6 + [1.0] * 15] * 2
+
+
+def test_rounding_is_what_the_technique_computes() -> None:
+    linear = torch.nn.Linear(40, 24)
+    x = torch.linspace(-2, 3, 200).reshape(5, 40).sin()
+    with torch.no_grad():
+        assert torch.allclose(RoundedLinear(linear)(x), PerRowLinear(linear)(x), atol=1e-5)
+    weight = linear.weight
+    (RoundedLinear(linear)(x).sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().min() > 0
+
+
+def test_what_cannot_be_made_is_refused(
+    lesson: Lesson, teacher: TextEncoder, tmp_path: Path
+) -> None:
+    recipe = FewerLayers(2)
+    assert recipe.refuses(lesson) == "the teacher has 2 layers"
+    few = replace(lesson, rows=lesson.rows.slice(0, 49))
+    assert FewerNeurons(30).refuses(few) == "there are 49 rows to learn from, and 50 are needed"
+    sentence_model(tmp_path, "distilbert")
+    other = TextEncoder(str(tmp_path / "saved"))
+    assert "no plain BERT (DistilBertModel)" in recipe.refuses(replace(lesson, model=other))
+    another = replace(lesson, model=teacher.__class__.__mro__[1], use="mine.Model")  # type: ignore[arg-type]
+    assert Int8Aware().refuses(another) == "the teacher is no text_encoder (mine.Model)"
