@@ -116,6 +116,26 @@ class ModelUse:
 
 
 @dataclass(frozen=True, slots=True)
+class StudentUse:
+    """The student that computes a view's misses in its model's stead, as it was published: what
+    makes it, its fingerprint, and by feature how well it agreed then with the rows of the snapshot
+    (:class:`precompute.students.student.Agreement`)."""
+
+    model: ModelUse
+    fingerprint: str
+    agreement: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def least(self) -> float:
+        """The agreement of the feature that it approximates worst: what its rows say."""
+        return min(self.agreement.values())
+
+    def shown(self) -> dict[str, Any]:
+        """What answers say of it: its fingerprint, and how well it agrees."""
+        return {"fingerprint": self.fingerprint, "agreement": dict(self.agreement)}
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkSpec:
     """How a column of long texts is cut: each source row becomes rows of its key and a chunk's
     number, :data:`CHUNK`, from 0."""
@@ -166,6 +186,8 @@ class FeatureView:
     """Past ``stale_for_s``: how long a row is still served, as stale, where the model fails."""
     fallback_default: Mapping[str, Any] | None = None
     """Feature → value: what stands in for a missing row."""
+    fallback_model: str | None = None
+    """Folder of the student that computes misses in the model's stead, as configured."""
     semantic_cache: SemanticCacheSpec | None = None
     """A miss may be answered by the row of the entity whose input is nearest."""
 
@@ -212,6 +234,14 @@ SIMILAR_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
 """Columns that answers of a view with a semantic cache have besides: of a row that is another
 entity's, the cosine of both inputs, and that entity's key."""
 
+STUDENT_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
+    ("approximates", pa.string()),
+    ("agreement", pa.float64()),
+)
+"""Columns that answers of a view with a student behind its misses have besides: of a row that the
+student computed, the fingerprint of the model that it approximates, and how well
+(:attr:`StudentUse.least`)."""
+
 
 def why_no_semantic_cache(view: FeatureView, by: FeatureView) -> str | None:
     """What keeps ``by``, a view that embeds what another view's model takes, from answering that
@@ -231,6 +261,11 @@ def why_no_semantic_cache(view: FeatureView, by: FeatureView) -> str | None:
         return (
             f"its {by.index.on} is packed as binary, which says too little of how near two"
             " inputs are"
+        )
+    if by.fallback_model is not None:
+        return (
+            f"its misses are computed by a student ({by.fallback_model}), whose vectors are not"
+            " those of its index, which the threshold is of: take fallback.model out of it"
         )
     for one in (view, by):
         if not one.fallback:

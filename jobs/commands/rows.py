@@ -124,6 +124,11 @@ def _search(arguments: argparse.Namespace) -> int:
     if arguments.json:
         show(json.dumps(neighbours, default=_plain_text))
     else:
+        if "query_model" in neighbours:
+            print(
+                f"embedded by the student {neighbours['query_model'][:12]}, agreement"
+                f" {neighbours['agreement']:.3f}"
+            )
         for row in neighbours["rows"]:
             print(
                 f"{row['score']:.4f}  {row['key']}  ({row['status']}, {duration(row['age_s'])} old)"
@@ -212,6 +217,8 @@ def describe_row(row: Mapping[str, Any]) -> str:
         f"{row['key']}: {row['status']} from {row['source']}, {duration(row['age_s'])} old of"
         f" {duration(row['ttl_s'])}, snapshot {row['snapshot']}, model {row['model'][:12]}"
     )
+    if "approximates" in row:
+        head += f", approximates {row['approximates'][:12]}, agreement {row['agreement']:.3f}"
     return "\n".join(
         [head, *(f"  {name}: {_short(value)}" for name, value in row["features"].items())]
     )

@@ -21,6 +21,7 @@ from precompute.store.feature_view import (
     CHUNK,
     RESERVED,
     SIMILAR_FIELDS,
+    STUDENT_FIELDS,
     ChunkSpec,
     Definition,
     Feature,
@@ -169,17 +170,25 @@ class FallbackConfig(Section):
     default: dict[Name, Any] | None = None
     """feature → value: stands in for a row that is missing, and says so; those not named are
     null"""
+    model: str | None = None
+    """in the model's stead for misses: the folder of a student that `precompute optimize` made,
+    from the project's folder; answers say so"""
     spare: Literal["auto"] | bool = "auto"
     """whether a second process of the model stands by, loaded, for when an input ends the one that
     serves; auto: where its memory is free three times over, and on no GPU"""
 
     @model_validator(mode="after")
     def _said(self) -> FallbackConfig:
-        own = sorted(self.model_fields_set & {"deadline", "keep", "keep_missing", "spare"})
+        own = sorted(self.model_fields_set & {"deadline", "keep", "keep_missing", "model", "spare"})
         if own and "enabled" not in self.model_fields_set:
             raise ValueError(
                 f"without `enabled` there is no fallback that {' and '.join(own)} could be of:"
                 " write enabled: true, or enabled: false"
+            )
+        if self.model is not None and not self.enabled:
+            raise ValueError(
+                f"model: {self.model} would compute misses, and none are computed: write enabled:"
+                " true, or take model out"
             )
         return self
 
@@ -286,12 +295,16 @@ class ViewConfig(Section):
                     f"features.{name}: {name!r} is the name of an answer's own column; call the"
                     f" feature something else (taken: {', '.join(sorted(taken))})"
                 )
-        beside = [name for name, _ in SIMILAR_FIELDS if name in (*self.features, *self.entity)]
-        if self.semantic_cache is not None and beside:
-            raise ValueError(
-                f"semantic_cache: answers have a column {beside[0]!r} of their own then; call the"
-                " feature or key something else"
-            )
+        for key, there, fields in (
+            ("semantic_cache", self.semantic_cache, SIMILAR_FIELDS),
+            ("fallback.model", self.fallback.model, STUDENT_FIELDS),
+        ):
+            beside = [name for name, _ in fields if name in (*self.features, *self.entity)]
+            if there is not None and beside:
+                raise ValueError(
+                    f"{key}: answers have a column {beside[0]!r} of their own then; call the"
+                    " feature or key something else"
+                )
         self._check_chunk()
         for name in self.accuracy.features:
             if name not in self.features:
@@ -471,6 +484,7 @@ class ViewConfig(Section):
             keep_missing_s=self.fallback.keep_missing,
             stale_if_error_s=self.fallback.stale_if_error,
             fallback_default=self.fallback.default,
+            fallback_model=self.fallback.model,
             semantic_cache=None if cache is None else SemanticCacheSpec(**cache.model_dump()),
             definition=Definition(
                 source=self.sql,

@@ -30,6 +30,7 @@ from precompute.jobs.run.rows.compaction import (
     merged,
     write_deletes,
 )
+from precompute.jobs.run.rows.open_student import OpenStudent
 from precompute.jobs.run.rows.open_view import OpenView, iso_us, open_view, read_source_at
 from precompute.jobs.run.rows.plan import Plan, Planner, mark_if_damaged, now_us, recipe_of
 from precompute.jobs.run.shards.holder import attempts_of, compute_in_shards, shards_of
@@ -79,6 +80,8 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
         if plan.source_rows:
             with report.stage("open"):
                 opened.convert()
+                if opened.student is not None:
+                    opened.student.check_fits(opened, opened.source)
         computed = _compute(job, opened, plan, report, progress)
         delta = _write(job, opened, loaded, plan, computed, report)
         snapshot = _judge(job, opened, plan, computed, delta, report)
@@ -121,6 +124,13 @@ def _open(job: Job, report: Report) -> OpenView:
             load=job.load,
             held=True,
         )
+        try:
+            opened.student = OpenStudent.of(opened.view, project.home)
+            if opened.student is not None:
+                opened.student.check_approximates(opened.fingerprint)
+        except BaseException:
+            opened.source.close()
+            raise
     report.model, report.inputs = opened.fingerprint, dict(opened.inputs)
     return opened
 

@@ -520,6 +520,7 @@ class Publisher:
             degraded=current is not None
             and current.degraded
             and not place.generations.isdisjoint(current.generations),
+            student=snapshot.student,
         )
 
     def _owner_before(self, current: Pointer | None) -> str:

@@ -119,7 +119,7 @@ class ViewFallback(Fallback):
         *,
         query: bool = False,
     ) -> list[Future[Computed]]:
-        group, view, caller = _Group(pointer.model, query), pointer.view.name, Caller.now()
+        group, view, caller = _Group(pointer.miss_model, query), pointer.view.name, Caller.now()
         futures: dict[int, Future[Computed]] = {}
         wanted: list[Wanted[Request]] = []
         for i, key in enumerate(keys):
@@ -263,7 +263,7 @@ class ViewFallback(Fallback):
                         continue
                     # also of what was opened before
                     deadlines = [request.pointer.view.fallback_deadline_s for request in requests]
-                    row_s = self._row_s.get(requests[0].pointer.model)
+                    row_s = self._row_s.get(requests[0].pointer.miss_model)
                     if not self._lost:
                         self._held = [
                             row_hash(one.pointer.view.name, one.key, _inputs_text(one.values))

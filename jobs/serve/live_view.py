@@ -22,14 +22,16 @@ import pyarrow as pa
 from precompute.engine.features import with_null_rows
 from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
+from precompute.jobs.run.rows.open_student import OpenStudent
 from precompute.jobs.run.rows.open_view import OpenView, open_view
 from precompute.model import Model, QueryModel, ReadingModel
 from precompute.project_module import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.cached_source import CachedSource
 from precompute.store.answers.fallback import Computed, Miss, unpacked_view
+from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError, PrecomputeError, SourceError
-from precompute.store.feature_view import CHUNK, NAME, FeatureView
+from precompute.store.feature_view import CHUNK, NAME, FeatureView, StudentUse
 from precompute.store.http.telemetry.caller import Caller
 from precompute.store.keys import split_key
 from precompute.store.offline.view_store import OfflineStore
@@ -223,7 +225,7 @@ class Opener:
         # a shared model may be older than the files it was loaded from
         for _ in range(2):
             opened = open_view(
-                pointer.view,
+                pointer.miss_view,
                 self._store,
                 self._folder,
                 pinned=pointer.inputs,
@@ -232,7 +234,7 @@ class Opener:
                 memory_mb=self._memory_mb,
                 load=self._load,
             )
-            if opened.fingerprint == pointer.model:
+            if opened.fingerprint == pointer.miss_model:
                 self.refused.pop(publishing, None)
                 try:
                     if opened.variant != REFERENCE and opened.source.head(1).num_rows:
@@ -249,9 +251,11 @@ class Opener:
                 for key, loaded in self._models.items()
                 if loaded.model is not opened.model
             }
+        which = "model" if pointer.student is None else f"student in {pointer.view.fallback_model}"
         refusal = (
-            f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot"
-            f" {pointer.model[:12]}: run `precompute run {pointer.view.name}` so that both agree"
+            f"the {which} on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot"
+            f" {pointer.miss_model[:12]}: run `precompute run {pointer.view.name}` so that both"
+            " agree"
         )
         now = time.monotonic()
         recent = {w: (at, why) for w, (at, why) in self.refused.items() if now < at + REFUSED_S}
@@ -279,7 +283,7 @@ def check_own(pointer: Pointer, offline: OfflineStore, folder: Path) -> None:
     any class made.
 
     A pointer's definition is believed where the manifest of the snapshot that it names says the
-    same, or the view's own file as it is now.
+    same, or the view's own file as it is now; a student likewise, or the record in its folder.
 
     Args:
         pointer: of what is live.
@@ -290,7 +294,11 @@ def check_own(pointer: Pointer, offline: OfflineStore, folder: Path) -> None:
         ConfigError: neither does; says what to do.
     """
     name, wanted = pointer.view.name, _run_by(pointer.view)
-    if NAME.match(name) and any(_run_by(view) == wanted for view in _own(pointer, offline, folder)):
+    student = None if pointer.student is None else plain(pointer.student.model)
+    if NAME.match(name) and any(
+        _run_by(view) == wanted and student in (None, of and plain(of.model))
+        for view, of in _own(pointer, offline, folder)
+    ):
         return
     raise ConfigError(
         f"view {name[:64]!r}: its pointer names SQL or a model that neither the manifest of"
@@ -301,12 +309,17 @@ def check_own(pointer: Pointer, offline: OfflineStore, folder: Path) -> None:
     )
 
 
-def _own(pointer: Pointer, offline: OfflineStore, folder: Path) -> Iterator[FeatureView]:
+def _own(
+    pointer: Pointer, offline: OfflineStore, folder: Path
+) -> Iterator[tuple[FeatureView, StudentUse | None]]:
     # a machine that only serves may have one of them, or none
     with contextlib.suppress(PrecomputeError):
-        yield offline.view(pointer.view.name).snapshot(pointer.snapshot).view
+        snapshot = offline.view(pointer.view.name).snapshot(pointer.snapshot)
+        yield snapshot.view, snapshot.student
     with contextlib.suppress(PrecomputeError):
-        yield Project(folder).view(pointer.view.name).feature_view()
+        view = Project(folder).view(pointer.view.name).feature_view()
+        student = OpenStudent.of(view, folder) if pointer.student is not None else None
+        yield view, None if student is None else student.use
 
 
 def _run_by(view: FeatureView) -> str:

@@ -183,7 +183,7 @@ class Warmer:
         pointers = seen.pointers
         behind = [pointer for pointer in pointers if pointer.view.fallback]
         ahead = [coming for pointer in behind if (coming := self._coming(pointer)) is not None]
-        self._want({pointer.model for pointer in (*behind, *ahead)})
+        self._want({pointer.miss_model for pointer in (*behind, *ahead)})
         # all models first: each is loaded by a process of its own, while the indexes are opened
         # here
         for pointer in pointers:
@@ -221,9 +221,9 @@ class Warmer:
             return None
         created = parsed_time(snapshot.created_at)
         over = created is None or (datetime.now(UTC) - created).total_seconds() > COMING_S
-        if over or snapshot.model == live.model or not snapshot.view.fallback:
+        if over or not snapshot.view.fallback:
             return None
-        return replace(
+        coming = replace(
             live,
             view=snapshot.view,
             snapshot=newest,
@@ -234,7 +234,9 @@ class Warmer:
             input_columns=dict(snapshot.input_columns),
             inputs=dict(snapshot.inputs),
             partition=snapshot.partition,
+            student=snapshot.student,
         )
+        return None if coming.miss_model == live.miss_model else coming
 
     def _open_model(self, pointer: Pointer, seen: _Seen) -> None:
         now = time.monotonic()

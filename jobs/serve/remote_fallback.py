@@ -492,7 +492,7 @@ class RemoteFallback(Fallback):
 
     def ready(self, pointer: Pointer) -> bool:
         """Whether a process has the view open for the pointer's publishing."""
-        link = self._links.get(pointer.model)
+        link = self._links.get(pointer.miss_model)
         return link is not None and link.is_open(pointer)
 
     def want(self, models: Collection[str]) -> None:
@@ -514,7 +514,7 @@ class RemoteFallback(Fallback):
 
     def _link(self, pointer: Pointer) -> ModelLink:
         """The lock is held until the request is sent: none is closed between."""
-        model = pointer.model
+        model = pointer.miss_model
         self._views.setdefault(model, set()).add(pointer.view.name)
         link = self._links.get(model)
         if link is None:

@@ -16,6 +16,7 @@ from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.preflight import check_index, check_online, contract_verdict
+from precompute.jobs.run.rows.open_student import OpenStudent
 from precompute.jobs.run.rows.open_view import open_source, open_view
 from precompute.model import ReadingModel
 from precompute.store.disk.durable_file import disk_message
@@ -94,6 +95,8 @@ def _of_view(project: Project, name: str) -> Iterator[Check]:
         yield (check := tried("source", lambda: _read(project, config)))
     if check.ok and not waits:
         yield tried("model", lambda: _computed(project, config))
+        if config.fallback.model is not None:
+            yield tried("student", lambda: _student(project, config))
     if config.index is not None:
         yield tried("index", lambda: _indexed(config))
     yield tried("contract", lambda: _contract(project, config))
@@ -182,6 +185,26 @@ def _computed(project: Project, config: ViewConfig) -> str:
         f"loaded in {loaded_s:.1f} s, {head.num_rows - rejected} of {head.num_rows} rows computed"
         f" in {seconds:.2f} s{some}"
     )
+
+
+def _student(project: Project, config: ViewConfig) -> str:
+    """What the student makes of the first rows."""
+    view = config.feature_view()
+    student = OpenStudent.of(view, project.home)
+    assert student is not None
+    with open_view(
+        view,
+        project.offline,
+        project.home,
+        partition=_partition(config),
+        memory_mb=project.settings.source_mb,
+    ) as opened:
+        student.check_approximates(opened.fingerprint)
+        student.check_fits(opened, opened.source)
+    promised = [
+        f"{name}: {one.figure} {one.promised:.3f}" for name, one in student.record.agreement.items()
+    ]
+    return f"{student.record.name}, by {student.record.by}; it promises {', '.join(promised)}"
 
 
 def _check_reads(wanted: Collection[str], head: pa.Table) -> None:

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from precompute.store.answers.fallback import Computed, Likeness, Miss
 from precompute.store.answers.plan import AnswerPlan
-from precompute.store.feature_view import status_of
+from precompute.store.feature_view import StudentUse, status_of
 from precompute.store.keys import parts_hint
 from precompute.store.online.codec import State
 from precompute.store.online.found_rows import FoundRows, PackedKeys, WholeColumns
@@ -340,6 +340,16 @@ class Answer:
         row = self.row(i)
         return None if row.reason is not None else row.packed or self.found.values[i]
 
+    def student(self, i: int) -> StudentUse | None:
+        """The student that computed row ``i``, now or before, in the model's stead; None of any
+        other: what the store has, of this entity or another, is the model's."""
+        student = self.pointer.student
+        if student is None:
+            return None
+        row = self.row(i)
+        by_model = row.packed is None or row.like is not None or row.reason is not None
+        return None if by_model else student
+
     def age_s(self, i: int) -> float:
         """Age of row ``i`` in seconds; 0 for a missing one."""
         row = self.row(i)
@@ -399,6 +409,8 @@ class Answer:
             status = pa.array([row.status for row in all_rows], _STRING)
             source = pa.array(sources, _STRING)
             reason = pa.array([row.reason for row in all_rows], _STRING)
+            if plan.pointer.student is not None:
+                model = pa.array([self.model(i) for i in range(rows)], _STRING)
         return [
             status,
             source,
@@ -409,24 +421,32 @@ class Answer:
             ttl,
             snapshot,
             model,
-            *self._similar_columns(),
+            *self._more_columns(),
             *features,
         ]
 
-    def _similar_columns(self) -> list[pa.Array]:
-        """Of :data:`SIMILAR_FIELDS`, where the view has them."""
-        if not self.plan.similar_fields:
-            return []
-        rows = [self.row(i) for i in range(len(self.keys))]
-        likes = [row.like if row.reason is None else None for row in rows]
-        found = (
-            [None if like is None else like.similarity for like in likes],
-            [None if like is None else like.key for like in likes],
-        )
-        return [
-            pa.array(values, kind)
-            for values, (_, kind) in zip(found, self.plan.similar_fields, strict=True)
-        ]
+    def _more_columns(self) -> list[pa.Array]:
+        """Of :attr:`precompute.store.answers.plan.AnswerPlan.more_fields`."""
+        fields = self.plan.more_fields
+        values = [self.more(i) for i in range(len(self.keys))] if fields else []
+        return [pa.array([row.get(name) for row in values], kind) for name, kind in fields]
+
+    def more(self, i: int) -> dict[str, Any]:
+        """What row ``i`` says of itself that others do not: of another entity's row how near it is
+        and whose, of a student's row whose stead it stands in, and how well."""
+        if not self.plan.more_fields:
+            return {}
+        row, student = self.row(i), self.student(i)
+        if row.like is not None and row.reason is None:
+            return {"similarity": row.like.similarity, "nearest": row.like.key}
+        if student is None:
+            return {}
+        return {"approximates": self.pointer.model, "agreement": student.least}
+
+    def model(self, i: int) -> str:
+        """Fingerprint of what computed row ``i``."""
+        student = self.student(i)
+        return self.pointer.model if student is None else student.fingerprint
 
     def _key_column(self) -> pa.Array:
         keys = self.found.keys
@@ -483,12 +503,10 @@ class Answer:
         if row.reason is not None:
             shown |= {"reason": str(row.reason), "computed_at": None, "age_s": None}
         else:
-            if row.like is not None:
-                shown |= {"similarity": row.like.similarity, "nearest": row.like.key}
-            shown |= {"computed_at": as_datetime(us), "age_s": self.age_s(i)}
+            shown |= self.more(i) | {"computed_at": as_datetime(us), "age_s": self.age_s(i)}
         return shown | {
             "ttl_s": plan.view.ttl_s,
             "snapshot": plan.pointer.snapshot,
-            "model": plan.pointer.model,
+            "model": self.model(i),
             "features": features,
         }

@@ -487,6 +487,7 @@ class Lookup:
             "searchable": pointer.index is not None,
             "index": self._searches.figures(pointer),
             "fallback": view.fallback,
+            "student": None if pointer.student is None else pointer.student.shown(),
             "semantic_cache": None if view.semantic_cache is None else plain(view.semantic_cache),
         }
 
@@ -535,7 +536,8 @@ class Lookup:
 
         Returns:
             ``view``, ``snapshot``, ``model``, ``metric``, ``rows``; rows that have expired are left
-                out.
+                out. Where a student embedded the text or the inputs, also its fingerprint,
+                ``query_model``, and ``agreement``.
 
         Raises:
             RequestError: not searchable, or a bad argument; 504 when the model was too slow.

@@ -435,7 +435,7 @@ class Misses:
             deadline_ms: as of :class:`precompute.store.wire.lookup_options.LookupOptions`.
             compute: False never runs the model.
         """
-        stale = answer.stale_rows() if self._miss_cache is not None else []
+        stale = self._stale(answer)
         if not missing and not stale:
             return
         left, stale = self._answered(answer, missing, stale, inputs)
@@ -490,8 +490,17 @@ class Misses:
         }
         self._reports.cache_read(len(named), len(settled))
         # what was cached may be stale in its turn
-        still = set(answer.stale_rows())
+        still = set(self._stale(answer))
         return [i for i in missing if i not in settled and i not in still], sorted(still)
+
+    def _stale(self, answer: Answer) -> list[int]:
+        """The numbers of the rows that are stale and that what is computed may take the place of: a
+        student's row only that of another one, never of the model's, which is the better one for as
+        long as it is served at all."""
+        stale = [] if self._miss_cache is None else answer.stale_rows()
+        if answer.pointer.student is None:
+            return stale
+        return [i for i in stale if answer.student(i) is not None]
 
     @staticmethod
     def _takes(answer: Answer, i: int, name: str, row: bytes | None) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from precompute.store.errors import RequestError
-from precompute.store.feature_view import SIMILAR_FIELDS, Feature, FeatureView
+from precompute.store.feature_view import SIMILAR_FIELDS, STUDENT_FIELDS, Feature, FeatureView
 from precompute.store.keys import MAX_KEY_BYTES, join_key, shown_key
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
@@ -110,14 +110,16 @@ class AnswerPlan:
             self.default: bytes | None = fitting_row(view, self.codec, defaults)
         else:
             self.default = default_row(view, self.codec) if alike is None else alike.default
-        self.similar_fields = () if view.semantic_cache is None else SIMILAR_FIELDS
-        self.own_columns = len(ANSWER_FIELDS) + len(self.similar_fields)
+        similar = () if view.semantic_cache is None else SIMILAR_FIELDS
+        self.more_fields = similar + (() if pointer.student is None else STUDENT_FIELDS)
+        """Columns that answers of this view have besides."""
+        self.own_columns = len(ANSWER_FIELDS) + len(self.more_fields)
         """Of every answer, before the features."""
         self.wanted = view.features if features is None else tuple(map(view.feature, features))
         """The features themselves."""
         self.base64 = base64_types(self.wanted) if base64 else {}
         self.schema = pa.schema(
-            [pa.field(name, kind) for name, kind in ANSWER_FIELDS + self.similar_fields]
+            [pa.field(name, kind) for name, kind in ANSWER_FIELDS + self.more_fields]
             + [pa.field(f.name, f.arrow_type) for f in self.wanted],
             # so that a client can tell whose answer it is
             {"view": view.name},

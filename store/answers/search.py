@@ -125,6 +125,12 @@ class Searches:
                     "model": pointer.model,
                     "metric": index.metric,
                 }
+                by_model = options.inputs is not None or options.text is not None
+                if pointer.student is not None and by_model:
+                    about |= {
+                        "query_model": pointer.student.fingerprint,
+                        "agreement": pointer.student.least,
+                    }
                 return pointer.view, about | {"rows": rows}
         # five publishes within one search
         raise VectorIndexError(f"view {view!r} is being published over and over; search again")

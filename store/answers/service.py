@@ -534,6 +534,7 @@ def shared_of(part: ServicePart, plan: AnswerPlan) -> dict[str, Any]:
         "model": pointer.model,
         "ttl_s": float(plan.view.ttl_s),
     }
+    shared |= {"student": pointer.student.fingerprint} if pointer.student else {}
     if plan.base64:
         shared["base64"] = plan.base64
     if unknown := [name for name in part.features if name not in there]:
@@ -542,10 +543,10 @@ def shared_of(part: ServicePart, plan: AnswerPlan) -> dict[str, Any]:
 
 
 def _names(part: ServicePart, answer: Answer | Refused) -> list[str]:
-    similar = () if isinstance(answer, Refused) else answer.plan.similar_fields
+    more = () if isinstance(answer, Refused) else answer.plan.more_fields
     return [
         column_of(part.view, name)
-        for name in (*PART_FIELDS, *(name for name, _ in similar), *part.features)
+        for name in (*PART_FIELDS, *(name for name, _ in more), *part.features)
     ]
 
 
@@ -590,7 +591,7 @@ def _schema(service: Service, plans: tuple[AnswerPlan, ...]) -> pa.Schema:
         ]
         fields += [
             (column_of(part.view, name), kind)
-            for name, kind in (*_SAID.items(), *plan.similar_fields, *kinds)
+            for name, kind in (*_SAID.items(), *plan.more_fields, *kinds)
         ]
     return pa.schema(fields, _metadata(service, views))
 

@@ -21,7 +21,7 @@ from precompute.store.disk.durable_file import replace_undurably
 from precompute.store.disk.record import Record, field, plain, record_of
 from precompute.store.disk.storage import LOCAL, storage_of
 from precompute.store.errors import SnapshotError
-from precompute.store.feature_view import FeatureView
+from precompute.store.feature_view import FeatureView, StudentUse
 from precompute.store.offline.row_figures import RowFigures
 
 FORMAT_VERSION = 1
@@ -173,6 +173,9 @@ class Snapshot(Record, frozen=True):
     were live already among them."""
     excused: Mapping[int, int] = field(default_factory=dict)
     """The same of those that were live already and that an operator let pass."""
+    student: StudentUse | None = None
+    """What computes the view's misses in the model's stead, and how well it agrees with the rows of
+    this snapshot."""
     fence: int = 0
     """Of the lease the writer held."""
 

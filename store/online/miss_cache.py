@@ -172,7 +172,9 @@ class Space(NamedTuple):
         slots = max(1, min(limits.rows, limits.size_bytes // record_bytes))
         longest_us = int(max(pointer.view.keep_s, pointer.view.keep_missing_s) * 1e6)
         publishing = f"{pointer.owner} {pointer.epoch} {pointer.at}"
-        return cls(pointer.view.name, pointer.model, publishing, slots, record_bytes, longest_us)
+        return cls(
+            pointer.view.name, pointer.miss_model, publishing, slots, record_bytes, longest_us
+        )
 
     def slot(self, key: str) -> tuple[int, bytes]:
         """A key's slot, and what tells it from others there."""

@@ -9,6 +9,7 @@ which base and overlays are live.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
@@ -20,7 +21,7 @@ from precompute.store.errors import (
     OnlineStoreError,
     RowsLostError,
 )
-from precompute.store.feature_view import FeatureView
+from precompute.store.feature_view import FeatureView, StudentUse
 from precompute.store.online.codec import schema_tag
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.packed import Rows
@@ -68,9 +69,10 @@ class Pointer(Record, frozen=True):
     number, ``index`` and ``overlay_index`` are the vector indexes' folders relative to the offline
     store's root, ``partition`` the interval of data time, ``renewed_at_us`` (µs since 1970) when
     all rows were last found to be what the model would answer: no row's age counts from earlier.
-    ``owner`` is the project that publishes the view, and ``took_over`` the one that did before, if
-    it was taken from it; ``lossy`` says that the store may drop rows by itself, ``degraded`` that
-    it was seen to have lost some.
+    ``student`` is what computes misses in the model's stead, ``owner`` is the project that
+    publishes the view, and ``took_over`` the one that did before, if it was taken from it;
+    ``lossy`` says that the store may drop rows by itself, ``degraded`` that it was seen to have
+    lost some.
     """
 
     view: FeatureView
@@ -94,6 +96,7 @@ class Pointer(Record, frozen=True):
     lossy: bool = False
     took_over: str = ""
     degraded: bool = False
+    student: StudentUse | None = None
 
     def __post_init__(self) -> None:
         if self.generation == 0:
@@ -117,6 +120,19 @@ class Pointer(Record, frozen=True):
         """The publishing that made this live; caches hold under it. The epoch alone is not enough:
         it starts at 1 again after a view's data were dropped."""
         return self.epoch, self.at
+
+    @property
+    def miss_model(self) -> str:
+        """Fingerprint of the model that computes misses: the student's, where there is one."""
+        return self.model if self.student is None else self.student.fingerprint
+
+    @property
+    def miss_view(self) -> FeatureView:
+        """The view with the model that computes its misses."""
+        if self.student is None:
+            return self.view
+        definition = dataclasses.replace(self.view.definition, model=self.student.model)
+        return dataclasses.replace(self.view, definition=definition)
 
     def to_bytes(self) -> bytes:
         """JSON that :meth:`from_bytes` reads back to an equal pointer."""

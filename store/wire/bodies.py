@@ -191,6 +191,24 @@ class Row(msgspec.Struct, kw_only=True):
     nearest: Annotated[
         str | msgspec.UnsetType, msgspec.Meta(description="of such a row: that entity's key")
     ] = msgspec.UNSET
+    approximates: Annotated[
+        str | msgspec.UnsetType,
+        msgspec.Meta(
+            description=(
+                "of a row that a student computed: the fingerprint of the model that it stands in"
+                " for"
+            )
+        ),
+    ] = msgspec.UNSET
+    agreement: Annotated[
+        float | msgspec.UnsetType,
+        msgspec.Meta(
+            description=(
+                "of such a row: how well the student agreed with that model when the view was"
+                " published, from 0 to 1 (a correlation from -1), of the feature where it is lowest"
+            )
+        ),
+    ] = msgspec.UNSET
     computed_at: Annotated[datetime, msgspec.Meta(tz=True)] | None
     age_s: float | None
     ttl_s: float
@@ -281,6 +299,12 @@ class ServiceView(msgspec.Struct):
     snapshot: int | msgspec.UnsetType = msgspec.UNSET
     model: str | msgspec.UnsetType = msgspec.UNSET
     ttl_s: float | msgspec.UnsetType = msgspec.UNSET
+    student: Annotated[
+        str | msgspec.UnsetType,
+        msgspec.Meta(
+            description="fingerprint of the student that computes misses in the model's stead"
+        ),
+    ] = msgspec.UNSET
     base64: Base64Types = msgspec.UNSET
     unknown_features: Annotated[
         list[str] | msgspec.UnsetType,
@@ -328,6 +352,14 @@ class SearchAnswer(msgspec.Struct):
     model: str
     metric: Literal["cosine", "dot", "l2"]
     rows: list[Neighbour]
+    query_model: Annotated[
+        str | msgspec.UnsetType,
+        msgspec.Meta(description="fingerprint of the student that embedded what is searched by"),
+    ] = msgspec.UNSET
+    agreement: Annotated[
+        float | msgspec.UnsetType,
+        msgspec.Meta(description="of that student, as of a row that it computed"),
+    ] = msgspec.UNSET
     base64: Base64Types = msgspec.UNSET
 
 

@@ -583,6 +583,7 @@ def test_views_lists_what_is_live(api: Server) -> None:
         "index": numbers["index"]
         | {"kind": "exact", "promised": 0.95, "recall_at_10": 1.0, "recall_bound": 1.0},
         "fallback": True,
+        "student": None,
         "semantic_cache": None,
     }
     assert (views["pairs"]["entity"], views["broken"]["searchable"]) == (["shop", "item"], False)

@@ -556,6 +556,7 @@ def test_views_tell_what_is_live_and_how_old_the_oldest_row_is(house: House) -> 
         "searchable": True,
         "index": plain(index_figures(house.root / "things/index/3")),
         "fallback": False,
+        "student": None,
         "semantic_cache": None,
     }
     assert [

@@ -11,7 +11,14 @@ import pytest
 
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
-from precompute.store.feature_view import Definition, Feature, FeatureView, IndexSpec, ModelUse
+from precompute.store.feature_view import (
+    Definition,
+    Feature,
+    FeatureView,
+    IndexSpec,
+    ModelUse,
+    StudentUse,
+)
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.snapshot import FORMAT_VERSION, Counts, Part, Snapshot, Verdict
 
@@ -56,6 +63,9 @@ FULL = Snapshot(
     ),
     gates=(Verdict("zero", False, 0.5, 0.01, "é"),),
     accepted=("zero",),
+    student=StudentUse(
+        ModelUse("mine:Small", {"path": "./students/a"}), "a" * 64, {"vector": 0.75}
+    ),
     fence=3,
 )
 SMALL = Snapshot(VIEW, "r", "m", Counts(0, 0), (), None, "now", None, None)
@@ -95,7 +105,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT_VERSION == 1
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "6465f7d814cd2235ba916702b0ade4f9d1294de1196d73b242356715da02f784"
+        == "9377c855e36b49124b336e7362c6ba045c5780cb7e560803eb7f6c00d3c37886"
     )
     assert list(json.loads(FULL.to_bytes())) == [
         "accepted",
@@ -131,6 +141,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
         "returned",
         "run",
         "source_at",
+        "student",
         "timings_s",
         "versions",
         "view",

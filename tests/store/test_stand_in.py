@@ -423,6 +423,26 @@ def test_a_row_that_is_searched_by_cosine_is_removed(stand_in: StandIn) -> None:
     assert [row.key for row in found] == ["2", "1"]
 
 
+def test_a_student_says_whose_stead_it_stands_in(stand_in: StandIn) -> None:
+    stand_in.view(
+        "lengths",
+        {"a": {"length": 1}},
+        model=lambda key, inputs: {"length": len(key) + 1},
+        agreement=0.75,
+    )
+    with stand_in.client() as client:
+        table = client.get("lengths", ["a", "bb"])
+    assert table.select(["status", "model", "approximates", "agreement"]).to_pylist() == [
+        {"status": "fresh", "model": "stand-in", "approximates": None, "agreement": None},
+        {
+            "status": "computed",
+            "model": "student",
+            "approximates": "stand-in",
+            "agreement": 0.75,
+        },
+    ]
+
+
 def test_a_model_that_is_slow_or_fails(stand_in: StandIn) -> None:
     def model(key: str, inputs: Any) -> dict[str, Any] | None:
         if key == "slow":

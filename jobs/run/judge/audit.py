@@ -64,8 +64,9 @@ class Audit:
 
     def __init__(self, config: ViewConfig, opened: OpenModel, rows: int, before_s: float) -> None:
         self._config, self._opened = config, opened
+        by_parity = opened.view.fallback and opened.view.fallback_model is None
         self._in_batches = (
-            config.gates.parity is not None and not opened.view.fallback and opened.wanted is None
+            config.gates.parity is not None and not by_parity and opened.wanted is None
         )
         wanted = (
             AUDITED_ROWS if opened.variant != REFERENCE else ALONE_ROWS if self._in_batches else 0
@@ -112,7 +113,7 @@ class Audit:
         self, inputs: pa.RecordBatch, made: pa.RecordBatch, budget_s: float, row_s: float
     ) -> list[Verdict]:
         """The gate ``batch``, if a row differs. It does not judge on a GPU, where another worker
-        would have to start, nor a view with a fallback, which ``parity`` judges."""
+        would have to start, nor a view whose misses its model computes, which ``parity`` judges."""
         view, limit = self._opened.view, self._config.gates.parity
         rows = min(ALONE_ROWS, made.num_rows, int(budget_s / max(row_s, 1e-9)))
         if limit is None or not self._in_batches or rows < 2:

@@ -8,6 +8,7 @@ other gate.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from precompute.jobs.run.judge.vector_gates import (
 )
 from precompute.jobs.run.rows.chunks import computed
 from precompute.jobs.run.rows.compaction import Replaced
+from precompute.jobs.run.rows.open_student import OpenStudent
 from precompute.jobs.run.rows.open_view import OpenView, files_of
 from precompute.jobs.run.rows.plan import recipe_of
 from precompute.sources.database import Files
@@ -54,6 +56,7 @@ from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.standing import ROLLED_BACK, Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import utc_now
+from precompute.students.student import shortfalls
 from precompute.techniques.same_value import differing
 
 PARITY_ROWS = 20
@@ -317,7 +320,9 @@ class Judge:
         """
         live = _measure(self.store, snapshot)
         if not snapshot.rows:
-            return self._empty(snapshot, live)
+            student = self.opened.student
+            student_use = None if student is None else student.use
+            return self._empty(replace(snapshot, student=student_use), live)
         verdicts = self.verdicts(snapshot, live, replaced, served_snapshot(self.store))
         snapshot = replace(
             snapshot,
@@ -325,6 +330,7 @@ class Judge:
             gates=(*before, *verdicts.all),
             returned=verdicts.returned,
             excused=verdicts.excused,
+            student=verdicts.student,
         )
         failed = {verdict.gate for verdict in snapshot.failed}
         return replace(snapshot, accepted=tuple(sorted(failed.intersection(self.accept))))
@@ -384,9 +390,42 @@ class Judge:
             judge_contract(view, served.view, verdicts)
         self._judge_features(snapshot, figures, sample, live, served, replaced, verdicts)
         judge_rolled_back(self.opened, self.store, snapshot, gates.rolled_back, verdicts)
-        if view.fallback and gates.parity is not None:
+        if self.opened.student is not None:
+            self._judge_student(self.opened.student, sample, verdicts)
+        elif view.fallback and gates.parity is not None:
             judge_parity(self.opened, sample, gates.parity, verdicts)
         return verdicts
+
+    def _judge_student(self, student: OpenStudent, sample: pa.Table, verdicts: Verdicts) -> None:
+        """The gate ``parity`` of a view whose misses a student computes: whether it agrees with the
+        rows as it promised. Of few rows nothing is said, and what its record says of it stands."""
+        found, promised = (
+            student.compared(self.opened, self.opened.source, sample),
+            student.record.agreement,
+        )
+        is_off, most = self.config.gates.parity is None, self.config.max_rejected
+        remedy = (
+            f"make it again with `precompute optimize {self.config.name}`, or take fallback.model"
+            " out of the view"
+        )
+        verdicts.student = student.use
+        if found.rejected > most * found.given:
+            message = (
+                f"the student rejects {found.rejected} of {found.given} sampled rows, the first:"
+                f" {found.error}; {remedy}"
+            )
+            computed = 1 - found.rejected / found.given
+            verdicts.add("parity", computed, None if is_off else 1 - most, False, message, min)
+        if found.agreement is None:
+            return
+        values = {name: found.agreement[name].value for name in student.view.feature_names}
+        verdicts.student = dataclasses.replace(student.use, agreement=values)
+        for name, value in values.items():
+            one, least = found.agreement[name], promised[name].promised
+            short = shortfalls({name: promised[name]}, found.agreement)
+            message = f"{name}: {one.figure} of the student {value:.3f}, on {one.rows} rows"
+            message = f"{short[0]}; {remedy}" if short else message
+            verdicts.add("parity", value, None if is_off else least, not short, message, min)
 
     def _judge_features(
         self,

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.run.rows.compaction import Replaced
 from precompute.store.errors import SnapshotError
-from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.feature_view import Feature, FeatureView, StudentUse
 from precompute.store.keys import key_column
 from precompute.store.offline.row_figures import RowFigures, ValueFigures, distance
 from precompute.store.offline.selection import all_rows, rows_beside, seed_of
@@ -65,6 +65,7 @@ class Verdicts:
         self.all: list[Verdict] = []
         self.returned: dict[int, int] = {}
         self.excused: dict[int, int] = {}
+        self.student: StudentUse | None = None
         """For the manifest: see :class:`precompute.store.offline.snapshot.Snapshot`."""
 
     def add(

@@ -15,6 +15,7 @@ from precompute.jobs.config.project import read_settings
 from precompute.jobs.config.section import place
 from precompute.jobs.config.view import model_queries
 from precompute.jobs.run.rows.open_model import Load, OpenModel, open_model, place_of
+from precompute.jobs.run.rows.open_student import OpenStudent
 from precompute.sources.database import NO_SETUP, Files, referenced_views
 from precompute.sources.frame import of_file
 from precompute.sources.session import Setup
@@ -38,6 +39,8 @@ class OpenView(OpenModel):
 
     source: Source = field(kw_only=True)
     inputs: Mapping[str, int] = field(kw_only=True)
+    student: OpenStudent | None = None
+    """What computes the view's misses in the model's stead; of a run, which judges it."""
 
     def __enter__(self) -> OpenView:
         return self

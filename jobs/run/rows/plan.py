@@ -8,6 +8,7 @@ is computed.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from precompute.model import digest
 from precompute.sources.database import Files
 from precompute.sources.diff import Diff, compare
 from precompute.store.errors import SnapshotError
+from precompute.store.feature_view import StudentUse
 from precompute.store.offline.part_file import MOST_OVERLAYS, layers_that_stay
 from precompute.store.offline.runs import Finished
 from precompute.store.offline.snapshot import Snapshot
@@ -158,7 +160,10 @@ class Planner:
             reason = f"builds on snapshot {parent.number}" + (
                 "" if parent.view == view else ", whose view was defined otherwise"
             )
-        same_view = parent is not None and parent.view == view
+        student = None if self.opened.student is None else self.opened.student.use
+        same_view = (
+            parent is not None and parent.view == view and _are_same(parent.student, student)
+        )
         return Plan(
             source_rows,
             diff,
@@ -258,6 +263,14 @@ class Planner:
                 raise
             log.warning("%s; how often rejected rows were tried is counted again", exc)
             return compared()
+
+
+def _are_same(before: StudentUse | None, now: StudentUse | None) -> bool:
+    """Whether misses are computed as before: how well is measured again where anything else
+    changed."""
+    if before is None or now is None:
+        return before is now
+    return dataclasses.replace(before, agreement={}) == dataclasses.replace(now, agreement={})
 
 
 def _copied(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bool, int | None]:

@@ -51,28 +51,23 @@ def row_json(answer: Answer, i: int) -> bytes:
         features = b"null" if default is None else features_json(plan, default)
         source = _dumps(answer.source(i))
         return members % (key, source, row.reason.encode(), _common(plan), features)
-    value, like = answer.packed_row(i), row.like
+    value, more = answer.packed_row(i), answer.more(i)
     assert value is not None
-    whose = (
-        b""
-        if like is None
-        else b'"similarity":%b,"nearest":%b,' % (_dumps(like.similarity), _dumps(like.key))
-    )
     return b'"key":%b,"status":"%b","source":"%b",%b"computed_at":%b,"age_s":%b%b' % (
         key,
         row.status.encode(),
         row.source.encode(),
-        whose,
+        _dumps(more)[1:-1] + b"," if more else b"",
         time_json(answer.computed_at_us(i)),
         _dumps(answer.age_s(i)),
-        tail_json(plan, value),
+        tail_json(plan, value, answer.model(i)),
     )
 
 
-def tail_json(plan: AnswerPlan, value: Buffer) -> bytes:
+def tail_json(plan: AnswerPlan, value: Buffer, model: str | None = None) -> bytes:
     """What a row that is there says behind its age, the same as long as the pointer is:
-    ``,"ttl_s":…,…,"features":{…}}``."""
-    return b"%b%b}" % (_common(plan), features_json(plan, value))
+    ``,"ttl_s":…,…,"features":{…}}``; ``model`` computed it, by default the pointer's."""
+    return b"%b%b}" % (_common(plan, model), features_json(plan, value))
 
 
 def features_json(plan: AnswerPlan, value: Buffer) -> bytes:
@@ -293,13 +288,13 @@ def _neighbour_json(
 
 
 @lru_cache(256)
-def _common(plan: AnswerPlan) -> bytes:
-    """What all rows under one plan say."""
+def _common(plan: AnswerPlan, model: str | None = None) -> bytes:
+    """What all rows of one model say under one plan."""
     pointer = plan.pointer
     return b',"ttl_s":%b,"snapshot":%d,"model":%b,"features":' % (
         _dumps(float(plan.view.ttl_s)),
         pointer.snapshot,
-        _dumps(pointer.model),
+        _dumps(model or pointer.model),
     )
 
 

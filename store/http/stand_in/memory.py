@@ -22,6 +22,8 @@ from precompute.store.feature_view import (
     SCALAR_TYPES,
     Feature,
     FeatureView,
+    ModelUse,
+    StudentUse,
     find_bad,
 )
 from precompute.store.online import kernels
@@ -203,8 +205,14 @@ raise TimeoutError is to be too slow, anything else to fail."""
 class RowsOfAView:
     """One view's rows: key text → features, and when they were computed (µs since 1970)."""
 
-    def __init__(self, view: FeatureView, model: Model | None) -> None:
+    def __init__(
+        self, view: FeatureView, model: Model | None, agreement: float | None = None
+    ) -> None:
         self.view, self.model, self.codec = view, model, RowCodec(view)
+        self.student = None
+        if agreement is not None:
+            found = dict.fromkeys(view.feature_names, agreement)
+            self.student = StudentUse(ModelUse(), "student", found)
         self.rows: dict[str, Mapping[str, Any]] = {}
         self.values: dict[str, bytes] = {}
         """The same, packed."""

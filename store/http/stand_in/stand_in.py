@@ -96,6 +96,7 @@ class StandIn(Fallback):
         model: Model | None = None,
         inputs: Mapping[str, str] | None = None,
         deadline_s: float = 0.1,
+        agreement: float | None = None,
         default: Mapping[str, Any] | None = None,
     ) -> None:
         """Publish a view, in place of one of that name.
@@ -114,6 +115,7 @@ class StandIn(Fallback):
             model: stands behind the misses.
             inputs: of a model that takes inputs, its columns → ``string``, ``int64``, …
             deadline_s: how long a miss waits for the model, where the request does not say.
+            agreement: where ``model`` is a student: how well it agrees, which its rows say.
             default: features that stand in for a missing row.
 
         Raises:
@@ -137,7 +139,7 @@ class StandIn(Fallback):
         )
         check_view(view)
         with self._lock:
-            self._publish(RowsOfAView(view, model), dict(inputs or {}), held, age_s)
+            self._publish(RowsOfAView(view, model, agreement), dict(inputs or {}), held, age_s)
 
     def service(self, service: Service) -> None:
         """A feature service over its views, as ``precompute.services("project")["ranking"]`` reads
@@ -363,6 +365,7 @@ class StandIn(Fallback):
             computed_at_min=min((of.computed_at_us[key] for key in of.rows), default=None),
             input_columns=inputs,
             index=None if of.view.index is None else f"{name}/index",
+            student=of.student,
         )
         self._store.flip(pointer)
         if before is not None:

@@ -1,0 +1,240 @@
+"""Open student: the student behind a view's misses, checked against the view and its teacher, ready
+to compute; and how well it agrees with the rows of a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from precompute.engine.runner import compute
+from precompute.jobs.run.rows.open_model import OpenModel, place_of, variant_name
+from precompute.model import Model, model_fingerprint, on_host
+from precompute.project_module import absolute_arguments, is_path, starting_from
+from precompute.registry import load_with_fingerprint
+from precompute.sources.source import Source
+from precompute.store.errors import ConfigError, ModelError
+from precompute.store.feature_view import FeatureView, ModelUse, StudentUse
+from precompute.students.student import (
+    COMPARED_ROWS,
+    MIN_ROWS,
+    Agreement,
+    Student,
+    agreement,
+    read_student,
+)
+from precompute.techniques.table import REFERENCE, words
+
+TRIED_ROWS = 10
+"""That the student computes before any row is computed by its teacher."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What came of rows of a snapshot that the student computed: how many it was given, how many of
+    them it rejected and why the first of them, and how the others agree with the teacher's; None
+    where they are fewer than :data:`precompute.students.student.MIN_ROWS`."""
+
+    given: int
+    rejected: int
+    error: str
+    agreement: Mapping[str, Agreement] | None
+
+
+@dataclass(slots=True)
+class OpenStudent:
+    """A view's student, as its folder has it.
+
+    Args:
+        view: whose misses it computes.
+        folder: of the project, absolute.
+        record: of the student.
+    """
+
+    view: FeatureView
+    folder: Path
+    record: Student
+    _model: Model | None = None
+
+    @classmethod
+    def of(cls, view: FeatureView, folder: Path) -> OpenStudent | None:
+        """The student that a view's ``fallback.model`` names; None where that names none. Its model
+        is loaded on first use.
+
+        Raises:
+            ConfigError: the folder has none, or a damaged record, or it is another view's.
+        """
+        if view.fallback_model is None:
+            return None
+        try:
+            record = read_student(folder / view.fallback_model)
+        except ConfigError as exc:
+            raise _mistake(view, folder, str(exc)) from exc
+        if record.view != view.name:
+            raise _mistake(
+                view,
+                folder,
+                f"it is a student of view {record.view!r}: name one of"
+                f" this view, which `precompute optimize {view.name}` makes",
+            )
+        if unjudged := [name for name in view.feature_names if name not in record.agreement]:
+            raise _mistake(
+                view,
+                folder,
+                f"it was never judged on feature {unjudged[0]!r} (its"
+                f" features: {', '.join(record.agreement)}): {_again(view)}",
+            )
+        return cls(view, folder, record)
+
+    @property
+    def use(self) -> StudentUse:
+        """What makes it, as a manifest records it: paths start from the project's folder, wherever
+        that lies; it computes by the technique that it was made for, or, where it is another one of
+        the same class, by the view's own. Its agreement is that of its record, on rows that it
+        never saw."""
+        record, own, below = self.record, self.view.definition.model, str(self.view.fallback_model)
+        if not (is_path(below) or Path(below).is_absolute()):
+            below = f"./{below}"
+        args = {
+            name: f"{below}/{value[2:]}" if isinstance(value, str) and value[:2] == "./" else value
+            for name, value in record.args.items()
+        }
+        model = ModelUse(record.use, args)
+        if record.technique is not None:
+            model = ModelUse(record.use, args, *words(record.technique))
+        elif record.use == own.use:
+            model = replace(own, args=args)
+        technique = variant_name(model).removesuffix("-eager")
+        fingerprint = model_fingerprint(record.fingerprint, record.use, technique, {})
+        found = {name: record.agreement[name].value for name in self.view.feature_names}
+        return StudentUse(model, fingerprint, found)
+
+    def check_approximates(self, fingerprint: str) -> None:
+        """Refuse a student of another teacher.
+
+        Args:
+            fingerprint: of the view's model now.
+
+        Raises:
+            ConfigError: it is; says which fingerprints, and what to do.
+        """
+        if self.record.approximates != fingerprint:
+            raise _mistake(
+                self.view,
+                self.folder,
+                f"the student approximates model {self.record.approximates[:12]}, and the view's is"
+                f" {fingerprint[:12]}: take fallback.model out, run the view by its model, make"
+                f" another student (`precompute optimize {self.view.name}`), and name that one",
+            )
+
+    def model(self, opened: OpenModel) -> Model:
+        """Its model, on the CPU, loaded once.
+
+        Args:
+            opened: the view, whose rows a conversion gets as examples.
+
+        Raises:
+            ConfigError, ModelError: it cannot be made or converted, or its files are not those that
+                the record was made for.
+        """
+        if self._model is not None:
+            return self._model
+        use = self.use.model
+        variant = variant_name(use)
+        try:
+            with on_host():
+                args = absolute_arguments(use.args, self.folder)
+                model, own = load_with_fingerprint(use.use, args, self.folder)
+            if variant != REFERENCE:
+                # torch takes a second to import
+                from precompute.techniques.conversion import use_variant
+
+                with starting_from(self.folder):
+                    use_variant(model, variant, lambda: opened.examples(variant), opened.compiled)
+        except (ConfigError, ModelError) as exc:
+            raise type(exc)(str(_mistake(self.view, self.folder, str(exc)))) from exc
+        if own != self.record.fingerprint:
+            raise _mistake(
+                self.view,
+                self.folder,
+                f"the files of its model were changed: their fingerprint is {own[:12]}, and its"
+                f" record's {self.record.fingerprint[:12]}: {_again(self.view)}",
+            )
+        self._model = model
+        return model
+
+    def check_fits(self, opened: OpenModel, source: Source) -> None:
+        """Try it on the first rows of the source.
+
+        Raises:
+            ConfigError: it computes none of them: it reads columns that are not there, or gives
+                other features.
+            ModelError: as of :meth:`model`.
+        """
+        model, head = self.model(opened), source.head(TRIED_ROWS).combine_chunks()
+        done = compute(model, self.view, head.to_batches()[0]) if head.num_rows else None
+        # those that a model declares unusable say nothing of it
+        errors = [one.error for one in done.rejections if one.stage != "input"] if done else []
+        if done is not None and errors and not done.features.num_rows:
+            raise _mistake(
+                self.view,
+                self.folder,
+                f"the student computes none of the first {head.num_rows} rows: {errors[0]}",
+            )
+
+    def compared(self, opened: OpenModel, source: Source, sample: pa.Table) -> Compared:
+        """Compute rows of a snapshot by the student.
+
+        As many as its promise was measured on: neighbours are easier to find among fewer. Rows
+        whose input has changed since are left out, and those that the teacher gave no value.
+
+        Args:
+            opened: the view.
+            source: of the view, loaded.
+            sample: some rows of the snapshot, drawn by chance, with a column ``key``.
+
+        Raises:
+            SourceError, ModelError, ConfigError: something cannot be read or computed.
+        """
+        view = self.view
+        wanted = max(MIN_ROWS, min(one.rows for one in self.record.agreement.values()))
+        wanted = min(wanted, COMPARED_ROWS, sample.num_rows)
+        # it is in the snapshot's order: some of all of it
+        rows = sample.take(pa.array(np.arange(wanted) * sample.num_rows // max(1, wanted)))
+        there = [rows.column(name).is_valid().to_numpy() for name in view.feature_names]
+        rows = rows.filter(pa.array(np.any(there, axis=0)))
+        position = {key: row for row, key in enumerate(rows.column("key").to_pylist())}
+        if not position:
+            return Compared(0, 0, "", None)
+        again = source.rows(list(position), with_hash=True).combine_chunks()
+        places = [position[key] for key in again.column("key").to_pylist()]
+        same = np.equal(
+            np.asarray(rows.column("input_hash").take(pa.array(places, pa.int64()))),
+            np.asarray(again.column("input_hash")),
+        )
+        batch = again.filter(pa.array(same)).drop_columns(["key", "input_hash"]).combine_chunks()
+        places = np.asarray(places)[same].tolist()
+        if not places:
+            return Compared(0, 0, "", None)
+        done = compute(self.model(opened), view, batch.to_batches()[0])
+        computed = pa.array([places[row] for row in done.rows.tolist()], pa.int64())
+        found = None
+        if len(computed) >= MIN_ROWS:
+            stored = rows.take(computed).select(view.feature_names).combine_chunks()
+            found = agreement(view, stored.to_batches()[0], done.features)
+        rejected = done.rejections
+        return Compared(len(places), len(rejected), rejected[0].error if rejected else "", found)
+
+
+def _again(view: FeatureView) -> str:
+    return (
+        f"make the student again with `precompute optimize {view.name}`, or take fallback.model out"
+    )
+
+
+def _mistake(view: FeatureView, folder: Path, what: str) -> ConfigError:
+    where = place_of(view, folder, ("fallback", "model"))
+    return ConfigError(f"{where}: {view.fallback_model}: {what}")
