@@ -33,6 +33,7 @@ USES = {
         "engine",
         "endpoint",
         "onnx",
+        "openvino",
         "testing",
         "lightgbm",
         "xgboost",

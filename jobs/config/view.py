@@ -88,7 +88,8 @@ class ModelConfig(Section):
     precision: Precision = "auto"
     """of the model's numbers; auto is what `precompute tune` picked, or fp32"""
     backend: Backend = "auto"
-    """what computes the model; auto is what `precompute tune` picked, or eager (onnx for int8)"""
+    """what computes the model; auto is what `precompute tune` picked, or the precision's first:
+    eager, and openvino for int8"""
 
     @field_validator("use")
     @classmethod

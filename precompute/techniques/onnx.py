@@ -1,29 +1,25 @@
-"""ONNX Runtime: the module as an ONNX graph, in float32, or on a CPU in 8-bit integers. The extra
-``onnx`` installs it; on a GPU it takes ``onnxruntime-gpu`` in its place: inputs and outputs stay on
-the GPU, and TensorRT is used before CUDA where its libraries load."""
+"""ONNX Runtime: the module as an ONNX graph, in float32. The extra ``onnx`` installs it, and for a
+GPU ``onnxruntime-gpu`` in its place: inputs and outputs stay on the GPU, and TensorRT is used
+before CUDA where its libraries load."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import torch
 
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
-from precompute.techniques.artifacts import Folder, exported, guarded, retained
-from precompute.techniques.machine import has_int8_products, has_vnni, on_a_cpu_only
-from precompute.techniques.onednn import PerRowLinear
+from precompute.techniques.artifacts import exported, guarded, retained
 from precompute.techniques.technique import (
     Batches,
     Forward,
     Technique,
     elements,
-    has_linear,
     module_of,
 )
 
@@ -40,10 +36,6 @@ ONNX_TYPES = {
 }
 """ONNX Runtime's name of a type → torch's."""
 
-QUANTISED = ["MatMul", "Gemm"]
-"""Operators computed in 8 bits, where one side is a constant: linear layers, not attention's
-products."""
-
 
 class Exported(Technique):
     """fp32 by ONNX Runtime: MiniLM at 0.94 (AVX2) to 2.7 times (AMD Zen, fused) eager's rate."""
@@ -57,53 +49,15 @@ class Exported(Technique):
         return 0.0 if missing_packages(device) else 1.2
 
     def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
-        with retained(folder) as place:
-            return self._loaded(self.graph(place, model, batches), model, batches)
-
-    @staticmethod
-    def graph(place: Folder, model: TorchModel, batches: Batches) -> Path:
-        """The float32 graph's file."""
-
         def made(path: Path) -> None:
             write(module_of(model, torch.float32, batches), batches, path)
 
-        return place.file("fp32-onnx", ".onnx", model, batches, version(), made)
-
-    def _loaded(self, path: Path, model: TorchModel, batches: Batches) -> Forward:
         with torch.inference_mode():
             single = isinstance(model.module(*min(batches, key=elements)), torch.Tensor)
-        return guarded(load(path, single, model.device.torch), self.name, batches)
-
-
-class Static(Exported):
-    """8-bit integers by ONNX Runtime on a CPU, with the inputs' scales taken from examples: 1.2 to
-    1.7 times eager float32's rate, and a mean cosine of 0.93 for MiniLM."""
-
-    calibrates = True
-    convert_s = 25.0
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        # ONNX Runtime's own products cannot be had alone
-        self.pack = PerRowLinear if has_int8_products() else None
-
-    def missing(self, device: Device) -> str:
-        return on_a_cpu_only(self.name, device) or missing_packages(device)
-
-    def gain(self, device: Device, model: TorchModel) -> float:
-        return 0.0 if self.missing(device) or not has_linear(model) else 1.4
-
-    def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
         with retained(folder) as place:
-
-            def made(path: Path) -> None:
-                quantise(
-                    self.graph(place, model, batches), path, batches, reduce_range=not has_vnni()
-                )
-
-            return self._loaded(
-                place.file(self.name, ".onnx", model, batches, version(), made), model, batches
-            )
+            path = place.file(self.name, ".onnx", model, batches, version(), made)
+            forward = load(path, single, model.device.torch)
+        return guarded(forward, self.name, batches)
 
 
 def missing_packages(device: Device) -> str:
@@ -132,54 +86,8 @@ def write(module: torch.nn.Module, examples: Sequence[Tensors], path: Path) -> N
     program.save(path)
 
 
-def quantise(source: Path, path: Path, examples: Sequence[Tensors], reduce_range: bool) -> None:
-    """Rewrite ``source`` with 8-bit linear layers: weights symmetric, one scale an output channel;
-    their inputs by the range that the examples show, one scale a layer.
-
-    Args:
-        source: what :func:`write` wrote.
-        path: file to write.
-        examples: the calibration's inputs.
-        reduce_range: 7-bit weights, for a CPU without VNNI, where sums of two 8-bit products
-            overflow 16 bits (Intel's VPMADDUBSW).
-    """
-    import onnx
-    from onnxruntime import quantization
-
-    exact = onnx.load(source)
-    # the quantiser transposes weights and trips over the shapes noted for them
-    del exact.graph.value_info[:]
-
-    class Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
-        """One example at a time."""
-
-        def __init__(self, feeds: Iterable[Mapping[str, npt.NDArray[Any]]]) -> None:
-            self._feeds = iter(feeds)
-
-        def get_next(self) -> Mapping[str, npt.NDArray[Any]] | None:
-            """The next example's inputs by name; None at the end."""
-            return next(self._feeds, None)
-
-    names = [i.name for i in _session(source, torch.device("cpu")).get_inputs()]
-    feeds = [
-        {name: t.numpy() for name, t in zip(names, example, strict=True)} for example in examples
-    ]
-    quantization.quantize_static(
-        exact,
-        path,
-        Reader(feeds),
-        op_types_to_quantize=QUANTISED,
-        per_channel=True,
-        reduce_range=reduce_range,
-        activation_type=quantization.QuantType.QUInt8,
-        weight_type=quantization.QuantType.QInt8,
-        extra_options={"MatMulConstBOnly": True, "WeightSymmetric": True},
-    )
-
-
 def load(path: Path, single: bool, device: torch.device) -> Callable[..., torch.Tensor | Tensors]:
-    """The forward of a file that :func:`write` or :func:`quantise` wrote, with as many threads as
-    torch has.
+    """The forward of a file that :func:`write` wrote, with as many threads as torch has.
 
     Args:
         path: the ``.onnx`` file; it is not needed afterwards.

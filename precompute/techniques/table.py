@@ -32,8 +32,11 @@ TABLE: Mapping[str, str] = {
     "fp8-eager": "eager:Fp8",
     "fp8-compile": "eager:Fp8",
     "fp32-onnx": "onnx:Exported",
-    "int8-static-onnx": "onnx:Static",
+    "fp32-openvino": "openvino:Graph",
+    "bf16-openvino": "openvino:Graph",
+    "int8-static-openvino": "openvino:Static",
     "int8-dynamic-onednn": "onednn:PerRow",
+    "int8-dynamic-openvino": "openvino:Grouped",
     "int8-weights-eager": "weight_only:WeightOnly",
     "int4-weights-eager": "weight_only:WeightOnly",
 }

@@ -791,7 +791,7 @@ def test_the_table_can_be_read() -> None:
             },
             {"name": "fp32-aoti", "rows_per_s": None, "speed": None, "refused": "no compiler"},
             {
-                "name": "int8-static-onnx",
+                "name": "int8-dynamic-onednn",
                 "rows_per_s": 2.0,
                 "speed": 0.002,
                 "refused": "vector: recall@10 0.5 is below 0.985",
@@ -809,7 +809,7 @@ def test_the_table_can_be_read() -> None:
         "  bf16-eager             98,765  80.00×        –       –       –      –  cosine 0.99999 · min 0.9 · recall@10 0.9912             picked",
         "  fp32-aoti                   –       –        –       –       –      –  –                                                       refused: "
         "no compiler",
-        "  int8-static-onnx            2   0.00×        –       –       –      –  vector: recall@10 0.5; score: rank 1 · max error 1e-07  refused: "
+        "  int8-dynamic-onednn         2   0.00×        –       –       –      –  vector: recall@10 0.5; score: rank 1 · max error 1e-07  refused: "
         "vector: recall@10 0.5 is below 0.985",
         "left out, since 300 s are short for them: bf16-aoti, fp32-aoti",
         "bf16-eager is the fastest within the view's accuracy (cosine 0.999, recall@10 0.985); written to tuning/items.json, "

@@ -168,13 +168,13 @@ def test_a_name_is_one_technique_and_what_a_view_says_is_one_name() -> None:
     made = [technique(name) for name in TABLE]
     assert [one.name for one in made] == list(TABLE)
     assert [technique_name(one.precision, one.backend) for one in made] == list(TABLE)
-    assert words("int8-static-onnx") == ("int8", "onnx")
+    assert words("int8-static-openvino") == ("int8", "openvino")
     auto = {
         "auto": "fp32-eager",
         "fp32": "fp32-eager",
         "bf16": "bf16-eager",
         "fp16": "fp16-eager",
-        "int8": "int8-static-onnx",
+        "int8": "int8-static-openvino",
         "int4-weights": "int4-weights-eager",
     }
     assert {said: technique_name(said, "auto") for said in auto} == auto
@@ -182,10 +182,12 @@ def test_a_name_is_one_technique_and_what_a_view_says_is_one_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "fp32", "fp32-", "int8-onnx", "fp32-static-onnx", "fp64-eager", "FP32-eager"]
+    "name", ["", "fp32", "fp32-", "int8-openvino", "fp32-static-onnx", "fp64-eager", "FP32-eager"]
 )
 def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"unknown precision .*fp32-eager, .*int8-static-onnx"):
+    with pytest.raises(
+        ConfigError, match=r"unknown precision .*fp32-eager, .*int8-static-openvino"
+    ):
         technique(name)
 
 
@@ -194,15 +196,15 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
     [
         (
             "fp32-encoder",
-            "precision fp32 has no backend encoder: it has eager, onednn, compile, aoti, autotune, graphs, onnx; encoder there is of bf16",
+            "precision fp32 has no backend encoder: it has eager, onednn, compile, aoti, autotune, graphs, onnx, openvino; encoder there is of bf16",
         ),
         (
             "fp16-onnx",
-            "precision fp16 has no backend onnx: it has eager, onednn, compile, aoti, autotune, graphs; onnx there is of fp32, int8",
+            "precision fp16 has no backend onnx: it has eager, onednn, compile, aoti, autotune, graphs; onnx there is of fp32",
         ),
         (
             "int8-dynamic-onnx",
-            "precision int8-dynamic has no backend onnx: it has onednn; onnx there is of fp32, int8",
+            "precision int8-dynamic has no backend onnx: it has onednn, openvino; onnx there is of fp32",
         ),
     ],
 )
@@ -350,7 +352,7 @@ def test_compiled_code_computes_the_references_values(tmp_path: Path) -> None:
     check(small, "fp32-compile", [*some_rows(), rows(9)], 1e-5, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["fp32-compile", "fp32-onnx"])
+@pytest.mark.parametrize("name", ["fp32-compile", "fp32-onnx", "fp32-openvino"])
 def test_every_pooling_is_compiled_and_exported(name: str, tmp_path: Path) -> None:
     check(
         Arithmetic(head(), Device("cpu")),
@@ -397,13 +399,7 @@ def test_a_converted_file_has_its_bytes_when_it_has_its_name(tmp_path: Path) -> 
 def test_onnx_computes_the_references_values(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     check(mlp(), "fp32-onnx", [*some_rows(), rows(1)], 1e-5, tmp_path)
-    check(
-        mlp(), "int8-static-onnx", [*some_rows(), rows(1)], 0.05, tmp_path
-    )  # outputs have a deviation of 0.1 and 0.3
-    assert sorted(p.name.rpartition("-")[0] for p in tmp_path.iterdir()) == [
-        "fp32-onnx",
-        "int8-static-onnx",
-    ]
+    assert [p.name.rpartition("-")[0] for p in tmp_path.iterdir()] == ["fp32-onnx"]
 
 
 class Variadic(Mlp):
@@ -413,7 +409,7 @@ class Variadic(Mlp):
         return super().forward(*inputs)
 
 
-@pytest.mark.parametrize("name", ["fp32-aoti", "fp32-onnx"])
+@pytest.mark.parametrize("name", ["fp32-aoti", "fp32-onnx", "fp32-openvino"])
 def test_a_module_of_any_number_of_inputs_is_exported(name: str, tmp_path: Path) -> None:
     model = Arithmetic(Variadic(), Device("cpu"))
     # of the C++ compiler's time: headers for other modules to come, and what calls the kernels
