@@ -5,13 +5,14 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONFIG ?= configs/movielens
 
-.PHONY: help setup demo serve test test-fast check docs bench clean
+.PHONY: help setup demo serve test test-fast test-gpu check docs bench clean
 
 help:
 	@echo "make demo       install, compute and publish the demo's views, print what came out"
 	@echo "make serve      keep the demo's answers up over HTTP"
 	@echo "make test       install and run the tests"
 	@echo "make test-fast  the quick ones, in three minutes"
+	@echo "make test-gpu   what only a GPU shows, where there is one"
 	@echo "make check      lint, format and types"
 	@echo "make docs       the documents as a site, in var/site"
 	@echo "make bench      the speed claims, as ratios measured side by side"
@@ -43,6 +44,10 @@ test: setup
 
 test-fast: setup
 	$(PYTEST) -m "not slow"
+
+# one after the other: they share the device
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu tests/precompute
 
 check: $(VENV)/.base
 	$(BIN)/ruff check .

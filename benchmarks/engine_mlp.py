@@ -82,7 +82,7 @@ def main() -> None:
     memory_rows = (rows // 20, rows // 2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _write(folder, (rows, *memory_rows))
+        write_items(folder, (rows, *memory_rows))
         sides = {
             variant: _rates(folder, rows, variant)
             for variant in ("fp32-eager", *(["bf16-onednn"] if has_bf16() else []))
@@ -149,27 +149,27 @@ def _rates(folder: Path, rows: int, variant: str) -> dict[str, Any]:
     model = reference if variant == "fp32-eager" else packed(copied(reference, torch.bfloat16))
     naive = _pandas_loop(model, source, folder / "naive.parquet") if model is reference else None
     batch = min(
-        FORWARD_BATCHES, key=lambda size: _seconds(lambda: _forward(model, ids[: rows // 8], size))
+        FORWARD_BATCHES, key=lambda size: _seconds(lambda: bare(model, ids[: rows // 8], size))
     )
-    project = _project(folder / f"rows{rows}", variant)
-    _ours(project)
+    project = project_of(folder / f"rows{rows}", variant)
+    materialized(project)
     times: dict[str, list[float]] = {"ours": [], "naive": [], "forward": []}
     cpu: dict[str, list[float]] = {"ours": [], "forward": []}
     for _ in range(ROUNDS):
-        times["forward"].append(_seconds(lambda: _forward(model, ids, batch)))
+        times["forward"].append(_seconds(lambda: bare(model, ids, batch)))
         cpu["forward"].append(
-            _cpu_seconds_of_one_thread(lambda: _forward(model, ids[: rows // 4], batch)) * 4
+            _cpu_seconds_of_one_thread(lambda: bare(model, ids[: rows // 4], batch)) * 4
         )
         if naive is not None:
             times["naive"].append(_seconds(naive))
         began = cpu_s()
         _open(project)
         opening_s = cpu_s() - began
-        seconds, run, got = _ours(project)
+        seconds, run, got = materialized(project)
         cpu["ours"].append(cpu_s() - began - 2 * opening_s)
         times["ours"].append(seconds)
     rates = {name: rows / statistics.median(seconds) for name, seconds in times.items() if seconds}
-    expected = torch.cat([s[:, 0] for s in _forward(model, ids, batch)]).float().numpy()
+    expected = torch.cat([s[:, 0] for s in bare(model, ids, batch)]).float().numpy()
     ratios = sorted(f / o for f, o in zip(times["forward"], times["ours"], strict=True))
     figures: dict[str, Any] = {
         "rows_per_s": rates["ours"],
@@ -192,7 +192,7 @@ def _rates(folder: Path, rows: int, variant: str) -> dict[str, Any]:
     return figures
 
 
-def _ours(project: Project) -> tuple[float, Report, Any]:
+def materialized(project: Project) -> tuple[float, Report, Any]:
     """(seconds without loading the model, the run, all scores in the source's order)."""
     store = project.offline.view("scores")
     with recorded(store, "materialize") as run:
@@ -214,7 +214,7 @@ def _open(project: Project) -> None:
 
 
 @torch.inference_mode()
-def _forward(model: torch.nn.Module, ids: torch.Tensor, rows: int) -> list[torch.Tensor]:
+def bare(model: torch.nn.Module, ids: torch.Tensor, rows: int) -> list[torch.Tensor]:
     return [model(part) for part in ids.split(rows)]  # type: ignore[no-untyped-call]
 
 
@@ -273,12 +273,12 @@ def _one(folder: Path, kind: str) -> None:
         while not done.wait(0.005):
             peak = max(peak, resident_bytes())
 
-    project = _project(folder)
+    project = project_of(folder)
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
         if kind == "ours":
-            _ours(project)
+            materialized(project)
         else:
             _open(project)
     finally:
@@ -287,7 +287,7 @@ def _one(folder: Path, kind: str) -> None:
     print(peak)
 
 
-def _write(folder: Path, sizes: Sequence[int]) -> None:
+def write_items(folder: Path, sizes: Sequence[int]) -> None:
     torch.manual_seed(0)
     save_file(Scorer().state_dict(), folder / "scorer.safetensors")
     for rows in sizes:
@@ -299,7 +299,7 @@ def _write(folder: Path, sizes: Sequence[int]) -> None:
         )
 
 
-def _project(folder: Path, variant: str = "fp32-eager") -> Project:
+def project_of(folder: Path, variant: str = "fp32-eager") -> Project:
     precision, backend = words(variant)
     view = {
         "source": {"sql": "SELECT id, item FROM read_parquet('${data}/items.parquet')"},

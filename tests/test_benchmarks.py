@@ -3,40 +3,122 @@ nowhere measures nothing."""
 
 from __future__ import annotations
 
-import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import engine_gpu
+from benchmarks import engine_gpu, gpu_parts
+from precompute.techniques.table import TABLE
 from precompute.techniques.technique import technique
 
+TINY = gpu_parts.Size(24, 6, (64, 256), 100, 20, 200, 60, 1, 64)
 
-def test_the_gpu_benchmark_walks_all_its_way_and_names_what_it_left_out(
+
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [
+        (
+            "minilm",
+            [
+                "machine",
+                "model only, bf16-eager",
+                "engine, tokens at hand",
+                "engine, from text",
+                "sentence-transformers, bfloat16",
+                "bare torch, padded, bfloat16",
+            ],
+        ),
+        ("parquet", ["text to Parquet", "sentence-transformers to Parquet"]),
+        ("techniques", ["fp32-eager", "bf16-eager", "tf32-eager"]),
+        ("top_k", ["top_k", "torch matmul and topk", "FAISS flat"]),
+        (
+            "faiss",
+            [
+                "built and searched on the GPU",
+                "built and searched on the CPU",
+                "FAISS flat, all queries at once",
+            ],
+        ),
+        ("lost", ["a row that breaks the context"]),
+    ],
+)
+def test_the_gpu_benchmark_walks_all_its_way(
+    part: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = {name: TABLE[name] for name in ("fp32-eager", "bf16-eager", "tf32-eager")}
+    monkeypatch.setattr(gpu_parts, "TABLE", some)
+    monkeypatch.setattr(gpu_parts, "candidates", lambda *_: [technique("fp32-eager")])
+    into = tmp_path / "notes"
+    gpu_parts.PARTS[part](gpu_parts.Notes(into, time.monotonic() + 60), "cpu", TINY)
+    notes = engine_gpu._read(into)
+    assert list(notes) == names
+    assert [name for name, note in notes.items() if "error" in note] == []
+    if part == "techniques":
+        assert notes["bf16-eager"]["min_cosine"] > 0.99
+        assert notes["bf16-eager"]["mfu"] > 0
+        assert "computes on a GPU" in notes["tf32-eager"]["missing"]
+    if part == "lost":
+        # on a GPU it is the worker's end that blames it
+        assert notes["a row that breaks the context"].startswith(
+            "row 37 rejected at stage 'model', 63 others computed: IndexError"
+        )
+
+
+SCRIPT = """
+import json, os, sys, time
+part, device, into, seconds, *known = sys.argv[1:]
+def note(name): open(into, "a").write(json.dumps({name: {"known": len(known)}}) + "\\n")
+if part == "techniques" and len(known) < 2:
+    note(f"technique {len(known)}"); sys.exit(3)
+if part == "bert":
+    note("soon")
+    if os.fork() == 0: time.sleep(600)
+    time.sleep(600)
+if part == "lost": sys.exit("it failed")
+note("all of it")
+"""
+
+
+def test_a_part_of_it_is_ended_by_the_clock_and_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = ("bf16-eager", "fp32-compile")
-    monkeypatch.setattr(engine_gpu, "candidates", lambda *_: [technique(name) for name in names])
-    lines, figures = engine_gpu.measure(
-        "cpu",
-        texts=40,
-        longest=12,
-        layers=1,
-        dim=64,
-        budgets=(64, 256),
-        rounds=1,
-        limit_s=technique("fp32-compile").convert_s,
-    )
-    assert len(lines) == 6
-    assert "40 texts" in lines[0]
-    assert "budgets: 64 " in lines[1]
-    assert figures["engine"]["rows"] == 40
-    assert figures["tokens_per_s"] > 0
-    assert figures["engine_ratio"] > 0
-    assert list(figures["techniques"]) == ["bf16-eager"]
-    assert figures["techniques"]["bf16-eager"]["min_cosine"] > 0.99
-    assert figures["left_out"] == ["fp32-compile"]
-    # on a GPU it is the worker's end that blames it
-    assert figures["lost"].startswith(
-        "row 37 rejected at stage 'model', 63 others computed: IndexError"
-    )
-    assert json.loads(json.dumps(figures)) == figures
+    monkeypatch.setattr(engine_gpu, "COMMAND", (sys.executable, "-c", SCRIPT))
+
+    def measured(part: str, seconds: float) -> dict[str, Any]:
+        found = engine_gpu.measured(part, "cpu", time.monotonic() + seconds)
+        found.pop("seconds")
+        return found
+
+    began = time.monotonic()
+    assert measured("bert", 2) == {"ended": "its time was over", "notes": {"soon": {"known": 0}}}
+    assert time.monotonic() - began < 30
+    assert measured("minilm", 60) == {"notes": {"all of it": {"known": 0}}}
+    assert measured("lost", 60) == {
+        "ended": "exit status 1: ['it failed']",
+        "notes": {},
+    }
+    assert measured("minilm", -1) == {"notes": {"left out": "no time"}}
+    # what ended its process is known to the next, which goes on after it
+    assert measured("techniques", 60) == {
+        "notes": {
+            "technique 0": {"known": 0},
+            "technique 1": {"known": 1},
+            "all of it": {"known": 2},
+        }
+    }
+
+
+def test_what_a_part_leaves_those_after_it_have() -> None:
+    found = engine_gpu.deadlines({"a": 3, "b": 1}, 100.0, 10.0)
+    assert found == pytest.approx({"a": 107.2, "b": 109.6})
+    assert sum(engine_gpu.SHARES.values()) == pytest.approx(1)
+    assert set(engine_gpu.SHARES) == set(gpu_parts.PARTS)
+    notes = {"x": {"rows_per_s": 12345.6, "mfu": 0.4321}, "y": "left out"}
+    assert engine_gpu.lines({"a": {"seconds": 2, "ended": "failed", "notes": notes}}) == [
+        "a: 2 s, failed",
+        "  x: rows_per_s 12,346, mfu 0.4321",
+        "  y: left out",
+    ]

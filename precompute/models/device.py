@@ -85,7 +85,8 @@ class Device:
         self.shapes: Sequence[tuple[int, int]] = ((1024, 1024),)
         """(inputs, outputs) of the model's layers with the most to compute."""
         self.pack: Pack | None = None
-        """Makes a layer in float32 what the model computes it by, where that is no float."""
+        """Makes a layer in float32 what the model computes it by, where ``dtype`` does not say
+        that."""
         self._resident = ResidentPeak()
         self._copies_in = torch.cuda.Stream(self.torch) if self.is_cuda else None  # type: ignore[no-untyped-call]
         self._copies_out = torch.cuda.Stream(self.torch) if self.is_cuda else None  # type: ignore[no-untyped-call]
@@ -157,18 +158,21 @@ class Device:
         compute_with(threads)
 
     def peak_flops(self) -> float:
-        """FLOP/s of matrix products, the best of a few: what a perfect model could reach here. On a
-        CPU of the model's own shapes, packed (:mod:`precompute.models.device`), on a GPU large
-        ones."""
+        """FLOP/s of matrix products in what the model computes in, the best of a few: what a
+        perfect model could reach here. On a CPU of the model's own shapes, packed
+        (:mod:`precompute.models.device`), on a GPU large ones."""
         if not self.is_cuda:
             return probed(self.shapes, self.dtype, self.pack)
-        size = 8192
+        size = PEAK_SIZE
         with torch.inference_mode():
-            a = torch.randn(size, size, device=self.torch).to(self.dtype)
+            linear = torch.nn.Linear(size, size, bias=False, device=self.torch)
+            dtype = torch.float32 if self.pack else self.dtype
+            layer: Layer = self.pack(linear) if self.pack else linear.to(dtype)
+            x = torch.randn(size, size, device=self.torch).to(dtype)
             best = float("inf")
             for _ in range(6):
                 started = time.perf_counter()
-                torch.nn.functional.linear(a, a)
+                layer(x)
                 torch.cuda.synchronize(self.torch)
                 best = min(best, time.perf_counter() - started)
         return 2 * size**3 / best
@@ -236,7 +240,9 @@ PROBE_S = 0.02
 """Each shape in each way, after a first product: with all of them some 0.2 s, once a process."""
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
-Pack = Callable[[torch.nn.Linear], torch.nn.Module]
+Pack = Callable[[torch.nn.Linear], Layer]
+PEAK_SIZE = 8192
+"""Of the square product that tells a GPU's peak: a millisecond or so of an H100 in bfloat16."""
 
 _known: dict[object, float] = {}
 """What this process knows: a machine does not change, and a scheduler runs a view every hour."""

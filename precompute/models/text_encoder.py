@@ -24,7 +24,6 @@ from precompute.models.graphs import Graphed, bucketed_length
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_module import absolute_path
 from precompute.store.errors import ConfigError
-from precompute.text.bert import Bert, has_unpadded_attention
 from precompute.text.sentence_folder import Head, SentenceFolder, read_sentence_folder
 from precompute.text.tokens import TextTokenizer, TokenCache, Tokens, texts, unusable_texts
 from precompute.text.transformer import (
@@ -36,6 +35,12 @@ from precompute.text.transformer import (
     model_files,
     model_type,
     transformer_flops,
+)
+from precompute.text.unpadded import (
+    UnpaddedTransformer,
+    computes_the_same,
+    has_unpadded_attention,
+    understood,
 )
 
 CODE_VERSION = 2
@@ -70,28 +75,22 @@ class Encoder(torch.nn.Module):
 class UnpaddedEncoder(torch.nn.Module):
     """The same of texts laid end to end, without padding; no prompt is left out."""
 
-    def __init__(self, transformer: Bert, head: Head) -> None:
+    def __init__(self, transformer: Callable[..., torch.Tensor], head: Head) -> None:
         super().__init__()
         self.transformer, self.head = transformer, head
 
     def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        starts: torch.Tensor,
-        longest: torch.Tensor,
+        self, ids: torch.Tensor, starts: torch.Tensor, longest: torch.Tensor
     ) -> torch.Tensor:
-        """``ids`` and ``positions`` int64 [1, tokens], ``starts`` int32 [B + 1], ``longest`` int64
-        [] on the host."""
-        hidden = self.transformer(
-            input_ids=ids, position_ids=positions, starts=starts, longest=int(longest)
-        ).last_hidden_state[0]  # [tokens, D]
-        lengths = starts.diff()
+        """``ids`` int64 [1, tokens], ``starts`` int32 [B + 1], ``longest`` int64 [] on the host."""
+        lengths, tokens = starts.diff(), torch.arange(ids.shape[1], device=ids.device)
         texts = torch.repeat_interleave(
             torch.arange(len(lengths), device=ids.device), lengths, output_size=ids.shape[1]
         )
+        places = tokens - starts[texts]
+        hidden = self.transformer(ids, places[None], starts, int(longest))  # [tokens, D]
         padded = hidden.new_zeros(len(lengths), int(longest), hidden.shape[1])
-        padded[texts, positions[0]] = hidden
+        padded[texts, places] = hidden
         out: torch.Tensor = self.head(
             padded, (torch.arange(int(longest), device=ids.device) < lengths.unsqueeze(1)).long()
         )
@@ -254,23 +253,33 @@ class TextEncoder(TorchModel):
     ) -> None:
         """On a GPU in half precision, texts are laid end to end instead of padded, if it can; by
         graphs, they are padded to few lengths."""
-        half = dtype in (torch.float16, torch.bfloat16)
-        if (
-            self.device.is_cuda
-            and half
-            and isinstance(forward, Encoder)
-            and not forward.head.leaves_out_prompt
-        ):
-            transformer, config = forward.transformer, self._config
-            # models other than BERT count positions in ways of their own
-            plain = isinstance(transformer, Bert) and config.model_type == "bert"
-            if plain and has_unpadded_attention(
-                self.device.torch, dtype, config.hidden_size // config.num_attention_heads
-            ):
-                forward = UnpaddedEncoder(transformer, forward.head)
+        if isinstance(forward, Encoder):
+            forward = self.laid_out(forward, dtype)
         self._unpadded = isinstance(forward, UnpaddedEncoder)
         self._bucketed = isinstance(forward, Graphed)
         super().use(forward, dtype)
+
+    def laid_out(
+        self,
+        module: torch.nn.Module,
+        dtype: torch.dtype,
+        compiled: Callable[[torch.nn.Module], Any] = lambda module: module,
+    ) -> Any:
+        """See the base class: on a GPU in half precision, of texts laid end to end."""
+        config, device = self._config, self.device.torch
+        if (
+            isinstance(module, Encoder)
+            and dtype in (torch.float16, torch.bfloat16)
+            and not module.head.leaves_out_prompt
+            and understood(module.transformer)
+        ):
+            heads = config.num_attention_heads
+            dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            if has_unpadded_attention(device, dtype, dim):
+                other = UnpaddedTransformer(module.transformer)
+                if computes_the_same(other, module.transformer, self.max_tokens, device):
+                    return UnpaddedEncoder(compiled(other), module.head)
+        return compiled(module)
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """Token ids; a row costs its tokens."""
@@ -313,8 +322,7 @@ class TextEncoder(TorchModel):
         ids = tokens.ids[tokens.starts[rows][row] + place]
         if self._unpadded:
             bounds = np.append(starts, len(ids)).astype(np.int32)
-            flat = (torch.from_numpy(a) for a in (ids[None], place[None], bounds))
-            return (*flat, torch.tensor(longest))
+            return torch.from_numpy(ids[None]), torch.from_numpy(bounds), torch.tensor(longest)
         if self._bucketed:
             longest = min(bucketed_length(longest), max(longest, self.max_tokens))
         padded = np.full((len(rows), longest), self._tokenizer.padding, np.int64)  # [B, T]

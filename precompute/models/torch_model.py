@@ -78,6 +78,22 @@ class TorchModel(ABC):
         if self.device.is_cuda:
             self._place_reference(forward)
 
+    def laid_out(
+        self,
+        module: torch.nn.Module,
+        dtype: torch.dtype,
+        compiled: Callable[[torch.nn.Module], Any] = lambda module: module,
+    ) -> Any:
+        """A copy of the reference as this model calls it on its device: where that takes another
+        layout of its inputs than the reference, around the module.
+
+        Args:
+            module: computes as the reference does.
+            dtype: what its large products are computed in.
+            compiled: compiles what can be, the module or the larger part of it.
+        """
+        return compiled(module)
+
     def _place_reference(self, forward: Callable[..., torch.Tensor | Tensors]) -> None:
         """Keep one copy of the weights on the GPU: the reference's go to the host while something
         else computes that shares none of them, and come back when it computes itself."""

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +23,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from precompute.model import digest, resolve_path
+from precompute.model import Prepared, digest, resolve_path
+from precompute.models.device import Device
+from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 1
 UNKNOWN = 0
 
-Tokens = list[tuple[torch.Tensor, torch.Tensor]]
-"""Per field: (token numbers of all rows in a row, first token of each row [rows]), as EmbeddingBag
-takes them."""
+Tokens = tuple[torch.Tensor, ...]
+"""Of each field with one token a row, their numbers [rows]; of one with several, those of all rows
+[1, tokens] and the place of each row's first [rows]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,14 @@ class Field:
     column: str
     vocabulary: tuple[str, ...]
     multiple: bool = False
+
+
+class Column(NamedTuple):
+    """Token numbers of a field, int64: all rows' in a row; and, where a row has several, how many
+    each has."""
+
+    ids: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64] | None
 
 
 class Tower(torch.nn.Module):
@@ -67,30 +77,45 @@ class Tower(torch.nn.Module):
 
     def tokens(self, batch: pa.RecordBatch | pa.Table) -> Tokens:
         """What :meth:`forward` takes of a batch."""
-        return [_tokens(f, batch) for f in self.fields]
+        return chosen(self.columns(batch))
 
-    def forward(self, tokens: Tokens) -> torch.Tensor:
-        """[rows, dim] float32."""
-        parts = [bag(ids, offsets) for bag, (ids, offsets) in zip(self.bags, tokens, strict=True)]
+    def columns(self, batch: pa.RecordBatch | pa.Table) -> list[Column]:
+        """Its fields' tokens."""
+        return [_column(f, batch) for f in self.fields]
+
+    def forward(self, *tokens: torch.Tensor) -> torch.Tensor:
+        """[rows, dim]."""
+        left, parts = iter(tokens), []
+        for bag, field in zip(self.bags, self.fields, strict=True):
+            ids = next(left)
+            if field.multiple:
+                parts.append(bag(ids[0], next(left)))
+            else:
+                parts.append(bag(ids, torch.arange(len(ids), device=ids.device)))
         total = torch.stack(parts).sum(0)
         vector: torch.Tensor = total + self.out(torch.relu(self.hidden(total)))
         return vector
 
 
-class TwoTower:
+class TwoTower(TorchModel):
     """One tower of a trained pair, as a model.
 
     Args:
         path: safetensors file that :func:`train_two_tower` wrote.
         tower: ``user`` or ``item``.
         output: name of the feature.
+        device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
 
     Raises:
         ConfigError: no such file or tower.
         ModelError: the file is damaged or of another architecture.
     """
 
-    def __init__(self, path: str, tower: str, output: str = "embedding") -> None:
+    concurrent = True
+
+    def __init__(
+        self, path: str, tower: str, output: str = "embedding", device: str | None = None
+    ) -> None:
         self._path = resolve_path(path)
         self._name, self._output = tower, output
         try:
@@ -107,13 +132,13 @@ class TwoTower:
                 ]
                 if not fields:
                     raise ValueError("a tower without fields")
-                self._tower = Tower(fields, meta["dim"])
+                module = Tower(fields, meta["dim"])
                 state = {
                     k.removeprefix(f"{tower}."): file.get_tensor(k)
                     for k in file.keys()  # noqa: SIM118
                     if k.startswith(f"{tower}.")
                 }
-            self._tower.load_state_dict(state)
+            module.load_state_dict(state)
         except (
             OSError,
             KeyError,
@@ -124,7 +149,8 @@ class TwoTower:
             SafetensorError,
         ) as exc:
             raise ModelError(f"two_tower: {self._path} does not load: {exc}") from exc
-        self._tower.eval()
+        super().__init__(module, Device(device))
+        self._tower, self._flops = module, 4.0 * float(meta["dim"]) ** 2
 
     def fingerprint(self) -> str:
         return digest(code=CODE_VERSION, file=self._path, tower=self._name)
@@ -132,10 +158,19 @@ class TwoTower:
     def reads(self) -> list[str]:
         return [field.column for field in self._tower.fields]
 
-    @torch.inference_mode()
-    def compute(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
+    def prepare(self, batch: pa.RecordBatch) -> Prepared:
+        return Prepared(np.ones(batch.num_rows, np.int64), self._tower.columns(batch))
+
+    def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
+        return chosen(prepared.payload, rows)
+
+    def features(self, outputs: Sequence[npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """``output`` → float32 [rows, dim], not normalised: its length carries popularity."""
-        return {self._output: self._tower(self._tower.tokens(batch)).numpy()}
+        return {self._output: outputs[0]}
+
+    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
+        """Of its two layers; sums are as good as nothing."""
+        return self._flops * len(rows)
 
 
 def train_two_tower(
@@ -211,8 +246,8 @@ def _loss(
     towers: Mapping[str, Tower], tokens: Mapping[str, Tokens], pairs: torch.Tensor, dropout: float
 ) -> torch.Tensor:
     user_rows, item_rows = pairs.T
-    u = torch.nn.functional.dropout(towers["user"](tokens["user"])[user_rows], dropout)
-    return torch.nn.functional.cross_entropy(u @ towers["item"](tokens["item"]).T, item_rows)
+    u = torch.nn.functional.dropout(towers["user"](*tokens["user"])[user_rows], dropout)
+    return torch.nn.functional.cross_entropy(u @ towers["item"](*tokens["item"]).T, item_rows)
 
 
 def _save(path: Path, dim: int, towers: Mapping[str, Tower]) -> None:
@@ -251,14 +286,32 @@ def _text(
     return lists.flatten(), np.asarray(pc.list_value_length(lists)).astype(np.int64)
 
 
-def _tokens(f: Field, batch: pa.RecordBatch | pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
+def _column(f: Field, batch: pa.RecordBatch | pa.Table) -> Column:
     text, counts = _text(batch, f.column, f.multiple)
     places = pc.index_in(text, pa.array(f.vocabulary, pa.string()))
     ids = np.asarray(pc.fill_null(pc.add(places, 1), UNKNOWN)).astype(np.int64)
-    return torch.from_numpy(ids), torch.from_numpy(np.cumsum(counts) - counts)
+    return Column(ids, counts if f.multiple else None)
+
+
+def chosen(columns: Sequence[Column], rows: npt.NDArray[np.int64] | None = None) -> Tokens:
+    """What a tower takes of these rows, by default of all."""
+    tensors = []
+    for ids, counts in columns:
+        if counts is None:
+            tensors.append(torch.from_numpy(ids if rows is None else ids[rows]))
+            continue
+        # of one row there is nothing to choose: a third of its time
+        if rows is not None and len(counts) > 1:
+            first = (np.cumsum(counts) - counts)[rows]
+            counts = counts[rows]
+            ends = np.cumsum(counts)
+            ids = ids[np.arange(counts.sum()) + np.repeat(first - (ends - counts), counts)]
+        starts = np.cumsum(counts) - counts
+        tensors += [torch.from_numpy(ids[None]), torch.from_numpy(starts)]
+    return tuple(tensors)
 
 
 def _without_ids(tokens: Tokens, share: float, generator: torch.Generator) -> Tokens:
-    ids, offsets = tokens[0]
-    retained = torch.rand(len(ids), generator=generator) >= share
-    return [(torch.where(retained, ids, UNKNOWN), offsets), *tokens[1:]]
+    ids, *others = tokens
+    retained = torch.rand(ids.shape, generator=generator) >= share
+    return (torch.where(retained, ids, UNKNOWN), *others)

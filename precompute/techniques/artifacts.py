@@ -103,7 +103,7 @@ class Folder:
             model: the model.
             batches: its examples.
             runtime: version of what computes it, beside torch's own.
-            write: writes it to a path, where it is not there yet.
+            write: writes it to a path, where it is not there yet; a file, or a folder of files.
         """
         path = self._path / f"{name}-{_facts(model, batches, runtime)[:16]}{suffix}"
         if not path.exists():
@@ -111,10 +111,16 @@ class Folder:
             with tempfile.TemporaryDirectory(dir=self._path) as temporary:
                 made = Path(temporary) / path.name
                 write(made)
-                with made.open("rb+") as file:
-                    # a name without its bytes would be taken for the whole file, run after run
-                    os.fsync(file.fileno())
-                os.replace(made, path)
+                for part in made.iterdir() if made.is_dir() else (made,):
+                    with part.open("rb+") as file:
+                        # a name without its bytes would be taken for the whole file, run after run
+                        os.fsync(file.fileno())
+                try:
+                    os.replace(made, path)
+                except OSError:
+                    # a folder takes no other's place: another process may have been quicker
+                    if not path.is_dir():
+                        raise
         return path
 
 

@@ -31,7 +31,7 @@ from precompute.techniques.technique import Technique, elements, technique
 
 NOT_TORCH = (
     "this model computes in its own way; only torch models (text_encoder, text_classifier,"
-    " image_encoder, top_k, torch_module) have other precisions"
+    " image_encoder, two_tower, top_k, torch_module) have other precisions"
 )
 
 
@@ -149,12 +149,19 @@ def _convert(
         raise ConfigError(missing)
     batches = [model.device.put(example) for example in examples()]
     forward = wanted.converted(model, batches, folder)
-    with torch.inference_mode():
-        # the first calls compile; and a module that reads its layers' weights fails here, not in
-        # the run
-        for batch in (max(batches, key=elements), min(batches, key=elements)):
-            forward(*batch)
     model.use(forward, wanted.dtype)
+    try:
+        if model.device.is_cuda:
+            # as the model lays them out for what computes them now
+            batches = [model.device.put(example) for example in examples()]
+        with torch.inference_mode():
+            # the first calls compile; and a module that reads its layers' weights fails here, not
+            # in the run
+            for batch in (max(batches, key=elements), min(batches, key=elements)):
+                model.forward(*batch)
+    except BaseException:
+        model.use(model.module)
+        raise
     model.device.pack = wanted.pack
 
 

@@ -8,6 +8,7 @@ of compiling. It pays where memory and Python are the limit, not products.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
 from precompute.techniques.artifacts import exported, guarded, retained
 from precompute.techniques.machine import computes_in, missing_compiler, on_a_gpu_only
-from precompute.techniques.technique import Batches, Forward, Technique, module_of
+from precompute.techniques.technique import Batches, Forward, Technique, elements, module_of
 
 
 class Compiled(Technique):
@@ -42,7 +43,11 @@ class Compiled(Technique):
         return 1.4 if self.dtype == torch.float32 else 4.0
 
     def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
-        return compiled(module_of(model, self.dtype, batches), **self.options)
+        module = module_of(model, self.dtype, batches)
+        forward: Forward = model.laid_out(
+            module, self.dtype, functools.partial(compiled, **self.options)
+        )
+        return forward
 
 
 class Tuned(Compiled):
@@ -74,7 +79,13 @@ class Recorded(Compiled):
         reason = check_rows(model.module, batches)
         if reason:
             raise ConfigError(reason)
-        return Graphed(super().converted(model, batches, folder), model.device.torch)
+        # an entry for each row, which texts laid end to end have not
+        forward = compiled(module_of(model, self.dtype, batches), **self.options)
+        graphed = Graphed(forward, model.device.torch)
+        with torch.inference_mode():
+            # what cannot be recorded is refused here, and not among the rows of a run
+            graphed.check(max(batches, key=elements))
+        return graphed
 
 
 class Packaged(Technique):

@@ -1,11 +1,11 @@
 """ONNX Runtime: the module as an ONNX graph, in float32. The extra ``onnx`` installs it, and for a
-GPU ``onnxruntime-gpu`` in its place: inputs and outputs stay on the GPU, and TensorRT is used
-before CUDA where its libraries load."""
+GPU ``onnxruntime-gpu`` in its place: inputs and outputs stay on the GPU, and the host waits for
+none of them."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
-from precompute.techniques.artifacts import exported, guarded, retained
+from precompute.techniques.artifacts import Folder, exported, guarded, retained
 from precompute.techniques.technique import (
     Batches,
     Forward,
@@ -49,15 +49,28 @@ class Exported(Technique):
         return 0.0 if missing_packages(device) else 1.2
 
     def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
+        with retained(folder) as place:
+            return self._loaded(self.graph(place, model, batches), model, batches)
+
+    @staticmethod
+    def graph(place: Folder, model: TorchModel, batches: Batches) -> Path:
+        """The float32 graph's file."""
+
         def made(path: Path) -> None:
             write(module_of(model, torch.float32, batches), batches, path)
 
+        return place.file("fp32-onnx", ".onnx", model, batches, version(), made)
+
+    def _loaded(
+        self,
+        path: Path,
+        model: TorchModel,
+        batches: Batches,
+        tensorrt: Mapping[str, str] | None = None,
+    ) -> Forward:
         with torch.inference_mode():
             single = isinstance(model.module(*min(batches, key=elements)), torch.Tensor)
-        with retained(folder) as place:
-            path = place.file(self.name, ".onnx", model, batches, version(), made)
-            forward = load(path, single, model.device.torch)
-        return guarded(forward, self.name, batches)
+        return guarded(load(path, single, model.device.torch, tensorrt), self.name, batches)
 
 
 def missing_packages(device: Device) -> str:
@@ -69,7 +82,7 @@ def missing_packages(device: Device) -> str:
     ]
     if packages:
         return f"{', '.join(packages)} not installed: pip install 'precompute-store[onnx]'"
-    if not providers(device.torch):
+    if not available(device.torch):
         return (
             f"onnxruntime computes on a CPU only, this model runs on {device.name}: pip install"
             " onnxruntime-gpu in its place"
@@ -86,16 +99,29 @@ def write(module: torch.nn.Module, examples: Sequence[Tensors], path: Path) -> N
     program.save(path)
 
 
-def load(path: Path, single: bool, device: torch.device) -> Callable[..., torch.Tensor | Tensors]:
+def input_names(path: Path) -> list[str]:
+    """Of a graph's file, in their order."""
+    return [i.name for i in _session(path, providers(torch.device("cpu"), 0)).get_inputs()]
+
+
+def load(
+    path: Path, single: bool, device: torch.device, tensorrt: Mapping[str, str] | None = None
+) -> Callable[..., torch.Tensor | Tensors]:
     """The forward of a file that :func:`write` wrote, with as many threads as torch has.
 
     Args:
         path: the ``.onnx`` file; it is not needed afterwards.
         single: whether the module returns one tensor, not a tuple.
         device: where it computes, and where its inputs and outputs are.
+        tensorrt: options of TensorRT, for what it is to compute; None for CUDA alone.
+
+    Raises:
+        ConfigError: it would compute by something else.
     """
-    session = _session(path, device)
-    bound = Bound(session, device)
+    # its default stream would be another one's: 0 is taken for none
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    wanted = providers(device, 0 if stream is None else stream.cuda_stream, tensorrt)
+    bound = Bound(_session(path, wanted), device, stream)
 
     def forward(*inputs: torch.Tensor) -> torch.Tensor | Tensors:
         outputs = bound(inputs)
@@ -110,12 +136,20 @@ class Bound:
     Args:
         session: of ONNX Runtime.
         device: of the tensors.
+        stream: of a GPU, which the session computes on.
     """
 
-    def __init__(self, session: Any, device: torch.device) -> None:
-        self._session, self._device = session, device
+    def __init__(self, session: Any, device: torch.device, stream: Any = None) -> None:
+        self._session, self._device, self._stream = session, device, stream
         self._inputs = [(i.name, i.shape) for i in session.get_inputs()]
         self._outputs = [(o.name, o.shape, ONNX_TYPES[o.type]) for o in session.get_outputs()]
+        self._options: Any = None
+        if stream is not None:
+            import onnxruntime
+
+            # what comes next waits on the GPU, by its stream
+            self._options = onnxruntime.RunOptions()
+            self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         known = {size for _, shape in self._inputs for size in shape if isinstance(size, str)}
         self.sized = all(
             isinstance(size, int) or size in known
@@ -148,10 +182,16 @@ class Bound:
             sized = [size if isinstance(size, int) else sizes[size] for size in shape]
             outputs.append(torch.empty(sized, dtype=dtype, device=self._device))
             self._bind(binding.bind_output, name, outputs[-1])
-        if self._device.type == "cuda":
-            # it computes on a stream of its own, and is done when it returns
-            torch.cuda.current_stream(self._device).synchronize()
-        self._session.run_with_iobinding(binding)
+        if self._stream is None:
+            self._session.run_with_iobinding(binding)
+        else:
+            computing = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(computing)
+            self._session.run_with_iobinding(binding, self._options)
+            computing.wait_stream(self._stream)
+            for tensor in inputs:
+                # taken by the stream that copied it, which gives it to others
+                tensor.record_stream(self._stream)
         return tuple(outputs)
 
     def _bind(self, bind: Callable[..., None], name: str, tensor: torch.Tensor) -> None:
@@ -166,20 +206,35 @@ class Bound:
         )
 
 
-def providers(device: torch.device) -> list[Any]:
-    """Execution providers for a device, the one to try first before the others; empty when this
-    build of ONNX Runtime has none for it."""
+def available(device: torch.device, provider: str = "CUDAExecutionProvider") -> bool:
+    """Whether this build of ONNX Runtime computes on the device; on a GPU, by this provider."""
     import onnxruntime
 
+    return device.type == "cpu" or provider in onnxruntime.get_available_providers()
+
+
+def providers(
+    device: torch.device, stream: int, tensorrt: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Execution providers for a device, with their options (ONNX Runtime's documentation, "CUDA
+    Execution Provider" and "TensorRT Execution Provider"), the one that is to compute first.
+
+    Args:
+        device: where.
+        stream: of a GPU, its address; not 0.
+        tensorrt: options of TensorRT, which leaves to CUDA what it does not know; None for CUDA
+            alone.
+    """
     if device.type == "cpu":
         return ["CPUExecutionProvider"]
-    there = onnxruntime.get_available_providers()
-    options = {"device_id": str(device.index or 0)}
-    return [
-        (name, options)
-        for name in ("TensorrtExecutionProvider", "CUDAExecutionProvider")
-        if name in there
-    ]
+    options = {"device_id": str(device.index or 0), "user_compute_stream": str(stream)}
+    # by default its float32 is TF32 from Ampere on; TensorRT's always is
+    cuda = ("CUDAExecutionProvider", {**options, "use_tf32": "0" if tensorrt is None else "1"})
+    return (
+        [cuda]
+        if tensorrt is None
+        else [("TensorrtExecutionProvider", {**options, **tensorrt}), cuda]
+    )
 
 
 def version() -> str:
@@ -189,9 +244,9 @@ def version() -> str:
     return str(onnxruntime.__version__)
 
 
-def _session(path: Path, device: torch.device) -> Any:
+def _session(path: Path, wanted: Sequence[Any]) -> Any:
     """Raises:
-    ConfigError: it would compute on the CPU, where the model runs on a GPU.
+    ConfigError: it would compute by another than the first of these providers.
     """
     import onnxruntime
 
@@ -200,13 +255,12 @@ def _session(path: Path, device: torch.device) -> Any:
     options.inter_op_num_threads = 1
     # errors: warnings about what its optimiser left out help nobody here
     options.log_severity_level = 3
-    wanted = providers(device)
     session = onnxruntime.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
+    first = wanted[0] if isinstance(wanted[0], str) else wanted[0][0]
     # it leaves out what does not load, without an error
-    if device.type != "cpu" and session.get_providers()[0] == "CPUExecutionProvider":
-        names = " and ".join(name for name, _ in wanted)
+    if session.get_providers()[0] != first:
         raise ConfigError(
-            f"ONNX Runtime could not load {names}: are CUDA's and cuDNN's libraries of its version"
-            " installed?"
+            f"ONNX Runtime could not load {first}: are CUDA's and cuDNN's libraries of its version"
+            f" installed{', and TensorRT' if 'Tensorrt' in first else ''}?"
         )
     return session

@@ -35,6 +35,8 @@ TABLE: Mapping[str, str] = {
     "fp32-openvino": "openvino:Graph",
     "bf16-openvino": "openvino:Graph",
     "int8-static-openvino": "openvino:Static",
+    "tf32-tensorrt": "tensorrt:Engine",
+    "fp16-tensorrt": "tensorrt:Engine",
     "int8-dynamic-onednn": "onednn:PerRow",
     "int8-dynamic-openvino": "openvino:Grouped",
     "int8-weights-eager": "weight_only:WeightOnly",

@@ -45,7 +45,7 @@ class Technique(ABC):
     convert_s = 1.0
     pack: Pack | None = None
     """Makes of a layer in float32 what it is computed by, for the peak that a model's FLOP/s are a
-    share of; None where that is a product of ``dtype``."""
+    share of; None where that is a product of ``dtype``, as torch computes it by default."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -87,7 +87,7 @@ def technique(name: str) -> Technique:
     """
     if name not in TABLE:
         precision, backend = words(name)
-        # what a view says as `int8` and `onnx` has another name, and is no `int8-onnx`
+        # what a view says as `int8` and `openvino` has another name, and is no `int8-openvino`
         if (
             precision in PRECISIONS
             and backend in BACKENDS

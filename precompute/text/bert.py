@@ -1,5 +1,5 @@
-"""BERT: the encoder that most embedding models are (Devlin et al. 2018), by torch alone, with
-attention over texts laid end to end.
+"""BERT: the encoder that most embedding models are (Devlin et al. 2018), by torch alone, of texts
+that are padded or laid end to end.
 
 Values are those of transformers' own class to the last bit (a test compares them); without it a
 process starts 2.3 CPU seconds sooner (transformers 5.23).
@@ -7,12 +7,13 @@ process starts 2.3 CPU seconds sooner (transformers 5.23).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from precompute.text.unpadded import unpadded_attention
 
 KINDS = ("bert", "camembert", "roberta", "xlm-roberta")
 """``model_type`` of the transformers that are a BERT and nothing more; all but the first count
@@ -99,7 +100,8 @@ class Bert(nn.Module):
         Args:
             input_ids: int64 [B, T].
             attention_mask: int64 [B, T], not 0 where there is a token; all of them by default.
-            position_ids: int64 [B, T]; by default counted.
+            position_ids: int64 [1, T], of texts laid end to end: each token's place in its text;
+                of padded ones they are counted.
             starts: int32 [texts + 1] of texts laid end to end in one row: text ``i`` is tokens
                 ``starts[i]`` to ``starts[i + 1]``.
             longest: tokens of the longest of those texts.
@@ -128,20 +130,24 @@ class _Embeddings(nn.Module):
         self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps, device=device)
         self.padding_idx = None if config.model_type == "bert" else config.pad_token_id
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        if positions is None:
-            positions = self._positions(ids)
+    def forward(self, ids: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        positions = self._positions(ids, places)
         # one text is one segment: its type is the first
         words = self.word_embeddings(ids) + self.token_type_embeddings.weight[0]
         normal: torch.Tensor = self.LayerNorm(words + self.position_embeddings(positions))
         return normal
 
-    def _positions(self, ids: torch.Tensor) -> torch.Tensor:
+    def _positions(self, ids: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
         if self.padding_idx is None:
-            return torch.arange(ids.shape[1], device=ids.device)[None]
+            return torch.arange(ids.shape[1], device=ids.device)[None] if places is None else places
         # as RoBERTa counts: tokens that are no padding
         counted = ids.ne(self.padding_idx).int()
-        return (torch.cumsum(counted, dim=1) * counted).long() + self.padding_idx
+        count = torch.cumsum(counted, dim=1)
+        if places is not None:
+            # but not those of the texts before
+            first = torch.arange(ids.shape[1], device=ids.device) - places
+            count = count - (count - counted).gather(1, first)
+        return (count * counted).long() + self.padding_idx
 
 
 class _Layers(nn.Module):
@@ -239,72 +245,3 @@ def load_bert(config: BertConfig, weights: Mapping[str, torch.Tensor]) -> tuple[
             {name: named[name].to(torch.float32, copy=True) for name in own}, assign=True
         )
     return bert.eval(), missing
-
-
-CAPABILITY = (8, 0)
-"""Of the GPUs that FlashAttention 2 has kernels for: Ampere's and later ones."""
-MOST_DIM = 256
-"""Of a head, in its kernels; and a multiple of 8."""
-
-
-def has_unpadded_attention(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether this GPU and this torch compute attention without padding, for heads of ``dim``
-    numbers; by trying it, too."""
-    if (
-        device.type != "cuda"
-        or dtype not in (torch.float16, torch.bfloat16)
-        or dim > MOST_DIM
-        or dim % 8
-    ):
-        return False
-    if torch.cuda.get_device_capability(device) < CAPABILITY:
-        return False
-    starts = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
-    query, key, value = (
-        torch.linspace(-1, 1, 3 * 5 * 2 * dim, device=device).to(dtype).reshape(3, 1, 2, 5, dim)
-    )
-    try:
-        found = unpadded_attention(query, key, value, starts, 3)
-    except (ImportError, AttributeError, TypeError, RuntimeError):
-        # a build without it, or another signature: texts are padded
-        return False
-    return torch.allclose(
-        found.float(), _text_by_text(query, key, value, starts).float(), atol=0.02
-    )
-
-
-def unpadded_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int
-) -> torch.Tensor:
-    """Softmax attention within each text (Vaswani et al. 2017; laid out as FlashAttention's
-    ``varlen``, Dao 2023).
-
-    Args:
-        query: [1, heads, tokens, dim]; ``key`` and ``value`` likewise.
-        starts: int32 [texts + 1]: text ``i`` is tokens ``starts[i]`` to ``starts[i + 1]``.
-        longest: tokens of the longest text.
-
-    Returns:
-        [1, tokens, heads, dim].
-    """
-    if not query.is_cuda:
-        return _text_by_text(query, key, value, starts)
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [tokens, heads, dim]
-    out = varlen_attn(q, k, v, starts, starts, longest, longest)
-    assert isinstance(out, torch.Tensor)
-    return out.unsqueeze(0)
-
-
-def _text_by_text(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor
-) -> torch.Tensor:
-    """[1, heads, tokens, dim] each → [1, tokens, heads, dim]."""
-    texts = [
-        nn.functional.scaled_dot_product_attention(
-            query[:, :, a:b], key[:, :, a:b], value[:, :, a:b]
-        )
-        for a, b in itertools.pairwise(starts.tolist())
-    ]
-    return torch.cat(texts, dim=2).transpose(1, 2)

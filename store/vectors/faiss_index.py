@@ -53,6 +53,8 @@ BITS = npt.NDArray[np.uint8]
 LARGEST_FLOAT16 = 65504.0
 
 _TRAINED_ROWS = 16_384
+_MOST_ON_GPU = 2048
+"""Neighbours that FAISS finds on a GPU (its wiki, "Faiss on the GPU")."""
 _SIGN_AND_MAGNITUDE, _BIASES_APART = (
     np.array(0x8FFFE000, np.uint32).view(np.int32),
     np.float32(2.0**112),
@@ -213,8 +215,8 @@ def trained_codes(
 def nearest_of_some(
     vectors: npt.NDArray[Any], rows: ROWS | None, queries: FLOAT, k: int, *, l2: bool
 ) -> ROWS:
-    """The ``k`` nearest of every query among some rows, by comparing with all of these, in as many
-    threads as FAISS takes; no more than a batch is in memory.
+    """The ``k`` nearest of every query among some rows, by comparing with all of these, on a GPU
+    where there is one, or in as many threads as FAISS takes; no more than a batch is in memory.
 
     Args:
         vectors: float32 [n, dim], perhaps mapped.
@@ -228,12 +230,13 @@ def nearest_of_some(
     """
     metric = faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT
     total = len(vectors) if rows is None else len(rows)
+    knn = _Knn(k)
     scores, found = np.zeros((len(queries), 0), np.float32), np.zeros((len(queries), 0), np.int64)
     for start in range(0, total, 65536):
         stop = min(start + 65536, total)
         part = np.arange(start, stop) if rows is None else rows[start:stop]
-        of_part, places = faiss.knn(
-            queries, np.ascontiguousarray(vectors[part]), min(k, len(part)), metric=metric
+        of_part, places = knn(
+            queries, np.ascontiguousarray(vectors[part]), min(k, len(part)), metric
         )
         scores, found = np.hstack([scores, of_part]), np.hstack([found, part[places]])
         order = np.argsort(scores if l2 else -scores, axis=1, kind="stable")[:, :k]
@@ -244,6 +247,37 @@ def nearest_of_some(
 def gpus() -> int:
     """GPUs that FAISS can compute on: none with faiss-cpu."""
     return int(faiss.get_num_gpus())
+
+
+class _Knn:
+    """Comparing with every vector, on a GPU where there is one that can; once that fails, on the
+    CPU. What else an index is built by stays there: a GPU has no codes of that kind.
+
+    Args:
+        k: how many are wanted at most.
+    """
+
+    def __init__(self, k: int) -> None:
+        self._resources: Any = None
+        if gpus() and k <= _MOST_ON_GPU:
+            with self._or_on_the_cpu():
+                self._resources = faiss.StandardGpuResources()
+
+    def __call__(self, queries: FLOAT, vectors: FLOAT, k: int, metric: int) -> tuple[FLOAT, ROWS]:
+        if self._resources is not None:
+            with self._or_on_the_cpu():
+                scores, rows = faiss.knn_gpu(self._resources, queries, vectors, k, metric=metric)
+                return scores, rows
+        scores, rows = faiss.knn(queries, vectors, k, metric=metric)
+        return scores, rows
+
+    @contextlib.contextmanager
+    def _or_on_the_cpu(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as exc:
+            log.warning("a vector index is built on the CPU: %s", exc)
+            self._resources = None
 
 
 class _OnGpu:
@@ -257,7 +291,7 @@ class _OnGpu:
 
     def search(self, queries: FLOAT, k: int) -> tuple[FLOAT, ROWS]:
         with self._lock:
-            if self._index is not None:
+            if self._index is not None and k <= _MOST_ON_GPU:
                 try:
                     scores, rows = self._index.search(queries, k)
                     return scores, rows

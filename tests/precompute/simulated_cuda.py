@@ -46,6 +46,8 @@ class Machine:
 
     def __init__(self) -> None:
         self.clocks: dict[str, Clock] = {HOST: {HOST: 0}}
+        self.streams: dict[int, Stream] = {}
+        """By address; torch's own, the first, has 0."""
         self.races: list[str] = []
         self.waits: list[str] = []
         """Of the host, for the device, without having been asked to."""
@@ -55,11 +57,19 @@ class Machine:
         """Pinned memory: the number of one that is gone may be another's."""
         self.current = self.stream("computing")
         self.recording: Graph | None = None
+        self.under_way = 0
+        """Events that were recorded, and that the host has not waited for."""
+        self.behind: list[int] = []
+        """For each event that the host waited for, how many others were under way."""
+        self.open_pools: list[Any] = []
+        """Of graphs: memory in these is given out to what is recorded."""
 
     def stream(self, name: str) -> Stream:
         found = f"{name} {len(self.clocks)}" if name in self.clocks else name
         self.clocks[found] = {}
-        return Stream(self, found)
+        made = Stream(self, found, GPU, len(self.streams))
+        self.streams[made.cuda_stream] = made
+        return made
 
     def join(self, one: str, other: Clock) -> None:
         mine = self.clocks[one]
@@ -111,6 +121,8 @@ class Machine:
 class Stream:
     machine: Machine
     name: str
+    device: torch.device
+    cuda_stream: int
 
     def wait_stream(self, other: Stream) -> None:
         self.machine.join(self.name, self.machine.clocks[other.name])
@@ -126,9 +138,12 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         self.clock = dict(self.machine.clocks[(stream or self.machine.current).name])
+        self.machine.under_way += 1
 
     def synchronize(self) -> None:
         assert self.clock is not None, "an event that was not recorded"
+        self.machine.under_way -= 1
+        self.machine.behind.append(self.machine.under_way)
         self.machine.join(HOST, self.clock)
 
 
@@ -198,6 +213,10 @@ def launch(machine: Machine, name: str, func: Any, args: Any, kwargs: Any) -> An
         assert isinstance(t, OnGpu) or not t.dim() or name == "copy_", (
             f"{name} of the GPU's and the host's tensors"
         )
+    if not args and "tensor" in kwargs:
+        # as torch.nn.init passes it on
+        kwargs = dict(kwargs)
+        args = (kwargs.pop("tensor"),)
     plain = tree_map(_plain, (args, kwargs))
     run = varlen if "_varlen_attn" in name else func
     out = run(*plain[0], **plain[1])
@@ -220,7 +239,11 @@ def launch(machine: Machine, name: str, func: Any, args: Any, kwargs: Any) -> An
     if made or mutated or waits:
         machine.touch(who, reads, [*made.values(), *mutated], name)
         if machine.recording is not None:
-            assert not waits, f"{name} waits while a graph is recorded"
+            if waits:
+                machine.recording.broken = True
+                raise RuntimeError(
+                    f"CUDA error: operation not permitted when stream is capturing ({name})"
+                )
             writes = [*made.values(), *mutated]
             machine.recording.calls.append(
                 lambda: again(machine, name, run, plain, out, reads, writes)
@@ -269,18 +292,24 @@ def varlen(
     k: torch.Tensor,
     v: torch.Tensor,
     starts: torch.Tensor,
+    _: torch.Tensor,
+    longest: int,
     *rest: Any,
-    **options: Any,
 ) -> Any:
-    """What FlashAttention computes: [tokens, heads, dim]."""
+    """What FlashAttention computes: [tokens, heads, dim]; of what comes after the lengths,
+    ``is_causal``, ``scale`` and ``window_size`` count."""
+    causal, scale, (before, after) = rest[1], rest[2], rest[3]
+    assert causal == ((before, after) == (-1, 0))
     bounds = starts.tolist()
     texts = []
     for a, b in itertools.pairwise(bounds):
+        assert b - a <= longest
         one, two, three = (t[a:b].transpose(0, 1).float() for t in (q, k, v))
-        scale = rest[4] if len(rest) > 4 else options.get("scale")
+        behind = torch.arange(b - a)[:, None] - torch.arange(b - a)
+        mask = (behind <= (b if before < 0 else before)) & (-behind <= (b if after < 0 else after))
         texts.append(
             torch.nn.functional.scaled_dot_product_attention(
-                one, two, three, scale=scale
+                one, two, three, attn_mask=mask, scale=scale, enable_gqa=len(one) != len(two)
             ).transpose(0, 1)
         )
     return torch.cat(texts).to(q.dtype), torch.empty(0), torch.empty(0)
@@ -292,6 +321,8 @@ class Graph:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.calls: list[Callable[[], None]] = []
+        self.broken = False
+        """What was recorded is not valid, as after a wait; then ending it raises as well."""
 
     def replay(self) -> None:
         self.machine.replays += 1
@@ -393,16 +424,32 @@ def simulated_cuda(
         for clock in list(machine.clocks.values()):
             machine.join(HOST, clock)
 
+    def set_stream(stream: Stream) -> None:
+        machine.current = stream
+
+    def end_pool(_: int, pool: Any) -> None:
+        if pool not in machine.open_pools:
+            raise RuntimeError("not currently recording to mempool_id")
+        machine.open_pools.remove(pool)
+
     @contextlib.contextmanager
-    def record(graph: Graph, stream: Stream, **_: Any) -> Iterator[None]:
+    def record(graph: Graph, pool: Any, stream: Stream, **_: Any) -> Iterator[None]:
         # torch waits for the device before it records, and what is recorded is not computed
         synchronize()
-        with on(stream):
-            machine.recording = graph
-            try:
-                yield
-            finally:
-                machine.recording = None
+        before, machine.current = machine.current, stream
+        machine.recording = graph
+        machine.open_pools.append(pool)
+        try:
+            yield
+        finally:
+            machine.recording = None
+            if graph.broken:
+                # torch 2.13 then leaves its stream current and the pool open
+                raise RuntimeError(
+                    "CUDA error: operation failed due to a previous error during capture"
+                )
+            machine.open_pools.remove(pool)
+            machine.current = before
         synchronize()
 
     stand_in = {
@@ -413,6 +460,7 @@ def simulated_cuda(
         "current_stream": lambda *_: machine.current,
         "stream": on,
         "graph": record,
+        "set_stream": set_stream,
         "synchronize": synchronize,
         "device_count": lambda: 1,
         "get_device_capability": lambda *_: capability,
@@ -426,6 +474,7 @@ def simulated_cuda(
     }
     for name, value in stand_in.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_pool)
     # a module's parameters become others when it moves
     monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda *_: False)
     with _Mode(machine):

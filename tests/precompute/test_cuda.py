@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,22 +15,26 @@ import pyarrow as pa
 import pytest
 import torch
 
-from benchmarks.engine_gpu import write_encoder
+from benchmarks.gpu_parts import write_encoder
 from precompute.engine.forward import Forward
 from precompute.engine.prepare import Preparation
 from precompute.engine.runner import Runner
 from precompute.engine.window import Window
 from precompute.model import Prepared
+from precompute.models import device as device_file
 from precompute.models.device import Device
 from precompute.models.graphs import Graphed, bucketed_rows, check_rows
 from precompute.models.text_encoder import Encoder, TextEncoder, UnpaddedEncoder
 from precompute.models.top_k import TopK
 from precompute.models.torch_model import Tensors, TorchModel
+from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.conversion import candidates, convert, use_variant
 from precompute.techniques.eager import Fp8Linear, in_fp8, in_tf32
 from precompute.techniques.technique import technique
+from tests.precompute import simulated_cuda as simulated_cuda_file
 from tests.precompute.simulated_cuda import Event, OnGpu, Stream, simulated_cuda
+from tests.precompute.test_attention import FAMILIES, of_transformers
 
 VIEW = FeatureView("rows", ("id",), (Feature("y", "float32", dim=4),), 60.0, 60.0)
 
@@ -82,6 +89,16 @@ def test_batches_are_copied_computed_and_fetched_in_order(
         found = computed(Rows(mlp(), Device()), VIEW, batch(100))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert (machine.races, machine.waits) == ([], [])
+
+
+def test_while_one_batch_is_waited_for_two_others_are_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One computing and one being copied: what an event is recorded for was copied in, launched,
+    and its copy out begun."""
+    with simulated_cuda(monkeypatch) as machine:
+        computed(Rows(mlp(), Device()), VIEW, batch(160))
+    assert machine.behind == [2] * 8 + [1, 0]
 
 
 def no_wait_of(which: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -152,7 +169,7 @@ def test_graphs_are_recorded_for_shapes_that_repeat_and_counted(
         found = [fetch.arrays()[0] for fetch in fetches]
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b.detach().numpy(), rtol=1e-5, atol=1e-6)
-    assert graphed.counts == {"recorded": 1, "replayed": 3, "launched": 3}
+    assert graphed.counts == {"recorded": 1, "replayed": 3, "launched": 3, "failed": 0}
     assert (machine.replays, machine.races, machine.waits) == (4, [], [])
 
 
@@ -174,6 +191,133 @@ def test_a_graphs_inputs_are_not_written_while_it_is_replayed(
     assert any(
         "writes aten.new_zeros.default while" in race or "writes" in race for race in machine.races
     )
+
+
+class Waiting(torch.nn.Module):
+    """Decides on the host by what its inputs hold where there are 16 rows and more: that cannot be
+    recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layers(x)
+        return made * 2 if len(x) >= 16 and bool((x[:, 0] > 1e6).any()) else made
+
+
+def test_what_cannot_be_recorded_is_launched_counted_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = [16, 4, 20, 16, 4, 16, 20, 4, 16, 20, 20, 4]
+    given = [
+        torch.randn(rows, 8, generator=torch.Generator().manual_seed(n))
+        for n, rows in enumerate(sizes)
+    ]
+    expected = [mlp()(x) for x in given]
+    with simulated_cuda(monkeypatch) as machine, torch.inference_mode():
+        model = Rows(Waiting(), Device())
+        model.use(graphed := Graphed(model.module, model.device.torch))
+        found = []
+        for x in given:
+            found.append(model.land(model.launch(model.device.pin([x])))["y"])
+            # where the next batch is launched, and its memory taken
+            assert (machine.current.name, machine.open_pools) == ("computing", [])
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b.detach().numpy(), rtol=1e-5, atol=1e-6)
+    assert graphed.counts == {"recorded": 1, "replayed": 1, "launched": 10, "failed": 2}
+    assert machine.races == []
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("a batch of 16 rows cannot be recorded as a graph")
+
+
+def test_no_row_is_rejected_for_a_graph_that_cannot_be_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = computed(Rows(mlp(), Device("cpu")), VIEW, batch(200))
+    with simulated_cuda(monkeypatch):
+        model = Rows(Waiting(), Device())
+        model.use(graphed := Graphed(model.module, model.device.torch))
+        # fails where a row was rejected
+        found = computed(model, VIEW, batch(200))
+        assert Runner(model, VIEW).state_figures()["graphs"]["failed"] == 1
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert graphed.counts == {"recorded": 0, "replayed": 0, "launched": 13, "failed": 1}
+
+
+def test_a_gpu_lost_while_a_graph_is_recorded_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated_cuda(monkeypatch) as machine, torch.inference_mode():
+        model = Rows(mlp(), Device())
+
+        def lost(x: torch.Tensor) -> torch.Tensor:
+            if machine.recording is not None:
+                machine.recording.broken = True
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            out: torch.Tensor = model.module(x)
+            return out
+
+        graphed = Graphed(lost, model.device.torch)
+        (x,) = model.device.put(model.device.pin([torch.ones(4, 8)]))
+        graphed(x), graphed(x)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            graphed(x)
+
+
+def test_a_row_that_raises_while_recorded_leaves_its_shape_to_be_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with simulated_cuda(monkeypatch), torch.inference_mode():
+        model = Rows(mlp(), Device())
+        bad = False
+
+        def raising(x: torch.Tensor) -> torch.Tensor:
+            if bad:
+                raise ValueError("a bad row")
+            out: torch.Tensor = model.module(x)
+            return out
+
+        graphed = Graphed(raising, model.device.torch)
+        (x,) = model.device.put(model.device.pin([torch.ones(4, 8)]))
+        graphed(x), graphed(x)
+        bad = True
+        with pytest.raises(ValueError, match="a bad row"):
+            graphed(x)
+        bad = False
+        graphed(x), graphed(x)
+    assert graphed.counts == {"recorded": 1, "replayed": 1, "launched": 2, "failed": 0}
+
+
+class Counting(torch.nn.Module):
+    """Adds a number that the host has counted: what is played back adds the first."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.calls
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Waiting, "when stream is capturing|previous error during capture"),
+        (Counting, "what its graph plays back is not what it computes"),
+    ],
+)
+def test_a_conversion_refuses_what_cannot_be_recorded(
+    module: type[torch.nn.Module], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("precompute.techniques.inductor.compiled", lambda module: module)
+    monkeypatch.setattr("precompute.techniques.inductor.missing_compiler", lambda _: "")
+    examples = [(torch.ones(3, 8),), (torch.ones(20, 8),)]
+    with simulated_cuda(monkeypatch) as machine:
+        model = Rows(module(), Device())
+        with pytest.raises(ConfigError, match=reason):
+            convert(model, technique("fp32-graphs"), lambda: examples)
+        assert model.variant == "fp32-eager"
+        assert (machine.current.name, machine.open_pools) == ("computing", [])
+        convert(model_of := Rows(mlp(), Device()), technique("fp32-graphs"), lambda: examples)
+        assert isinstance(model_of.forward, Graphed)
 
 
 def test_a_module_that_takes_no_entry_a_row_has_no_graphs() -> None:
@@ -240,7 +384,18 @@ def converted(model: TextEncoder, name: str) -> TextEncoder:
     return model
 
 
-@pytest.mark.parametrize("name", ["bf16-eager", "fp16-eager"])
+class Opaque(torch.nn.Module):
+    """What is compiled: no Encoder to anybody."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *given: Any) -> Any:
+        return self.module(*given)
+
+
+@pytest.mark.parametrize("name", ["bf16-eager", "fp16-eager", "bf16-compile"])
 @pytest.mark.parametrize(("capability", "unpadded"), [((9, 0), True), ((7, 5), False)])
 def test_texts_are_laid_end_to_end_where_a_gpu_can_and_padded_elsewhere(
     folder: str,
@@ -250,6 +405,8 @@ def test_texts_are_laid_end_to_end_where_a_gpu_can_and_padded_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = computed(TextEncoder(folder, device="cpu", **SMALL), DOCS, TEXTS)
+    monkeypatch.setattr("precompute.techniques.inductor.compiled", Opaque)
+    monkeypatch.setattr("precompute.techniques.inductor.missing_compiler", lambda _: "")
     with simulated_cuda(monkeypatch, capability) as machine:
         model = converted(TextEncoder(folder, **SMALL), name)
         machine.waits.clear()
@@ -257,6 +414,44 @@ def test_texts_are_laid_end_to_end_where_a_gpu_can_and_padded_elsewhere(
         assert isinstance(model.forward, UnpaddedEncoder) is unpadded
     assert (found * expected).sum(1).min() > 0.999
     assert (machine.races, machine.waits) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["modernbert", "qwen3"])
+def test_other_families_are_laid_end_to_end_without_waiting(
+    name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, settings = FAMILIES[name]
+    transformer = of_transformers(kind, settings | {"vocab_size": 30522})
+    transformer.save_pretrained(tmp_path)
+    shutil.copy(Path(folder) / "tokenizer.json", tmp_path)
+    # a decoder's folder says how it is pooled
+    (tmp_path / "modules.json").write_text(MODULES)
+    (tmp_path / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    view = FeatureView("docs", ("id",), (Feature("embedding", "float32", dim=32),), 60.0, 60.0)
+    expected = computed(TextEncoder(str(tmp_path), device="cpu", **SMALL), view, TEXTS)
+    with simulated_cuda(monkeypatch) as machine:
+        model = converted(TextEncoder(str(tmp_path), **SMALL), "bf16-eager")
+        machine.waits.clear()
+        found = computed(model, view, TEXTS)
+        assert isinstance(model.forward, UnpaddedEncoder)
+    cosines = (found * expected).sum(1) / np.linalg.norm(found, axis=1)
+    assert (cosines / np.linalg.norm(expected, axis=1)).min() > 0.99
+    assert (machine.races, machine.waits) == ([], [])
+
+
+MODULES = json.dumps(
+    [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {
+            "idx": 1,
+            "name": "1",
+            "path": "1_Pooling",
+            "type": "sentence_transformers.models.Pooling",
+        },
+    ]
+)
 
 
 def test_by_graphs_texts_are_padded_to_few_lengths(
@@ -350,6 +545,41 @@ def test_tf32_is_allowed_while_the_model_computes_and_not_beyond() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "product"),
+    [
+        ("fp32-eager", ("linear", torch.float32, "none")),
+        ("tf32-eager", ("linear", torch.float32, "tf32")),
+        ("bf16-eager", ("linear", torch.bfloat16, "none")),
+        ("fp8-eager", ("_scaled_mm", torch.float8_e4m3fn, "none")),
+    ],
+)
+def test_a_share_of_the_peak_is_of_the_precision_that_is_computed_in(
+    name: str, product: tuple[str, torch.dtype, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_file, "PEAK_SIZE", 32)
+    matmul: Any = torch.backends.cuda.matmul
+    made: list[tuple[Any, ...]] = []
+    own = simulated_cuda_file.launch
+
+    def launch(machine: Any, called: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if called in ("linear", "_scaled_mm"):
+            made.append((called, args[0].dtype, matmul.fp32_precision))
+            if called == "_scaled_mm":
+                assert kwargs["use_fast_accum"]
+        elif made and called != "T":
+            made.append((called,))
+        return own(machine, called, func, args, kwargs)
+
+    with simulated_cuda(monkeypatch):
+        model = Rows(mlp(), Device())
+        convert(model, technique(name), lambda: [(torch.ones(3, 8),), (torch.ones(5, 8),)])
+        monkeypatch.setattr(simulated_cuda_file, "launch", launch)
+        assert model.device.peak_flops() > 0
+    # six products, and nothing in between that takes time
+    assert made == [product] * 6
+
+
+@pytest.mark.parametrize(
     ("capability", "offered"),
     [
         (
@@ -372,7 +602,7 @@ def test_a_gpu_is_offered_what_it_can(
     capability: tuple[int, int], offered: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # Triton, too
-    monkeypatch.setattr("precompute.techniques.onnx.providers", lambda _: [])
+    monkeypatch.setattr("precompute.techniques.onnx.available", lambda *_: False)
     with simulated_cuda(monkeypatch, capability):
         device = Device()
         names = {found.name for found in candidates(device, Rows(mlp(), device))}

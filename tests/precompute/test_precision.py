@@ -200,7 +200,7 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
         ),
         (
             "fp16-onnx",
-            "precision fp16 has no backend onnx: it has eager, onednn, compile, aoti, autotune, graphs; onnx there is of fp32",
+            "precision fp16 has no backend onnx: it has eager, onednn, compile, aoti, autotune, graphs, tensorrt; onnx there is of fp32",
         ),
         (
             "int8-dynamic-onnx",
@@ -430,23 +430,6 @@ def test_a_size_that_no_example_showed_is_refused_and_not_computed(tmp_path: Pat
         outputs(model, rows(6))
 
 
-def test_a_session_that_would_compute_on_the_cpu_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = mlp()
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch's exporter deprecates parts of itself, and `convert` hides that
-        onnx.write(model.module, some_rows(), tmp_path / "mlp.onnx")
-    # what is left when CUDA's libraries do not load
-    monkeypatch.setattr(onnx, "providers", lambda _: [("CPUExecutionProvider", {})])
-    with pytest.raises(
-        ConfigError, match=r"^ONNX Runtime could not load CPUExecutionProvider: are CUDA's"
-    ):
-        onnx.load(tmp_path / "mlp.onnx", False, torch.device("cuda:0"))
-
-
 def test_onnx_runtime_is_found_under_whatever_name_it_was_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -456,18 +439,6 @@ def test_onnx_runtime_is_found_under_whatever_name_it_was_installed(
     monkeypatch.setattr(importlib.metadata, "version", missing)  # as with onnxruntime-gpu
     convert(mlp(), technique("fp32-onnx"), some_rows, tmp_path)
     assert onnx.version()[0].isdigit()
-
-
-def test_on_a_gpu_tensorrt_is_tried_before_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    import onnxruntime
-
-    gpu = torch.device("cuda:1")
-    built = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
-    assert onnx.providers(torch.device("cpu")) == ["CPUExecutionProvider"]
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: built)
-    assert onnx.providers(gpu) == [(name, {"device_id": "1"}) for name in built[:2]]
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: built[2:])
-    assert onnx.providers(gpu) == []
 
 
 # What is refused

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from precompute.models.graphs import check_rows
 from precompute.models.two_tower import TwoTower, train_two_tower
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.techniques.conversion import use_variant
+from tests.precompute.simulated_cuda import simulated_cuda
+from tests.precompute.test_cuda import computed
 
 N_USERS, N_ITEMS = 20, 10
 USERS = pa.table(
@@ -121,6 +127,68 @@ def test_a_row_does_not_depend_on_its_neighbours_or_token_order(trained: Path) -
     np.testing.assert_allclose(together, alone, atol=1e-6)
     swapped = mixed.set_column(1, "genres", pa.array(["c", "c b a", None, "a b"]))
     np.testing.assert_allclose(vectors(trained, "item", swapped), together, atol=1e-6)
+
+
+GIVEN = pa.table({"item_id": [3, 4, 999, 5, None], "genres": ["c", "a b c", None, "b a", "zzz a"]})
+
+
+def test_a_vector_is_the_sum_of_its_fields_means_and_one_layer_more(trained: Path) -> None:
+    """By its weights, worked out once more."""
+    w = {name: t.double() for name, t in load_file(trained).items()}
+    known = {str(i): i + 1 for i in range(N_ITEMS)}
+    ids = [known.get(str(i), 0) for i in GIVEN["item_id"].to_pylist()]
+    genres = [
+        [{"a": 1, "b": 2, "c": 3}.get(genre, 0) for genre in (text or "").split(" ")]
+        for text in GIVEN["genres"].to_pylist()
+    ]
+    bags = w["item.bags.0.weight"], w["item.bags.1.weight"]
+    total = bags[0][ids] + torch.stack([bags[1][one].mean(0) for one in genres])
+    hidden = (total @ w["item.hidden.weight"].T + w["item.hidden.bias"]).relu()
+    expected = total + hidden @ w["item.out.weight"].T + w["item.out.bias"]
+    np.testing.assert_allclose(vectors(trained, "item", GIVEN), expected.numpy(), atol=1e-6)
+
+
+def test_the_engine_computes_any_rows_of_a_window(trained: Path) -> None:
+    model = TwoTower(str(trained), "item", device="cpu")
+    prepared = model.prepare(GIVEN.combine_chunks().to_batches()[0])
+    rows = np.array([4, 1, 0])
+    made = model.land(model.launch(model.inputs(prepared, rows)))["embedding"]
+    np.testing.assert_allclose(made, vectors(trained, "item", GIVEN)[rows], atol=1e-7)
+    assert model.flops(prepared, rows) == 3 * 4 * 8**2
+
+
+@pytest.mark.parametrize("name", ["bf16-eager", "fp32-onednn"])
+def test_other_precisions_compute_nearly_the_same(trained: Path, name: str) -> None:
+    for tower, table in (("user", USERS), ("item", ITEMS)):
+        model = TwoTower(str(trained), tower, device="cpu")
+        use_variant(model, name, partial(table.slice, 0), None)
+        found = model.compute(table.combine_chunks().to_batches()[0])["embedding"]
+        expected = vectors(trained, tower, table)
+        assert (found * expected).sum() / np.linalg.norm(found) / np.linalg.norm(expected) > 0.9999
+
+
+def test_on_a_gpu_nothing_waits_and_graphs_are_for_one_token_a_row(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = FeatureView("v", ("id",), (Feature("embedding", "float32", dim=8),), 60.0, 60.0)
+    with simulated_cuda(monkeypatch) as machine:
+        for tower, table in (("user", USERS), ("item", ITEMS)):
+            model = TwoTower(str(trained), tower)
+            assert model.device.is_cuda
+            machine.waits.clear()
+            found = computed(model, view, table.combine_chunks().to_batches()[0])
+            np.testing.assert_allclose(found, vectors_of_host(trained, tower, table), atol=1e-6)
+            assert (machine.races, machine.waits) == ([], [])
+        examples = [model.device.put(model._tower.tokens(ITEMS.slice(0, n))) for n in (1, 3)]
+        assert "input 1 has shape [1, " in check_rows(model.module, examples)
+
+
+def vectors_of_host(path: Path, tower: str, table: pa.Table) -> npt.NDArray[np.float32]:
+    model = TwoTower(str(path), tower, device="cpu")
+    made: npt.NDArray[np.float32] = model.compute(table.combine_chunks().to_batches()[0])[
+        "embedding"
+    ]
+    return made
 
 
 def test_ids_may_be_text_or_numbers(trained: Path) -> None:

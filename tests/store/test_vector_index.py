@@ -336,6 +336,44 @@ def test_a_gpu_without_room_costs_time_and_nothing_else(
     ] * 2
 
 
+def test_a_gpu_compares_while_an_index_is_built_as_long_as_it_can(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    vectors = overlapping(2000)
+    vectors = np.concatenate([vectors] * 70)[: 2 * 65536 + 10]
+    expected = faiss_index.nearest_of_some(vectors, None, vectors[:3], 7, l2=True)
+    asked = []
+
+    def knn_gpu(resources: Any, queries: Any, vectors: Any, k: int, metric: int) -> Any:
+        assert resources is not None
+        asked.append((len(vectors), k, metric))
+        if len(asked) == 5:
+            no_room()
+        return faiss.knn(queries, vectors, k, metric=metric)
+
+    monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
+    monkeypatch.setattr(faiss, "knn_gpu", knn_gpu, raising=False)
+
+    def found(k: int = 7) -> Any:
+        return faiss_index.nearest_of_some(vectors, None, vectors[:3], k, l2=True)
+
+    assert (found() == expected).all()
+    assert asked == []
+    monkeypatch.setattr(faiss_index, "gpus", lambda: 1)
+    assert (found() == expected).all()
+    l2 = faiss.METRIC_L2
+    assert asked == [(65536, 7, l2), (65536, 7, l2), (10, 7, l2)]
+    # its memory is full in the middle
+    assert (found() == expected).all()
+    assert asked[3:] == [(65536, 7, l2)] * 2
+    assert [record.message for record in caplog.records] == [
+        "a vector index is built on the CPU: CUDA error 2: out of memory"
+    ]
+    # it finds no more at once
+    found(2049)
+    assert len(asked) == 5
+
+
 def test_files_of_two_indexes_do_not_mix(tmp_path: Path) -> None:
     small(tmp_path / "one")
     build(tmp_path / "two", ["x", "y", "z"], np.ones((3, 2), np.float32), "cosine")
