@@ -31,6 +31,7 @@ SCRIPTS = (
     "gates_table",
     "account",
     "run_memory",
+    "run_rows",
     "gates_cost",
     "backfill",
     "store_plan",

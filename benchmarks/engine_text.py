@@ -1,11 +1,12 @@
-"""Text → Parquet with MiniLM, through the whole run, against sentence-transformers and against the
-bare model.
+"""Text → Parquet with MiniLM, through the whole run, against sentence-transformers, the same model
+by OpenVINO and by ONNX Runtime where these are installed, and against the bare model.
 
 All exclude loading and converting the model, and use the same threads and the same texts: the
 docstrings of the standard library, 5,000 or so of mixed length. Ours includes reading the source,
 checking, hashing, the gates and writing the snapshot durably, with the check of the precision and
 without. The sides take turns, and a ratio is the median of the rounds' ratios, with the least and
-the largest: a shared machine is faster in one minute than in the next.
+the largest, by the clock and by the processor's time: a shared machine is faster in one minute than
+in the next.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
-from benchmarks.common import report
+from benchmarks.common import cpu_s, report
 from demo.data import write_docstrings
 from precompute.engine.cores import Lanes
 from precompute.engine.prepare import MAX_PADDING, batches_by_cost
@@ -57,6 +59,8 @@ PEER_BATCHES = (16, 32, 64, 128)
 """Of sentence-transformers in bfloat16, of which the best on :data:`PEER_TEXTS` texts is
 measured."""
 PEER_TEXTS = 128
+PEERS = {"OpenVINO bf16": "openvino", "ONNX Runtime": "onnxruntime"}
+"""Besides, where installed, each at its best batch: the package of each."""
 
 
 def main() -> None:
@@ -83,9 +87,10 @@ def main() -> None:
             for name, times in turns.seconds.items()
         )
     ]
-    ratios = turns.ratios()
+    ratios, by_cpu = turns.ratios(turns.seconds), turns.ratios(turns.cpu)
     lines += [
-        f"{name}: {median:.3f}× [{least:.2f}–{most:.2f}]"
+        f"{name}: {median:.3f}× [{least:.2f}–{most:.2f}]; by CPU {by_cpu[name][0]:.3f}×"
+        f" [{by_cpu[name][1]:.2f}–{by_cpu[name][2]:.2f}]"
         for name, (median, least, most) in ratios.items()
     ]
     lines += [f"{name}: {value}" for name, value in turns.figures.items()]
@@ -100,6 +105,7 @@ def main() -> None:
         "texts": len(texts),
         "docs_per_s": rates,
         "ratios": ratios,
+        "by_cpu": by_cpu,
         "left_out": left_out,
         "seconds": turns.seconds,
     }
@@ -176,52 +182,65 @@ class _Turns:
 
         self._folder, self._texts, self._names, self._first = folder, texts, list(names), names[0]
         self.seconds: dict[str, list[float]] = {}
+        self.cpu: dict[str, list[float]] = {}
         self.figures: dict[str, Any] = {}
         path = str(resolve_path(MINILM))
-        self._peers = {"peer fp32": (SentenceTransformer(path, device="cpu"), 32)}
+        self._peers: dict[str, tuple[Any, int]] = {
+            "peer fp32": (SentenceTransformer(path, device="cpu"), 32)
+        }
         if has_bf16():
             halved = SentenceTransformer(path, device="cpu", model_kwargs={"dtype": torch.bfloat16})
             self._peers["peer bf16"] = (halved, _best_batch(halved, texts[:PEER_TEXTS]))
             self.figures["peer bf16: best batch"] = self._peers["peer bf16"][1]
+        for name, package in PEERS.items():
+            if find_spec(package) is None or ("bf16" in name and not has_bf16()):
+                self.figures[f"peer {name}"] = f"skipped: no {package}, or no bfloat16 here"
+                continue
+            exported = _Exported(self._peers["peer fp32"][0], package, folder)
+            best = _best_batch(exported, texts[:PEER_TEXTS])
+            self._peers[f"peer {name}"] = (exported, best)
+            self.figures[f"peer {name}: best batch"] = best
         self._models: dict[str, TorchModel] = {}
         self._expected: npt.NDArray[np.float32] | None = None
 
     def round(self, number: int) -> None:
         """Each side once."""
         for name, (peer, batch) in self._peers.items():
-            started = time.perf_counter()
+            started, computed = time.perf_counter(), cpu_s()
             made = peer.encode(self._texts, batch_size=batch)
-            self._note(name, time.perf_counter() - started)
+            self._note(name, time.perf_counter() - started, cpu_s() - computed)
             self._expected = made if self._expected is None else self._expected
+            cosines = (np.asarray(made, np.float32) * self._expected).sum(1)
+            self.figures[f"{name}: smallest cosine to sentence-transformers"] = float(cosines.min())
         project = project_of(self._folder, f"round-{number}", self._names)
         for name in list(self._names):
             view = f"docs_{name.replace('-', '_')}"
             try:
                 # the first checks the precision, and the second has the verdict
-                seconds, _, _ = self._ours(project, view)
+                checking, _, _ = self._ours(project, view)
             except (ConfigError, GateError) as exc:
                 self._names.remove(name)
                 self.figures[f"{name}: refused"] = str(exc)
                 continue
             if name != REFERENCE:
-                self._note(f"{name} with its check", seconds)
+                self._note(f"{name} with its check", *checking)
             seconds, snapshot, run = (
                 self._ours(project, view, checked=True) if name != REFERENCE else self._last
             )
-            self._note(name, seconds)
-            self._note(f"bare {name}", self._bare(project, view, name, run.engine))
+            self._note(name, *seconds)
+            self._note(f"bare {name}", *self._bare(project, view, name, run.engine))
             self._tell(project, view, name, snapshot, run)
         if self._first in self._names:
             # the first checks the precision on rows of this file, beside its batches
             self._ours(project, "poisoned")
             seconds, _, run = self._ours(project, "poisoned", checked=True)
-            self._note("poisoned", seconds)
+            self._note("poisoned", *seconds)
             self.figures["poisoned: written, rejected"] = [
                 run.counts["written"],
                 run.counts["rejected"],
             ]
 
-    def ratios(self) -> dict[str, tuple[float, float, float]]:
+    def ratios(self, seconds: dict[str, list[float]]) -> dict[str, tuple[float, float, float]]:
         """Median, least and largest of the rounds' ratios."""
         pairs = []
         for name in self._names:
@@ -229,41 +248,45 @@ class _Turns:
                 pairs += [
                     (ours, "peer fp32", "sentence-transformers' default"),
                     (ours, "peer bf16", "its bfloat16"),
+                    *((ours, f"peer {peer}", peer) for peer in PEERS),
                 ]
             pairs.append((name, f"bare {name}", "the bare model, the same batches at once"))
         pairs.append(("poisoned", self._first, "the same without 0.1 % of poisoned rows"))
         ratios = {}
         for ours, other, what in pairs:
-            if ours in self.seconds and other in self.seconds:
+            if ours in seconds and other in seconds:
                 # of the rounds that both had
-                each = [
-                    b / a for a, b in zip(self.seconds[ours], self.seconds[other], strict=False)
-                ]
+                each = [b / a for a, b in zip(seconds[ours], seconds[other], strict=False)]
                 ratios[f"{ours} / {what}"] = (statistics.median(each), min(each), max(each))
         return ratios
 
-    def _note(self, side: str, seconds: float) -> None:
+    def _note(self, side: str, seconds: float, computed_s: float) -> None:
         self.seconds.setdefault(side, []).append(seconds)
+        self.cpu.setdefault(side, []).append(computed_s)
 
     def _ours(
         self, project: Project, view: str, checked: bool = False
-    ) -> tuple[float, Snapshot, Report]:
-        """Seconds of a full run, without opening; what checking took is left out where that was
-        ``checked`` before."""
+    ) -> tuple[tuple[float, float], Snapshot, Report]:
+        """Seconds of a full run, without opening, and the processor's; what checking took is left
+        out where that was ``checked`` before."""
         store = project.offline.view(view)
         with recorded(store, "materialize") as run:
             started = time.perf_counter()
             job = Job(project, project.view(view), store, RunOptions(full=True))
             snapshot = materialize(job, run, Silent())
-            seconds = time.perf_counter() - started - run.stages_s["open"]
-            if checked:
-                seconds -= run.stages_s.get("accuracy", 0.0)
-        self._last = (seconds, snapshot, run)
+            seconds = time.perf_counter() - started
+        computed_s = sum(run.usage.cpu_s.values())
+        for stage in ("open", "accuracy") if checked else ("open",):
+            seconds -= run.stages_s.get(stage, 0.0)
+            computed_s -= run.usage.cpu_s.get(stage, 0.0)
+        self._last = ((seconds, computed_s), snapshot, run)
         return self._last
 
-    def _bare(self, project: Project, view: str, name: str, engine: dict[str, Any]) -> float:
-        """Seconds of the model alone over batches that are there already, put together and computed
-        at once as the engine ended up doing."""
+    def _bare(
+        self, project: Project, view: str, name: str, engine: dict[str, Any]
+    ) -> tuple[float, float]:
+        """Seconds of the model alone, and the processor's, over batches that are there already, put
+        together and computed at once as the engine ended up doing."""
         with open_view(project.view(view).feature_view(), project.offline, project.home) as opened:
             if name not in self._models:
                 opened.convert()
@@ -277,7 +300,7 @@ class _Turns:
             for chosen in batches_by_cost(prepared.costs, engine["budget"], MAX_PADDING)
         ]
         lanes = engine.get("lanes", {"count": 1})
-        started = time.perf_counter()
+        started, computed = time.perf_counter(), cpu_s()
         if lanes["count"] == 1:
             _all(model, iter(inputs))
         else:
@@ -291,7 +314,7 @@ class _Turns:
             for done in [pool.put(lambda: _all(model, waiting)) for _ in range(lanes["count"])]:
                 done.result()
             pool.close()
-        return time.perf_counter() - started
+        return time.perf_counter() - started, cpu_s() - computed
 
     def _tell(
         self, project: Project, view: str, name: str, snapshot: Snapshot, run: Report
@@ -329,6 +352,83 @@ def _best_batch(peer: Any, texts: list[str]) -> int:
         peer.encode(texts, batch_size=batch)
         seconds[batch] = time.perf_counter() - started
     return min(seconds, key=lambda batch: seconds[batch])
+
+
+class _States(torch.nn.Module):
+    """Token ids and mask, int64 [B, T] → float32 [B, T, dim], of a transformers model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        states: torch.Tensor = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return states
+
+
+class _Exported:
+    """A SentenceTransformer whose transformer another library computes, by its package's name."""
+
+    def __init__(self, peer: Any, package: str, folder: Path) -> None:
+        self._tokenizer, self._longest = peer.tokenizer, peer.max_seq_length
+        states = _States(peer[0].auto_model).eval()
+        example = (torch.ones(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64))
+        by = {"openvino": self._by_openvino, "onnxruntime": self._by_onnxruntime}[package]
+        self._infer = by(states, example, folder)
+
+    @staticmethod
+    def _by_openvino(states: torch.nn.Module, example: Any, folder: Path) -> Any:
+        import openvino
+
+        wanted = {
+            "INFERENCE_PRECISION_HINT": "bf16",
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        }
+        compiled = openvino.compile_model(
+            openvino.convert_model(states, example_input=example), "CPU", wanted
+        )
+        return lambda ids, mask: compiled([ids, mask])[0]
+
+    @staticmethod
+    def _by_onnxruntime(states: torch.nn.Module, example: Any, folder: Path) -> Any:
+        import onnxruntime
+
+        rows, tokens = torch.export.Dim("rows"), torch.export.Dim("tokens", max=512)
+        torch.onnx.export(
+            states,
+            example,
+            str(folder / "peer.onnx"),
+            input_names=["ids", "mask"],
+            dynamic_shapes=({0: rows, 1: tokens}, {0: rows, 1: tokens}),
+            dynamo=True,
+            verbose=False,
+        )
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(
+            folder / "peer.onnx", options, providers=["CPUExecutionProvider"]
+        )
+        return lambda ids, mask: session.run(None, {"ids": ids, "mask": mask})[0]
+
+    def encode(self, texts: list[str], batch_size: int) -> npt.NDArray[np.float32]:
+        """As sentence-transformers does it: the longest texts first, the mean of their tokens, of
+        length 1."""
+        order = np.argsort([-len(text) for text in texts], kind="stable")
+        made: list[npt.NDArray[np.float32]] = []
+        for start in range(0, len(order), batch_size):
+            tokens = self._tokenizer(
+                [texts[row] for row in order[start : start + batch_size]],
+                padding=True,
+                truncation=True,
+                max_length=self._longest,
+                return_tensors="np",
+            )
+            ids, mask = (tokens[name].astype(np.int64) for name in ("input_ids", "attention_mask"))
+            means = (self._infer(ids, mask) * mask[:, :, None]).sum(1) / mask.sum(1)[:, None]
+            made.append(means / np.linalg.norm(means, axis=1, keepdims=True))
+        vectors = np.concatenate(made)
+        return vectors[np.argsort(order)].astype(np.float32)
 
 
 class _Shared(Iterator[Any]):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine_gpu, gpu_parts
+from benchmarks import engine_gpu, gpu_parts, online_table
 from precompute.techniques.table import TABLE
 from precompute.techniques.technique import technique
 
@@ -122,3 +122,18 @@ def test_what_a_part_leaves_those_after_it_have() -> None:
         "  x: rows_per_s 12,346, mfu 0.4321",
         "  y: left out",
     ]
+
+
+def test_table_files_are_measured_where_lmdb_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "lmdb", None)
+    for name, value in {"HAS_LMDB": False, "ROWS": 600, "PART_ROWS": 300, "ROUNDS": 1}.items():
+        monkeypatch.setattr(online_table, name, value)
+    monkeypatch.setattr(online_table, "median_us", lambda work, requests: len(work(requests[0])))
+    (written, sizes), figures = online_table.writing(tmp_path)
+    assert "LMDB" not in written + sizes
+    assert set(figures["write_s"]) == {"decode", "table"}
+    lines, figures = online_table.reading(tmp_path)
+    assert "table file" in lines[0]
+    assert list(figures) == ["read_1_us", "read_100_us", "read_500_us"]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from precompute.engine.memory import ResidentPeak, give_back, resident_bytes
-from precompute.engine.prepare import WINDOW_ROWS, joined
+from precompute.engine.prepare import WIDE_ROWS, joined
 from precompute.engine.runner import Runner
 from precompute.engine.window import MISFIT, Outcome
 from precompute.jobs.config.gates import AccuracyConfig
@@ -469,7 +469,7 @@ def _sampled(opened: OpenView, rows: int, runner: Runner) -> Iterator[pa.RecordB
         raise SourceError(
             f"view {opened.view.name!r}: the source yielded no rows: nothing to profile"
         )
-    yield from joined(iter(table.combine_chunks().to_batches(WINDOW_ROWS)), runner.window_rows)
+    yield from joined(iter(table.combine_chunks().to_batches(WIDE_ROWS)), runner.window_rows)
 
 
 def _chained(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

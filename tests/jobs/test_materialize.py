@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,26 @@ def test_many_windows_and_parts_hold_every_row_once_and_in_order(
     assert [r["key"] for r in rejected_of(project, snapshot.run)] == [
         str(i) for i, x in xs if x in (50, 60)
     ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "read"), [([(i, float(i)) for i in range(9000)], 9000), ([("a", 1.0)], 1)]
+)
+def test_narrow_rows_are_read_in_larger_windows_than_texts(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, rows: Any, read: int
+) -> None:
+    asked, largest = [], [0]
+    batches = Source.batches
+
+    def reading(source: Source, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        asked.append(batch_rows)
+        for batch in batches(source, batch_rows):
+            largest.append(batch.num_rows)
+            yield batch
+
+    monkeypatch.setattr(Source, "batches", reading)
+    assert made(make_project(rows)).rows == len(rows)
+    assert (asked, max(largest)) == ([65_536 if read > 1 else 8192], read)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def doubler(**args: Any) -> dict[str, Any]:
 def test_as_many_rows_as_asked_for_go_through_every_stage(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, asked: int, rows: int, batches: int
 ) -> None:
-    monkeypatch.setattr(profile_module, "WINDOW_ROWS", 4)
+    monkeypatch.setattr(profile_module, "WIDE_ROWS", 4)
     found = profile(make_project(ROWS), "numbers", rows=asked)
     assert (found["view"], found["rows"], found["batches"], found["rejected"]) == (
         "numbers",

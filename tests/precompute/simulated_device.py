@@ -19,7 +19,7 @@ import pytest
 from precompute.engine import forward, prepare
 from precompute.engine.budget import Pace
 from precompute.engine.forward import Forward
-from precompute.engine.prepare import WINDOW_ROWS, Preparation, joined
+from precompute.engine.prepare import WIDE_ROWS, Preparation, joined
 from precompute.engine.runner import AHEAD_BATCHES, BATCH_S, HAND_ON_S, Runner
 from precompute.engine.window import Batch
 from precompute.model import Prepared
@@ -144,7 +144,7 @@ def simulated(
     pace = Pace(None, BATCH_S)
     preparation = Preparation(model, model, VIEW, lambda _: min(runner.budget.next(), pace.limit))
     stage = Forward(model, model, VIEW, runner.meter, runner.budget, pace, HAND_ON_S)
-    whole = pa.table({"cost": pa.array(costs, pa.int64())}).to_batches(WINDOW_ROWS)
+    whole = pa.table({"cost": pa.array(costs, pa.int64())}).to_batches(WIDE_ROWS)
     windows = ((batch, batch) for batch in joined(iter(whole), runner.window_rows))
     batches = _Made(preparation.batches(preparation.windows(windows)), device, prepare_s)
     for window in stage.windows(batches, batches.ready):

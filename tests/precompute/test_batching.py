@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute.engine.prepare import batches_by_cost
+from precompute.engine.prepare import batches_by_cost, window_rows
 
 
 @settings(max_examples=200, deadline=None)
@@ -88,3 +89,30 @@ def test_lengths_that_jump_are_cut_where_they_jump() -> None:
     costs = np.array([10] * 6 + [2] * 20, np.int64)
     assert [len(rows) for rows in batches_by_cost(costs, 100)] == [10, 16]
     assert [len(rows) for rows in batches_by_cost(costs, 100, 0.01)] == [6, 20]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 500), st.integers(1, 50), st.integers(1, 400))
+def test_rows_that_cost_alike_are_computed_in_the_order_of_the_source(
+    rows: int, cost: int, max_cost: int
+) -> None:
+    batches = list(batches_by_cost(np.full(rows, cost, np.int64), max_cost, 0.01))
+    most = max(1, max_cost // cost)
+    assert [batch.tolist() for batch in batches] == [
+        list(range(start, min(start + most, rows))) for start in range(0, rows, most)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows"),
+    [
+        ({"id": pa.int64(), "x": pa.float32()}, 65_536),
+        ({"id": pa.int64(), "on": pa.bool_(), "at": pa.timestamp("us")}, 65_536),
+        ({f"x{i}": pa.float64() for i in range(16)}, 16_384),
+        ({"id": pa.int64(), "v": pa.list_(pa.float32(), 384)}, 8192),
+        ({"id": pa.int64(), "text": pa.string()}, 8192),
+        ({"id": pa.int64(), "seen": pa.list_(pa.int64())}, 8192),
+    ],
+)
+def test_windows_of_narrow_rows_are_larger(columns: dict[str, pa.DataType], rows: int) -> None:
+    assert window_rows(pa.schema(columns)) == rows

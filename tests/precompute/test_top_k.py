@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,6 +117,32 @@ def test_a_list_does_not_depend_on_the_rows_beside_it(data: st.DataObject) -> No
     rows = np.array(data.draw(st.lists(st.integers(0, batch.num_rows - 1), min_size=1, max_size=9)))
     made: Any = model.land(model.launch(model.inputs(model.prepare(batch), rows)))
     assert made["items"].to_pylist() == [[item for item, _ in together[row]] for row in rows]
+
+
+@pytest.mark.parametrize("dim", [3, 16, 33, 64, 130])
+def test_scores_of_real_numbers_are_exact_in_any_company(dim: int) -> None:
+    rng = np.random.default_rng(dim)
+    items = rng.standard_normal((5000, dim), np.float32)
+    vectors = rng.standard_normal((300, dim), np.float32)
+    model, batch = TopK(table(list(range(5000)), items), 20), users(vectors)
+    together = ranked(model, batch)
+    places = np.array([[item for item, _ in row] for row in together])
+    scores = np.array([[score for _, score in row] for row in together])
+    exact = vectors.astype(np.float64) @ items.T.astype(np.float64)
+    np.testing.assert_allclose(scores, np.take_along_axis(exact, places, 1), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(scores, -np.sort(-exact, 1)[:, :20], rtol=0, atol=1e-4)
+    for start, rows in ((0, 1), (7, 15), (40, 33), (299, 1)):
+        assert ranked(model, batch.slice(start, rows)) == together[start : start + rows]
+
+
+def test_lists_are_the_same_where_torch_has_no_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    items, vectors = rng.integers(-9, 10, (700, DIM)), rng.integers(-9, 10, (60, DIM))
+    model, batch = TopK(table(list(range(700)), items), 20), users(vectors)
+    by_onednn = ranked(model, batch)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    assert ranked(model, batch) == by_onednn
 
 
 def test_the_stages_of_a_run_give_what_compute_gives() -> None:

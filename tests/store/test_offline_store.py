@@ -1211,19 +1211,28 @@ def test_vectors_and_text_come_back_from_a_part_as_they_went_in(store: ViewStore
     assert pa.Table.from_batches(store.batches(committed(store, table))).equals(table)
 
 
-def test_vectors_are_compressed_for_speed_and_the_rest_for_size(tmp_path: Path) -> None:
-    columns = {
-        "id": pa.array([1]),
-        "text": ["a"],
-        "top": pa.array([[1, 2]]),
-        "tags": pa.array([["x"]]),
+def test_each_column_of_a_part_is_stored_as_its_kind_is_best(tmp_path: Path) -> None:
+    columns: dict[str, Any] = {
+        "id": pa.array([5, 6]),
+        "text": ["a", "b"],
+        "top": pa.array([[1, 2], []]),
+        "vector": pa.FixedSizeListArray.from_arrays(pa.array([0.5, 1, 2, 3], pa.float32()), 2),
+        "computed_at": pa.array([1, 1], pa.timestamp("us", "UTC")),
+        "input_hash": pa.array([-(2**63), 2**63 - 1]),
     }
-    vector = pa.FixedSizeListArray.from_arrays(pa.array([0.5, 1.5], pa.float32()), 2)
-    write_part_file(tmp_path / "part.parquet", pa.table(columns | {"vector": vector}))
+    write_part_file(tmp_path / "part.parquet", pa.table(columns))
     group = pq.read_metadata(tmp_path / "part.parquet").row_group(0)
-    codecs = {
-        group.column(i).path_in_schema.partition(".")[0]: group.column(i).compression
-        for i in range(group.num_columns)
+    found = {
+        column.path_in_schema.partition(".")[0]: (column.compression, column.encodings)
+        for column in map(group.column, range(group.num_columns))
     }
-    assert codecs == dict.fromkeys(columns, "ZSTD") | {"vector": "LZ4"}
-    assert pq.read_table(tmp_path / "part.parquet").column("vector").to_pylist() == [[0.5, 1.5]]
+    plain, words = ("RLE", "PLAIN"), ("PLAIN", "RLE", "RLE_DICTIONARY")
+    assert found == {
+        "id": ("UNCOMPRESSED", ("RLE", "DELTA_BINARY_PACKED")),
+        "text": ("ZSTD", words),
+        "top": ("ZSTD", plain),
+        "vector": ("LZ4", plain),
+        "computed_at": ("ZSTD", plain),
+        "input_hash": ("UNCOMPRESSED", plain),
+    }
+    assert pq.read_table(tmp_path / "part.parquet").equals(pa.table(columns))

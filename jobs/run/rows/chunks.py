@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from precompute.engine.ahead import Meter
 from precompute.engine.features import in_order, with_null_rows
-from precompute.engine.prepare import WINDOW_ROWS, joined
+from precompute.engine.prepare import WIDE_ROWS, WINDOW_ROWS, joined, window_rows
 from precompute.engine.runner import Runner
 from precompute.engine.window import MISFIT, Outcome
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
@@ -346,7 +346,9 @@ class Chunks:
         meter, began, report = Meter(), time.monotonic(), self._report
         usage, computing = report.usage, Overlapping(report)
         runner = engine_of(self._opened, settings.engine, meter)
-        windows = joined(self._good_keys(batches(WINDOW_ROWS)), runner.window_rows)
+        # workers share windows out
+        rows = window_rows(self._opened.columns) if isinstance(runner, Runner) else WIDE_ROWS
+        windows = joined(self._good_keys(batches(min(WINDOW_ROWS, rows))), runner.window_rows)
         stream = runner.stream(windows, hidden=("input_hash",), memory_mb=settings.stream_mb)
         try:
             for batch, done in stream:

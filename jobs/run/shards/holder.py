@@ -17,7 +17,7 @@ from contextlib import closing
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.engine.prepare import WINDOW_ROWS
+from precompute.engine.prepare import WIDE_ROWS
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import end_signal
@@ -136,7 +136,7 @@ def _planned(
     job: Job, opened: OpenView, plan: Plan, shards: int, audit: Audit, report: Report
 ) -> ShardPlan:
     store, run, source = job.store, f"{report.run}-shards", opened.source
-    batches, schema = source.batches(WINDOW_ROWS), opened.columns
+    batches, schema = source.batches(WIDE_ROWS), opened.columns
     examples = opened.examples(opened.variant) if opened.variant != REFERENCE else None
     try:
         pinned = pin(store, run, batches, plan.diff.compute, shards)
