@@ -3,7 +3,6 @@ approximate it, and judges them on rows they never saw. Nothing goes live by its
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import time
@@ -23,6 +22,7 @@ from precompute.jobs.config.project import Project, read_tuning, write_tuning
 from precompute.jobs.ops.published_rows import PublishedRows, as_published, published_rows
 from precompute.jobs.run.judge.accuracy import compared
 from precompute.jobs.run.report import versions
+from precompute.jobs.run.rows.open_model import EXAMPLE_ROWS
 from precompute.jobs.run.rows.open_view import OpenView
 from precompute.model import Model
 from precompute.project_module import absolute_arguments, starting_from
@@ -385,9 +385,11 @@ class Judge:
             return model, lambda: None
         from precompute.techniques.conversion import use_variant
 
-        with contextlib.suppress(ConfigError):
-            examples = self._rows.learned.slice(0, 256)
+        try:
+            examples = self._rows.learned.slice(0, EXAMPLE_ROWS)
             use_variant(model, technique, lambda: examples, self._opened.compiled)
+        except ConfigError as exc:
+            raise ModelError(str(exc)) from exc
         return model, model.restorer()
 
     def _memory(self, compute: Callable[[], object]) -> int | None:
