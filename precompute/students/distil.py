@@ -1,5 +1,11 @@
 """Distil: a text encoder with fewer layers, which begin as some of its teacher's and learn to give
-the vectors of all of them (Sanh et al. 2019; hidden states as Jiao et al. 2019)."""
+the vectors of all of them (Sanh et al. 2019; hidden states as Jiao et al. 2019).
+
+MiniLM on 4,749 docstrings, judged on 519 others among 5,268: 3 of 6 layers compute at 1.97 times
+the rate of bf16-encoder. After 690, 890 and 1,000 CPU seconds (AMD Zen 5, avx512_bf16; the learning
+rate began anew at each) the cosine was 0.938, 0.949 and 0.952; the recall@10 into the teacher's
+index 0.853, 0.866 and 0.870; among the student's own vectors 0.790, 0.816 and 0.825.
+"""
 
 from __future__ import annotations
 

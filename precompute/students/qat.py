@@ -1,5 +1,9 @@
 """Quantisation-aware: a text encoder of its teacher's shape whose weights are trained to give the
-same vectors when they and what they multiply are rounded to 8 bits (Jacob et al. 2017)."""
+same vectors when they and what they multiply are rounded to 8 bits (Jacob et al. 2017).
+
+MiniLM by int8-dynamic on the rows of :mod:`precompute.students.distil`, as it is and after 157 CPU
+seconds: recall@10 into the teacher's index 0.977 and 0.982, among its own vectors 0.962 and 0.967.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,14 @@ from precompute.students.training import Course, train
 from precompute.techniques.onednn import STEPS, TINY
 from precompute.techniques.technique import with_linear
 
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 2e-5
+"""MiniLM's loss begins at 0.026: by 1e-4 it rose to 0.05 and came back to 0.026 within 370 CPU
+seconds; by 2e-5 it was at 0.02 after 120."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Aware:
-    """The recipe of a student that is computed in ``int8-dynamic``.
+    """The recipe of a student that is computed by ``int8-dynamic-onednn``.
 
     Args:
         steps: of training; by default as many as there is time for.
@@ -52,7 +58,7 @@ class Int8Aware:
         train(student, lambda step, _: text.loss(student, step), course)
         made = write_encoder(lesson, trainable(teacher.config, weights), folder)
         course.checkpoint.unlink(missing_ok=True)
-        return replace(made, technique="int8-dynamic")
+        return replace(made, technique="int8-dynamic-onednn")
 
 
 RECIPES: tuple[Recipe, ...] = (Int8Aware(),)

@@ -35,11 +35,14 @@ MIN_ROWS = 50
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of the parts of the loss: token vectors, embeddings, the order of neighbours."""
+    """Of the parts of the loss: token vectors, embeddings, the order of neighbours. Token vectors
+    teach the most at first, and are not what is judged: three layers of MiniLM that had learned by
+    4, 1, 1 for 690 CPU seconds came from a cosine of 0.938 to 0.949, and from 0.790 to 0.816 of
+    their neighbours, in 200 more by 1, 4, 2."""
 
-    tokens: float = 4.0
-    vectors: float = 1.0
-    neighbours: float = 1.0
+    tokens: float = 1.0
+    vectors: float = 4.0
+    neighbours: float = 2.0
 
 
 def refusal(lesson: Lesson) -> str:

@@ -35,9 +35,9 @@ CHECKPOINT_S = 60.0
 ANNOUNCED_S = 10.0
 SMOOTHING = 0.05
 """Weight of the newest step in the mean of losses that is announced."""
-TIMED_STEPS = 32
+TIMED_STEPS, LEAST_TIMED = 32, 4
 UNTIMED_STEPS = 1000
-"""Taken for granted until the first step was timed."""
+"""Taken for granted until :data:`LEAST_TIMED` were timed: the first takes longer than others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _remaining(at: _At, course: Course, now: float) -> float:
     measures or saves something takes many times as long, and a machine's load changes."""
     if course.steps is not None:
         return course.steps - at.step
-    if not at.seconds:
+    if len(at.seconds) < LEAST_TIMED:
         return UNTIMED_STEPS
     return max((course.until - now) / statistics.median(at.seconds), 1.0)
 

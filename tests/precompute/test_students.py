@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.students import distil, prune
+from precompute.students import distil, prune, training
 from precompute.students.distil import FewerLayers
 from precompute.students.encoder_folder import trainable, transformer_of
 from precompute.students.lesson import Lesson, Made, Recipe
@@ -131,21 +133,25 @@ def test_a_full_disk_is_named(
         recipe.make(lesson, tmp_path / "student")
 
 
-def test_training_ends_when_its_time_is_over(lesson: Lesson, tmp_path: Path) -> None:
-    rates: list[float] = []
-    started = time.monotonic()
+def test_training_ends_when_its_time_is_over(
+    lesson: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[float] = []
     text = TextLesson(lesson)
     student = distil.with_layers(transformer_of(lesson), [1])
+    # a second a step, but for one that takes 20
+    seconds = itertools.accumulate(20.0 if at == 10 else 1.0 for at in itertools.count())
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
 
     def loss(step: int, progress: float) -> torch.Tensor:
-        rates.append(progress)
+        done.append(progress)
         return text.loss(student, step)
 
-    steps = train(student, loss, course(tmp_path, None, until=started + 1.0))
-    assert steps == len(rates) > 3
-    assert rates == sorted(rates)
-    # the learning rate had fallen by then
-    assert rates[-1] > 0.8
+    assert train(student, loss, course(tmp_path, None, until=60.0)) == len(done) == 40
+    assert done == sorted(done)
+    # in equal steps, fewer of which are left after the long one
+    assert done[8] == pytest.approx(0.08, abs=0.02)
+    assert done[-1] == pytest.approx(1, abs=0.06)
 
 
 def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson) -> None:
@@ -158,6 +164,11 @@ def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson) -> None:
     first, lengths, _ = spans._epoch(1)
     assert 20 < (lengths < text._tokens.lengths).sum() < 60
     later = [spans._batch(step) for step in range(3)]
+    for ids, mask in later:
+        # whatever is cut, a text begins and ends as all do
+        last = ids.gather(1, mask.sum(1, keepdim=True) - 1)
+        assert (set(ids[:, 0].tolist()), set(last[:, 0].tolist())) == ({1}, {2})
+        assert int((ids == 2).sum()) == len(ids)
     ids, mask = TextLesson(lesson)._batch(2)
     assert torch.equal(ids, later[2][0])
     assert torch.equal(mask, later[2][1])
@@ -185,12 +196,17 @@ def test_a_student_is_a_folder_that_others_read(
     assert made == Made(
         "text_encoder",
         {"path": "./model", "max_tokens": 20},
-        "int8-dynamic" if recipe.by == "qat" else "auto",
+        "int8-dynamic-onednn" if recipe.by == "qat" else None,
     )
     folder = tmp_path / "student" / "model"
     student = TextEncoder(str(folder), max_tokens=20)
     made_config = transformer_of(replace(lesson, model=student)).config
     assert {name: getattr(made_config, name) for name in config} == config
+    # words that no row of the lesson has are as they were
+    words, before = (
+        transformer_of(replace(lesson, model=model)).embeddings for model in (student, teacher)
+    )
+    assert all(map(torch.equal, words.parameters(), before.parameters()))
     own = vectors_of(student)
     theirs = read(folder).encode(texts(100)[80:])
     assert cosine(own, theirs) == pytest.approx(1, abs=1e-5)
@@ -206,6 +222,16 @@ def test_neurons_that_do_nothing_go_first(lesson: Lesson) -> None:
     masks = prune._masked(student)
     prune._take_out(TextLesson(lesson), student, masks, 18, len(prune.ROUNDS), 0)
     assert [masked.mask.tolist() for masked in masks] == [[1.0] * 3 + [0.0] * 6 + [1.0] * 15] * 2
+
+
+def test_layers_begin_as_the_teachers_from_first_to_last(lesson: Lesson) -> None:
+    assert distil.spread(6, 3) == [0, 2, 5]
+    assert distil.spread(12, 1) == [0]
+    teacher = transformer_of(lesson)
+    last = distil.with_layers(teacher, [1]).state_dict()
+    for name, value in teacher.state_dict().items():
+        if name.startswith("encoder.layer.1."):
+            assert torch.equal(last[name.replace("layer.1.", "layer.0.")], value)
 
 
 def test_rounding_is_what_the_technique_computes() -> None:
