@@ -111,6 +111,7 @@ def optimize(
     """
     until = time.monotonic() + within_s
     with as_published(project, name) as (opened, snapshot):
+        _check_teacher(opened)
         announce(f"reading rows of snapshot {snapshot.number} and their inputs")
         most = MAX_ROWS + MAX_ROWS // 8
         rows = published_rows(project, opened, snapshot, most, LEAST_ROWS)
@@ -132,6 +133,22 @@ def optimize(
         "students": lines,
     }
     return {"view": name, "file": _write(project, name, outcome), "folder": FOLDER, **outcome}
+
+
+def _check_teacher(opened: OpenView) -> None:
+    """Raises:
+    ConfigError: nothing is cheaper, or judging costs money.
+    """
+    if opened.view.definition.model.use == "columns":
+        raise ConfigError(
+            f"{opened.place('model', 'use')}: SQL alone computes this view, and nothing is cheaper"
+        )
+    # as only an endpoint's model does
+    if hasattr(opened.model, "gives"):
+        raise ConfigError(
+            f"{opened.place('model', 'use')}: a service computes this view, and each row that a"
+            " student is judged on would be paid for"
+        )
 
 
 def _tried(workshop: Workshop, judge: Judge, recipe: Recipe, until: float) -> Trial:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ import pytest
 from precompute.jobs.ops import optimize as optimize_module
 from precompute.jobs.ops.optimize import LEAST_ROWS, optimize
 from precompute.jobs.ops.published_rows import as_published, published_rows
+from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.errors import ConfigError, SnapshotError
+from precompute.store.feature_view import ModelUse
 from precompute.students import recipes as recipes_module
 from precompute.students.columns_student import SmallMlp, Trees
 from precompute.students.lesson import Lesson, Made, Recipe
@@ -123,6 +126,43 @@ def test_what_was_never_published_teaches_nothing(make_project: MakeProject) -> 
     scene = make_project(ROWS)
     with pytest.raises(SnapshotError, match="was never published: there is nothing to learn from"):
         optimize(scene, "numbers")
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ({"use": "columns"}, "SQL alone computes this view"),
+        (
+            {
+                "use": "embedding_endpoint",
+                "args": {"url": "http://127.0.0.1:9/v1", "model": "m", "output": "vector"},
+            },
+            "each row that a student is judged on would be paid for",
+        ),
+    ],
+)
+def test_what_is_cheap_or_paid_for_teaches_nothing(
+    make_project: MakeProject, model: dict[str, object], why: str
+) -> None:
+    scene = make_project(
+        [(1, 2.0)],
+        view={
+            "model": {"use": "columns"},
+            "source": {
+                "sql": "SELECT id, x AS double, 'a' AS text, [1.0::FLOAT, 2, 3, 4]::FLOAT[4] AS"
+                " vector FROM read_parquet('${data}/data.parquet')"
+            },
+        },
+    )
+    scene.run()
+    with as_published(scene, "numbers") as (opened, _):
+        definition = replace(opened.view.definition, model=ModelUse(**model))  # type: ignore[arg-type]
+        other = replace(opened.view, definition=definition, features=opened.view.features[1:])
+        with (
+            open_view(other, scene.offline, scene.home) as another,
+            pytest.raises(ConfigError, match=why),
+        ):
+            optimize_module._check_teacher(another)
 
 
 def test_rows_that_changed_since_are_no_lesson(make_project: MakeProject) -> None:
