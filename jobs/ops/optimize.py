@@ -31,8 +31,6 @@ from precompute.store.disk.durable_file import (
     disk_message,
     make_folder,
     replace_durably,
-    sync_file,
-    sync_folder,
 )
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConfigError, ModelError, SnapshotError
@@ -242,12 +240,10 @@ class Workshop:
         shutil.rmtree(partial, ignore_errors=True)
         make_folder(partial)
         shutil.copytree(place / MODEL, partial / MODEL)
-        for path in sorted(partial.rglob("*")):
-            (sync_folder if path.is_dir() else sync_file)(path)
-        replace_durably(partial / CARD, card(student, folder).encode())
+        (partial / CARD).write_text(card(student, folder), encoding="utf-8")
+        # last: what a loss of power takes of the model has another fingerprint than the record's
         replace_durably(partial / RECORD, student_bytes(student))
         partial.rename(folder)
-        sync_folder(folder.parent)
 
 
 class Judge:

@@ -185,7 +185,7 @@ class Selection:
         for file in self.files:
             if not file.count:
                 continue
-            with _reading(file.path) as opened:
+            with _reading(file.path, columns or ()) as opened:
                 groups = list(_groups(file, opened))
                 tables = _tables(file.path, opened, [group for group, _, _ in groups], columns)
                 for (_, _, numbers), table in zip(groups, tables, strict=True):
@@ -207,7 +207,7 @@ class Selection:
             chosen = self.files[number]
             if not chosen.count:
                 continue
-            with _reading(chosen.path) as opened:
+            with _reading(chosen.path, columns) as opened:
                 for at, _, numbers in _groups(chosen, opened):
                     if number > file or at >= group:
                         table = opened.read_row_group(at, list(columns))
@@ -243,7 +243,7 @@ class Selection:
         for position, file in enumerate(self.files):
             if not file.count:
                 continue
-            with _reading(file.path) as opened:
+            with _reading(file.path, entity) as opened:
                 for group, first, numbers in _groups(file, opened):
                     if wanted is not None and not _may_hold(opened, group, entity[0], wanted):
                         continue
@@ -312,18 +312,27 @@ def seed_of(layers: Layers) -> int:
 class _reading:
     """One Parquet file, open; what cannot be read is named.
 
+    Args:
+        path: of the file.
+        columns: that are to be read of it.
+
     Raises:
-        SnapshotError: it cannot be read.
+        SnapshotError: it cannot be read, or lacks a column: a bit of its footer is enough for
+            another name, and Parquet's readers leave out what is not there without a word.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, columns: Sequence[str] = ()) -> None:
+        self._path, self._columns = path, columns
 
     def __enter__(self) -> pq.ParquetFile:
         try:
             self._file = pq.ParquetFile(self._path)
+            lacks = set(self._columns).difference(self._file.schema_arrow.names)
         except (pa.ArrowException, OSError) as exc:
             raise self._damaged(exc) from exc
+        if lacks:
+            self._file.close()
+            raise self._damaged(KeyError(f"no column {min(lacks)!r}"))
         return self._file
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:

@@ -331,6 +331,8 @@ class ViewStore:
         path = layers.paths[number]
         try:
             with pq.ParquetFile(path) as file:
+                if lacks := set(columns or ()).difference(file.schema_arrow.names):
+                    raise pa.ArrowKeyError(f"no column {min(lacks)!r}")
                 batches = file.iter_batches(
                     batch_rows, columns=None if columns is None else list(columns)
                 )
