@@ -143,10 +143,13 @@ def _cascade(line: Mapping[str, Any]) -> str:
         return ""
     best = max((one["share"] for one in shares if one["recall"] >= ENOUGH), default=0.0)
     shown = ", ".join(f"{one['share']:.0%}: {one['recall']:.3f}" for one in shares)
-    verdict = "would pay" if best >= WORTHWHILE else f"refused, {WORTHWHILE:.0%} would pay"
+    # the student computes all rows, the teacher those that are left
+    rate = 1 / (1 / line["speed"] + 1 - best)
+    pays = best >= WORTHWHILE and rate > 1
+    verdict = "would pay" if pays else f"refused: it would pay from {WORTHWHILE:.0%} and 1 on"
     return (
-        f"cascade with {line['name']} first: {best:.0%} of the rows by it at a recall of {ENOUGH}"
-        f" ({verdict}); {shown}"
+        f"cascade with {line['name']} first: {best:.0%} of the rows by it at a recall of {ENOUGH},"
+        f" at {rate:.2f} times the teacher's rate ({verdict}); {shown}"
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from precompute.jobs.commands.optimize import _cascade
 from precompute.jobs.ops import optimize as optimize_module
 from precompute.jobs.ops.optimize import LEAST_ROWS, optimize
 from precompute.jobs.ops.published_rows import as_published, published_rows
@@ -294,6 +295,28 @@ def test_a_runs_page_has_speed_against_accuracy(
     assert "Speed against accuracy" in shown
     assert "fp32-eager: 1 times float32" in shown
     assert f"mlp: {mlp['speed']:.3g} times float32" in shown
+
+
+@pytest.mark.parametrize(
+    ("speed", "recalls", "shown"),
+    [
+        (20.0, (0.99, 0.986, 0.97), "40% of the rows by it at a recall of 0.985, at 1.54 times"),
+        (20.0, (0.99, 0.98, 0.97), "20% of the rows by it at a recall of 0.985, at 1.18 times"),
+        (0.7, (0.99, 0.986, 0.97), "40% of the rows by it at a recall of 0.985, at 0.49 times"),
+        (20.0, (0.9, 0.8, 0.7), "0% of the rows by it at a recall of 0.985, at 0.95 times"),
+    ],
+)
+def test_a_cascade_pays_by_its_share_and_its_rate(
+    speed: float, recalls: tuple[float, ...], shown: str
+) -> None:
+    shares = [
+        {"share": share, "threshold": 0.5, "recall": recall}
+        for share, recall in zip((0.2, 0.4, 0.8), recalls, strict=True)
+    ]
+    line = _cascade({"name": "static", "speed": speed, "cascade": shares})
+    assert shown in line
+    assert ("would pay)" in line) == (speed > 1 and recalls[1] >= 0.985)
+    assert _cascade({"name": "mlp", "speed": 2.0, "cascade": []}) == ""
 
 
 def test_trees_learn_one_score(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
