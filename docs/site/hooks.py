@@ -144,7 +144,9 @@ def _shown(path: str) -> str:
 def _ignored(file: Path) -> bool:
     """Not what the repository has: what a run or a tool left."""
     inside = file.relative_to(REPOSITORY).parts
-    return any(part in ("var", "tuning", "students") or part.startswith((".", "__")) for part in inside)
+    return any(
+        part in ("var", "tuning", "students") or part.startswith((".", "__")) for part in inside
+    )
 
 
 def _page(path: str) -> str:
