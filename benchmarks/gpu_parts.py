@@ -537,7 +537,7 @@ def faiss_part(notes: Notes, device: str, size: Size) -> None:
 
 
 class Asserting(TorchModel):
-    """A table of ten rows: asked for another one, a GPU's context is gone."""
+    """A table of ten rows: by the number of another one, a GPU's context is gone."""
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__(torch.nn.Embedding(BAD, 4), Device(device))

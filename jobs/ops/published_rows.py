@@ -30,6 +30,8 @@ what comes next is more like them."""
 ONE_RUN_US = 3_600_000_000
 """Rows that were computed within so long are of one run, whose order says nothing of time."""
 LEAST_HELD_OUT = 200
+LEAST_EITHER = 50
+"""Rows to learn from and to judge by, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def published_rows(
 
     Raises:
         ConfigError: fewer rows than ``least`` have a value and the inputs that it was computed
-            from; or a column of the source is named as a feature.
+            from; they have few different inputs; or a column of the source is named as a feature.
         SourceError, SnapshotError: something cannot be read.
     """
     view = opened.view
@@ -126,7 +128,15 @@ def published_rows(
             f" and still the inputs it was computed from; a student needs {least:,}: publish more"
             " rows, or run the view where its source has changed since"
         )
-    return _split(snapshot, rows)
+    found = _split(snapshot, rows)
+    if min(found.learned.num_rows, found.held_out.num_rows) < LEAST_EITHER:
+        raise ConfigError(
+            f"view {view.name!r}: its {rows.num_rows:,} rows have so few different inputs that"
+            f" {found.learned.num_rows:,} are left to learn from and {found.held_out.num_rows:,} to"
+            f" judge by, once equal ones are on one side; each needs {LEAST_EITHER}: publish rows"
+            " of more inputs"
+        )
+    return found
 
 
 def _split(snapshot: Snapshot, rows: pa.Table) -> PublishedRows:

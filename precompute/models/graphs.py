@@ -189,7 +189,7 @@ class Graphed:
                 yield
         except BaseException:
             torch.cuda.set_stream(computing)
-            # of a capture that was ended it is closed already, which is told by an error
+            # of a capture that was ended it is closed already, which raises
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(computing.device.index, pool)
             # the next one begins with neither what this one took nor its stream

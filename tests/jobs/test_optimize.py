@@ -123,6 +123,17 @@ def test_few_rows_are_no_lesson(make_project: MakeProject) -> None:
         optimize(scene, "numbers")
 
 
+@pytest.mark.parametrize("inputs", [1])
+def test_rows_of_few_inputs_are_no_lesson(make_project: MakeProject, inputs: int) -> None:
+    scene = scene_of(
+        make_project,
+        [(i, float(i % inputs)) for i in range(600)],
+        gates={"constant": None, "duplicates": None, "shift": None},
+    )
+    with pytest.raises(ConfigError, match="its 600 rows have so few different inputs that"):
+        optimize(scene, "numbers")
+
+
 def test_what_was_never_published_teaches_nothing(make_project: MakeProject) -> None:
     scene = make_project(ROWS)
     with pytest.raises(SnapshotError, match="was never published: there is nothing to learn from"):

@@ -189,7 +189,7 @@ def test_what_its_kernels_do_not_compute_is_padded(
     assert not has_unpadded_attention(torch.device("cpu"), torch.bfloat16, 64)
 
 
-@torch.library.custom_op("tests::varlen", mutates_args=())
+@torch.library.custom_op("varlen_on_a_cpu::attention", mutates_args=())
 def varlen(
     q: torch.Tensor,
     k: torch.Tensor,
