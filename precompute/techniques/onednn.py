@@ -84,13 +84,13 @@ def probe() -> None:
     )
 
 
-# ---- Per row: 8-bit integers, each row of the inputs with a scale of its own, so that no row
-# depends on another.
+# ---- Per row: 8-bit integers, each row of the inputs with a middle and a scale of its own, so that
+# no row depends on another.
 
 STEPS = 127
 """Of a scale, to either side."""
 TINY = 1e-12
-"""Least magnitude of a row: one of zeros is zeros."""
+"""Least magnitude of a row: one of equal numbers is its middle."""
 
 
 class PerRow(Technique):
@@ -129,8 +129,9 @@ class PerRow(Technique):
 
 class PerRowLinear(torch.nn.Module):
     """``x @ weight.T + bias`` in 8-bit integers: weights symmetric with a scale each output, rows
-    symmetric with a scale each row. oneDNN takes unsigned inputs, so 128 is added to them and taken
-    off again (signed ones it computes by a reference that is 10,000 times slower).
+    around the middle of their range with a scale each row; the middle's own product is the sum of
+    the weights. oneDNN takes unsigned inputs, so 128 is added to them and taken off again (signed
+    ones it computes by a reference that is 10,000 times slower).
 
     Args:
         linear: the layer, on the CPU; it stays as it is.
@@ -143,17 +144,20 @@ class PerRowLinear(torch.nn.Module):
         rounded = (weight / self.scales[:, None]).round_().to(torch.int8)
         self.zeros = torch.zeros(len(weight), dtype=torch.int64)
         self.packed = torch.ops.onednn.qlinear_prepack(rounded, None)
-        self.bias = linear.bias
+        bias = torch.zeros(len(weight)) if linear.bias is None else linear.bias.detach()
+        # of the rounded weights: by others the middle would be multiplied with their errors
+        self.constants = torch.stack([rounded.sum(1) * self.scales, bias])
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``input`` float32 [..., in] → float32 [..., out]."""
         rows = input.reshape(-1, input.shape[-1])
-        largest = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
-        scale = largest.clamp_(min=TINY).div_(STEPS)
+        middle, scale = middle_and_scale(rows)
         # by int8, since torch rounds to uint8 at a fifth of the speed; flipping the sign's bit adds
         # 128
         numbers = (
-            (rows * scale.reciprocal()).round_().to(torch.int8).view(torch.uint8).bitwise_xor_(128)
+            ((rows - middle).mul_(scale.reciprocal()).round_().to(torch.int8))
+            .view(torch.uint8)
+            .bitwise_xor_(128)
         )
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             numbers,
@@ -170,10 +174,17 @@ class PerRowLinear(torch.nn.Module):
             [],
             "",
         )
-        out = out.mul_(scale)
-        if self.bias is not None:
-            out = out.add_(self.bias)
-        return out.view(*input.shape[:-1], -1)
+        factors = torch.cat([middle, torch.ones_like(middle)], 1)
+        return out.mul_(scale).addmm_(factors, self.constants).view(*input.shape[:-1], -1)
+
+
+def middle_and_scale(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., k] → the middle of each row's range and its scale, [..., 1]: the half of the range is
+    :data:`STEPS` of it. Numbers behind GELU are nearly all positive, and those of a transformer
+    have an outlier to one side, so that rounding around 0 wastes up to half of the steps: MiniLM's
+    recall@10 over docstrings is XX around the middle and XX around 0."""
+    least, largest = rows.aminmax(dim=-1, keepdim=True)
+    return (largest + least).mul_(0.5), (largest - least).mul_(0.5).clamp_(min=TINY).div_(STEPS)
 
 
 @torch.inference_mode()
@@ -185,5 +196,5 @@ def probe_per_row() -> None:
     """
     linear = torch.nn.Linear(2, 3, bias=False).requires_grad_(False)
     linear.weight.copy_(torch.tensor([[127.0, -127.0], [1.0, 127.0], [-127.0, -127.0]]))
-    x = torch.tensor([[127.0, -127.0], [-127.0, 3.0], [0.0, 0.0]])
+    x = torch.tensor([[127.0, -127.0], [-27.0, 227.0], [0.0, 0.0], [5.0, 5.0]])
     check_layers("8-bit", lambda: torch.equal(PerRowLinear(linear)(x), linear(x)), "fp32-onednn")
