@@ -791,6 +791,8 @@ def test_a_server_needs_no_teacher(
         page = server.get("/").body.decode()
         assert "a student answers misses" in page
         assert f"agreement {student.least:.3f}" in page
+        metrics = server.get("/metrics").body.decode()
+        assert f'precompute_fallback_agreement{{view="numbers"}} {student.least}' in metrics
 
 
 @pytest.mark.parametrize(

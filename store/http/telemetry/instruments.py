@@ -389,6 +389,13 @@ FALLBACK_UP = _instrument(
     "1 while a process of this server has the view's model, as its own files name it, loaded",
     "view",
 )
+FALLBACK_AGREEMENT = _instrument(
+    Kind.HIGHEST,
+    "fallback_agreement",
+    "Where a student computes a view's misses: how it agreed with the rows of the live snapshot, by"
+    " the feature that it approximates worst",
+    "view",
+)
 REFRESHES = _instrument(
     Kind.COUNTER,
     "refreshed_rows",
