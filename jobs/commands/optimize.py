@@ -137,7 +137,7 @@ worth two models."""
 
 
 def _cascade(line: Mapping[str, Any]) -> str:
-    """What a cascade would come to that has a student first; an empty text where nothing says."""
+    """A line on a cascade that begins with this student; an empty text without vectors."""
     shares = line["cascade"]
     if not shares:
         return ""
@@ -146,7 +146,11 @@ def _cascade(line: Mapping[str, Any]) -> str:
     # the student computes all rows, the teacher those that are left
     rate = 1 / (1 / line["speed"] + 1 - best)
     pays = best >= WORTHWHILE and rate > 1
-    verdict = "would pay" if pays else f"refused: it would pay from {WORTHWHILE:.0%} and 1 on"
+    verdict = (
+        "would pay"
+        if pays
+        else f"refused: it pays from {WORTHWHILE:.0%} of the rows on, at a rate above 1"
+    )
     return (
         f"cascade with {line['name']} first: {best:.0%} of the rows by it at a recall of {ENOUGH},"
         f" at {rate:.2f} times the teacher's rate ({verdict}); {shown}"
@@ -160,7 +164,7 @@ def _agreement(line: Mapping[str, Any]) -> str:
 
 def _verdict(line: Mapping[str, Any], picked: str | None) -> str:
     if line["by"] is None:
-        return "is it"
+        return "teacher"
     if line["beyond"]:
         return f"refused: {line['beyond']}"
     return "picked" if line["name"] == picked else "within its accuracy"

@@ -32,6 +32,7 @@ from precompute.store.disk.durable_file import (
     make_folder,
     replace_durably,
 )
+from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConfigError, ModelError, SnapshotError
 from precompute.store.feature_view import FeatureView
@@ -51,21 +52,21 @@ from precompute.students.student import (
 from precompute.techniques.table import REFERENCE, words
 
 FOLDER = "students"
-"""Below a project's folder."""
+"""Folder of the students, in the project's."""
 SEED = 0
 LEAST_ROWS = 500
-"""Fewer are no lesson, and tell nothing of the rows that are not among them."""
+"""Rows that a student is made from, at least."""
 JUDGED_ROWS = 2048
 """Held-out rows that students compute, at most."""
 INDEX_ROWS = 8192
 """Rows of the index that neighbours are looked for in, at most."""
 ROUNDS = 3
-"""Times that each computes the judged rows, taking turns."""
+"""Rounds of measuring; in each every model computes the judged rows once."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """What is on trial: the teacher or a student, ready to compute; and its line of the table."""
+    """A model on trial: the teacher or a student, ready to compute; and its line of the table."""
 
     line: dict[str, Any]
     model: Model
@@ -87,7 +88,7 @@ def optimize(
         name: of a view that is published.
         by: how, one of :data:`precompute.students.recipes.BY`; by default all that fit the model.
         purpose: ``batch`` or ``fallback``; by default both.
-        within_s: how long making them may take in all.
+        within_s: seconds for making all of them; judging and measuring come on top.
         announce: called with what begins, and with progress.
 
     Returns:
@@ -105,21 +106,27 @@ def optimize(
         ConfigError: there is nothing to learn from, or no such student; see
             :func:`precompute.jobs.ops.published_rows.published_rows`.
         SnapshotError: nothing is live, or a file cannot be read or written.
+        ConflictError: students of this view are being made.
         SourceError, ModelError: as a run would.
     """
     until = time.monotonic() + within_s
-    with as_published(project, name) as (opened, snapshot):
+    busy = f"view {name!r}: its students are being made: wait for that `precompute optimize`"
+    with (
+        as_published(project, name) as (opened, snapshot),
+        take(opened.compiled, FOLDER, "optimize", busy=busy),
+    ):
         _check_teacher(opened)
         announce(f"reading rows of snapshot {snapshot.number} and their inputs")
-        most = MAX_ROWS + MAX_ROWS // 8
+        # a tenth of them is held out
+        most = MAX_ROWS + MAX_ROWS // 9
         rows = published_rows(project, opened, snapshot, most, LEAST_ROWS)
         judge = Judge(opened, rows, project.view(name).accuracy)
         trials = [judge.teacher()]
         wanted = recipes(by, purpose)
         for number, recipe in enumerate(wanted):
-            share = (until - time.monotonic()) / (len(wanted) - number)
+            share_s = (until - time.monotonic()) / (len(wanted) - number)
             workshop = Workshop(project, opened, rows, announce)
-            trials.append(_tried(workshop, judge, recipe, time.monotonic() + share))
+            trials.append(_tried(workshop, judge, recipe, time.monotonic() + share_s))
         judge.measure([trial for trial in trials if trial.line["refused"] is None], announce)
     lines = [trial.line for trial in trials]
     outcome = {
@@ -226,7 +233,8 @@ class Workshop:
             make_folder(place / "checkpoints")
             with starting_from(self.opened.folder):
                 made = recipe.make(self.lesson(recipe, until), place)
-            student = judge.student(recipe, made, place, time.monotonic() - started)
+            made_s = made.earlier_s + time.monotonic() - started
+            student = judge.student(recipe, made, place, made_s)
             self._put(place, folder, student)
         except OSError as exc:
             raise SnapshotError(disk_message(place, exc, "no student was made")) from exc
@@ -241,7 +249,7 @@ class Workshop:
         make_folder(partial)
         shutil.copytree(place / MODEL, partial / MODEL)
         (partial / CARD).write_text(card(student, folder), encoding="utf-8")
-        # last: what a loss of power takes of the model has another fingerprint than the record's
+        # last: a model that a loss of power cut short has no longer the record's fingerprint
         replace_durably(partial / RECORD, student_bytes(student))
         partial.rename(folder)
 
@@ -252,11 +260,11 @@ class Judge:
     Args:
         opened: the view, as its live snapshot was computed.
         rows: the held-out ones are drawn from them.
-        budget: the view's accuracy.
+        accuracy: the view's.
     """
 
-    def __init__(self, opened: OpenView, rows: PublishedRows, budget: AccuracyConfig) -> None:
-        self._opened, self._rows, self._budget = opened, rows, budget
+    def __init__(self, opened: OpenView, rows: PublishedRows, accuracy: AccuracyConfig) -> None:
+        self._opened, self._rows, self._accuracy = opened, rows, accuracy
         view, chance = opened.view, np.random.default_rng(SEED)
         drawn = chance.permutation(rows.held_out.num_rows)[:JUDGED_ROWS]
         others = np.sort(chance.permutation(rows.learned.num_rows)[: INDEX_ROWS - len(drawn)])
@@ -344,7 +352,7 @@ class Judge:
         every = np.arange(len(self._taught))
         comparison = compared(
             self.view,
-            self._budget,
+            self._accuracy,
             Outcome(every, self._taught),
             Outcome(every, done[0]),
             len(every),
@@ -352,7 +360,7 @@ class Judge:
         accuracy = {} if comparison.accuracy is None else comparison.accuracy.to_json()["features"]
         for name, figures in student.figures.items():
             accuracy[name] = accuracy.get(name, {}) | figures
-        beyond = [f.shortfall for f in comparison.judged(self._budget, self.view) if f.room < 0]
+        beyond = [f.shortfall for f in comparison.judged(self._accuracy, self.view) if f.room < 0]
         more = f", and {len(beyond) - 1} figures more" if len(beyond) > 1 else ""
         return Trial(
             line
@@ -376,13 +384,13 @@ class Judge:
         announce(f"measuring {len(trials)} models on {self._inputs.num_rows:,} rows")
         models = {trial.line["name"]: (trial.model, trial.restore) for trial in trials}
         found = rates(models, self.view, self._inputs, ROUNDS, time.monotonic() + 60)
-        first = found[trials[0].line["name"]][0]
+        teacher_rate = found[trials[0].line["name"]][0]
         for trial in trials:
             rate, batch_ms = found[trial.line["name"]]
             trial.restore()
             trial.line |= {
                 "rows_per_s": round(rate, 1),
-                "speed": round(rate / first, 3),
+                "speed": round(rate / teacher_rate, 3),
                 "batch_ms": batch_ms,
                 "miss_ms": miss_ms(trial.model, self.view, self._inputs),
             }
@@ -442,8 +450,8 @@ def _picked(lines: list[dict[str, Any]]) -> dict[str, str | None]:
 
 
 def _write(project: Project, name: str, outcome: dict[str, Any]) -> str:
-    """Into the view's tuning file, beside what ``tune`` measured; a student that is not among them
-    stays with what was measured of it before."""
+    """Write the outcome into the view's tuning file, beside what ``tune`` measured; a student that
+    is not among them stays with what was measured of it before."""
     model = project.model_as_written(name)
     tuning = read_tuning(project.folder, name, model)
     if tuning is None:

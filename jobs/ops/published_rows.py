@@ -25,13 +25,13 @@ HASH, TIME = "input_hash", "computed_at"
 HELD_OUT = 0.1
 """Share of the rows that are held out at random, by their inputs."""
 NEWEST = 0.05
-"""Share of the rows that are held out for having been computed last, where not all were at once:
+"""Share of the rows that are held out because they were computed last, unless one run computed all:
 what comes next is more like them."""
 ONE_RUN_US = 3_600_000_000
-"""Rows that were computed within so long are of one run, whose order says nothing of time."""
+"""Rows that were computed within so long count as computed at once."""
 LEAST_HELD_OUT = 200
 LEAST_EITHER = 50
-"""Rows to learn from and to judge by, at least."""
+"""Different inputs to learn from and to judge by, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def published_rows(
         )
     keys = key_column(drawn, view.entity)
     inputs = opened.source.rows(keys.to_pylist(), with_hash=True)
-    # a key that the source has more than once was computed from one of them: which, the hash says
+    # of a key that the source has twice, the hash tells which row was computed
     place = pc.index_in(inputs["key"], value_set=keys)
     found = inputs.append_column("place", place).filter(pc.is_valid(place))
     taken = drawn.take(found["place"])
@@ -128,20 +128,16 @@ def published_rows(
             f" and still the inputs it was computed from; a student needs {least:,}: publish more"
             " rows, or run the view where its source has changed since"
         )
-    found = _split(snapshot, rows)
-    if min(found.learned.num_rows, found.held_out.num_rows) < LEAST_EITHER:
+    hashes = np.asarray(rows[HASH])
+    held_out = _held_out(hashes, np.asarray(rows[TIME].cast(pa.int64())))
+    different = [len(np.unique(hashes[part])) for part in (~held_out, held_out)]
+    if min(different) < LEAST_EITHER:
         raise ConfigError(
             f"view {view.name!r}: its {rows.num_rows:,} rows have so few different inputs that"
-            f" {found.learned.num_rows:,} are left to learn from and {found.held_out.num_rows:,} to"
-            f" judge by, once equal ones are on one side; each needs {LEAST_EITHER}: publish rows"
-            " of more inputs"
+            f" {different[0]:,} are left to learn from and {different[1]:,} to judge by; each"
+            f" needs {LEAST_EITHER}: publish rows of more inputs"
         )
-    return found
-
-
-def _split(snapshot: Snapshot, rows: pa.Table) -> PublishedRows:
-    held_out = _held_out(np.asarray(rows[HASH]), np.asarray(rows[TIME].cast(pa.int64())))
-    data = digest(rows=np.sort(np.asarray(rows[HASH])[~held_out]), snapshot=snapshot.number)
+    data = digest(rows=np.sort(hashes[~held_out]), snapshot=snapshot.number)
     plain = rows.drop_columns([HASH, TIME])
     learned, judged = (plain.filter(pa.array(part)) for part in (~held_out, held_out))
     return PublishedRows(snapshot, learned, judged, data)

@@ -30,8 +30,9 @@ TRAINING_S = 120.0
 BATCH_ROWS = 1024
 WIDTH = 128
 RIDGE = 1e-3
-"""Of the linear way that training begins with, a row: of 1,475 rows of 384 numbers, with 18 scores
-that are linear in them, gradients alone reached a rank correlation of 0.77 in 20 s."""
+"""Penalty, for each row, of the linear way that training begins with: of 1,475 rows of 384 numbers,
+with 18 scores that are linear in them, gradients alone reached a rank correlation of 0.77 in
+20 s."""
 LEARNING_RATE = 3e-3
 
 
@@ -95,7 +96,7 @@ class SmallMlp:
             found = mlp.standard({name: values[rows] for name, values in inputs.items()})
             return torch.nn.functional.mse_loss(found, wanted[rows])
 
-        train(mlp, loss, course)
+        trained = train(mlp, loss, course)
         place = folder / FILES
         place.mkdir(parents=True, exist_ok=True)
         (place / "mlp.safetensors").write_bytes(save(mlp.state_dict()))
@@ -115,6 +116,7 @@ class SmallMlp:
                 "weights": f"./{FILES}/mlp.safetensors",
                 "concurrent": True,
             },
+            earlier_s=trained.earlier_s,
         )
 
 

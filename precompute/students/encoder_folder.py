@@ -40,8 +40,8 @@ def write_encoder(lesson: Lesson, bert: Bert, folder: Path, **settings: Any) -> 
     """
     assert isinstance(lesson.model, TextEncoder)
     source, target = lesson.model.folder, folder / MODEL
-    recipe = read_sentence_folder(source)
-    transformer = (source if recipe is None else recipe.transformer).relative_to(source)
+    parts = read_sentence_folder(source)
+    transformer = (source if parts is None else parts.transformer).relative_to(source)
     config = json.loads((source / transformer / "config.json").read_text(encoding="utf-8"))
     weights = {name: value.contiguous() for name, value in bert.state_dict().items()}
     files = {path: (source / path).read_bytes() for path in _taken_over(source, transformer)}
@@ -72,7 +72,7 @@ def _taken_over(source: Path, transformer: Path) -> Iterator[Path]:
 
 
 def transformer_of(lesson: Lesson) -> Bert:
-    """The teacher's."""
+    """The teacher's transformer."""
     model: Any = lesson.model
     bert: Bert = model.module.transformer
     return bert
@@ -83,5 +83,6 @@ def trainable(config: BertConfig, weights: Mapping[str, torch.Tensor]) -> Bert:
     which are most of a small model's numbers, and hold words that no row of the lesson has."""
     bert = Bert(config)
     bert.load_state_dict(weights)
+    bert.to(next(iter(weights.values())).device)
     bert.embeddings.requires_grad_(False)
     return bert

@@ -22,7 +22,7 @@ from precompute.techniques.accuracy import (
 )
 
 TAIL = 0.05
-"""Share of the rows that are nearer to the teacher's than the tail's figure says."""
+"""Share of the rows whose cosine to the teacher's is below ``tail_cosine``: the worst ones."""
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 """Of rows that a cascade answers by the student."""
@@ -33,7 +33,7 @@ MISSES = 64
 
 class Cascade(NamedTuple):
     """A cascade's ``share`` of rows by the student, those whose confidence is at least
-    ``threshold``; and ``recall``, of all rows, those by the teacher being right."""
+    ``threshold``; and ``recall``, of all rows, the teacher's counted as right."""
 
     share: float
     threshold: float

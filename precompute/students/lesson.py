@@ -49,15 +49,16 @@ class Made:
     """What makes a student's model: ``model.use`` and ``model.args`` of a view. A text among the
     arguments that begins with ``./`` is a path in the folder that the recipe wrote into.
     ``technique`` is the one that it was made for, by which it is judged; None of a student for
-    any."""
+    any. ``earlier_s`` is what its training took in processes before this one, seconds."""
 
     use: str
     args: Mapping[str, Any]
     technique: str | None = None
+    earlier_s: float = 0.0
 
 
 class Recipe(Protocol):
-    """A way of making a student."""
+    """A way of making a student; a row's recipe, which is a digest, is another thing."""
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ def recipes(by: str | None, purpose: str | None) -> list[Recipe]:
     """The recipes to try, the quickest first.
 
     Args:
-        by: one of :data:`BY`; None for all, and so are those that may be first in a cascade.
+        by: one of :data:`BY`; None, or ``cascade``, for all: each may be first in a cascade.
         purpose: ``batch`` for what may compute a view's rows, ``fallback`` for what answers misses
             in a fraction of the teacher's time; None for both.
     """

@@ -57,7 +57,7 @@ _Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class StaticTable:
-    """The recipe.
+    """The recipe of a static table.
 
     Args:
         pieces: that the teacher computes at most.
@@ -95,7 +95,7 @@ class StaticTable:
         ]
         some = [row for row, tokens in enumerate(ids) if len(tokens)]
         table = Table(self._first(lesson, coder, ids))
-        school = _School([ids[row] for row in some], vectors[some], lesson.seed)
+        school = _TableLesson([ids[row] for row in some], vectors[some], lesson.seed)
         course = Course(
             self.name,
             digest(
@@ -113,11 +113,11 @@ class StaticTable:
             learning_rate=LEARNING_RATE,
             weight_decay=0.0,
         )
-        train(table, lambda step, _: school.loss(table, step), course)
+        trained = train(table, lambda step, _: school.loss(table, step), course)
         _write(folder / FILES, table, tokenizer, longest)
         course.checkpoint.unlink(missing_ok=True)
         args = {name: lesson.args[name] for name in ("column", "output") if name in lesson.args}
-        return Made("static_embedding", {**args, "path": f"./{FILES}"})
+        return Made("static_embedding", {**args, "path": f"./{FILES}"}, None, trained.earlier_s)
 
     def _texts(self, lesson: Lesson, whole: list[str]) -> tuple[list[str], _Floats]:
         """The rows' texts and pieces of them, each with the teacher's vector."""
@@ -162,7 +162,7 @@ class Table(torch.nn.Module):
         return torch.nn.functional.normalize(self.bag(ids, starts), dim=1)
 
 
-class _School:
+class _TableLesson:
     """Batches of texts and how far a table is from the teacher on them; the seed and the step say
     which."""
 

@@ -42,7 +42,8 @@ class Agreement(Record, frozen=True):
             ``rank_correlation`` of scores (Spearman); ``overlap`` of lists, in their order, and of
             anything else, the share of rows that are equal.
         value: of these rows, from 0 to 1 (a correlation from -1).
-        promised: below it by :data:`SURE` standard errors: what other rows like these will reach.
+        promised: below ``value`` by :data:`SURE` standard errors: what other rows like these will
+            reach.
         rows: how many.
     """
 
@@ -58,7 +59,7 @@ class Student(Record, frozen=True):
     Args:
         view: whose model it approximates.
         name: of the student, such as ``static`` or ``layers-3``.
-        by: how it was made: ``distil``, ``prune``, ``qat`` or ``cascade``.
+        by: how it was made: ``distil``, ``prune`` or ``qat``.
         use, args: what makes its model (``model`` of a view). A text among the arguments that
             begins with ``./`` is a path in the student's folder.
         fingerprint: of its model.

@@ -22,7 +22,7 @@ from precompute.text.encoder import UnpaddedBert, kernel, not_understood
 from precompute.text.tokens import Tokens
 
 BATCH_TOKENS = 2048
-WINDOW = 16
+SORTED_BATCHES = 16
 """Batches whose texts are sorted by length together, so that little is padding."""
 SPANS = 0.5
 """Share of texts of which a span is learned instead of the whole: 8 tokens at least."""
@@ -31,6 +31,7 @@ BANK_ROWS = 4096
 """Of the teacher's published vectors, whose order by similarity the student learns, at most."""
 TEMPERATURE = 0.05
 MIN_ROWS = 50
+"""Rows that a transformer is trained by, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class TextLesson:
         first = (rng.random(len(whole)) * (inner - spans + 1)).astype(np.int64)
         lengths = spans + 2
         order = rng.permutation(len(whole))
-        windows = np.cumsum(lengths[order]) // (WINDOW * BATCH_TOKENS)
+        windows = np.cumsum(lengths[order]) // (SORTED_BATCHES * BATCH_TOKENS)
         batches = []
         for window in np.split(order, np.flatnonzero(np.diff(windows)) + 1):
             rows = window[np.argsort(lengths[window], kind="stable")]

@@ -1,5 +1,4 @@
-"""Training: gradient descent on a CPU for as long as there is time, in steps that continue after a
-kill.
+"""Training: gradient descent for as long as there is time, in steps that continue after a kill.
 
 The trainers of transformers and sentence-transformers write their optimiser's state by torch.save
 and read it by torch.load, pickles, which nothing here reads; and they plan by epochs, not by time.
@@ -16,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,12 +37,12 @@ SMOOTHING = 0.05
 """Weight of the newest step in the mean of losses that is announced."""
 TIMED_STEPS, LEAST_TIMED = 32, 4
 UNTIMED_STEPS = 1000
-"""Taken for granted until :data:`LEAST_TIMED` were timed: the first takes longer than others."""
+"""Steps assumed to remain until :data:`LEAST_TIMED` were timed: the first takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How a training goes.
+    """The settings of a training.
 
     Args:
         name: of the student, for people.
@@ -67,10 +67,18 @@ class Course:
     checkpoint_s: float = CHECKPOINT_S
 
 
+class Trained(NamedTuple):
+    """What came of a training: its ``steps``, and the seconds that it took before it was continued
+    in this process."""
+
+    steps: int
+    earlier_s: float
+
+
 def train(
     module: torch.nn.Module, loss: Callable[[int, float], torch.Tensor], course: Course
-) -> int:
-    """Train a module's parameters that require a gradient; returns the steps that were made.
+) -> Trained:
+    """Train a module's parameters that require a gradient.
 
     Where the course has a checkpoint, training goes on from it: with a fixed number of steps the
     result is that of a training that was never stopped, to the last bit.
@@ -85,8 +93,9 @@ def train(
     """
     optimizer = _optimizer(module, course)
     at = _restored(module, optimizer, course) or _At()
+    earlier_s = at.spent_s
     with _tensors_are_plain():
-        return _trained(module, loss, course, optimizer, at)
+        return Trained(_trained(module, loss, course, optimizer, at), earlier_s)
 
 
 @dataclass(slots=True)
@@ -96,6 +105,7 @@ class _At:
     step: int = 0
     progress: float = 0.0
     loss: float = math.nan
+    spent_s: float = 0.0
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED_STEPS))
     saved: float = field(default_factory=time.monotonic)
     announced: float = 0.0
@@ -130,6 +140,7 @@ def _trained(
         at.step, at.progress = at.step + 1, 1.0 if remaining <= 1 else done
         at.loss = found if math.isnan(at.loss) else at.loss + SMOOTHING * (found - at.loss)
         at.seconds.append(now - before)
+        at.spent_s += now - before
         if now - at.saved >= course.checkpoint_s:
             _save(module, optimizer, course, at)
             at.saved = now
@@ -203,7 +214,12 @@ def _save(
         tensors[f"weight {name}"] = weight
         tensors[f"mean {name}"], tensors[f"square {name}"] = state["exp_avg"], state["exp_avg_sq"]
     plain = {name: value.detach().contiguous() for name, value in tensors.items()}
-    about = {"digest": course.digest, "step": at.step, "progress": at.progress}
+    about = {
+        "digest": course.digest,
+        "step": at.step,
+        "progress": at.progress,
+        "spent_s": at.spent_s,
+    }
     try:
         replace_durably(course.checkpoint, save(plain, {"training": json.dumps(about)}))
     except OSError as exc:
@@ -226,7 +242,7 @@ def _restored(
         if about.get("digest") != course.digest:
             course.announce(f"{course.name}: {course.checkpoint} is of another training: left out")
             return None
-        at = _At(int(about["step"]), float(about["progress"]))
+        at = _At(int(about["step"]), float(about["progress"]), spent_s=float(about["spent_s"]))
         with torch.no_grad():
             for name, value in module.named_buffers():
                 value.copy_(tensors[f"buffer {name}"])

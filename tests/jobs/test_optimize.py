@@ -15,7 +15,7 @@ from precompute.jobs.ops import optimize as optimize_module
 from precompute.jobs.ops.optimize import LEAST_ROWS, optimize
 from precompute.jobs.ops.published_rows import as_published, published_rows
 from precompute.jobs.run.rows.open_view import open_view
-from precompute.store.errors import ConfigError, SnapshotError
+from precompute.store.errors import ConfigError, ConflictError, SnapshotError
 from precompute.store.feature_view import ModelUse
 from precompute.students import recipes as recipes_module
 from precompute.students.columns_student import SmallMlp, Trees
@@ -123,7 +123,8 @@ def test_few_rows_are_no_lesson(make_project: MakeProject) -> None:
         optimize(scene, "numbers")
 
 
-@pytest.mark.parametrize("inputs", [1])
+# of 90, 60 are learned from, and 30 are too few to judge by
+@pytest.mark.parametrize("inputs", [1, 3, 90])
 def test_rows_of_few_inputs_are_no_lesson(make_project: MakeProject, inputs: int) -> None:
     scene = scene_of(
         make_project,
@@ -210,6 +211,22 @@ def test_a_model_that_was_replaced_teaches_nothing(make_project: MakeProject) ->
     manifest.write_bytes(other.to_bytes())
     with pytest.raises(ConfigError, match=r"the model on disk has fingerprint .* live snapshot 1"):
         optimize(scene.reread(), "numbers")
+
+
+def test_students_of_a_view_are_made_by_one_at_a_time(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = scene_of(make_project)
+
+    class Meanwhile(SmallMlp):
+        def make(self, lesson: Lesson, folder: Path) -> Made:
+            with pytest.raises(ConflictError, match="'numbers': its students are being made"):
+                optimize(scene, "numbers")
+            return super().make(lesson, folder)
+
+    quickly(monkeypatch, Meanwhile(steps=20))
+    assert optimize(scene, "numbers")["students"][1]["refused"] is None
+    assert optimize(scene, "numbers")["students"][1]["refused"] is None
 
 
 def test_making_goes_on_after_it_was_stopped(

@@ -25,7 +25,7 @@ from precompute.students.lesson import Lesson, Made, Recipe
 from precompute.students.prune import FewerNeurons
 from precompute.students.qat import Int8Aware, RoundedLinear
 from precompute.students.text_lesson import TextLesson
-from precompute.students.training import Course, train
+from precompute.students.training import Course, Trained, train
 from precompute.techniques.onednn import PerRowLinear
 from tests.precompute.sentence_models import WORDS, read, sentence_model
 
@@ -147,11 +147,34 @@ def test_training_ends_when_its_time_is_over(
         done.append(progress)
         return text.loss(student, step)
 
-    assert train(student, loss, course(tmp_path, None, until=60.0)) == len(done) == 40
+    assert train(student, loss, course(tmp_path, None, until=60.0)) == (40, 0.0)
+    assert len(done) == 40
     assert done == sorted(done)
     # in equal steps, fewer of which are left after the long one
     assert done[8] == pytest.approx(0.08, abs=0.02)
     assert done[-1] == pytest.approx(1, abs=0.06)
+
+
+def test_what_was_spent_before_a_stop_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = torch.nn.Linear(1, 1)
+    # each call of it is a second
+    seconds = itertools.count(time.monotonic()).__next__
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=seconds))
+
+    def until(dies_at: int) -> Trained:
+        def loss(step: int, _: float) -> torch.Tensor:
+            if step == dies_at:
+                raise Killed
+            return layer(torch.ones(1)).square().sum()
+
+        return train(layer, loss, course(tmp_path, checkpoint_s=0))
+
+    for dies_at in (3, 7):
+        with pytest.raises(Killed):
+            until(dies_at)
+    assert until(12) == (12, pytest.approx(7))
 
 
 def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson) -> None:

@@ -29,7 +29,7 @@ from precompute.students.student import (
 from precompute.techniques.table import REFERENCE, words
 
 TRIED_ROWS = 10
-"""That the student computes before any row is computed by its teacher."""
+"""Rows of the source that the student tries before a run computes any."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class OpenStudent:
             fingerprint: of the view's model now.
 
         Raises:
-            ConfigError: it is; says which fingerprints, and what to do.
+            ConfigError: its teacher is another model; names both fingerprints.
         """
         if self.record.approximates != fingerprint:
             raise _mistake(
@@ -202,7 +202,7 @@ class OpenStudent:
         view = self.view
         wanted = max(MIN_ROWS, min(one.rows for one in self.record.agreement.values()))
         wanted = min(wanted, COMPARED_ROWS, sample.num_rows)
-        # it is in the snapshot's order: some of all of it
+        # the sample is in the snapshot's order: rows are taken evenly from it
         rows = sample.take(pa.array(np.arange(wanted) * sample.num_rows // max(1, wanted)))
         there = [rows.column(name).is_valid().to_numpy() for name in view.feature_names]
         rows = rows.filter(pa.array(np.any(there, axis=0)))
