@@ -167,8 +167,8 @@ class QueryModel(Model, Protocol):
     encoder with a prompt for each."""
 
     def for_queries(self) -> Model:
-        """The same model for the inputs of a search, its weights, precision and device shared:
-        requested again after a conversion."""
+        """The same model for the inputs of a search, its weights, precision and device shared;
+        called again after a conversion."""
 
 
 def model_fingerprint(own: str, use: str, precision: str, tables: Mapping[str, pa.Table]) -> str:

@@ -41,9 +41,9 @@ _sources: dict[str, dict[Path, str]] = {}
 """Package of a project → the files its modules were read from, with the SHA-256 of what was in
 them."""
 _sources_lock = threading.Lock()
-"""Of :data:`_sources`, to which anyone who computes adds by an import inside a function. Nothing
-else is requested under it: such a thread holds Python's lock of a module, for which an import under
-:data:`_lock` may be waiting."""
+"""Guards :data:`_sources`, to which any thread that computes adds by an import inside a function.
+No other lock is taken under it: such a thread holds Python's lock of a module, for which an import
+under :data:`_lock` may be waiting."""
 
 _OURS = (f"{Path(__file__).parent}{os.sep}",)
 _OTHERS = tuple(
@@ -105,7 +105,7 @@ def classes_of(module: ModuleType, methods: Collection[str]) -> list[str]:
 
 
 def unfit_argument(factory: Any, args: Mapping[str, Any]) -> str | None:
-    """Which argument a class does not take, or lacks; None where its signature does not tell, or
+    """Which argument a class does not take, or lacks; None where its signature does not show it, or
     all are right."""
     try:
         parameters = inspect.signature(factory).parameters.values()
@@ -280,8 +280,8 @@ _FOLDER: ContextVar[Path | None] = ContextVar("project_folder", default=None)
 
 
 class ProjectPath(str):
-    """A path of a model's argument, absolute. A text for anyone who takes it;
-    :func:`precompute.model.digest` knows it for a path."""
+    """A path of a model's argument, absolute. It is a text; :func:`precompute.model.digest` takes
+    it for a path."""
 
     __slots__ = ()
 
@@ -294,8 +294,7 @@ def project_folder() -> Path | None:
 
 @contextlib.contextmanager
 def starting_from(folder: Path | None) -> Iterator[None]:
-    """Within, in this thread, relative paths and modules of one's own are those of a project's
-    folder."""
+    """Within, in this thread, relative paths and users' modules are those of a project's folder."""
     token = _FOLDER.set(folder)
     try:
         yield

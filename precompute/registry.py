@@ -41,7 +41,7 @@ BUILT_IN = {
 """Name in a view's ``model.use`` → class."""
 
 MOST_NAMED_FILES = 1000
-"""In a folder that a model's argument names; of further ones only the times are looked at."""
+"""Files of a folder that a model's argument names; of further ones only the times are looked at."""
 
 
 def check_use(use: str, folder: Path | None = None) -> None:
@@ -184,8 +184,8 @@ def load_with_fingerprint(
 
 
 class Stamp(NamedTuple):
-    """What tells a file from another in its place, and from itself after it was written to; times
-    in ns."""
+    """What distinguishes a file from another in its place, and from itself after it was written to;
+    times in ns."""
 
     device: int
     inode: int
@@ -195,7 +195,7 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """Of a file; None where there is none."""
+    """The stamp of a file; None where there is none."""
     try:
         file, link = path.stat(), path.lstat()
     except (OSError, ValueError):
@@ -210,8 +210,8 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 def _may_have_changed(path: Path, before: Mapping[Path, Stamp | None], began_ns: int) -> bool:
-    """Since ``began_ns``, when the stamps ``before`` had been taken: of a file that is not among
-    them the times alone tell."""
+    """Whether a file may have changed since ``began_ns``, when the stamps ``before`` had been
+    taken; of a file that is not among them by its times alone."""
     now = stamp_of(path)
     if now is None or before.get(path, now) != now:
         return True

@@ -76,7 +76,7 @@ class ConflictError(PrecomputeError):
 
 
 class FencedError(ConflictError):
-    """A writer that slept past its lease: somebody else took over, and its writes are refused."""
+    """A writer that slept past its lease: another one took over, and its writes are refused."""
 
 
 class OnlineStoreError(PrecomputeError):

@@ -19,7 +19,7 @@ from urllib.parse import unquote_to_bytes
 from precompute.store.errors import RequestError
 
 if TYPE_CHECKING:
-    # a client that asks over HTTP has no Arrow
+    # a client over HTTP has no Arrow
     import pyarrow as pa
 
 CHUNK = "chunk"
@@ -136,7 +136,7 @@ def key_list(keys: Any) -> list[Any]:
             " one of them, frame[column]",
             code="bad_key",
         )
-    # tolist would make integers of numpy's times, and these could be somebody's keys
+    # tolist would make integers of numpy's times, and these could be keys
     names = () if _holds_times(keys) else ("to_pylist", "tolist", "to_list")
     convert = next((getattr(keys, name) for name in names if hasattr(keys, name)), None)
     held = keys if convert is None else convert()
@@ -237,9 +237,10 @@ def _plain_number(value: float) -> Any:
 
 
 _SHOWN_LEVELS = reprlib.aRepr.maxlevel
-"""Of lists within each other: of what lies deeper :func:`shown_key` tells nothing."""
+"""Levels of lists within each other that are shown: what lies deeper :func:`shown_key` leaves
+out."""
 _NULLS = frozenset({"NAType", "NaTType"})
-"""Of pandas, which is not loaded for them."""
+"""Names of the types of pandas' nulls, which is not loaded for them."""
 
 
 def _holds_times(value: Any) -> bool:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    # a client that asks over HTTP has no numpy
+    # a client over HTTP has no numpy
     import numpy as np
     import numpy.typing as npt
 
@@ -144,10 +144,10 @@ class Reason(_Word):
 
     UNKNOWN_ENTITY = "unknown_entity"
     NOT_IN_STORE = "not_in_store"
-    """The store drops rows by itself when it is full, or was seen to have lost some: nobody can
-    tell an unknown entity from a lost row."""
+    """The store drops rows by itself when it is full, or was seen to have lost some: an unknown
+    entity cannot be told from a lost row."""
     DAMAGED = "damaged"
-    """What the store holds for the key does not vouch for itself."""
+    """What the store holds for the key fails its checks."""
     EXPIRED = "expired"
     BAD_KEY = "bad_key"
     """No entity can have it: of another type or number of parts, empty, too long."""
@@ -170,7 +170,7 @@ class AnswerSource(_Word):
     """Computed for a miss before, and stored."""
     FALLBACK = "fallback"
     DEFAULT = "default"
-    """Of a missing row: the view's default stands in for it."""
+    """The view's default stands in for a missing row."""
 
 
 # ---- Freshness: what an age means under a view's TTL. Ages never turn negative, and no clock

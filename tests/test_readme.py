@@ -209,10 +209,13 @@ def test_documents_and_examples_import_what_is_public() -> None:
 
 @pytest.fixture(scope="module")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the folder ``books`` is, with the files of the README as their first lines name them,
-    and nothing else."""
+    """Where the folder ``books`` is, with the files of the README as their first lines name them
+    (those of a CSV file would be data), and nothing else."""
     folder = tmp_path_factory.mktemp("readme")
-    for kind in ("yaml", "csv", "python"):
+    (folder / "books").mkdir()
+    (rows,) = blocks("README.md", "csv")
+    (folder / "books/books.csv").write_text(rows)
+    for kind in ("yaml", "python"):
         for block in blocks("README.md", kind):
             named = re.match(r"# (books/[\w./]+).*\n", block)
             if named:

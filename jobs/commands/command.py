@@ -94,7 +94,7 @@ class Commands:
 
     def __init__(self, parser: Parser) -> None:
         self.parser, self.named = parser, dict[str, Parser]()
-        """That of the whole command line; those of commands by their names."""
+        """The parser of the whole command line; command → its own parser."""
         self._parsers = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(
@@ -152,8 +152,8 @@ def folder_of(arguments: argparse.Namespace) -> str | None:
         return None
     for folder in (here, *here.parents):
         if (folder / PROJECT_FILE).is_file():
-            # a project's models are run: one that somebody left in a shared folder is not to be run
-            # by anybody who works below
+            # a project's models are run: one that another user left in a shared folder is not to be
+            # run by those who work below
             if folder != here and (folder / PROJECT_FILE).stat().st_uid not in (os.geteuid(), 0):
                 raise ConfigError(
                     f"{folder / PROJECT_FILE} belongs to another user: if it is the one, name it,"

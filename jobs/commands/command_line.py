@@ -72,8 +72,8 @@ READS = frozenset(
     }
     | {"snapshots", "status", "training", "unpin"}
 )
-"""Commands that run no model, and so nobody else's code, but for a miss or a text's embedding where
-one is wanted."""
+"""Commands that run no model, and so no code of the user's, but for a miss or a text's embedding
+where one is requested."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -206,7 +206,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _reconcile(arguments: argparse.Namespace) -> int:
-    """Of several views each, though one of them fails."""
+    """Reconcile each of several views, though one of them fails."""
     from precompute.jobs.run.rollback import reconcile
 
     project, documents, errors = (

@@ -246,7 +246,7 @@ def describe_explanation(explanation: Explanation) -> str:
 
 
 def _times(served: Sequence[tuple[datetime, datetime | None]]) -> str:
-    """From and until when, the last three of them."""
+    """When a version was served, from and until; the last three times."""
     times = [
         f"{shown_time(since)} to {'now' if until is None else shown_time(until)}"
         for since, until in served[-3:]

@@ -144,7 +144,7 @@ def _materialize(arguments: argparse.Namespace) -> int:
 
 def _materialize_each(arguments: argparse.Namespace) -> int:
     """Compute some partitions, one after the other, with the model loaded once: a process of a
-    backfill, which reads of each what its run's report says. One that fails keeps none of the
+    backfill, which reads of each what its run's report says. One that fails does not stop the
     others; once the backfill is gone none is begun."""
     from precompute.jobs.run.job import RunOptions
     from precompute.jobs.run.rows.open_model import SharedModels
@@ -171,7 +171,7 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
 
 
 def reporting(arguments: argparse.Namespace) -> Callable[[Report], None]:
-    """What a run calls with its report once it is over."""
+    """The function that a run calls with its report once it is over."""
     from precompute.store.disk.record import plain
 
     def print_report(report: Report) -> None:
@@ -447,7 +447,7 @@ def is_one(arguments: argparse.Namespace) -> bool:
 
 
 def run_several(arguments: argparse.Namespace) -> int:
-    """The views that are selected, and one report of all."""
+    """Run the views that are selected, with one report of all."""
     from precompute.jobs.ops.run_all import Selection, run_all, selected, summary
 
     project = project_of(arguments)

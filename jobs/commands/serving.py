@@ -105,7 +105,7 @@ def _token(arguments: argparse.Namespace) -> int:
     else:
         print(secret)
         say(
-            f"of {arguments.name!r}, scope {arguments.scope}; {path} has its hash, and this is"
-            " reported once"
+            f"token of {arguments.name!r}, scope {arguments.scope}; it is shown only this once:"
+            f" {path} has only its hash"
         )
     return DONE

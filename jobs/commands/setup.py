@@ -318,7 +318,7 @@ def _at_place(parser: argparse.ArgumentParser, place: int, config: str | None) -
 
 
 def _views(config: str | None) -> list[str]:
-    """By their files' names: to read them would take longer than a key stroke may."""
+    """The views' names, by their files': to read them would take longer than a key stroke may."""
     try:
         folder = folder_of(argparse.Namespace(config=config or os.environ.get("PRECOMPUTE_CONFIG")))
     except ConfigError:

@@ -254,7 +254,7 @@ def read_settings(folder: Path, over: Mapping[str, Any] | None = None) -> Projec
 
 
 class _Views(NamedTuple):
-    """Of every view, what its file says, or what is wrong with it; and ``use`` and ``args`` of its
+    """What the file of every view says, or what is wrong with it; and ``use`` and ``args`` of its
     model as they are written."""
 
     right: dict[str, ViewConfig]
@@ -487,7 +487,7 @@ class Project:
         return OfflineStore(self.root)
 
     def stored(self, name: str) -> ViewStore:
-        """What is retained of a view, which may be configured no more.
+        """What is stored of a view, which may no longer be configured.
 
         Raises:
             ConfigError: it is neither configured, nor is there anything of it.

@@ -223,7 +223,7 @@ class Schedule:
     seconds."""
 
     when: str
-    """For people: the cron line, or ``after a, b``."""
+    """When it runs, for people: the cron line, or ``after a, b``."""
     cron: str | None
     timezone: str
     parents: tuple[str, ...]

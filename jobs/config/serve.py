@@ -79,7 +79,7 @@ class LimitsConfig(Section):
     """for a client to take an answer, and 1 s for each MiB"""
 
     def limits(self) -> Limits:
-        """The same as a value: what is a ``time`` here, is in seconds there."""
+        """These limits as a value: what is a ``time`` here, is in seconds there."""
         return Limits(**{name.replace("_time", "_s"): value for name, value in self})
 
 

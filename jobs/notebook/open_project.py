@@ -36,7 +36,7 @@ from precompute.store.wire.lookup_options import MAX_KEYS, LookupOptions, check_
 
 FILE = "project.yaml"
 DEADLINE_MS = 60_000
-"""Of the model, where none is named: it is loaded first."""
+"""Deadline of the model, where none is named: it is loaded first."""
 
 _SAME = ("source", "reason", "computed_at", "ttl_s", "snapshot", "model")
 """Columns of an answer that are not shown; ``reason`` is where a row is missing."""
@@ -300,7 +300,7 @@ class OpenProject:
         )
 
     def history(self, view: str, key: Any = None, *, at: str | datetime | None = None) -> Rows:
-        """What was: the view's snapshots, the newest first; with ``key``, the versions of that row,
+        """History: the view's snapshots, the newest first; with ``key``, the versions of that row,
         with when each was served and what made it; with ``at``, all rows that a lookup at that time
         (UTC) would have been answered from the store.
 
@@ -481,7 +481,7 @@ class OpenProject:
 
     def _shown(self) -> tuple[str, list[str], list[list[Any]], list[str]]:
         """Caption, head, rows and notes: what is configured, what is live of it, what is wrong.
-        Nothing is raised: it is called by who looks."""
+        Nothing is raised: a notebook calls it to show the project."""
         caption, notes = f"Precompute project {self.folder.name} ({self.folder})", list[str]()
         try:
             project = self._project()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import polars
 
 MOST_ROWS, MOST_NUMBERS, MOST_CHARACTERS = 20, 4, 60
-"""Of what is shown: rows of a table, numbers of a vector, characters of a text."""
+"""What is shown at most: rows of a table, numbers of a vector, characters of a text."""
 
 
 def shown(value: Any, column: str = "") -> str:
@@ -68,7 +68,7 @@ def table_html(
 def table_text(
     caption: str, head: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()
 ) -> str:
-    """The same for ``repr``."""
+    """The table as text, for ``repr``."""
     shown_rows = (
         [shown(value, name) for name, value in zip(head, row, strict=True)]
         for row in rows[:MOST_ROWS]
@@ -153,7 +153,8 @@ class Rows:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]], caption: str, **options: Any) -> Rows:
-        """Of dicts; ``options`` as of the class. What Arrow has no type for is text."""
+        """The table of some dicts; ``options`` as of the class. What Arrow has no type for is
+        text."""
         names = list(dict.fromkeys(name for row in rows for name in row))
         return cls(
             pa.table({name: _column([row.get(name) for row in rows]) for name in names}),

@@ -25,27 +25,27 @@ from precompute.store.online.url import table_folder
 from precompute.store.times import duration
 
 LEAST_ROWS, LEAST_S = 1_000_000, 30.0
-"""Of a run that is fitted to, one of the two: in smaller ones what a row takes is lost in what a
-run takes besides."""
+"""Rows, or seconds, that a run has at least to be fitted to: in smaller ones what a row takes is
+lost in what a run takes besides."""
 APART = 2.0
 """How many times the rows of the smallest run the largest must have: a line needs two ends."""
 NOISE = 0.05
 """Relative standard deviation of the CPU seconds of equal runs, at least."""
 NOTHING = 2.0
-"""That no rows take nothing counts as a run whose error is so many times the smallest's. By all
+"""How many times the smallest run's error the point "no rows take nothing" has. By all
 pairs of four runs of 10⁶ and four of 3·10⁶ on a crowded machine, 10⁷ rows took 0.89 to 1.17 times
 what was said; vectors 0.98 to 1.35, where loading them once took twice as long."""
 FLOOR_S = 0.05
-"""Stages that take less are not fitted more closely than this."""
+"""Seconds below which stages are not fitted more closely."""
 CROWDED = 0.2
-"""The share of the machine that others may have taken in every run without a word."""
+"""Share of the machine that other processes may have taken in every run without a warning."""
 FAR = 10.0
-"""How many times the largest run's rows a line is trusted without a word."""
+"""How many times the largest run's rows a line is trusted without a warning."""
 SPILLED = 1.33
 """How much more the stages of :data:`OF_DUCKDB` take a row once DuckDB spills: 1.27 to 1.39 times
 (``benchmarks.scale_plan``)."""
 REPORTS = 200
-"""Newest ones that are looked at: in an object store each is a request."""
+"""Newest reports that are read: in an object store each is a request."""
 
 OVERLAPPING = ("read", "model", "write")
 """Stages that run at once, and that workers divide among them."""
@@ -66,7 +66,7 @@ class Estimate:
     error: float
 
     def times(self, factor: float) -> Estimate:
-        """In another unit."""
+        """The estimate in another unit."""
         return Estimate(self.value * factor, self.error * factor)
 
 
@@ -131,7 +131,7 @@ class Point:
         return self.report.counts["source" if stage in OF_ALL_ROWS else "written"]
 
     def cpu_s(self, stage: str) -> float:
-        """Of the run's process and of its workers."""
+        """CPU seconds of a stage in the run's process and its workers."""
         usage = self.report.usage
         return usage.cpu_s.get(stage, 0.0) + usage.workers_cpu_s.get(stage, 0.0)
 
@@ -142,7 +142,7 @@ class Point:
 
     @property
     def workers(self) -> int:
-        """That computed its rows."""
+        """How many workers, or processes, computed its rows."""
         return max(1, self.report.usage.workers)
 
     @property
@@ -154,7 +154,7 @@ class Point:
         return max(0.0, 1 - idle - taken_s / (seconds * usage.cores))
 
     def elapsed_s(self, part: str) -> float:
-        """Of a part of the run: ``compute``, what overlaps; ``publish``; ``rest``."""
+        """Seconds of a part of the run: ``compute``, what overlaps; ``publish``; ``rest``."""
         report = self.report
         compute = float(report.engine.get("seconds", report.stages_s.get("model", 0.0)))
         publish = sum(report.stages_s.get(stage, 0.0) for stage in PUBLISHING)
@@ -192,7 +192,7 @@ class Fitted:
 
     @property
     def source_rows(self) -> list[int]:
-        """Of the runs that computed rows."""
+        """Rows of the source in each run that computed rows, ascending."""
         return sorted(point.report.counts["source"] for point in self.computed)
 
     @property
@@ -203,7 +203,8 @@ class Fitted:
 
     @property
     def largest(self) -> Report:
-        """Of the runs that computed rows."""
+        """The report of the run with the most rows of the source, among those that computed
+        rows."""
         return max(self.computed, key=lambda point: point.report.counts["source"]).report
 
     def spill_bytes(self, rows: int, memory_bytes: float) -> float:
@@ -269,7 +270,8 @@ class Fitted:
         return Estimate(most, 0.0) if most else None
 
     def memory_bytes(self, rows: int, allowed_bytes: int) -> Estimate:
-        """Of the run's process, at most: what it allocates beyond the largest run's is bounded."""
+        """Memory of the run's process, at most: what it allocates beyond the largest run's is
+        bounded."""
         usages = [(point.rows("source"), point.report.usage) for point in self.computed]
         line = fitted([(x, float(usage.peak_bytes)) for x, usage in usages], from_nothing=False)
         most_bytes = float(self.largest.usage.peak_bytes + allowed_bytes)
@@ -291,7 +293,7 @@ class Fitted:
 
 
 def _kind_of(report: Report) -> str | None:
-    """Of the rows that a run computed; None of one that computed none."""
+    """Which rows a run computed, ``full`` or ``delta`` …; None of one that computed none."""
     if report.usage.cores or not report.counts.get("written"):
         return report.usage.kind
     return "delta" if report.counts.get("unchanged") else "full"

@@ -47,7 +47,7 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
     events += [
         {"at": report.started_at, "kind": "run"}
         | {field: getattr(report, field) for field in _OF_RUN}
-        # of one that goes on, or could not write its end, nobody knows how long it took
+        # of one that goes on, or could not write its end, it is not known how long it took
         | {"seconds": report.seconds or None}
         for report in (as_it_ended(store, report) for report in store.runs.reports(limit))
     ]

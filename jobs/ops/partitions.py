@@ -121,8 +121,8 @@ def _made_by(view: FeatureView) -> tuple[Any, ...]:
 
 
 def _late(newest: Mapping[str, Entry], reports: Sequence[Report]) -> dict[str, Any]:
-    """Of each partition as the last run that looked at it has it, but where it was computed again
-    since."""
+    """Late rows of each partition by the last run that looked at it, but where it was computed
+    again since."""
     looked_at, late = set[str](), []
     for report in reports:
         for partition in set(report.looked_at) - looked_at:

@@ -141,7 +141,7 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
 
 def _check_ours(project: Project, name: str) -> None:
     """Raises:
-    ConflictError: another project publishes the view; one whose pointer is damaged is nobody's.
+    ConflictError: another project publishes the view; one whose pointer is damaged is no project's.
     """
     with (
         contextlib.closing(open_online_store(project.online)) as online,

@@ -155,11 +155,11 @@ def principal_axes(vectors: _Floats) -> tuple[_Floats, _Floats, tuple[float, flo
 
 
 DAYS = 14.0
-"""Of freshness that are shown."""
+"""Days of freshness that are shown."""
 MAPS = 3
 """Vectors that are drawn, the first ones: each takes a quarter of a megabyte."""
 BINS, COMMONEST = 24, 8
-"""Of a feature's values that are plotted: bars of numbers, and values of texts, labels and
+"""What is plotted of a feature's values: bars of numbers, and values of texts, labels and
 items."""
 _STEPS = np.linspace(0.0025, 0.9975, 400)
 
@@ -295,7 +295,7 @@ def shelf(project: Project, view: str) -> list[Candidate]:
 
 
 def _nearness(line: Mapping[str, Any]) -> float | None:
-    """Of the feature that is farthest off; None where nothing says."""
+    """Nearness of the feature that is farthest off; None where none was measured."""
     return min(
         (
             figures[name]

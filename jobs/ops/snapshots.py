@@ -55,7 +55,7 @@ class FeatureDiff:
 
     @property
     def mean(self) -> float:
-        """Of the rows that changed."""
+        """Mean change of the rows that changed."""
         return self.total / self.changed if self.changed else 0.0
 
 
@@ -78,7 +78,7 @@ class SnapshotDiff:
     worst: list[WorstRow] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The comparison as a JSON document."""
         counts = {
             name: getattr(self, name)
             for name in ("alike", "recomputed", "changed", "added", "gone")

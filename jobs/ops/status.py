@@ -255,8 +255,8 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
 
 
 def _behind_root(store: ViewStore, *, why: bool = True) -> list[str]:
-    """For how long a server on this host has not served what the root says, and ``why``; nothing
-    where it does, or there is none."""
+    """How long a server on this host has not served what the root says, and ``why``, in words;
+    nothing where it does, or there is none."""
     followed, now_us = read_followed(store.refs.folder), time.time_ns() // 1000
     if followed is None or followed.noted_at_us < now_us - BEHIND_S * 1e6:
         return []
@@ -339,8 +339,7 @@ _LAST_RUN = ("run", "command", "status", "started_at", "seconds", "partition", "
 
 
 def _last_run(store: ViewStore, reports: Sequence[Report]) -> Report | None:
-    """The newest run's report, whose end is reported truly: one that was killed could not write
-    it."""
+    """The newest run's report, with its true end, which a run that was killed could not write."""
     last = next(iter(reports), None)
     if last is not None and last.command in PUBLISHING and last.finished:
         # what a run failed at is not done by publishing another snapshot than its own
@@ -367,8 +366,8 @@ def _ahead(times_us: Mapping[str, int | None]) -> list[str]:
 
 
 def notes(line: Mapping[str, Any]) -> list[str]:
-    """What of a view's line is worth knowing and needs nobody: inputs that its next run will catch
-    up with, and which partitions are served, of an older model, or late."""
+    """What of a view's line is worth knowing and needs no action: inputs that its next run will
+    catch up with, and which partitions are served, of an older model, or late."""
     details = [in_words(behind) for behind in line["behind"] or ()]
     details += (
         partitions_in_words(line["view"], line["partitions"], line["rows"])

@@ -1,7 +1,8 @@
 """Thresholds: for a view's semantic cache, how many calls of the model each threshold would save,
 and how many answers would be wrong, by the view's own rows.
 
-Each row of a sample asks as if it were missing: the nearest other stored input by the other view's
+Each row of a sample is looked up as if it were missing: the nearest other stored input by the other
+    view's
 index, and whether the row of that one would have been the right answer. The same rows are drawn
 every time.
 """
@@ -35,8 +36,8 @@ from precompute.techniques.accuracy import compare
 THRESHOLDS = (0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
 """Cosines that are judged, beside the view's own."""
 CONFIDENCE = 0.95
-"""That the bounds of all thresholds hold together: each holds with what Bonferroni leaves it, so
-that one may be picked after looking at all."""
+"""Confidence that the bounds of all thresholds hold together: each holds with what Bonferroni
+leaves it, so that one may be picked after looking at all."""
 
 
 class _Asked(NamedTuple):
@@ -153,8 +154,8 @@ def _nearest(
     keys: Sequence[str],
     budget: AccuracyConfig,
 ) -> list[_Asked]:
-    """Of each key that has a vector and a row, what the nearest others that have one would have
-    answered."""
+    """What the nearest others with a row would have answered for each key that has a vector and a
+    row."""
     near: dict[str, list[tuple[str, float]]] = {}
     for key in keys:
         own = index.find(key)

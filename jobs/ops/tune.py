@@ -85,10 +85,10 @@ class Trials:
         self._loaded_bytes = resident_bytes()
         self.ready: dict[str, Callable[[], object]] = {}
         self.pass_s: dict[str, float] = {}
-        """Of each that is ready: seconds of its first pass."""
+        """Candidate that is ready → seconds of its first pass."""
         self.comparisons: dict[str, list[Comparison]] = {}
-        """Of each that is ready: on as many of the sample's rows as a run checks, of the first and
-        of all."""
+        """Candidate that is ready → its comparisons with float32: on as many of the sample's rows
+        as a run checks, and on all."""
 
     def tried(self, technique: str) -> dict[str, Any]:
         """``name``, ``convert_s``, ``refused`` and, where it computes, ``accuracy`` and
@@ -127,9 +127,9 @@ class Trials:
         return line | self._judged(technique, outcome)
 
     def rates(self, until: float, announce: Callable[[str], None]) -> dict[str, Rate]:
-        """Of each that is ready, as a run computes: the stages overlap, batches are as large and,
-        on a CPU, as many at once as that technique's first ones find best, which a later round goes
-        on with.
+        """The rate of each candidate that is ready, as a run computes: the stages overlap, batches
+        are as large and, on a CPU, as many at once as that technique's first ones find best, which
+        a later round goes on with.
 
         Args:
             until: of :func:`time.monotonic`; no further round is begun that would end later, after
@@ -223,8 +223,8 @@ def tune(
         partition: of a partitioned view; by default the latest that is over.
         only: names of the candidates; by default what
             :func:`precompute.techniques.conversion.candidates` finds worth trying.
-        within_s: how long candidates may take that nobody named; the most promising come first, and
-            what there is no time for is left out.
+        within_s: how long candidates may take that were not named; the most promising come first,
+            and what there is no time for is left out.
         write: write the tuning file; else only measure.
         announce: called with what begins.
 
@@ -341,8 +341,8 @@ def _planned(model: TorchModel, only_named: Sequence[str]) -> _Plan:
 def _measured(
     trials: Trials, plan: _Plan, within_s: float, announce: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Of each candidate, what :meth:`Trials.tried` returns, ``rows_per_s``, ``speed`` and
-    ``batch_ms``; and the names of those that time was short for."""
+    """A line for each candidate, with what :meth:`Trials.tried` returns, ``rows_per_s``, ``speed``
+    and ``batch_ms``; and the names of those that time was short for."""
     lines, left_out, until = [], [], time.monotonic() + within_s
     for name in plan.names:
         if not plan.pays(name, trials, until - time.monotonic()):

@@ -32,10 +32,10 @@ from precompute.techniques.same_value import tolerance
 SAMPLE_ROWS = 2048
 """Rows compared byte by byte with the online store."""
 TRIES = 5
-"""Where something else goes live meanwhile, so often: what is read is one publishing's, or it says
+"""Tries where something else goes live meanwhile: what is read is of one publishing, or it says
 nothing."""
 FLIP_S = 2.0
-"""How long the online pointer may stay behind that of the root, while somebody publishes."""
+"""How long the online pointer may stay behind that of the root, during a publishing."""
 SEARCHED_ROWS = 32
 """Rows looked for in the vector index by their own vector."""
 
@@ -144,7 +144,7 @@ def _pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> str:
             None if pointer is None else (pointer.snapshot, pointer.epoch, set(pointer.generations))
         )
         right = served == (ref.snapshot, ref.epoch, ref.place.generations)
-        # anyone who publishes moves one pointer after the other
+        # a publisher moves one pointer after the other
         if right or not is_held(store.leases, PUBLISH_LEASE) or time.monotonic() > ends_s:
             break
         time.sleep(0.05)

@@ -1,6 +1,6 @@
 """Assembling: the one snapshot that is published of a view that serves all of its partitions. Its
-parts are theirs, by reference; what it writes is which of their rows are dead. Done under the
-publishing lease, of the newest good snapshots there are by then."""
+parts are the partitions' own, by reference; it writes only which of their rows are dead. Done under
+the publishing lease, of the newest good snapshots there are by then."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ from precompute.store.vectors.index_rows import index_columns
 
 BATCH_ROWS = 8192
 SAMPLE_ROWS = 2048
-"""About how many rows are read back from the online store before the flip, and compared."""
+"""Rows that are read back from the online store before the flip, and compared, about."""
 KEY_BYTES = 16
-"""Of an entity key, for the estimate of a load's size."""
+"""Bytes of an entity key, for the estimate of a load's size."""
 AHEAD_BYTES = 64 * 2**20
 """Encoded rows that may be ready while the store takes those before them."""
 
@@ -66,7 +66,7 @@ class Loader:
         self._limits = Limits(memory_mb=memory_mb)
 
     def prepare(self, generation: Generation, snapshot: Snapshot, rows: int) -> Terms:
-        """Ask the store for its terms before anything moves.
+        """Get the store's terms before anything moves.
 
         Raises:
             OnlineStoreError, ConflictError: as :meth:`OnlineStore.prepare`.
@@ -84,8 +84,7 @@ class Loader:
         )
 
     def _variable_bytes(self, snapshot: Snapshot) -> float:
-        """About how many bytes the strings and lists of a row take, from the footers of the
-        parts."""
+        """Bytes that the strings and lists of a row take, about, from the footers of the parts."""
         names = {f.name for f in snapshot.view.features if is_variable(f)}
         size_bytes = rows = 0
         for path in self._store.part_paths(snapshot) if names else ():
@@ -108,8 +107,8 @@ class Loader:
         rows_done: int = 0,
         under: Place | None = None,
     ) -> None:
-        """Rows and index of a base, or with ``changes``, whose files were checked, of an overlay
-        over ``under``; beside what is live, and read back.
+        """Load rows and index of a base, or with ``changes``, whose files were checked, of an
+        overlay over ``under``; beside what is live, and read back.
 
         Raises:
             SnapshotError: a file is damaged.
@@ -249,7 +248,7 @@ def _bytes(packed: Packed) -> U1:
 
 
 def _from_row(batches: Iterator[RowBatch], first: int) -> Iterator[RowBatch]:
-    """Without the first ``first`` rows."""
+    """The batches without their first ``first`` rows."""
     for batch in batches:
         if first >= len(batch):
             first -= len(batch)

@@ -54,8 +54,8 @@ from precompute.store.times import utc_now
 from precompute.techniques.table import REFERENCE
 
 HELD_S = 0.2
-"""Of a run's stages, from which on its report has what DuckDB holds of the source: 0.9 ms, which
-small runs, that tell nothing of large ones, need not take."""
+"""Seconds of a run's stages from which its report has what DuckDB holds of the source: that costs
+0.9 ms, which small runs, that say nothing of large ones, need not take."""
 
 
 def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
@@ -257,12 +257,13 @@ class Computed:
     counts: Counts
     parts: tuple[Part, ...]
     figures: Mapping[str, RowFigures]
-    """Path of a part → of all its rows."""
+    """Path of a part → the figures of all its rows."""
     rejected: Part | None
     computed_at: tuple[int, ...]
-    """When the first and the last were computed by this run, µs since 1970; empty without any."""
+    """When the first and the last row were computed by this run, µs since 1970; empty without
+    any."""
     verdicts: tuple[Verdict, ...]
-    """Of the gates that judge while rows are computed: ``accuracy`` and ``batch``."""
+    """Verdicts of the gates that judge while rows are computed: ``accuracy`` and ``batch``."""
 
 
 def _compute(

@@ -54,7 +54,7 @@ from precompute.store.vectors.vector_index import VectorIndex, is_there
 log = logging.getLogger(__name__)
 
 BASE_ROWS = 64
-"""How many are compared with Parquet before they go live, in 40 to 60 ms. Of a generation under an
+"""Rows that are compared with Parquet before they go live, in 40 to 60 ms. Of a generation under an
 overlay as many are checked by their checksums alone, in a tenth of that."""
 LOOK_S = 0.3
 """How long the checker looks at what is live and stays live; where an overlay is loaded over it,
@@ -63,7 +63,7 @@ MOST_CHANGED = 0.5
 """Share of a base's rows beyond which a new base is loaded: rows that overlays replace lie in the
 store twice."""
 MOST_SEARCHED = 0.1
-"""The same of a view with a vector index: a search compares with every vector that changed since
+"""The same for a view with a vector index: a search compares with every vector that changed since
 the base."""
 
 
@@ -110,7 +110,7 @@ class Publisher:
 
         Args:
             number: which snapshot; by default the newest of the newest partition that no gate
-                refused and nobody rolled back from.
+                refused and that was not rolled back from.
             reason: stored in the live pointer.
             held: why scheduled runs publish nothing after this; None: they publish.
             reload: load it again, though the online store seems to hold it.

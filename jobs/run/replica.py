@@ -46,9 +46,9 @@ SERVED = "served.json"
 POLL_S = 0.5
 """How often a replica looks at the pointer of each view: one request."""
 WARNED_S = 60.0
-"""Between two warnings that the root cannot be reached."""
+"""Seconds between two warnings that the root cannot be reached."""
 NOTED_S = 5.0
-"""Between two notes, for people and alerts, that what the root says is served."""
+"""Seconds between two notes, for people and alerts, that what the root says is served."""
 
 
 class _Held(Record, frozen=True):
@@ -125,7 +125,7 @@ class Replica:
             raise SnapshotError(disk_message(self._path, exc, "other hosts serve on")) from exc
 
     def is_behind(self, epoch: int) -> bool:
-        """Whether the root tells readers of an older publishing, or of none."""
+        """Whether the root's pointer for readers is of an older publishing, or is not there."""
         served = self._served() if self.is_one else None
         return self.is_one and (served is None or _read(sealed(served))[0].epoch < epoch)
 
@@ -137,7 +137,7 @@ class Replica:
 
     def drop_all_but(self, keep: set[int], epoch: int) -> None:
         """Remove the generations and indexes of other numbers from the root, but for those after
-        ``epoch``: they are of a publishing by who took the lease meanwhile."""
+        ``epoch``: they are of a publishing by the lease's next holder."""
         storage, folder = self._store.storage, self._store.folder
         if not self.is_one:
             return
@@ -187,7 +187,7 @@ class Replica:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is followed now, by another thread."""
+        """Whether another thread follows the root now."""
         return self._lock.locked()
 
     def _follow(self, again: bool) -> bool:
@@ -308,8 +308,8 @@ def _stem(name: str) -> str:
 
 
 def _linked(path: Path, other: Path) -> bool:
-    """The same file under another name too, copied where they lie on two file systems; False where
-    there is one of that name and size, which may be another."""
+    """Link a file under another name too, or copy it where they lie on two file systems; False
+    where there is one of that name and size, which may be another."""
     if other.exists() and other.stat().st_size == path.stat().st_size:
         return path.samefile(other)
     make_folder(other.parent)
@@ -403,7 +403,7 @@ class Follower:
     @staticmethod
     def _warn(name: str, exc: Exception, followed_us: int, warned_s: dict[str, float]) -> None:
         """Say so once in :data:`WARNED_S`; what is no error of ours comes with where it was raised,
-        and does not end the thread either: nobody would see that a replica stands still."""
+        and does not end the thread either: it would not be seen that a replica stands still."""
         now_s = time.monotonic()
         if now_s < warned_s.get(name, -WARNED_S) + WARNED_S:
             return

@@ -223,7 +223,7 @@ def engine_line(engine: dict[str, Any]) -> str:
 
 
 def _shards_line(engine: dict[str, Any]) -> str:
-    """The same of a run whose rows workers computed."""
+    """The same for a run whose rows workers computed."""
     workers, again = engine["workers"], engine["attempts"] - engine["shards"]
     said = [
         f"{engine['shards']} shard{'s' * (engine['shards'] != 1)} by {workers}"

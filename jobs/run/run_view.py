@@ -397,9 +397,9 @@ def _collect(
 
 
 SHARE = 0.05
-"""How much of the run's time reading other partitions' sources may take."""
+"""Share of the run's time that reading other partitions' sources may take."""
 LEAST_S = 0.1
-"""How many seconds it may take at least: enough for some five small partitions."""
+"""Seconds that it may take at least: enough for some five small partitions."""
 
 
 def look_at_others(job: Job, made: Snapshot, stages_s: Mapping[str, float]) -> dict[str, bool]:

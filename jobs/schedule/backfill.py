@@ -58,17 +58,17 @@ STOP_GRACE_S = 4.5
 visible before its manifest."""
 
 POLL_S = 0.05
-"""How often is looked whether a run has ended."""
+"""How often processes are checked for their end."""
 
 LOOK_AGAIN_S = 0.5
-"""How often a partition that somebody else computes is looked at."""
+"""How often a partition that another process computes is looked at."""
 
 ATTEMPTS = 3
-"""How often a run is begun that finds its partition taken the moment before."""
+"""How often a run is begun again that finds its partition taken the moment before."""
 
 GROUP_S = 30.0
-"""About how long one process computes partitions, one after the other, with the model loaded once:
-a process takes 1.3 s of CPU to begin."""
+"""Seconds that one process computes partitions, about, one after the other, with the model loaded
+once: a process takes 1.3 s of CPU to begin."""
 
 FIRST_GROUP, MOST_IN_GROUP = 8, 200
 """Partitions of a process at most: before it is known how long one takes, and after."""
@@ -99,19 +99,19 @@ class Conductor:
     announce: Callable[[str], None]
     _active: list[_Group] = field(default_factory=list)
     _elsewhere: dict[str, Item] = field(default_factory=dict)
-    """Partitions somebody else computes."""
+    """Partitions that another process computes."""
     _survivors: set[str] = field(default_factory=set)
     """Those of them whose process is this backfill's own, from before it was killed: they fill
     slots."""
     _since: dict[str, str] = field(default_factory=dict)
-    """Partition → run ids from here on count."""
+    """Partition → the run id from which on runs count."""
     _attempts: Counter[str] = field(default_factory=Counter)
     _signal: int | None = None
-    """The first one that came."""
+    """The first signal that came."""
     _began: float = field(default_factory=time.monotonic)
     _finished: int = 0
     _seconds: list[float] = field(default_factory=list)
-    """What partitions took."""
+    """Seconds that each partition took."""
     _publish_at: float = field(default_factory=lambda: time.monotonic() + PUBLISH_EVERY_S)
     """When what is done goes live next, by the monotonic clock."""
 
@@ -256,7 +256,7 @@ class Conductor:
                 and (again or self._attempts[item.partition] < ATTEMPTS)
                 and not (status is not None and status < 0 and item is group.items[0])
             ):
-                # it never began, or failed before its run did: somebody else took the partition's
+                # it never began, or failed before its run did: another process took the partition's
                 # lease, if only for a moment
                 item.state = "pending"
                 if self.store.running(item.partition):
@@ -272,7 +272,7 @@ class Conductor:
         group.items.clear()
         return again
 
-    # ---- partitions somebody else computes
+    # ---- partitions that another process computes
 
     def _wait_for(self, item: Item) -> None:
         item.state = "running"
@@ -285,7 +285,7 @@ class Conductor:
         self.announce(f"{item.label}  waits for a run of it that is going on")
 
     def _look_elsewhere(self) -> list[Item]:
-        """Partitions that nobody computes any more and that are still to do."""
+        """Partitions that no process computes any more and that are still to do."""
         again = []
         for partition, item in list(self._elsewhere.items()):
             if not self.store.running(partition):
@@ -375,7 +375,7 @@ class Conductor:
         """Make the newest publishable snapshot live, if that is a step forward."""
         state = self.state
         if not state.options.publish:
-            state.not_published = "not asked to"
+            state.not_published = "--no-publish"
             return
         limit = time.monotonic() + self.project.settings.lease
         while True:
@@ -386,7 +386,7 @@ class Conductor:
                 if time.monotonic() > limit:
                     state.status, state.not_published = "failed", str(exc)
                     return
-                # somebody else publishes, perhaps something newer
+                # another process publishes, perhaps something newer
                 time.sleep(LOOK_AGAIN_S)
             except GateError as exc:
                 state.not_published = str(exc)
@@ -595,6 +595,6 @@ def _settle(project: Project, store: ViewStore, state: Backfill) -> None:
                 why, _ = why_partition(
                     Partition.parse(item.partition), config, past, recipes, options.check_inputs
                 )
-                # by somebody else, meanwhile
+                # by another process, meanwhile
                 if why == "done":
                     note_done(item, store)

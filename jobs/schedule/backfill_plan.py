@@ -68,7 +68,7 @@ class PartitionPlan:
     size_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The line as JSON has it."""
         return asdict(self) | {"partition": str(self.partition)}
 
 
@@ -217,7 +217,7 @@ class Past:
         ]
 
     def seconds(self, rows: int | None) -> float | None:
-        """For so many rows, all computed."""
+        """Seconds that a run of so many rows takes, all computed."""
         if rows is None or self._rates is None:
             return None
         per_row, start_s = self._rates
@@ -254,7 +254,7 @@ class Past:
         return per_row, median(walls or rest)
 
     def size_bytes(self, rows: int | None) -> int | None:
-        """Of the Parquet files of so many rows."""
+        """Size of the Parquet files of so many rows."""
         parts = [
             part for snapshot in self.committed.values() for part in snapshot.parts if part.rows
         ]
@@ -266,8 +266,8 @@ class Past:
 
 
 class Recipes:
-    """What the view as configured now makes its rows with; opened when first requested, the model
-    loaded once."""
+    """What the view as configured now makes its rows with; opened on first use, the model loaded
+    once."""
 
     def __init__(self, config: ViewConfig, store: ViewStore, folder: Path, memory_mb: int) -> None:
         self._config, self._view, self._store, self._folder = (
@@ -353,7 +353,7 @@ def _planned(
 def why_partition(
     partition: Partition, config: ViewConfig, past: Past, recipes: Recipes, check_inputs: bool
 ) -> tuple[str, str]:
-    """(kind, more of it) of a partition that nobody computes now."""
+    """(kind, more of it) of a partition that no process computes now."""
     snapshot, last = past.newest.get(str(partition)), past.last.get(str(partition))
     # Its lease is free.
     status = "" if last is None else last.status.replace("running", "killed")

@@ -60,7 +60,7 @@ class Item(Record):
 
 
 class Backfill(Record):
-    """A backfill as its file tells it.
+    """The record of a backfill, as its file has it.
 
     ``status``: running · done · failed (a partition is not done, or publishing failed) · cancelled.
     ``published`` is the snapshot it made live, ``not_published`` why it made none live.
@@ -138,7 +138,7 @@ def backfills(store: ViewStore) -> list[str]:
 
 
 def read_backfill(store: ViewStore, id: str) -> Backfill:
-    """What a backfill's file tells.
+    """The record in a backfill's file.
 
     Raises:
         ConfigError: there is none of that id.

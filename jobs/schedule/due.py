@@ -1,7 +1,7 @@
 """Due: which view is to run now, and for which of its times.
 
 Computed again every time, from the schedule, the runs' reports and the live pointers: nothing is
-remembered that a crash could lose. The one thing Beside it is ``<root>/<view>/refs/schedule.json``:
+remembered that a crash could lose. The one thing stored is ``<root>/<view>/refs/schedule.json``:
 up to when a line's times are settled, so that a new line does not run for the past.
 """
 
@@ -59,9 +59,9 @@ class Parent:
     """A view that another one runs after."""
 
     epoch: int
-    """Of its live pointer; 0 when it was never published."""
+    """Epoch of its live pointer; 0 when it was never published."""
     at: datetime
-    """When that was moved."""
+    """When the live pointer was moved."""
     pending: bool
     """Whether it runs now, or will without anything else happening."""
 
@@ -91,7 +91,7 @@ class Decision:
 
     state: Literal["run", "retry", "running", "idle"]
     reason: str
-    """For people."""
+    """Why this was decided, for people."""
     due: datetime | None = None
     """The time the run is for."""
     at: datetime | None = None
@@ -103,7 +103,7 @@ class Decision:
     epochs: Mapping[str, int] = field(default_factory=dict)
     """The parents' live epochs."""
     ready: datetime | None = field(default=None, compare=False)
-    """Of a run: since when it could have begun."""
+    """Since when a run could have begun."""
 
 
 def decide(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decision:
@@ -234,8 +234,7 @@ def _by_parents(view: str, schedule: Schedule, facts: Facts, now: datetime) -> D
 def _standing(
     view: str, schedule: Schedule, due: datetime, attempts: Sequence[Report], now: datetime
 ) -> tuple[Literal["run", "retry", "done", "given up"], datetime | None, str]:
-    """How it stands with one time, by the runs there were for it: what to do, from when on, and
-    why."""
+    """The state of one time, by the runs there were for it: what to do, from when on, and why."""
     if any(r.finished for r in attempts):
         return "done", None, ""
     for report in attempts:
@@ -256,8 +255,8 @@ def _standing(
         if (end := parsed_time(r.finished_at) or parsed_time(r.started_at)) is not None
     ]
     ended = max(ends, default=None)
-    # An end in the future was written before the clock was set back. How long ago it was nobody
-    # knows; waiting for it could take a year.
+    # An end in the future was written before the clock was set back. How long ago it was is
+    # not known; waiting for it could take a year.
     at = (
         now
         if ended is None or ended > now
@@ -286,7 +285,7 @@ def _ran_since(facts: Facts, fire: datetime, now: datetime) -> bool:
 
 
 def _last_failure(schedule: Schedule, facts: Facts, since: datetime, now: datetime) -> str:
-    """What to tell about the last settled time when its run did not succeed."""
+    """What to say about the last settled time when its run did not succeed."""
     times = [due for r in facts.reports if (due := parsed_time(r.due)) is not None]
     last = max((due for due in times if due <= since), default=None)
     attempts = [] if last is None else _attempts_for(facts, last)
@@ -308,7 +307,7 @@ class _Settled(Record, frozen=True):
 
 
 class Ledger:
-    """What the store tells about the views' runs. Reports are read again only when some changed.
+    """What the store has of the views' runs. Reports are read again only when some changed.
 
     Args:
         project: the configuration.
@@ -402,8 +401,8 @@ class Ledger:
         return reports, silent
 
     def _silent(self, view: str, reports: Sequence[Report]) -> set[str]:
-        """Runs that say they go on though nobody holds their lease. Publishing alone holds another
-        one, and is left out."""
+        """Runs whose reports say that they go on, though no process holds their lease. Publishing
+        alone holds another one, and is left out."""
         return {
             r.run
             for r in reports
@@ -448,8 +447,8 @@ class Ledger:
         return None, frozenset()
 
     def settle(self, view: str, since: datetime, ignored: Collection[str] | None = None) -> None:
-        """Keep that the times up to ``since`` are settled, and which runs count no more (None: as
-        before); for a view that runs after others, that this one is.
+        """Write down that the times up to ``since`` are settled, and which runs count no more
+        (None: as before); for a view that runs after others, that this one is settled.
 
         Raises:
             SnapshotError: the file system failed.

@@ -104,7 +104,7 @@ class Reconciler:
         try:
             return any(are_there(view.refs.folder) and is_due(view) for view in views)
         except PrecomputeError:
-            # reported when it is looked
+            # reported by :meth:`look`
             return False
 
     def look(self) -> None:
@@ -218,7 +218,7 @@ class _ScheduledRun:
     epochs: Mapping[str, int]
     process: ProcessGroup | None
     began: float
-    """By the monotonic clock, in s."""
+    """When it began, by the monotonic clock, in s."""
     began_at: str
     earlier: set[str]
     """Ids of earlier runs for the same time."""

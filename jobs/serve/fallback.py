@@ -50,19 +50,19 @@ LOAD_S = 600.0
 disk, and be compiled."""
 
 _Postponed = tuple[float, Callable[[], list[Future[Computed]]], Future[Computed]]
-"""A row that is requested later: its deadline, what requests it, and its future."""
+"""A row that is computed later: its deadline, the call that starts it, and its future."""
 
 OPEN_PUBLISHINGS = 2
 """Publishings of a view that are left open: a request that began before a publishing is still
 answered by the model it saw."""
 
 _WARM_UP = ""
-"""No entity has an empty key: the request that opens a view and computes a row of it."""
+"""Key of the request that opens a view and computes a row of it: no entity has an empty key."""
 
 
 class ViewFallback(Fallback):
-    """The models of the views that are live, each loaded when it is first requested and again when
-    its view was published again.
+    """The models of the views that are live, each loaded on first use and again when its view was
+    published again.
 
     Args:
         store: where the snapshots are that the views read.
@@ -105,9 +105,9 @@ class ViewFallback(Fallback):
         self._opened: dict[tuple[str, tuple[int, str]], LiveView] = {}
         self._lost = False
         self._row_s: dict[str, float] = {}
-        """Of a model: what a row took as its views were opened, at most."""
+        """Fingerprint of a model → seconds that a row took as its views were opened, at most."""
         self._logged: dict[str, tuple[float, str, int]] = {}
-        """Of a view: when and what was last logged, and the rows that failed since."""
+        """View → when and what was last logged, and how many rows failed since."""
         self._batcher: MicroBatcher[Request, Computed] = MicroBatcher(self._run, _refusal)
 
     def submit(
@@ -153,7 +153,7 @@ class ViewFallback(Fallback):
     def _just_now(
         self, pointer: Pointer, key: str, values: Mapping[str, Any] | None
     ) -> Computed | Miss | None:
-        """What was stored so lately that the caller may not have seen it."""
+        """The result that was stored so lately that the caller may not have seen it."""
         if self._writer is None:
             return None
         for name in (key,) if values is None else input_names(values, key) or ():
@@ -196,7 +196,8 @@ class ViewFallback(Fallback):
         return (pointer.view.name, pointer.publishing) in self._opened
 
     def open_publishings(self) -> list[tuple[str, tuple[int, str]]]:
-        """All for which :meth:`ready` is true: the view's name, and which publishing of it."""
+        """The publishings for which :meth:`ready` is true: the view's name, and which publishing of
+        it."""
         return list(self._opened)
 
     def look(self) -> None:
@@ -216,7 +217,7 @@ class ViewFallback(Fallback):
         return [opened.pointer for opened in list(self._opened.values())]
 
     def suspect(self, rows: Mapping[int, float]) -> None:
-        """Take over which rows may have ended another process, as in the constructor."""
+        """Take over the rows that may have ended another process, as in the constructor."""
         self._suspects = dict(rows)
 
     def refused(self) -> bool:
@@ -253,8 +254,8 @@ class ViewFallback(Fallback):
                 with self._failing(view, numbers, results):
                     was_open = self.ready(requests[numbers[0]].pointer)
                     opened = self._open(requests[numbers[0]].pointer)
-                    # also before what is requested of a process that has just begun: by the model's
-                    # pace is judged whether that hangs
+                    # also before the first rows of a process that has just begun: whether they hang
+                    # is judged by the model's pace
                     if group == _WARM_UP or not (
                         was_open or self._row_s.get(opened.view.fingerprint)
                     ):
@@ -303,8 +304,8 @@ class ViewFallback(Fallback):
         return results
 
     def _warm_up(self, opened: LiveView) -> None:
-        """Compute a row of the source twice, for nobody: the first call in a thread takes several
-        times as long as the next, whose time is noted as the model's pace."""
+        """Compute a row of the source twice, and discard it: the first call in a thread takes
+        several times as long as the next, whose time is noted as the model's pace."""
         self._watch(time.monotonic() + LOAD_S, self._held)
         view = opened.view
         for batch in view.source.head(1).combine_chunks().to_batches():

@@ -2,7 +2,7 @@
 source and model.
 
 It is opened from the live pointer, not from the configuration on disk, which may have changed
-since, where files of this machine vouch for what is run; and its model must have the snapshot's
+since, where files of this machine confirm what is run; and its model must have the snapshot's
 fingerprint, or it is refused: two fingerprints are two spaces, and never mix.
 """
 
@@ -48,7 +48,7 @@ live snapshot's: loading takes seconds."""
 
 
 class Request(NamedTuple):
-    """A row that is requested: key text, the input columns' values when they came with the request,
+    """A requested row: key text, the input columns' values when they came with the request,
     what is live for the caller, and whose trace it is in."""
 
     key: str
@@ -65,7 +65,7 @@ class LiveView(NamedTuple):
     codec: RowCodec
     query_codec: RowCodec
     alike: Hashable
-    """Of two views for which this is equal, a row of one could be one of the other."""
+    """Equal for two views where a row of one could be a row of the other."""
     cached: CachedSource
     runner: Runner
     pointer: Pointer
@@ -109,7 +109,7 @@ class LiveView(NamedTuple):
                     else:
                         found.append(InputRows(self, [i], row))
                 except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
-                    # what it says has the values, which are a person's as often as not
+                    # its message has the values, which are often a person's
                     results[i] = Miss(
                         Reason.MODEL_ERROR,
                         f"the inputs do not fit the source's columns ({type(exc).__name__})",
@@ -172,8 +172,8 @@ def compute(
     requests: Sequence[Request],
     results: list[Computed | Exception],
 ) -> None:
-    """Put what the model makes of rows that are alike into ``results``, or, for a ``query``, what
-    is searched by."""
+    """Compute rows that are alike, into ``results``: what the model makes of them or, for a
+    ``query``, the vectors that are searched by."""
     opened = alike[0].opened
     view, model, runner = opened.view.view, opened.view.model, opened.runner
     if query and isinstance(model, QueryModel):
@@ -207,8 +207,8 @@ class Opener:
         self._store, self._folder, self._memory_mb = store, folder, memory_mb
         self._models: dict[str, LoadedModel] = {}
         self.refused: dict[tuple[str, tuple[int, str]], tuple[float, str]] = {}
-        """Of a view's publishing whose model was loaded and was not the live snapshot's: when that
-        was (monotonic), and what it was refused with."""
+        """View's publishing whose model was loaded and was not the live snapshot's → when that was
+        (monotonic), and what it was refused with."""
 
     def open(self, pointer: Pointer) -> OpenView:
         """Open the view as its live snapshot was computed, with the model converted.

@@ -1,7 +1,7 @@
 """Lookup worker: a process that answers the HTTP API from the online store and the indexes; misses
 go to model processes. No model is ever loaded here. What is live is opened before it is requested.
 
-Started by :mod:`precompute.jobs.serve.server`, and by nobody else. It shares the listening sockets
+Started by :mod:`precompute.jobs.serve.server` alone. It shares the listening sockets
 with the other workers.
 """
 
@@ -53,10 +53,10 @@ from precompute.store.times import parsed_time
 _THRESHOLDS = 50_000, 50, 100
 """New objects before the young are looked through, and how often before the older are."""
 _KEPT_BYTES, _MAPPED_BYTES = 128 * 2**20, 32 * 2**20
-"""Free memory that is retained for the next request, and the size from which a piece is mapped for
+"""Free memory that is kept for the next request, and the size from which a piece is mapped for
 itself."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's ``mallopt`` (man 3 mallopt)."""
+"""Parameters of glibc's ``mallopt`` (man 3 mallopt)."""
 
 
 def settle() -> None:
@@ -83,16 +83,16 @@ WARM_EVERY_S = 5.0
 """How often new publishings are looked for."""
 
 AGAIN_S = 30.0
-"""Before what could not be opened is tried once more: loading takes seconds, and weights that are
-not there yet may come."""
+"""Seconds before what could not be opened is tried once more: loading takes seconds, and weights
+that are not there yet may come."""
 
 OPEN_S = 600.0
 """How long opening may take: see :data:`precompute.jobs.serve.fallback.LOAD_S`."""
 
 
 COMING_S = 1800.0
-"""How long what was computed and not published may be published yet; what a gate refused lies there
-for ever."""
+"""Seconds for which what was computed may yet be published; what a gate refused lies there for
+ever."""
 
 
 class Models(Protocol):
@@ -103,7 +103,7 @@ class Models(Protocol):
         """Have what a pointer names opened."""
 
     def ready(self, pointer: Pointer) -> bool:
-        """Whether it is open."""
+        """Whether the pointer's view is open."""
 
 
 @dataclass(slots=True)
@@ -118,8 +118,8 @@ class _Seen:
 
 
 class Warmer:
-    """Looks in a thread of its own. ``warming`` is true until all that was live at first is open,
-    or could not be opened.
+    """Opens what is live, in a thread of its own. ``warming`` is true until all that was live at
+    first is open, or could not be opened.
 
     Args:
         lookup: whose indexes are opened.
@@ -145,7 +145,7 @@ class Warmer:
         self._thread.start()
 
     def look(self) -> None:
-        """Look now: what was open may be so no more."""
+        """Look now: what was open may be closed."""
         self._look.set()
 
     def stop(self) -> None:
@@ -331,15 +331,14 @@ def main() -> None:
 
 
 def _end_soon() -> None:
-    """All is answered: whatever hangs in a store by now, or while it is closed, is waited for by
-    nobody."""
+    """All is answered: end soon, whatever still hangs in a store or while it is closed."""
     end = threading.Timer(END_S, os._exit, (0,))
     end.daemon = True
     end.start()
 
 
 def _end_now(stack: contextlib.ExitStack) -> None:
-    """Some cannot be answered: the threads that they wait for are never through."""
+    """End at once, since some requests cannot be answered: the threads that they wait for hang."""
     _end_soon()
     stack.close()
     os._exit(0)

@@ -29,15 +29,15 @@ _Row = tuple[str, tuple[int, str], str]
 
 
 BEHIND_S = 0.005
-"""Before what came is written: its answers leave first, and what is computed together is written
-together."""
+"""Seconds before what came is written: its answers leave first, and what is computed together is
+written together."""
 
 
 class MissCacheWriter:
     """Writes as fast as the store takes it. Rows come from one thread.
 
     Args:
-        miss_cache: the store.
+        cache: the miss cache that is written to.
         meter: counts what was cached, and what was not.
     """
 

@@ -88,7 +88,7 @@ class ModelProcess(SupervisedProcess):
         return self._spec | {"serves": self.serves} | self._alone()
 
     def serve(self) -> None:
-        """From now on it is this one that answers."""
+        """Have this process answer from now on."""
         self.serves = True
         self.tell(self._alone())
 
@@ -178,13 +178,13 @@ class ModelGroup:
         self._spare_from, self._room_at, self._has_room = math.inf, 0.0, False
 
     def serves(self, views: Iterable[str]) -> None:
-        """Some views of this model, by which people know it."""
+        """Note some views of this model, by which people know it."""
         self._views |= set(views)
         self._name_both()
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The group's name for people."""
         views = f" ({', '.join(map(repr, sorted(self._views)))})" if self._views else ""
         return f"the process of model {self._model[:12]}{views}"
 
@@ -206,12 +206,12 @@ class ModelGroup:
         self.serving.watch.may_try = not wanted or self.spare.stands_by(now)
 
     def running(self) -> list[ChildProcess]:
-        """Both, as far as they are there."""
+        """Both processes, as far as they are there."""
         return self.serving.running() + self.spare.running()
 
     def close(self) -> None:
-        """Nobody reaches it from now on; the processes were ended before, and had no time
-        to clear up."""
+        """Close the socket: no request reaches it from now on; the processes were ended before, and
+        had no time to clear up."""
         sweep()
         self._listener.close()
         for one in (self.serving, self.spare):
@@ -224,8 +224,8 @@ class ModelGroup:
             path.unlink(missing_ok=True)
 
     def _replace(self, now: float) -> None:
-        """The one that served has ended: what it had in its hands is suspect, and the other one
-        serves, if it has been begun."""
+        """Replace the process that served and has ended: the rows it had in hand are suspect, and
+        the other one serves, if it has been begun."""
         held = self.serving.watch.held()
         self._suspects.add(held, now)
         if held:
@@ -270,7 +270,7 @@ def memory_mb(pid: int) -> int:
 
 
 def _has_gpu() -> bool:
-    """Whose memory a process's own says nothing of."""
+    """Whether there is a GPU, whose memory a process's own figure leaves out."""
     return any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd"))
 
 

@@ -1,8 +1,8 @@
 """Model server: a process that answers lookup workers' misses by a model, over a Unix socket.
-Started by :mod:`precompute.jobs.serve.model_group`, and by nobody else.
+Started by :mod:`precompute.jobs.serve.model_group` alone.
 
-A conversation is a connection of one worker: pointers come once each, then what is requested under
-them; rows go back packed, as they are done.
+A conversation is a connection of one worker: pointers come once each, then the rows to compute
+under them; these go back packed, as they are done.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from precompute.workers.process import be_nicer
 #    "client": on whose account, "trace": the traceparent of a request that is traced}
 #       body: the view's pointer, where it is another than before on this connection;
 #       the key null: open the view; it is answered as missing once that was tried
-#   {"cancel": [i, …]}      nobody waits for these any more; they are not answered
+#   {"cancel": [i, …]}      no request waits for these any more; they are not answered
 # To a worker:
 #   {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail, broken], …],
 #    "open": all publishings that are open, where that changed}
@@ -53,7 +53,7 @@ from precompute.workers.process import be_nicer
 log = logging.getLogger(__name__)
 
 NICER = 3
-"""How much nicer than a lookup worker this process is, also as a session: a hit is answered before
+"""Nice value of this process beside a lookup worker's, also as a session: a hit is answered before
 a model goes on, and beside a busy session it has a third of a core in place of a half. With 2 a
 hit's p99 beside misses was 5 times as long as alone, with 3 and 5 it was 1.4 and 1.0 times; with 5
 a lone miss took 2 times as long beside a busy session."""
@@ -163,14 +163,15 @@ def _serve(listener: socket.socket, fallback: ViewFallback) -> None:
 
 
 class OpenFile:
-    """What the process that serves has open, for the one that stands by: pointers, a line each."""
+    """The file with what the process that serves has open, for the one that stands by: pointers, a
+    line each."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._written: list[tuple[str, tuple[int, str]]] = []
 
     def write(self, fallback: ViewFallback) -> None:
-        """Write what is open, if it has changed. A full disk is reported by others."""
+        """Write what is open, if it has changed. A full disk is reported elsewhere."""
         if (opened := fallback.open_publishings()) != self._written:
             lines = [pointer.to_bytes() for pointer in fallback.open_pointers()]
             with contextlib.suppress(OSError):
@@ -180,7 +181,7 @@ class OpenFile:
                 self._written = opened
 
     def read(self) -> list[Pointer]:
-        """What was written last."""
+        """The pointers that were written last."""
         with contextlib.suppress(OSError):
             return [Pointer.from_bytes(line) for line in self._path.read_bytes().splitlines()]
         return []
@@ -209,7 +210,7 @@ def _stand_by(
 
 
 def _look(fallback: ViewFallback, meter: Meter, opened: OpenFile, watch: Watch) -> None:
-    """Tell every second what the process takes, and end it when the model that it loaded has not
+    """Report every second what the process takes, and end it when the model that it loaded has not
     been what is live for a while: what is on disk may be by now, and modules are imported once in a
     process; or when its GPU is lost to it."""
     since = math.inf

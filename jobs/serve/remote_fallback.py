@@ -37,19 +37,19 @@ from precompute.workers.frames import framed, read_message
 
 LEAST_CALLS = 10
 FAILING = 0.5
-"""Opens when of the latest calls, this many at least, this share was broken: the defaults of
-Flink's client for Triton, as are the next two."""
+"""Share of broken calls, of at least ``LEAST_CALLS`` of the latest, at which a breaker opens: the
+defaults of Flink's client for Triton, as are the next two."""
 OPEN_S = 60.0
 PROBES = 3
-"""Calls that are let through then, and must all be good."""
+"""Calls that are let through after ``OPEN_S``, and must all be good."""
 
 LATEST, LATEST_S = 50, 30.0
 """Calls that are remembered, and how long."""
 
 
 class Breaker:
-    """Of one view; ``now`` is :func:`time.monotonic`, and none of it is safe to share between
-    threads."""
+    """The circuit breaker of one view; ``now`` is :func:`time.monotonic`, and none of it is safe to
+    share between threads."""
 
     def __init__(self) -> None:
         self._latest: deque[tuple[float, bool]] = deque(maxlen=LATEST)
@@ -75,9 +75,9 @@ class Breaker:
         return admitted, 1.0
 
     def count(self, broken: bool | None, now: float) -> None:
-        """What became of a call: whether the model itself failed; None: nobody knows."""
+        """What became of a call: whether the model itself failed; None: not known."""
         if broken is None:
-            # was it a probe, another one is sent
+            # if it was a probe, another one is sent
             self._probing = max(0, self._probing - 1)
         elif self._opened_at is None:
             self._latest.append((now, broken))
@@ -98,11 +98,11 @@ class Breaker:
 
 
 CONTROL = "supervisor.sock"
-"""In the runtime folder: where the supervisor learns which models are wanted, a datagram each: its
-fingerprint and views, with NUL between."""
+"""Name of the supervisor's socket in the runtime folder. A datagram says that a model is needed:
+its fingerprint and views, with NUL between."""
 
 SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
-"""Of a Unix socket's path, at most: ``sun_path`` without its last byte."""
+"""Length of a Unix socket's path at most: ``sun_path`` without its last byte."""
 
 
 def socket_path(runtime: Path, model: str) -> Path:
@@ -130,8 +130,8 @@ TRY_EVERY_S = 0.05
 """How often a process that is not there yet is looked for."""
 
 MOST_SENT = 3
-"""Times that a key is requested, of one process after the other: among others, alone, and once more
-to be sent the note that it is left alone."""
+"""Times that a key is sent, to one process after the other: among others, alone, and once more for
+the reply that it is set aside."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,12 +171,12 @@ class _Row:
 
 
 class ModelLink:
-    """To the process of one model. One thread connects, sends and reads; a connection that is lost
-    has its rows requested again over the next one.
+    """A link to the process of one model. One thread connects, sends and reads; rows of a
+    connection that is lost are sent again over the next one.
 
     Args:
         path: its socket.
-        want: informed that the process is wanted, where it is not there.
+        want: called where the process is needed and not there.
         on_lost: called when a connection was lost, with the views of the rows that were waited for.
 
     Raises:
@@ -193,7 +193,7 @@ class ModelLink:
         self._outbox: dict[int, _Row] = {}
         self._sent: dict[int, _Row] = {}
         self._cancelled: list[int] = []
-        """Numbers of what was sent and nobody waits for any more."""
+        """Numbers of rows that were sent and that no request waits for any more."""
         self._open: frozenset[tuple[str, tuple[int, str]]] = frozenset()
         self._closed = False
         with contextlib.ExitStack() as unless_made:
@@ -227,14 +227,14 @@ class ModelLink:
 
     @property
     def idle(self) -> bool:
-        """Whether no row that was requested is waited for."""
+        """Whether no row is waited for."""
         with self._lock:
             rows = (*self._outbox.values(), *self._sent.values())
         return all(row.key is None for row in rows)
 
     def close(self) -> None:
-        """Ask for nothing more; what was requested ends as if the process had ended, and so does
-        what is requested from now on."""
+        """Send nothing more; rows that were sent end as if the process had ended, and so do those
+        submitted from now on."""
         with self._lock:
             self._closed = True
         self._wake()
@@ -283,7 +283,7 @@ class ModelLink:
         self._woken.close()
 
     def _connected(self) -> socket.socket | None:
-        """A connection; None where there is nobody yet, a while later."""
+        """A connection; None, after a pause, where no process listens yet."""
         with contextlib.ExitStack() as unless_connected, contextlib.suppress(OSError):
             connection = unless_connected.enter_context(socket.socket(socket.AF_UNIX))
             connection.connect(str(self._path))
@@ -359,7 +359,7 @@ class ModelLink:
             return [self._sent.pop(number)] if number in self._sent else []
 
     def _resend(self) -> None:
-        """Request again what was sent over a connection that is no more."""
+        """Send again what was sent over a connection that is gone."""
         with self._lock:
             if self._closed:
                 return
@@ -387,14 +387,14 @@ def _unreachable(why: Exception) -> Miss:
 
 def _fail(rows: Iterable[_Row], miss: Miss) -> None:
     for row in rows:
-        # given up, or reported already
+        # given up, or resolved already
         with contextlib.suppress(InvalidStateError):
             row.future.set_exception(miss)
 
 
 MOST_IN_FLIGHT = 4096
-"""Keys of one view that a worker waits for at once, each client for its share of them; what is
-requested beyond is shed."""
+"""Keys of one view that a worker waits for at once, each client for its share of them; further ones
+are shed."""
 
 LEAST_IN_FLIGHT = 64
 HELD_BACK_S = 1.0
@@ -447,12 +447,13 @@ class RemoteFallback(Fallback):
         self._lock = threading.Lock()
         self._links: dict[str, ModelLink] = {}
         self._views: dict[str, set[str]] = {}
-        """Of each model with a link: those it is needed for."""
+        """Model with a link → the views that it is needed for."""
         self._in_flight: Counter[str] = Counter()
         self._shares: dict[tuple[str, str], _Share] = {}
-        """By view, and by view and client."""
+        """(View, client) → its share of the keys in flight; ``_in_flight`` counts those of a
+        view."""
         self.on_lost: Callable[[], None] = lambda: None
-        """Reported when a model process was lost: what was open in it is open no more."""
+        """Called when a model process was lost: what was open in it is open no more."""
 
     def submit(
         self,
@@ -507,7 +508,7 @@ class RemoteFallback(Fallback):
                     link.close()
 
     def close(self) -> None:
-        """Ask for nothing more."""
+        """Send no more requests."""
         for link in list(self._links.values()):
             link.close()
         self._control.close()
@@ -523,7 +524,7 @@ class RemoteFallback(Fallback):
         return link
 
     def _lost(self, views: set[str]) -> None:
-        """That a process ended is one failure of the model, however many waited."""
+        """Count the end of a process as one failure of the model, however many waited."""
         with self._lock:
             for view in views:
                 self._breaker(view).count(True, time.monotonic())

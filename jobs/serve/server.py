@@ -47,26 +47,28 @@ TICK_S = 0.1
 """How often the processes are looked at."""
 
 RETIRE_S = 120.0
-"""A model that no worker has wanted for this long is live no more, and no request waits for it."""
+"""Seconds without a worker that needs a model, after which it is live no more, and no request waits
+for it."""
 
 MOST_MODELS = 64
-"""Processes; each wants memory."""
+"""Model processes at most; each takes memory."""
 
 NO_ROOM_S = 5.0
-"""Before a model is given a process again, after the system had no room for one: no file, no
-disk."""
+"""Seconds before a model is given a process again, after the system had no room for one: no file,
+no disk."""
 
 FUTILE = 5
 """Times in a row that each worker may end as soon as it was started, while none has answered yet:
 what is wrong with them is in what they were given."""
 
 WORKER_WAIT_S = 5.0
-"""Before a worker is restarted, at most: where a request ends it, all others wait for the next."""
+"""Seconds before a worker is restarted, at most: where a request ends it, all others wait for the
+next."""
 
 
 DRAIN_STILL_S = 5.0
-"""A worker whose loop stands still for so long, once it was signalled to end, answers nobody any
-more."""
+"""A worker whose loop stands still for so long, once it was signalled to end, answers no
+request any more."""
 
 
 class LookupWorker(SupervisedProcess):
@@ -84,7 +86,7 @@ class LookupWorker(SupervisedProcess):
             meter,
         )
         self.has_answered = False
-        """Whether it was ever ready to."""
+        """Whether it was ever ready to answer."""
 
     def look(self, now: float) -> None:
         if self.process is not None and self.watch.has_begun(now):
@@ -130,7 +132,7 @@ class Supervisor:
         self._room_at = 0.0
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Have :meth:`run` finish what is at hand, and end, as a signal asks; safe to call in its
+        """Have :meth:`run` finish what is at hand, and end, as on a signal; safe to call in its
         handler."""
         self._stopping = signal.Signals(number)
 
@@ -317,7 +319,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
 
 def _services_file(project: Project, runtime: Path) -> Path:
     """What the workers serve by ``/v1/services``, in a file: a pipe may be too small. Mistakes are
-    logged, and keep nothing else from being served."""
+    logged, and do not stop the rest from being served."""
     for line in project.service_mistakes():
         log.warning("%s", line)
     path = runtime / "services.json"
@@ -334,7 +336,7 @@ def _services_file(project: Project, runtime: Path) -> Path:
 
 
 def _access(project: Project) -> dict[str, Any]:
-    """What the workers learn of tokens and TLS, tried here, where a mistake is reported to the
+    """What the workers are given of tokens and TLS, tried here first, so that a mistake reaches the
     operator.
 
     Raises:
@@ -355,7 +357,7 @@ def _access(project: Project) -> dict[str, Any]:
 
 
 def _watching(project: Project) -> dict[str, Any]:
-    """What the workers learn of logs and traces, tried here.
+    """What the workers are given of logs and traces, tried here first.
 
     Raises:
         ConfigError: the log cannot be written, or the extra is not installed.

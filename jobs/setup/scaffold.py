@@ -36,8 +36,8 @@ one."""
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """What was written: ``files`` below ``folder``, each with what it is; the views in the order in
-    which they run."""
+    """A project or view that was written: ``files`` below ``folder``, each with what it is; the
+    views in the order in which they run."""
 
     folder: Path
     data: str
@@ -48,7 +48,7 @@ class Scaffold:
 
     @property
     def notes(self) -> list[str]:
-        """What somebody should know who did not look at the data."""
+        """What a user who did not look at the data should know."""
         return list(dict.fromkeys(note for view in self.views for note in view.notes))
 
 

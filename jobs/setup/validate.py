@@ -36,12 +36,12 @@ from precompute.store.times import Partition
 from precompute.techniques.table import REFERENCE
 
 ROWS = 10
-"""Computed of each view."""
+"""Rows that are computed of each view."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Of one view: what was tried, whether it is as it should be, and what was found;
+    """One check of a view: what was tried, whether it is as it should be, and what was found;
     ``bad_config`` where a file or value of the project is wrong."""
 
     view: str

@@ -201,7 +201,7 @@ class Meter:
     landing_s: float = 0.0
     workers_replaced: int = 0
     rows_retried: int = 0
-    """That are tried again at this moment, since the worker that had them was lost."""
+    """Rows that are tried again at this moment, since the worker that had them was lost."""
     batch_steps: Counter[int] = field(default_factory=Counter)
     """Batches by how long they took, in powers of :data:`STEP` seconds: of any number of them,
     little is held."""

@@ -16,10 +16,10 @@ ROUNDS = 3
 TIE = 0.97
 """A budget this close to the best rate is as good, and the smaller one takes less memory."""
 FILLED = 0.5
-"""Of its budget, padding counted: a batch that costs less tells nothing of it, as a window's last
-one may."""
+"""Share of its budget, padding counted, that a batch fills to count: one that costs less says
+nothing of it, as a window's last one may."""
 PADDED = 0.1
-"""Share of it that is padding, beyond which a batch tells nothing either: its window was small, as
+"""Share of a batch that is padding, beyond which it says nothing either: its window was small, as
 the first ones are."""
 TRIES = 16
 """Batches made under a candidate, after which it is given up unless enough of them were filled:
@@ -28,22 +28,22 @@ SHORT_S = 0.02
 """A batch that takes no longer is not made smaller near the end of its window: of a small model
 another window follows at once, and each batch costs the other stages a third of a millisecond."""
 MEMORY_SHARE = 0.8
-"""Of the free memory, at most, for one batch."""
+"""Share of the free memory that one batch may take."""
 GROW_AFTER = 32
 """Batches in a row that went well before a budget that was cut grows again."""
 GROW_BY = 1.25
 BELOW_CEILING = 0.9
-"""Of the cost that ran out of memory: the budget grows no further."""
+"""Share of a cost that ran out of memory up to which the budget grows again."""
 
 
 class Budget:
-    """The cost that the next batch may have; safe to ask from one thread and to tell from another.
+    """The cost that the next batch may have; one thread may read it while another reports batches.
 
     Args:
         start: the first budget, at least 1.
-        fixed: whether it is what somebody chose: no search, but the ladder all the same.
+        fixed: whether it was configured: no search, but the ladder all the same.
         reach: largest candidate of the search, in multiples of ``start``.
-        free_bytes: tells the memory that can still be taken.
+        free_bytes: returns the memory that can still be taken.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Budget:
         self._short = False
         self._bytes_per_cost = 0.0
         self._most = self.cost * reach
-        # what somebody chose is not made smaller
+        # what was configured is not made smaller
         self._least = self.cost if fixed else max(1, self.cost // 2)
         self._candidates: list[int] = []
         self._measured: dict[int, list[tuple[int, float]]] = {}
@@ -209,7 +209,7 @@ FLAT = 0.7
 """Where one of half the size or less takes more than this share of the time, cutting does not
 help."""
 PACE_GROW_BY = 8
-"""At most, from one to the next."""
+"""Factor by which a batch may be larger than the one before, at most."""
 
 
 class Pace:

@@ -102,7 +102,7 @@ Made = TypeVar("Made")
 
 
 class Lanes:
-    """``count`` threads beside the one that asks.
+    """``count`` threads beside the calling one.
 
     Args:
         count: at least 2.
@@ -137,7 +137,7 @@ class Lanes:
         return future
 
     def wait(self) -> None:
-        """Until no lane has anything to do."""
+        """Wait until no lane has anything to do."""
         wait(list(self._jobs))
 
     def close(self) -> None:

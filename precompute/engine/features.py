@@ -18,8 +18,8 @@ from precompute.store.feature_view import SCALAR_TYPES, Feature, FeatureView, fi
 
 
 def copied(values: Any) -> Any:
-    """What a model returned of a feature, in memory of its own: of what holds the rows, and of an
-    array or a list for each."""
+    """A copy of what a model returned of a feature: of what holds the rows, and of an array or a
+    list for each."""
     if isinstance(values, np.ma.MaskedArray):
         # np.array() would forget what is masked
         return values.copy()
@@ -47,7 +47,7 @@ def _copied_row(row: Any) -> Any:
 
 
 _copied_rows = np.frompyfunc(_copied_row, 1, 1)
-"""Of an object array, each."""
+"""Copies each row of an object array."""
 
 
 class Misfit(Exception):
@@ -56,7 +56,7 @@ class Misfit(Exception):
 
 
 class Declared:
-    """What a view declares of its features, to hold what a model returns against it; made once,
+    """What a view declares of its features, to check what a model returns against; made once,
     since that takes as long as a small model does.
 
     Args:
@@ -120,7 +120,7 @@ def _own(values: Any) -> Any:
 
 
 def _column(feature: Feature, kind: pa.DataType, values: Any, rows: int) -> pa.Array:
-    """Of the type ``kind``."""
+    """A feature's values as a column of the type ``kind``."""
     if not hasattr(values, "__len__") or (isinstance(values, np.ndarray) and values.ndim == 0):
         raise Misfit(
             f"the model returned {type(values).__name__}, not one value for each of {rows} rows"
@@ -218,7 +218,7 @@ def _as(kind: pa.DataType, column: pa.Array) -> pa.Array:
 
 
 def _item(kind: pa.DataType) -> pa.DataType:
-    """Of a list its items' type, of a dictionary its values'."""
+    """The type of a list's items, or of a dictionary's values."""
     while hasattr(kind, "value_type"):
         kind = kind.value_type
     return kind
@@ -266,7 +266,7 @@ def in_order(
 
 def with_null_rows(view: FeatureView, outcome: Outcome) -> Outcome:
     """What becomes of a window's rows under ``bad_rows: null``: those the model declared unusable
-    have every feature null. The batch job, the parity gate and the fallback ask here alike. Under
+    have every feature null. The batch job, the parity gate and the fallback all call this. Under
     another policy, ``outcome`` as it is."""
     if view.definition.bad_rows != "null":
         return outcome

@@ -39,7 +39,7 @@ class _Retry(Exception):
 @dataclass(slots=True)
 class _Launched:
     """A batch on its way: what :meth:`StagedModel.land` waits for, or a lane's future, or the
-    features, or the error retained for when its turn comes."""
+    features, or the error, until its turn comes."""
 
     batch: Batch
     result: Any = None
@@ -47,7 +47,7 @@ class _Launched:
     in_lane: bool = False
     started: float = 0.0
     ended: float = 0.0
-    """Known of a lane's."""
+    """When it ended; known of a batch in a lane."""
     size_bytes: int = 0
     """Memory that it took beyond what was in use; 0 when not measured."""
 
@@ -84,9 +84,9 @@ class Forward:
         self._lane_count, self._threads = lanes, threads
         self._lanes: Lanes | None = None
         self._computed_until = 0.0
-        """By lanes."""
+        """When the last of the batches that lanes computed ended."""
         self._landed_at = 0.0
-        """When the last batch did."""
+        """When the last batch landed."""
         self._made = Declared(view).columns
         """A copy of what the model returned for so many rows, in the types that the view declares;
         raises Misfit for what does not fit, whose rows are found as those of a batch that
@@ -101,8 +101,8 @@ class Forward:
         self._begin_lanes()
         try:
             while True:
-                # What is not there yet is not waited for: anyone who feeds this may be waiting for
-                # what is under way, and it is timed by when it is done.
+                # What is not there yet is not waited for: the producer may be waiting for what is
+                # under way, and it is timed by when it is done.
                 while under_way and (len(under_way) > self._depth or not ready()):
                     if done := self._land(under_way.popleft()):
                         yield done
@@ -188,10 +188,11 @@ class Forward:
         return self._staged.device.peak_bytes(reset=True)
 
     def _land(self, launched: _Launched) -> Window | None:
-        """What is to be handed on now: the window, when this was its end, or a piece of it."""
+        """Land a batch; returns what is to be handed on now: the window, when this was its end, or
+        a piece of it."""
         window, positions = launched.batch.window, launched.batch.positions
         if positions is None:
-            # nothing asks for them any more, while the window waits to be written
+            # nothing refers to them any more, while the window waits to be written
             window.prepared = window.costs = None
             return window
         try:
@@ -234,7 +235,7 @@ class Forward:
         return self._made(made, rows)
 
     def _tell(self, launched: _Launched, cost: int, padded_cost: int) -> None:
-        """Budget and pace learn from a batch that went well: what it took since it was launched, or
+        """Report a batch that went well to budget and pace: what it took since it was launched, or
         since the one before it landed; or in its lane, beside the others."""
         if launched.in_lane:
             seconds = launched.ended - launched.started
@@ -246,7 +247,7 @@ class Forward:
             self._pace.done(cost, seconds)
 
     def _count(self, window: Window, positions: Rows) -> tuple[int, int]:
-        """What they cost, without padding and with it."""
+        """Count the cost of some rows, without padding and with it."""
         cost, padded_cost = window.cost(positions)
         self._meter.batches += 1
         if window.costs is not None:

@@ -82,7 +82,7 @@ _PASSING = (
     "STATUS_BAD_PARAM",
     "STATUS_ARCH_MISMATCH",
 )
-"""Of CUDA's errors, those that a call gets and that leave the context as it was (CUDA Runtime API,
+"""CUDA's errors that a call gets and that leave the context as it was (CUDA Runtime API,
 "Error Handling": after others "the process must be terminated and relaunched")."""
 
 _LIBRARIES = ("onnxruntime",)
@@ -120,7 +120,7 @@ def is_device_lost(exc: BaseException) -> bool:
 
 
 def first_line(exc: BaseException) -> str:
-    """Of its message."""
+    """The first line of an error's message, or its type."""
     return (str(exc).strip().splitlines() or [type(exc).__name__])[0]
 
 
@@ -168,7 +168,7 @@ class ResidentPeak:
         self._can_reset = os.access(_CLEAR, os.W_OK)
 
     def bytes(self) -> int:
-        """Over all."""
+        """The highest so far."""
         ResidentPeak._highest = max(ResidentPeak._highest, _peak())
         return ResidentPeak._highest
 

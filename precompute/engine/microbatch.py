@@ -59,10 +59,10 @@ LONGEST_BATCH_S = 10.0
 all other misses by as much."""
 
 UNKNOWN_BATCH_S = 30.0
-"""The same of a model that has not been measured yet."""
+"""The same for a model that has not been measured yet."""
 
 LEAST_SLOWER = 2
-"""Times as long as at its pace a batch of such a model may take."""
+"""How many times its pace a batch of such a model may take."""
 
 
 class Wanted(NamedTuple, Generic[Payload]):
@@ -75,8 +75,8 @@ class Wanted(NamedTuple, Generic[Payload]):
 
 
 class _Place(NamedTuple):
-    """Of a flight in an owner's queue, which is sorted by it: the earliest deadline of that owner's
-    requests, and a number that no other has."""
+    """A flight's place in an owner's queue, which is sorted by it: the earliest deadline of that
+    owner's requests, and a number that no other has."""
 
     deadline: float
     number: int
@@ -92,9 +92,9 @@ class _Flight(Generic[Payload, Result]):
     """The earliest deadline of those who wait for it, and the latest."""
     last: float
     owner_of: dict[Future[Result], Hashable] = field(default_factory=dict)
-    """Of the requests that wait for it."""
+    """Request that waits for it → its owner."""
     places: dict[Hashable, _Place] = field(default_factory=dict)
-    """In the queues of its owners."""
+    """Owner → its place in that owner's queue."""
     begun: bool = False
 
 
@@ -106,7 +106,7 @@ class _Queue(Generic[Payload, Result]):
     turn: int
     of_group: dict[Hashable, list[_Place]] = field(default_factory=dict)
     flights: dict[int, _Flight[Payload, Result]] = field(default_factory=dict)
-    """By their places' numbers."""
+    """Number of a place → its flight."""
 
     def head(self) -> tuple[_Place, Hashable]:
         """The first place, and its group."""
@@ -154,7 +154,7 @@ class _Pace:
         rows = sum(one.rows for one in took) / len(took)
         seconds = sum(one.seconds for one in took) / len(took)
         spread = sum((one.rows - rows) ** 2 for one in took)
-        # of batches that were all alike nobody knows; a small one tells
+        # batches that were all alike do not show it; a small one does
         slope = (
             sum((one.rows - rows) * (one.seconds - seconds) for one in took) / spread
             if spread
@@ -203,7 +203,7 @@ class MicroBatcher(Generic[Payload, Result]):
         self._run, self._refuse, self._clock = run, refuse, clock
         self._max_queue, self._max_batch = max_queue, max_batch
         self._queues: dict[Hashable, _Queue[Payload, Result]] = {}
-        """Of owners that wait for something."""
+        """Owner that waits for something → its queue."""
         self._round = 0
         self._turns: dict[Hashable, int] = {}
         """Owner → the round of its next turn, while that is in the future: an owner that sends one
@@ -212,7 +212,7 @@ class MicroBatcher(Generic[Payload, Result]):
         """When each owner last sent a request."""
         self._numbers = itertools.count()
         self._paces: dict[Hashable, _Pace] = {}
-        """Of each group's latest batches."""
+        """Group → the pace of its latest batches."""
         self._busy_until = 0.0
         """When the batch that runs is done, as far as is known."""
         self._flights: dict[tuple[Hashable, Hashable], _Flight[Payload, Result]] = {}
@@ -296,7 +296,7 @@ class MicroBatcher(Generic[Payload, Result]):
         pace = self._pace(group, now)
         if deadline < now + pace.least_s:
             return -1
-        # of rows that were all alone nobody knows what they take together
+        # rows that were all alone do not show what they take together
         rows = (
             self._max_batch
             if pace.most_rows == 1
@@ -343,7 +343,7 @@ class MicroBatcher(Generic[Payload, Result]):
             del self._queues[owner]
 
     def _take(self, flight: _Flight[Payload, Result]) -> None:
-        """Take it out of the queues."""
+        """Take a flight out of the queues."""
         flight.begun = True
         for owner in list(flight.places):
             self._remove(flight, owner)

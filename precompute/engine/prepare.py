@@ -19,18 +19,18 @@ from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
 
 WINDOW_ROWS = 65_536
-"""Of a window, at most."""
+"""Rows of a window, at most."""
 WIDE_ROWS = 8192
-"""Of a window of rows that are not narrow (:func:`window_rows`): so many texts are sorted together.
-1,024 instead costs 12 % of the rate at a large budget."""
+"""Rows of a window of rows that are not narrow (:func:`window_rows`): so many texts are sorted
+together. 1,024 instead costs 12 % of the rate at a large budget."""
 WINDOW_BYTES = 2**21
-"""Of a window of narrow rows."""
+"""Bytes of a window of narrow rows, at most."""
 
 DEVICE_WINDOW_ROWS = 131_072
-"""For a device that computes large batches: 64 times the first one of rows, and of titles of 10
-tokens, too."""
+"""Rows of a window for a device that computes large batches: 64 times the first one of rows, and of
+titles of 10 tokens, too."""
 MOST_JOINED_BYTES = 32 * 2**20
-"""Of a window that is put together: several lie between the stages."""
+"""Bytes of a window that is put together, at most: several lie between the stages."""
 
 
 def window_rows(schema: pa.Schema) -> int:
@@ -75,8 +75,8 @@ def _one(together: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 MIN_FILL = 0.5
-"""Of the budget: a batch is not cut below it for the sake of less padding, since small batches are
-slow."""
+"""Share of the budget below which a batch is not cut for the sake of less padding, since small
+batches are slow."""
 
 
 def batches_by_cost(
@@ -90,7 +90,7 @@ def batches_by_cost(
 
     Args:
         costs: int64 [rows], at least 1.
-        max_cost: budget of one batch, or what tells it when the batch is made, given the cost of
+        max_cost: budget of one batch, or what returns it when the batch is made, given the cost of
             all rows that are left.
         max_padding: share of the padded cost that may be padding, where the batch stays at least
             half full without more.
@@ -132,7 +132,7 @@ PREPARE_S = 5.0
 """What preparing a window should take at most, or it is cut in smaller ones. Long, since rows are
 best sorted in large windows."""
 START_WINDOW_ROWS = 64
-"""Of the first window that is prepared."""
+"""Rows of the first window that is prepared."""
 
 MAX_PADDING = 0.01
 """Share of a batch that may be padding, as long as the batch is not cut below half its budget for
@@ -146,7 +146,7 @@ class Preparation:
         model: the loaded model.
         staged: the same, where it is one.
         view: named in errors.
-        next_budget: tells what the batch made now may cost, given the cost of what is left of its
+        next_budget: returns what the batch made now may cost, given the cost of what is left of its
             window.
     """
 
@@ -166,7 +166,7 @@ class Preparation:
         that takes longer than :data:`PREPARE_S`."""
         paced = (self._staged or self._sized or self._checking) is not None
         pace = Pace(START_WINDOW_ROWS if paced else None, PREPARE_S)
-        # a model whose rows become large, such as pictures, says how many it takes at once
+        # a model whose rows become large, such as pictures, declares how many it takes at once
         most = getattr(self._staged, "prepared_rows", None)
         for number, (batch, shown) in enumerate(batches):
             first = 0
@@ -191,7 +191,7 @@ class Preparation:
             yield Batch(window, None)
 
     def window(self, window: Window) -> Window:
-        """The same, prepared."""
+        """A window, prepared."""
         if self._checking is not None:
             for row, reason in self._unusable(self._checking, window):
                 window.reject(row, "input", reason)
@@ -321,7 +321,7 @@ class Preparation:
             yield positions[chosen], budget
 
     def _inputs(self, window: Window, positions: Rows) -> Any:
-        """What the model takes."""
+        """The inputs that the model takes."""
         if self._staged is None or window.prepared is None:
             return window.at(positions)
         try:

@@ -41,18 +41,18 @@ AHEAD_WINDOWS = 2
 is at. A killed run loses them, beside its chunk."""
 
 HAND_ON_S = 1.0
-"""A window that takes longer is handed on in pieces, about this often: what is done is soon safe,
+"""Seconds after which a window is handed on in pieces, about this often: what is done is soon safe,
 and a progress bar moves."""
 
 BATCH_S = 1.0
-"""What a batch should take at most, so that there are pieces to hand on."""
+"""Seconds that a batch should take at most, so that there are pieces to hand on."""
 START_ROWS = 8
-"""Of the first batches of a model that names no costs: it may take milliseconds for 4,096 rows, or
-a second for each."""
+"""Rows of the first batches of a model that names no costs: it may take milliseconds for 4,096
+rows, or a second for each."""
 
 LANE_ROWS = 4
-"""Below, the compute threads of a lane each would take longer to begin than those of one batch wait
-for one another."""
+"""Rows of a lane at least: below, the compute threads of a lane each would take longer to begin
+than those of one batch wait for one another."""
 
 AHEAD_BATCHES = 8
 """Batches ready for the model: a GPU never waits for one to be put together, and a budget that was
@@ -88,10 +88,9 @@ class Runner:
             ``concurrent``; by default one for each compute thread.
 
     Raises:
-        ModelError: (from every method) the model raised one: its own word that view and source do
-            not fit it. Rows for which it returns something other than the view declares are found
-            as those that it raises for, and rejected with the stage
-            :data:`precompute.engine.window.MISFIT`.
+        ModelError: (from every method) the model raised one, to say that view and source do not fit
+            it. Rows for which it returns something other than the view declares are found as those
+            that it raises for, and rejected with the stage :data:`precompute.engine.window.MISFIT`.
     """
 
     def __init__(
@@ -113,8 +112,8 @@ class Runner:
         self._peak = ResidentPeak()
         self._declared = Declared(view)
         self._stages_before: list[Ahead[Any]] = []
-        """Of the stream before."""
-        # Made once: asking a model which protocols it follows takes as long as a small model does.
+        """Stages of the stream before."""
+        # Made once: finding which protocols a model follows takes as long as a small model does.
         self._preparation = Preparation(model, self._staged, view, lambda _: self.budget.next())
         self._forward = Forward(model, self._staged, view, self.meter, self.budget)
 
@@ -122,7 +121,7 @@ class Runner:
         """Compute threads that lanes share; 0 of a model that computes one batch after the
         other."""
         staged = self._staged
-        # a model of somebody's own need not say that it is concurrent
+        # a user's own model need not say that it is concurrent
         if staged is None or staged.device.depth or not getattr(staged, "concurrent", False):
             return 0
         return usable_threads(staged.device.threads())
@@ -221,8 +220,8 @@ class Runner:
         keep_freed_memory()
         # of the one who loaded the model here: from now on the model's stage computes
         release_threads()
-        # in the middle of something they may have been when their stream was closed; who reads asks
-        # the model nothing
+        # when their stream was closed they may have been in the middle of something; the stage that
+        # reads does not call the model
         for stage in self._stages_before[1:]:
             stage.join()
         stages = self._stages_before = []
@@ -313,8 +312,8 @@ class Runner:
         return figures
 
     def state_figures(self) -> dict[str, Any]:
-        """What a batch may cost by now, the memory taken at most, and how many batches are computed
-        at once."""
+        """State of the engine: what a batch may cost by now, the memory taken at most, and how many
+        batches are computed at once."""
         figures: dict[str, Any] = {
             "budget": self.budget.cost,
             "peak_memory_bytes": self._peak.bytes(),

@@ -63,7 +63,7 @@ class Window:
     shown: pa.RecordBatch
     """What the model sees of the window's rows."""
     number: int = 0
-    """Of ``batch``, counted from 0."""
+    """Number of ``batch``, counted from 0."""
     first: int = 0
     """Row of ``batch`` where the window begins."""
     last: bool = True
@@ -73,7 +73,7 @@ class Window:
     """Row of the window at each position of what was prepared."""
     prepared: Prepared | None = None
     costs: Rows | None = None
-    """Of each position, at least 1; None of a model that names none."""
+    """Cost of each position, at least 1; None of a model that names none."""
     pieces: list[tuple[Rows, pa.RecordBatch]] = field(default_factory=list)
     """Row numbers of each batch, and the features that the model made of them: whether they are
     finite was not yet looked at."""
@@ -85,8 +85,8 @@ class Window:
         return taken(self.shown, self.rows[positions])
 
     def cost(self, positions: Rows) -> tuple[int, int]:
-        """Of these positions: padding not counted, and in one batch, where each costs as much as
-        the dearest."""
+        """Two costs of these positions: without padding, and in one batch, where each costs as much
+        as the dearest."""
         if self.costs is None:
             return len(positions), len(positions)
         costs = self.costs[positions]
@@ -105,20 +105,20 @@ class Window:
         return made
 
     def prepared_bytes(self) -> int:
-        """Held before it is computed: what was made of the rows is of their size, more or less,
-        unless the model says so."""
+        """Bytes held before it is computed: what was made of the rows is of their size, more or
+        less, unless the model says so."""
         made = 0 if self.prepared is None else self.prepared.size_bytes
         return int(self.shown.nbytes) + max(made, int(self.shown.nbytes))
 
     def computed_bytes(self) -> int:
-        """Held after it was computed."""
+        """Bytes held after it was computed."""
         made = sum(int(features.nbytes) for _, features in self.pieces)
         return int(self.shown.nbytes) + made
 
 
 class Later:
-    """In place of a batch's inputs that could not be made: the model's stage makes them once more,
-    and bisects."""
+    """Stands in place of a batch's inputs that could not be made: the model's stage makes them once
+    more, and bisects."""
 
 
 @dataclass(slots=True)
@@ -131,13 +131,13 @@ class Batch:
     inputs: Any = None
 
     def input_bytes(self) -> int:
-        """Held by the inputs, as far as they tell."""
+        """Bytes held by the inputs, as far as they have a size."""
         inputs = self.inputs if isinstance(self.inputs, (tuple, list)) else [self.inputs]
         return sum(int(getattr(part, "nbytes", 0)) for part in inputs)
 
 
 def side_by_side(rows: Rows) -> slice | None:
-    """At least one row, as a slice where each follows the one before."""
+    """The slice of some rows, at least one, where each follows the one before; else None."""
     first, count = int(rows[0]), len(rows)
     if int(rows[-1]) - first == count - 1 and (count == 1 or (rows[1:] - rows[:-1] == 1).all()):
         return slice(first, first + count)

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from precompute.model import Features, digest
 
 CODE_VERSION = 1
-"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+"""Raised with each change of the values that this code computes; part of the fingerprint."""
 
 
 class Columns:

@@ -58,7 +58,7 @@ class Device:
 
     Args:
         name: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one. Within
-            :func:`precompute.model.on_host` it is the CPU, and ``wanted`` tells what it would be
+            :func:`precompute.model.on_host` it is the CPU, and ``wanted`` names what it would be
             elsewhere.
 
     Raises:
@@ -81,7 +81,7 @@ class Device:
         self.is_cuda = self.torch.type == "cuda"
         self.depth = LAUNCHED_AHEAD if self.is_cuda else 0
         self.dtype = torch.float32
-        """What large products are computed in; set by anyone who converts the model."""
+        """What large products are computed in; set by the conversion of a model."""
         self.shapes: Sequence[tuple[int, int]] = ((1024, 1024),)
         """(inputs, outputs) of the model's layers with the most to compute."""
         self.pack: Pack | None = None
@@ -92,7 +92,7 @@ class Device:
         self._copies_out = torch.cuda.Stream(self.torch) if self.is_cuda else None  # type: ignore[no-untyped-call]
 
     def pin(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """In memory that a GPU can copy from while it computes."""
+        """The tensors in memory that a GPU can copy from while it computes."""
         return (
             tuple(t.pin_memory() if t.dim() else t for t in tensors)
             if self.is_cuda
@@ -100,8 +100,9 @@ class Device:
         )
 
     def put(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """On the device; the copy runs beside what computes, and what computes next waits for it. A
-        tensor without dimensions is a size, which the host wants to know: it stays."""
+        """The tensors on the device; the copy runs beside what computes, and what computes next
+        waits for it. A tensor without dimensions is a size, which the host wants to know: it
+        stays."""
         if not self.is_cuda:
             return tuple(tensors)
         assert self._copies_in is not None
@@ -179,8 +180,8 @@ class Device:
 
 
 def gpu_count() -> int:
-    """GPUs that torch can use, as the driver's own library (NVML) counts them: asking CUDA would
-    make this process one that has a context on each."""
+    """GPUs that torch can use, as the driver's own library (NVML) counts them: a call of CUDA would
+    give this process a context on each."""
     return torch.cuda.device_count()
 
 
@@ -232,20 +233,23 @@ class PackedLinear(torch.nn.Module):
 
 
 ROWS = 1024
-"""Of a product, at once: tokens of a batch or rows of an MLP's. Four times as many were no
+"""Rows of a product: tokens of a batch or rows of an MLP's. Four times as many were no
 quicker."""
 LAYERS = 3
 """Shapes that are probed, those with the most to compute."""
 PROBE_S = 0.02
-"""Each shape in each way, after a first product: with all of them some 0.2 s, once a process."""
+"""Seconds for each shape in each way, after a first product: with all of them some 0.2 s, once a
+process."""
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 Pack = Callable[[torch.nn.Linear], Layer]
 PEAK_SIZE = 8192
-"""Of the square product that tells a GPU's peak: a millisecond or so of an H100 in bfloat16."""
+"""Size of the square product by which a GPU's peak is measured: a millisecond or so of an H100 in
+bfloat16."""
 
 _known: dict[object, float] = {}
-"""What this process knows: a machine does not change, and a scheduler runs a view every hour."""
+"""Rates that this process has measured: a machine does not change, and a scheduler runs a view
+every hour."""
 
 
 def shapes_of(module: torch.nn.Module) -> tuple[tuple[int, int], ...]:
@@ -326,7 +330,7 @@ def _seconds_of_one(layer: Layer, x: torch.Tensor, together: threading.Barrier) 
 
 
 def _seconds(layer: Layer, x: torch.Tensor, *, mean: bool = False) -> float:
-    """Of the quickest product, or, where others compute meanwhile, of one on average."""
+    """Seconds of the quickest product, or, where others compute meanwhile, of one on average."""
     layer(x)
     times: list[float] = []
     began = time.perf_counter()

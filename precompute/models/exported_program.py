@@ -124,7 +124,7 @@ def takes(
 
 
 def program_flops(program: torch.export.ExportedProgram) -> float:
-    """Of one row: 2 for each weight of a linear layer."""
+    """Operations for one row: 2 for each weight of a linear layer."""
     weights = [
         n.args[1].meta["val"] for n in program.graph.nodes if str(n.target) == "aten.linear.default"
     ]
@@ -192,7 +192,7 @@ class Input:
         return bad
 
     def tensor(self, columns: Columns) -> torch.Tensor:
-        """Of all rows; shares the column's memory where its type is the tensor's."""
+        """The input for all rows; shares the column's memory where its type is the tensor's."""
         column = columns[self.columns[0]]
         if self.matrix:
             matrix = np.empty((len(column), len(self.columns)), np.float32)

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 Tensors = tuple[torch.Tensor, ...]
 
 DIFFERENCE = 0.01
-"""Of a graph's outputs from those of the same kernels launched one by one, as a share of the
-largest: sums may be added up in another order."""
+"""Largest difference of a graph's outputs from those of the same kernels launched one by one, as a
+share of the largest: sums may be added up in another order."""
 
 REPEATS = 3
 """A shape is recorded when it comes so often: each takes about as long as three batches, and keeps
@@ -34,8 +34,8 @@ memory."""
 MOST_SHAPES = 64
 """Recorded at most, those that cannot be among them; what comes later runs without."""
 STEPS = 4
-"""Numbers of rows that are distinguished between a power of two and the next: what is computed and
-not requested is a fifth at most."""
+"""Numbers of rows that are distinguished between a power of two and the next: of what is
+computed a fifth at most is padding."""
 
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Lengths that texts are filled up to, so that shapes repeat; beyond, multiples of the last."""
@@ -209,8 +209,8 @@ def _replayed(recorded: _Recorded, inputs: Tensors) -> Any:
 
 
 def _lost(exc: BaseException | None) -> BaseException | None:
-    """Of an error and those during whose handling it was raised, the one that says that the GPU is
-    lost: ending a capture raises another one over it."""
+    """The error that says that the GPU is lost, among one and those during whose handling it was
+    raised: ending a capture raises another one over it."""
     while exc is not None and not is_device_lost(exc):
         exc = exc.__context__
     return exc

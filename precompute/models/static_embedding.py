@@ -31,7 +31,7 @@ from precompute.store.errors import ConfigError, ModelError
 from precompute.text.tokens import texts, unusable_texts
 
 CODE_VERSION = 1
-"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+"""Raised with each change of the values that this code computes; part of the fingerprint."""
 
 MAX_LENGTH = 512
 """model2vec's own, of a folder that names none."""

@@ -32,7 +32,7 @@ from precompute.text.transformer import (
 )
 
 CODE_VERSION = 1
-"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+"""Raised with each change of the values that this code computes; part of the fingerprint."""
 
 ACTIVATIONS = ("none", "sigmoid", "softmax")
 

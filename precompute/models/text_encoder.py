@@ -44,7 +44,7 @@ from precompute.text.unpadded import (
 )
 
 CODE_VERSION = 2
-"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+"""Raised with each change of the values that this code computes; part of the fingerprint."""
 
 PLAIN_MAX_TOKENS = 256
 """Longest input of a folder that names none."""
@@ -73,7 +73,7 @@ class Encoder(torch.nn.Module):
 
 
 class UnpaddedEncoder(torch.nn.Module):
-    """The same of texts laid end to end, without padding; no prompt is left out."""
+    """The same for texts laid end to end, without padding; no prompt is left out."""
 
     def __init__(self, transformer: Callable[..., torch.Tensor], head: Head) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class TextEncoder(TorchModel):
         if self._prefix == self._query_prompt:
             return self
         other = copy.copy(self)
-        # a file for each query would help nobody
+        # a file for each query would be no use
         other._cache = None
         other._begin_with(self._query_prompt)
         return other
@@ -251,8 +251,8 @@ class TextEncoder(TorchModel):
     def use(
         self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32
     ) -> None:
-        """On a GPU in half precision, texts are laid end to end instead of padded, if it can; by
-        graphs, they are padded to few lengths."""
+        """Compute by another forward. On a GPU in half precision texts are laid end to end instead
+        of padded, if it can; by graphs, they are padded to few lengths."""
         if isinstance(forward, Encoder):
             forward = self.laid_out(forward, dtype)
         self._unpadded = isinstance(forward, UnpaddedEncoder)

@@ -190,7 +190,7 @@ def _workers(count: int) -> ThreadPoolExecutor:
 
 
 def _lower_bound(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.float32]:
-    """For each user a number that at least k of these scores [items, users] exceed, or all if fewer
+    """A number for each user that at least k of these scores [items, users] exceed, or all if fewer
     are there: just below the k-th largest of the maxima of groups of items, of which there are 8k,
     so that 7 % more pass than must."""
     size = max(1, len(scores) // (8 * k))
@@ -398,7 +398,7 @@ class TopK(TorchModel):
         }
 
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-        """Of the matrix product: 2 · users · items · dim."""
+        """Operations of the matrix product: 2 · users · items · dim."""
         return 2.0 * len(rows) * len(self._ids) * self._dim
 
     def _seen(self, batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -34,8 +34,8 @@ class TorchModel(ABC):
 
     cost_unit = "rows"
     start_cost = 4096
-    """Of rows, where a subclass knows no better: a small MLP in two lanes took 8 % (float32) and
-    20 % (bfloat16) less of an AMD Zen 5's time than with 2,048."""
+    """Cost of the first batches, in rows, where a subclass knows no better: a small MLP in two
+    lanes took 8 % (float32) and 20 % (bfloat16) less of an AMD Zen 5's time than with 2,048."""
     max_cost: int | None = None
     concurrent = False
     """Whether several threads may prepare and compute in it at once, each rows of its own: then on
@@ -73,7 +73,7 @@ class TorchModel(ABC):
         computed in."""
         self.forward = forward
         self.device.dtype, self.device.pack = dtype, None
-        # anyone who converts it says what it is
+        # a conversion says what it is
         self.variant = "fp32-eager" if forward is self.module else "?"
         if self.device.is_cuda:
             self._place_reference(forward)

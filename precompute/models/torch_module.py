@@ -41,7 +41,7 @@ from precompute.project_module import (
 from precompute.store.errors import ConfigError, ModelError, did_you_mean, nearest_or_all
 
 CODE_VERSION = 1
-"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+"""Raised with each change of the values that this code computes; part of the fingerprint."""
 
 
 class Called(torch.nn.Module):
@@ -257,8 +257,8 @@ class TorchModule(TorchModel):
         )
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
-        """In the order of the module's arguments; neighbouring rows are views of what was
-        prepared."""
+        """The tensors in the order of the module's arguments; neighbouring rows are views of what
+        was prepared."""
         whole: Tensors = prepared.payload
         if len(rows) == len(prepared.costs) == 1:
             return whole

@@ -32,8 +32,8 @@ CODE_VERSION = 1
 UNKNOWN = 0
 
 Tokens = tuple[torch.Tensor, ...]
-"""Of each field with one token a row, their numbers [rows]; of one with several, those of all rows
-[1, tokens] and the place of each row's first [rows]."""
+"""Numbers of each field's tokens: [rows] for a field with one token a row; for one with several,
+those of all rows [1, tokens] and the place of each row's first [rows]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class TwoTower(TorchModel):
         return {self._output: outputs[0]}
 
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-        """Of its two layers; sums are as good as nothing."""
+        """Operations of its two layers; sums are as good as nothing."""
         return self._flops * len(rows)
 
 

@@ -19,15 +19,15 @@ from precompute.store.errors import PrecomputeError
 
 MOST_ROWS = 100_000
 MOST_BYTES = 32 * 2**20
-"""Of a source that is stored."""
+"""Bytes of a source that is cached, at most."""
 
 SETTLED_S = 2.0
 """Seconds since a file's last change before it is cached: a file system's clock has steps of up to
 two seconds, so a later change may have the same time."""
 
 AGAIN_S = 10.0
-"""Wait before a source is read again whose files have changed, or were too new to cache. One that
-is too large is read again when its files change."""
+"""Seconds before a source is read again whose files have changed, or were too new to cache. One
+that is too large is read again when its files change."""
 
 _UNSTEADY = (
     "age",
@@ -43,7 +43,7 @@ _UNSTEADY = (
 itself marks so."""
 
 _Stamps = tuple[tuple[int, int, int, int], ...]
-"""Of each file its device, inode, size and time."""
+"""Device, inode, size and time of each file."""
 
 
 class CachedSource:
@@ -97,7 +97,7 @@ class CachedSource:
             self._again_at, self._reading = time.monotonic() + AGAIN_S, False
 
     def _read(self) -> None:
-        # the source was closed, or anyone who reads it next reports it
+        # the source was closed, or the next reader reports it
         with contextlib.suppress(PrecomputeError):
             self._may_be = not unsteady(self._database, self._sql)
             before = _stamps(self._files)
@@ -118,8 +118,8 @@ class CachedSource:
                 for row, key in enumerate(table.column("key").to_pylist())
                 if key is not None
             }
-            # a key with two rows is an error, for the source to tell; a file that changed meanwhile
-            # has another stamp by now
+            # a key with two rows is an error, which the source raises; a file that changed
+            # meanwhile has another stamp by now
             if len(position) == table.num_rows - table.column("key").null_count:
                 self._entry, self._not_cached = (before, position, table), None
 

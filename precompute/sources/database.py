@@ -227,7 +227,7 @@ def _part(column: str, kind: str) -> str:
 
 
 CLOSE_TRIES = 500
-"""Of closing a connection that a thread still reads from, 10 ms apart."""
+"""Tries of closing a connection that a thread still reads from, 10 ms apart."""
 
 _BAD_SQL = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
 
@@ -284,7 +284,7 @@ class Database:
             return self._connection.sql(sql, params=parameters or None).to_arrow_table()
 
     def query_aside(self, sql: str, parameters: Mapping[str, Any] | None = None) -> pa.Table:
-        """The same from any thread, whatever is read from the database meanwhile."""
+        """Query from any thread, whatever is read from the database meanwhile."""
         with self._translated(), self._aside() as cursor:
             return cursor.sql(sql, params=parameters or None).to_arrow_table()
 

@@ -174,10 +174,10 @@ def _counted(source: Source, known_sql: str, retry_refused: bool) -> Diff:
 
 
 def _blocks(source: Source, files: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What to compare at a time: conditions in SQL, of the loaded rows and of the known ones, and
-    their parameters. No row is left out, nor a pair of one key. Where keys ascend, each is a range
-    of them, whose hash table fits into the caches and does not spill; else there is one, of all
-    rows.
+    """The blocks that are compared one by one: conditions in SQL, of the loaded rows and of the
+    known ones, and their parameters. No row is left out, nor a pair of one key. Where keys ascend,
+    each is a range of them, whose hash table fits into the caches and does not spill; else there is
+    one, of all rows.
     """
     block_rows = max(BLOCK_ROWS, -(-source.rows_read * files // MAX_OPENED))
     if not source.ascends or source.rows_read <= block_rows:
@@ -225,8 +225,8 @@ def returned_rows(source: Source, bad: Files, good: Files, live: Files) -> tuple
 
     Args:
         source: loaded.
-        bad: files of a result nobody wants again, of the same recipe: with the entity's columns and
-            ``input_hash``.
+        bad: files of a result that must not come back, of the same recipe: with the entity's
+            columns and ``input_hash``.
         good: files of what was gone back to, of the same recipe; none where it is of another.
         live: files of what is live, of the same recipe; none where it is of another.
 
@@ -271,8 +271,8 @@ def _same_key(source: Source) -> str:
 
 @contextlib.contextmanager
 def _earlier_results() -> Iterator[None]:
-    """What cannot be read within is an earlier result: the source itself lies in a table of ours by
-    now."""
+    """Translate errors within into those of an earlier result: the source itself lies in a table of
+    ours by now."""
     try:
         yield
     except (SourceError, ConfigError) as exc:

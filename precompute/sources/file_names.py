@@ -30,8 +30,8 @@ _OF_NOTHING = ("range", "generate_series", "unnest", "repeat", "repeat_row")
 """Those that read nothing. All others read what is not looked into here, such as a database."""
 
 _ELSEWHERE = "elsewhere:"
-"""Before the name of what is read and is no file: a table of an attached database, or a folder of
-an open table format, which may change with no file here that shows it."""
+"""Prefix of the name of what is read and is no file: a table of an attached database, or a folder
+of an open table format, which may change with no file here that shows it."""
 
 _HIDING = ("query", "query_table", "json_execute_serialized_sql")
 """Those that take SQL or the name of a table as a text."""
@@ -182,8 +182,8 @@ def is_pattern(file: str) -> bool:
 
 
 def no_file(name: str) -> str:
-    """What is to be reported of a file, or a pattern, for which nothing is there: with what there
-    is in the deepest folder of it that exists."""
+    """The message for a file, or a pattern, that nothing matches: with what there is in the deepest
+    folder of it that exists."""
     if is_remote(name):
         return f"nothing matches {name}"
     file = path = Path(name)
@@ -260,7 +260,7 @@ def _path_of(node: Mapping[str, Any]) -> list[str]:
 
 
 def _arguments(function: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Of a function: the name of each, where it has one, and its expression."""
+    """The arguments of a function: the name of each, where it has one, and its expression."""
     if "arguments" in function:
         return [(one["name"], one["expression"]) for one in function["arguments"]]
     # until DuckDB 2.0

@@ -23,7 +23,7 @@ _TABLE = re.compile(r' FROM frame\."\w+"\Z')
 definition, so that a root may be moved."""
 
 GROUP_ROWS = 1 << 16
-"""Of the file's row groups, at least: what comes in small batches is put together."""
+"""Rows of the file's row groups, at least: what comes in small batches is put together."""
 
 
 def frame_sql(columns: Sequence[str], view: str) -> str:

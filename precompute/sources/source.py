@@ -48,7 +48,7 @@ CHUNKS = "precompute_chunks"
 """The function of SQL that cuts a text."""
 
 FEW_ROWS = 4096
-"""Rows looked at before all of them are."""
+"""Rows that are looked at before all of them are."""
 
 
 class Source:
@@ -300,7 +300,7 @@ class Source:
 
     def _ascending(self, key: str) -> bool:
         """Whether each row's key is greater than the one before, so that none comes twice: 6 ns a
-        row, where the set of them costs 90. A few rows tell most sources that are in another
+        row, where the set of them costs 90. A few rows show most sources that are in another
         order."""
         for rows in (f"(SELECT * FROM input LIMIT {FEW_ROWS})", "input"):
             counts = self.database.query(
@@ -373,7 +373,7 @@ class Source:
             )
 
     def _check_moves(self) -> None:
-        """No key made of a ``filename`` column, where DuckDB tells the absolute path: a moved
+        """No key made of a ``filename`` column, where DuckDB gives the absolute path: a moved
         project would have other keys."""
         if self._folder is None or not self._files:
             return
@@ -462,8 +462,8 @@ class Source:
         return self.database.query_aside(sql, given)
 
     def cached(self) -> CachedSource:
-        """What may have rows by key without asking DuckDB; of chunks none, since all texts would be
-        cut for it."""
+        """The cache that may have rows by key without DuckDB; of chunks none, since all texts would
+        be cut for it."""
         files = self._files if self._whole is None else []
         return CachedSource(
             self.database,

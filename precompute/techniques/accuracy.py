@@ -268,7 +268,7 @@ def _figures(
         error = float(np.abs(a[both] - b[both]).max()) if both.any() else None
         return replace(found, rank_correlation=rank_correlation(a, b), max_abs_error=error)
     equal = [x == y for x, y in zip(reference.to_pylist(), other.to_pylist(), strict=True)]
-    # of rows that are equal or not there is no more to tell
+    # of rows that are equal or not there is no more to say
     return FeatureAccuracy(overlap=sum(equal) / len(equal))
 
 
@@ -310,7 +310,7 @@ def neighbour_recalls(
 
     Args:
         a: the reference.
-        b: what is judged; a row that is not finite is nobody's neighbour.
+        b: what is judged; a row that is not finite is no row's neighbour.
         metric: ``cosine``, ``l2`` or ``dot``.
         k: fewer than the rows.
         into: the neighbours by ``b`` are looked for among the rows of ``a``, as in an index of the

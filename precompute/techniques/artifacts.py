@@ -71,7 +71,7 @@ def exported(module: torch.nn.Module, examples: Sequence[Tensors]) -> torch.expo
 
 
 CODE_VERSION = 1
-"""Raised by anyone who changes what is written into the folder; part of the files' names."""
+"""Raised with each change of what is written into the folder; part of the files' names."""
 
 
 class Folder:

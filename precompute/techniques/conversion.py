@@ -31,7 +31,7 @@ from precompute.techniques.technique import Technique, elements, technique
 
 NOT_TORCH = (
     "this model computes in its own way; only torch models (text_encoder, text_classifier,"
-    " image_encoder, two_tower, top_k, torch_module) have other precisions"
+    " static_embedding, image_encoder, two_tower, top_k, torch_module) have other precisions"
 )
 
 
@@ -177,8 +177,8 @@ def _quiet() -> Iterator[None]:
 
 
 def candidates(device: Device, model: TorchModel) -> list[Technique]:
-    """What this machine has of what they need, by what each is expected to gain, the most first;
-    before them the reference."""
+    """The techniques worth trying with this model on this machine, by expected gain, the largest
+    first; before them the reference."""
     gains = {name: technique(name).gain(device, model) for name in TABLE if name != REFERENCE}
     worthwhile = sorted((name for name in gains if gains[name] > 0), key=lambda name: -gains[name])
     return [technique(name) for name in (REFERENCE, *worthwhile)]
@@ -190,8 +190,8 @@ QUICK = "fp32-onednn"
 """Float32 by the most library there is besides torch's own products: MiniLM 2.7 times as fast on
 AVX512, 1.2 times on AVX2."""
 PROOF_ROWS = 16
-"""That both compute: any of them, in batches of other sizes. They take as long as three times as
-many by :data:`QUICK`."""
+"""Rows that both compute: any of them, in batches of other sizes. They take as long as three times
+as many by :data:`QUICK`."""
 
 
 def quick_reference(model: TorchModel) -> TorchModel | None:
@@ -204,7 +204,7 @@ def quick_reference(model: TorchModel) -> TorchModel | None:
     try:
         other.use(quick.converted(other, (), None), quick.dtype)
     except Exception as exc:
-        # a module of somebody's own may be anything; then the reference computes itself
+        # a user's own module may be anything; then the reference computes itself
         log.info(
             "%s cannot compute this model, and %s takes its place: %s",
             QUICK,

@@ -139,7 +139,7 @@ class Fp8Linear(torch.nn.Module):
         return out.reshape(*input.shape[:-1], -1)
 
     def product(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Of inputs by :func:`quantised_rows` → [n, out] bfloat16."""
+        """The product, [n, out] bfloat16, of inputs by :func:`quantised_rows`."""
         out = torch._scaled_mm(
             rows,
             self.weight.T,

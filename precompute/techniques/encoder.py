@@ -22,8 +22,8 @@ from precompute.techniques.technique import Batches, Forward, Technique, element
 from precompute.text.encoder import UnpaddedBert, kernel, not_understood
 
 LEAST_COSINE = 0.98
-"""Of each vector of the first batch to float32's; two ways of computing the same in bfloat16 are
-0.999 apart."""
+"""Least cosine of each vector of the first batch to float32's; two ways of computing the same in
+bfloat16 have 0.999."""
 
 
 class Unpadded(Technique):

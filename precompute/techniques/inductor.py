@@ -32,7 +32,7 @@ class Compiled(Technique):
 
     convert_s = 40.0
     options: Mapping[str, Any] = {}
-    """Of Inductor, beside freezing."""
+    """Options of Inductor, beside freezing."""
 
     def missing(self, device: Device) -> str:
         return missing_compiler(device)
@@ -175,6 +175,6 @@ def package(module: torch.nn.Module, examples: Sequence[Tensors], path: Path) ->
 
 def load(path: Path) -> Forward:
     """The forward of a file that :func:`package` wrote. It is machine code: only from a folder that
-    nobody else can write to."""
+    no other user can write to."""
     loaded: Forward = torch._inductor.aoti_load_package(str(path))
     return loaded

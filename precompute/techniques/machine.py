@@ -21,7 +21,7 @@ EMULATED_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 """Instruction sets by which oneDNN says that it supports bfloat16, and emulates it; by lesser ones
 it says that it does not."""
 PROBED = 256
-"""Rows, inputs and outputs of a product that tells how exact products are: 1 ms, and large enough
+"""Rows, inputs and outputs of a product that shows how exact products are: 1 ms, and large enough
 for the kernels that layers have."""
 FLOAT32_ERROR = 1e-5
 
@@ -127,7 +127,7 @@ def check_layers(kind: str, right: Callable[[], bool], instead: str) -> None:
 
 @torch.inference_mode()
 def check_float32(device: Device) -> None:
-    """Refuse to take for float32 what somebody had computed by fewer bits: by
+    """Refuse to take for float32 what is computed by fewer bits: by
     ``torch.set_float32_matmul_precision``, ``torch.backends``, ``ONEDNN_DEFAULT_FPMATH_MODE`` or
     whatever else. bfloat16 is off by 2e-3 of a product, TF32 by 2e-4, float32 by 3e-7.
 

@@ -88,7 +88,7 @@ def probe() -> None:
 # no row depends on another.
 
 STEPS = 127
-"""Of a scale, to either side."""
+"""Steps of a scale, to either side."""
 TINY = 1e-12
 """Least magnitude of a row: one of equal numbers is its middle."""
 

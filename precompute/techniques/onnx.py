@@ -100,7 +100,7 @@ def write(module: torch.nn.Module, examples: Sequence[Tensors], path: Path) -> N
 
 
 def input_names(path: Path) -> list[str]:
-    """Of a graph's file, in their order."""
+    """Names of the inputs of a graph's file, in their order."""
     return [i.name for i in _session(path, providers(torch.device("cpu"), 0)).get_inputs()]
 
 
@@ -253,7 +253,7 @@ def _session(path: Path, wanted: Sequence[Any]) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
-    # errors: warnings about what its optimiser left out help nobody here
+    # errors: warnings about what its optimiser left out are no use here
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
     first = wanted[0] if isinstance(wanted[0], str) else wanted[0][0]

@@ -93,9 +93,9 @@ class Integers(Graph):
     calibrates = True
     convert_s = 8.0
     gains = (1.0, 1.0)
-    """On a CPU with bfloat16, which is nearer to float32, and on one without."""
+    """Gain on a CPU with bfloat16, which is nearer to float32, and on one without."""
     multiple = 1
-    """Of which a layer must have a multiple as inputs."""
+    """Number that a layer's inputs must be a multiple of."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -146,7 +146,7 @@ longer, and with one scale an output for the weights recall@10 is 0.009 lower.""
 LEFT_IN_FLOAT = 4
 """One of so many layers stays in float32: those whose outputs rounding changes most."""
 ROWS_COMPARED = 512
-"""Of each batch, to see how much."""
+"""Rows of each batch that are compared, to see how much."""
 
 
 class Grouped(Integers):
@@ -236,7 +236,7 @@ def weight_of(layer: Any) -> torch.Tensor:
 def inputs_of(
     graph: Any, layers: Sequence[Any], batches: Batches
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """For each batch each layer's number and the float32 rows that it is multiplied with."""
+    """Each layer's number and the float32 rows that it is multiplied with, batch by batch."""
     sources = [layer.input_value(0) for layer in layers]
     watched = _openvino().Model(sources, graph.get_parameters(), "inputs of layers")
     compute = Compiled(watched, {"INFERENCE_PRECISION_HINT": "f32"}, single=False)

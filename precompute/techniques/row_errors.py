@@ -24,18 +24,18 @@ MOST = 1e6
 """The error of a row that has no value where the reference has one, or one that is not finite: JSON
 has no infinity."""
 LEAST_SIZE = 0.01
-"""Of the median length: a vector that is shorter has the noise of the terms it is the sum of, and
-is measured by this length."""
+"""Share of the median length: a vector that is shorter has the noise of the terms it is the sum of,
+and is measured by this length."""
 CONFIDENCE = 0.95
-"""Of a statement about all rows, one-sided."""
+"""Confidence of a statement about all rows, one-sided."""
 SHARE = 0.001
-"""Of rows of floats that may be beyond their bound."""
+"""Share of the rows of floats that may be beyond their bound."""
 WORST = 5
 """Times the median's limit that any row of floats may be off, 0.22 for a cosine of 0.999. The worst
 of 1,500 docstrings by MiniLM is off by 0.013 in bfloat16, of 20,000 rows by MLPs of two and four
 layers by 0.008 (vectors) and 0.063 (scores behind a ReLU)."""
 DISORDERED = 0.5
-"""Beyond this error a list or a label counts: half of the list, or another label."""
+"""Error beyond which a list or a label counts: half of the list, or another label."""
 
 _Floats = npt.NDArray[np.float64]
 
@@ -88,7 +88,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RowFigures:
-    """Of the errors of ``rows`` rows drawn by chance, ``beyond`` of them beyond the bound;
+    """Figures of the errors of ``rows`` rows drawn by chance, ``beyond`` of them beyond the bound;
     ``worst`` of these and of others that were seen."""
 
     rows: int
@@ -98,8 +98,8 @@ class RowFigures:
 
 
 def row_figures(errors: _Floats, limits: RowLimits, ends: int = 0) -> RowFigures:
-    """Of errors, float64 [rows], the first ``ends`` of which were not drawn by chance; at least one
-    was."""
+    """The figures of errors, float64 [rows], the first ``ends`` of which were not drawn by chance;
+    at least one was."""
     drawn = errors[ends:]
     return RowFigures(
         len(drawn), float(np.median(drawn)), int((drawn > limits.bound).sum()), float(errors.max())

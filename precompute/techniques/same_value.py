@@ -47,7 +47,7 @@ MARGIN = 4
 """Times the noise for models other than the measured one: roundings add up like a random walk, so
 it is that of 16 times the layers, 96."""
 MOST = 5e-2
-"""Of the two together: a vector that was not normalised is farther off."""
+"""Limit of the two together: a vector that was not normalised is farther off."""
 ROUNDING: Mapping[str, float] = {"float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 """What storing adds: two numbers, however near, may be rounded apart by a unit in the last
 place."""
@@ -85,7 +85,7 @@ def tolerance(precision: str | None, dtype: str) -> Tolerance:
 
 
 def noise_of(name: str) -> float:
-    """Of a technique's name, or of a precision alone."""
+    """The noise of a technique, by its name, or of a precision alone."""
     return next(
         NOISE[key]
         for key in (name, name.rpartition("-")[0], name.partition("-")[0])
@@ -101,7 +101,7 @@ def differing(
     - A vector, or a list of floats, is off by :func:`relative_errors`. One that is off by more than
       is known must not be nearer to what is stored of another row.
     - A score is off relative to itself or to the median of the rows that are not 0, whichever is
-      larger: one near 0 has the noise of the terms it is the sum of. Where all are 0, nothing tells
+      larger: one near 0 has the noise of the terms it is the sum of. Where all are 0, nothing shows
       how large these are, and only 0 is the same. One that is off by more than is known must keep
       its order among the rows.
     - Items in a list beside a list of their scores may change places, or be the last, where their
@@ -149,8 +149,8 @@ def relative_errors(stored: npt.ArrayLike, computed: npt.ArrayLike) -> _Floats:
     """How far each row of ``computed`` is from the same row of ``stored``, both [rows, dim]:
     float64 [rows], 0 where they are equal.
 
-    |computed - stored| / |stored| in Euclidean lengths, which tells a vector that is turned or
-    stretched, or in largest numbers, which tells one wrong number among many; the larger of both.
+    |computed - stored| / |stored| in Euclidean lengths, which shows a vector that is turned or
+    stretched, or in largest numbers, which shows one wrong number among many; the larger of both.
     What is not finite is infinitely far from all but itself, and all but zeros from zeros.
     """
     x, y = np.asarray(stored, np.float64), np.asarray(computed, np.float64)

@@ -1,5 +1,5 @@
 """Table: every technique by name, and the file of this wing that makes it. Read without torch; a
-technique's file is imported when it is requested."""
+technique's file is imported on first use."""
 
 from __future__ import annotations
 

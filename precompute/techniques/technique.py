@@ -59,9 +59,9 @@ class Technique(ABC):
 
     @abstractmethod
     def gain(self, device: Device, model: TorchModel) -> float:
-        """About how many times the reference's rate, where it was measured on such a machine; 0
-        where it is not worth trying. It decides what is tried first and what is left out when time
-        is short, and is never more than a guess."""
+        """The rate as a multiple of the reference's, about, where it was measured on such a
+        machine; 0 where it is not worth trying. It decides what is tried first and what is left out
+        when time is short, and is never more than a guess."""
 
     @abstractmethod
     def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:

@@ -118,7 +118,7 @@ def profile(batches: Batches, max_tokens: int) -> tuple[list[Shape], list[Shape]
 
 
 def profile_options(names: Sequence[str], shapes: tuple[list[Shape], ...]) -> dict[str, str]:
-    """The same as TensorRT's options, by the names of the graph's inputs."""
+    """The profile as TensorRT's options, by the names of the graph's inputs."""
     return {
         f"trt_profile_{which}_shapes": ",".join(
             f"{name}:{'x'.join(map(str, shape))}" for name, shape in zip(names, found, strict=True)

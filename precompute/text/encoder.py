@@ -17,7 +17,7 @@ from precompute.store.errors import ConfigError
 from precompute.text.bert import Bert
 
 _VERSION = 1
-"""Of what this file and the extension say to each other; _encoder.cpp has it too."""
+"""Version of the interface between this file and the extension; _encoder.cpp has it too."""
 
 PANEL = 32
 """Columns of a weight that lie together: a head's size and the inner layer's are multiples of it.
@@ -36,7 +36,8 @@ _PRODUCTS = (
     ("intermediate.dense",),
     ("output.dense",),
 )
-"""Of a layer, in the order that the extension has them; those of one line are one product."""
+"""Products of a layer, in the order that the extension has them; those of one line are one
+product."""
 _VECTORS = (
     *(f"{name}.bias" for name in (*_PRODUCTS[0], *_PRODUCTS[1])),
     *(f"attention.output.LayerNorm.{name}" for name in ("weight", "bias")),

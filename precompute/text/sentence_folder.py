@@ -4,7 +4,7 @@ layers, prompts.
 ``modules.json`` names the modules in their order; each has a folder with a ``config.json`` and,
 where it has any, weights as safetensors. The layouts of sentence-transformers 2 to 6 are read
 (6.2's source is the reference). Names in these files are looked up in a list here and never
-imported; what is not in it is refused, for a vector that is nearly right helps nobody.
+imported; what is not in it is refused, for a vector that is nearly right is no use.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ from tokenizers import Encoding, Tokenizer, normalizers
 from precompute.store.errors import ModelError
 
 CHARS_PER_TOKEN = 16
-"""Of a text, ``max_tokens × 16`` characters are tokenised at first, and the rest only when they did
-not fill ``max_tokens``: a megabyte of words in one row costs no more than a page."""
+"""Characters of a text for each token of its limit that are tokenised at first, and the rest only
+when they did not fill ``max_tokens``: a megabyte of words in one row costs no more than a page."""
 
 BLANKS = " \n\t\r"
-"""Between words, for any tokenizer; others are removed by some, such as the control characters that
-Python takes for blanks."""
+"""Characters between words, for any tokenizer; others are removed by some, such as the control
+characters that Python takes for blanks."""
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class TextTokenizer:
 
 
 def _head(text: str, limit: int) -> str:
-    """About ``limit`` characters of a text, up to the end of a word if there is one."""
+    """The first ``limit`` characters of a text, about, up to the end of a word if there is one."""
     if len(text) <= limit:
         return text
     end = max(text.rfind(blank, 0, limit) for blank in BLANKS)
@@ -145,7 +145,8 @@ class TokenCache:
         self._folder, self._tokenizer, self._max_bytes = folder, tokenizer, max_bytes
 
     def key(self, texts: Sequence[str]) -> str:
-        """Of a window of texts, in their order (BLAKE2b of each text's length and UTF-8 bytes)."""
+        """The cache's key of a window of texts, in their order (BLAKE2b of each text's length and
+        UTF-8 bytes)."""
         digest = hashlib.blake2b(self._tokenizer.encode(), digest_size=20)
         for text in texts:
             body = text.encode()
@@ -236,7 +237,7 @@ class PairTokenizer:
         self._tokenizer.enable_truncation(max_tokens, strategy="longest_first")
 
     def tokenized(self, rows: Sequence[Any]) -> PairTokens:
-        """Of texts, or of pairs of them (tuples)."""
+        """The tokens of texts, or of pairs of them (tuples)."""
         encodings = self._tokenizer.encode_batch_fast(rows)
         ids, types = ([getattr(one, name) for one in encodings] for name in ("ids", "type_ids"))
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))

@@ -42,8 +42,9 @@ batches padded at the end. What is padding is masked, or comes after all that ca
 decoder's positions are relative: nothing changes, whatever side its tokenizer pads on."""
 
 START_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Of a batch: on a CPU a small one stays in its cache; a GPU wants large ones, and the engine
-searches on from here. MiniLM in bfloat16 took 2 % less of an AMD Zen 5's time than with 1,024."""
+"""Tokens of the first batches: on a CPU a small one stays in its cache; a GPU wants large ones, and
+the engine searches on from here. MiniLM in bfloat16 took 2 % less of an AMD Zen 5's time than with
+1,024."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -212,7 +213,7 @@ def longest_input(
     ``sentence_transformers…Transformer`` finds it.
 
     Raises:
-        ConfigError: the model cannot take it, or nobody says.
+        ConfigError: the model cannot take it, or neither the folder nor the caller says it.
     """
     config = transformer.config
     declared = getattr(config, "max_position_embeddings", -1)

@@ -11,17 +11,19 @@ import torch
 from torch import nn
 
 CAPABILITY = (8, 0)
-"""Of the GPUs that FlashAttention 2 has kernels for: Ampere's and later ones."""
+"""Least compute capability of the GPUs that FlashAttention 2 has kernels for: Ampere's and later
+ones."""
 MOST_DIM = 256
-"""Of a head, in its kernels; and a multiple of 8."""
+"""Dimension of a head in its kernels at most; it must be a multiple of 8."""
 LEAST_COSINE = 0.98
-"""Of each token to a padded text's; two ways of computing the same in half precision are 0.999
-apart."""
+"""Least cosine of each token to the same in a padded text; two ways of computing the same in half
+precision have 0.999."""
 PROBED_TOKENS = 200
-"""Of the longer of two texts that are compared: beyond the windows of a model that has some."""
+"""Tokens of the longer of two texts that are compared: beyond the windows of a model that has
+some."""
 NAME = "precompute_unpadded"
-"""By which transformers knows the attention here. It makes no mask for what has no way to make one
-of that name."""
+"""Name by which transformers knows the attention here. It makes no mask for what has no way to make
+one of that name."""
 
 TRANSFORMERS = (
     "albert",

@@ -34,7 +34,7 @@ def write_frame(
         body: rows, if there are any to send.
 
     Raises:
-        OSError: nobody reads the pipe any more.
+        OSError: the pipe has no reader any more.
     """
     data: Any = b""
     if body is not None:
@@ -74,8 +74,8 @@ def read_message(file: IO[bytes]) -> tuple[dict[str, Any], pa.Buffer] | None:
 
 
 def take_pipes() -> tuple[IO[bytes], IO[bytes]]:
-    """In a child, first of all: its stdin and stdout, for messages alone; what is printed, in
-    Python or below it, goes to stderr. It ends with its parent."""
+    """Take, in a child and first of all, its stdin and stdout for messages alone; what is printed,
+    in Python or below it, goes to stderr. It ends with its parent."""
     die_with_parent()
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as nothing:

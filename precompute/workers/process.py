@@ -28,21 +28,22 @@ from typing import IO, Literal, NamedTuple
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
-"""How often is looked whether a process that is waited for has ended."""
+"""How often a process that is waited for is checked for its end."""
 
 PIPE_BYTES = 2**20
-"""Of each pipe, the most that Linux allows to everybody. Windows of 13 MB went through 1.2 times as
-fast as with its usual 64 KiB."""
+"""Size of each pipe, the most that Linux allows without privileges. Windows of 13 MB went through
+1.2 times as fast as with its usual 64 KiB."""
 
 TAIL_BYTES = 2**16
-"""Of stderr, retained for the last line of it."""
+"""Bytes of stderr that are kept for its last line."""
 
 ECHO_S = 1.0
 """How long the end of a dead process's stderr is waited for: what left its group may hold it
 open."""
 
 AUTOGROUP_TRIES, AUTOGROUP_WAIT_S = 10, 0.15
-"""Linux takes one such write in 0.1 s, of all that are not privileged."""
+"""Tries of a write to autogroup, and the pause between: Linux takes one in 0.1 s, of all that are
+not privileged."""
 
 Output = Literal["inherited", "captured", "piped"]
 """Where a child's output goes. ``inherited``: where ours does. ``captured``: stderr to a file
@@ -58,7 +59,7 @@ class ProcessGroup(ABC):
     @property
     def status(self) -> int | None:
         """Its exit status, or the signal that ended it, below zero; None until :meth:`ended` has
-        seen its end, and where nobody can tell."""
+        seen its end, and where it cannot be known."""
         return None
 
     @abstractmethod
@@ -153,7 +154,7 @@ class ChildProcess(ProcessGroup):
         return stdin, stdout
 
     def ended(self) -> bool:
-        """Also reaps it."""
+        """Whether the process has ended; reaps it."""
         with self._reaping:
             if (
                 self.status is None
@@ -167,7 +168,7 @@ class ChildProcess(ProcessGroup):
             return self.status is not None
 
     def signal(self, number: int) -> None:
-        """To none that was reaped."""
+        """Send a signal, to none that was reaped."""
         with self._reaping:
             if self.status is None:
                 _signal_group(self.pid, number)
@@ -205,7 +206,7 @@ class ChildProcess(ProcessGroup):
         try:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return False
-        # somebody else reaped it
+        # another thread or process reaped it
         except ChildProcessError:
             return True
         _signal_group(self.pid, signal.SIGKILL)
@@ -276,7 +277,7 @@ def be_nicer(by: int) -> None:
 
 class AdoptedProcess(ProcessGroup):
     """A process at the head of a group that another process of ours started, which is gone: known
-    by its number and by when it started (Linux). How it ends nobody can tell.
+    by its number and by when it started (Linux). How it ends cannot be known.
 
     Raises:
         ProcessLookupError: it is gone, too, or at the head of no group.
@@ -304,9 +305,9 @@ class AdoptedProcess(ProcessGroup):
         return True
 
     def signal(self, number: int) -> None:
-        """To none whose number is that of a process that started at another time."""
+        """Send a signal, to none whose number is that of a process that started at another time."""
         stat = _stat(self.pid)
-        # Where no process has the number, others of the group may, and nobody else is given it
+        # Where no process has the number, others of the group may, and no other process is given it
         # while they do.
         if stat is None or stat.started_ticks == self._started_ticks:
             _signal_group(self.pid, number)
@@ -324,7 +325,7 @@ def end_all(processes: Collection[ProcessGroup], grace_s: float, kill_s: float =
 
 
 class _Stat(NamedTuple):
-    """Of ``/proc/<pid>/stat``; ``started_ticks`` are clock ticks since boot."""
+    """Fields of ``/proc/<pid>/stat``; ``started_ticks`` are clock ticks since boot."""
 
     state: str
     group: int
@@ -332,7 +333,7 @@ class _Stat(NamedTuple):
 
 
 def _stat(pid: int) -> _Stat | None:
-    """None when no process has the number."""
+    """What ``/proc`` has of a process; None when none has the number."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -47,10 +47,10 @@ FIGURES = (
     "forward_s",
     "landing_s",
 )
-"""Of a worker's meter: sent with every result, counted from its start."""
+"""Counts of a worker's meter, sent with every result, from its start."""
 
 STAGES = ("prepare", "model", "check")
-"""Of a worker's meter, too; what its other two stages waited for is the pool's to tell."""
+"""Stages of a worker's meter, too; the pool reports the waits of the other two."""
 
 LOST_STATUS = 70
 """The exit status of a worker whose GPU is lost to it: another one goes on with its rows."""
@@ -60,7 +60,7 @@ SAMPLE = "__sample__"
 
 
 def prepare_model(model: Model, convert: Mapping[str, Any] | None, sample: pa.Table | None) -> None:
-    """Make the loaded model what the run wants of it, before the first window.
+    """Convert the loaded model as the run requires, before the first window.
 
     Args:
         model: as loaded.
@@ -159,14 +159,14 @@ class _Worker:
             _end_if_lost(exc)
             self._send({"kind": "error", "error": type(exc).__name__, "text": str(exc)})
         except (Exception, SystemExit) as exc:
-            # of a module that is imported, or of a method that no row can be blamed for
+            # raised by a module that is imported, or by a method that no row can be blamed for
             _end_if_lost(exc)
             text = f"the model of view {view.name!r} failed in its worker: {described(exc)}"
             self._send({"kind": "error", "error": ModelError.__name__, "text": text})
 
     def _take(self) -> None:
-        """Read windows as they come, so that the end of the input is noticed whatever the model is
-        at."""
+        """Read windows as they come, so that the end of the input is noticed whatever the model
+        does."""
         while (frame := read_frame(self._source)) is not None:
             self._waiting.put(frame[1].read_next_batch())
         os._exit(0)
@@ -207,7 +207,7 @@ class _Worker:
 
 def _end_if_lost(exc: BaseException) -> None:
     if is_device_lost(exc):
-        # the pool tells the last line
+        # the pool shows the last line
         print(f"\n{first_line(exc)}", file=sys.stderr, flush=True)
         os._exit(LOST_STATUS)
 

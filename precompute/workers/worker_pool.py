@@ -36,20 +36,20 @@ from precompute.workers.worker_process import (
 log = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
-"""Windows a worker has: one that the model is at, one that is being prepared."""
+"""Windows that a worker has: one that the model computes, one that is being prepared."""
 
 HELD = 4
 """Windows for each worker that may be read and not yet taken, finished or not: the others go on
 this long while one is slow."""
 
 LOAD_TRIES = 3
-"""Of a worker that ends while it loads a model which another one has loaded: it may have been
+"""Tries of a worker that ends while it loads a model which another one has loaded: it may have been
 killed from outside, and its device may be broken."""
 
 PARTS = 16
-"""Of rows that are tried again: those without the row to blame cost what they take to compute, and
-the one with it a worker's start and the wait for it. So four steps find one of 65,536, where halves
-take sixteen."""
+"""Parts that rows are cut into when they are tried again: those without the row to blame cost what
+they take to compute, and the one with it a worker's start and the wait for it. So four steps find
+one of 65,536, where halves take sixteen."""
 
 MAX_FRUITLESS = 24
 """Workers that may die one after the other without any window or part of one finished in between; 4
@@ -84,7 +84,8 @@ class PoolStream:
         self._fresh: deque[Task] = deque()
         self._suspects: deque[Task] = deque()
         self._last_tries: deque[Task] = deque()
-        """Of rows that hung: each may take all patience, so whatever else there is goes first."""
+        """Tasks of rows that hung: each may take all patience, so whatever else there is goes
+        first."""
         self._windows = 0
         self._all_read = self._closed = False
         self._source_error: BaseException | None = None
@@ -131,7 +132,7 @@ class PoolStream:
                 self._changed.wait(min(waiting) + HAND_ON_S - now if waiting else None)
 
     def close(self) -> None:
-        """End the workers, whatever they are at."""
+        """End the workers, whatever they are doing."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -361,8 +362,8 @@ class PoolStream:
         self._processes[process.number] = self._started(process.number)
 
     def _lost(self, task: Task, alone: bool, reason: str, first: bool, *, hung: bool) -> bool:
-        """Its worker died: once more, or in parts, or, of a single row, a rejection; returns
-        whether it is that."""
+        """Handle the rows of a worker that died: tried once more, or in parts, or, of a single row,
+        rejected; returns whether it is that."""
         rows = task.rows[task.left]
         deaths = task.deaths + alone if len(rows) == len(task.rows) else int(alone)
         if not len(rows):
@@ -431,7 +432,7 @@ class WorkerPool:
         self.spec, self.meter, self.devices = spec, meter, list(devices)
         self.patience = Patience(heartbeat_s, stall_s, hang_s, attempts)
         self.states: dict[int, dict[str, Any]] = {}
-        """Of each worker, by its number: what it said last of its device, budget and memory."""
+        """Number of a worker → what it reported last of its device, budget and memory."""
 
     @property
     def window_rows(self) -> int:

@@ -39,19 +39,19 @@ class HeldWindow:
     shown: pa.RecordBatch
     """What the workers see of it."""
     open_rows: int
-    """Without features or a rejection so far."""
+    """Number of rows without features or a rejection so far."""
     size_bytes: int
     pieces: list[tuple[Rows, pa.RecordBatch]] = field(default_factory=list)
     """Row numbers and features of each part that was computed, and not handed on."""
     rejections: list[RejectedRow] = field(default_factory=list)
     waits_since: float | None = None
-    """When the first of them came."""
+    """When the first of these pieces came; None without any."""
     pieces_bytes: int = 0
 
     def add(
         self, done: int, rejections: list[RejectedRow], rows: Rows, features: pa.RecordBatch | None
     ) -> None:
-        """So many rows are done: those rejected, and ``rows`` with their features."""
+        """Note rows that are done: those rejected, and ``rows`` with their features."""
         if features is not None and len(rows):
             self.pieces.append((rows, features))
             self.pieces_bytes += int(features.nbytes)
@@ -61,7 +61,7 @@ class HeldWindow:
             self.waits_since = time.monotonic()
 
     def outcome(self, view: FeatureView) -> Outcome:
-        """What was not handed on, which is from now on."""
+        """The outcome of the rows that were not handed on before; they are from now on."""
         self.rejections.sort(key=lambda rejection: rejection.row)
         rows, features = in_order(view, self.pieces)
         made = Outcome(rows, features, self.rejections, self.number, not self.open_rows)
@@ -79,11 +79,11 @@ class Task:
     left: npt.NDArray[np.bool_]
     """Which of them have neither features nor a rejection."""
     suspect: bool = False
-    """It was with a worker that died: it is tried alone."""
+    """Whether it was with a worker that died, and so is tried alone."""
     hung: bool = False
-    """It was with one that was given up, too, for being silent or finishing no batch."""
+    """Whether it was with one that was given up, too, for being silent or finishing no batch."""
     deaths: int = 0
-    """Of workers that had nothing else."""
+    """Deaths of workers that had no other rows."""
 
     @classmethod
     def of(
@@ -95,21 +95,22 @@ class Task:
         hung: bool = False,
         deaths: int = 0,
     ) -> Task:
-        """All of these rows, of which none is done."""
+        """The task of some rows, of which none is done."""
         return cls(window, rows, np.ones(len(rows), np.bool_), suspect, hung, deaths)
 
 
 TIMES = 4.0
-"""As long as the longest wait for a batch that came to an end: with other rows, or on a busier
+"""Times the longest wait for a batch that came to an end: with other rows, or on a busier
 machine, one may take longer. Given up too soon, rows are tried in smaller pieces, at last with all
-patience, so this is not what decides of them."""
+patience, so this does not decide on them."""
 LEAST_BEATS = 2
-"""Signs of life that are waited for beside: they tell of batches, too."""
+"""Signs of life that are waited for as well: they report batches, too."""
 
 
 @dataclass(slots=True)
 class Patience:
-    """See :class:`precompute.workers.worker_pool.WorkerPool` for those that are configured."""
+    """How long workers are waited for; see :class:`precompute.workers.worker_pool.WorkerPool` for
+    the times that are configured."""
 
     heartbeat_s: float
     stall_s: float
@@ -120,8 +121,8 @@ class Patience:
     worker among them; None before there was one."""
 
     def progressed(self, after_s: float) -> None:
-        """A worker that had rows finished a batch so long after the one before, or after it was
-        given them."""
+        """Note that a worker finished a batch so long after the one before, or after it was given
+        rows."""
         self.slowest_s = max(after_s, self.slowest_s or 0.0)
 
     def is_last_try(self, task: Task) -> bool:
@@ -150,7 +151,7 @@ LOAD_S = 600.0
 of libraries come from a cold disk."""
 
 END_S = 1.0
-"""Between asking a worker to end and killing it."""
+"""Seconds between signalling a worker to end and killing it."""
 
 REAP_S = 5.0
 """How long a killed process is waited for; one that a driver holds in the kernel is left behind."""
@@ -164,7 +165,7 @@ class WorkerSpec:
     ``folder`` is the project's, where its own modules lie and the relative paths in ``args`` start
     from; ``convert`` is handed to :func:`precompute.workers.worker.prepare_model`. ``fingerprint``
     is what :func:`precompute.model.model_fingerprint` must say of the model that a worker loaded,
-    in ``precision``; None asks for nothing.
+    in ``precision``; None: any.
     """
 
     use: str
@@ -195,7 +196,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What each of the ``workers`` gets: memory for windows and features, and how often it must
+    """The share of each of the ``workers``: memory for windows and features, and how often it must
     give a sign of life."""
 
     workers: int
@@ -255,14 +256,14 @@ class WorkerProcess(ChildProcess):
         self._outbox.put(({}, taken(task.window.shown, task.rows)))
 
     def beat(self, steps: int, patience: Patience) -> None:
-        """It reported how many batches it has finished."""
+        """Take up a sign of life, which says how many batches it has finished."""
         if steps != self._steps:
             self._steps = steps
             # it may have been finished right after the sign of life before
             self.progressed(patience, patience.heartbeat_s)
 
     def progressed(self, patience: Patience, late_s: float = 0.0) -> None:
-        """It has just informed of a batch, or more, that it may have finished so long before."""
+        """It has just reported a batch, or more, that it may have finished so long before."""
         if self.in_flight:
             patience.progressed(max(0.0, self.heard - self.progress - late_s))
         self.progress = self.heard
@@ -303,7 +304,7 @@ class WorkerProcess(ChildProcess):
         return None
 
     def reap(self) -> str:
-        """Kill what is left, and tell how the process ended."""
+        """Kill what is left; returns how the process ended."""
         self.signal(signal.SIGKILL)
         self.wait(REAP_S)
         self._outbox.put(None)
@@ -326,7 +327,7 @@ Listener = Callable[[WorkerProcess, IO[bytes]], None]
 def _surroundings(
     spec: WorkerSpec, device: str | None, workers: int, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Its model's arguments; the worker's share of the machine goes into ``environment``."""
+    """The arguments of a worker's model; its share of the machine goes into ``environment``."""
     # or every one of them would take all cores
     if workers > 1:
         for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):

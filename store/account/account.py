@@ -1,8 +1,8 @@
 """Account: the record of what is known of all that is live of a view: its pointers, rows, indexes,
 files and records, and whether each is whole.
 
-One checker writes it (:mod:`precompute.store.account.checker`), beside the view's refs, and
-everybody reads it. It is derived: where its file is gone or damaged, nothing was looked at yet.
+One checker writes it (:mod:`precompute.store.account.checker`), beside the view's refs, and all
+others read it. It is derived: where its file is gone or damaged, nothing was looked at yet.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class State(StrEnum):
 
 
 class Act(StrEnum):
-    """What heals it. All but the last two are done by ``reconcile``, and so by the scheduler."""
+    """The act that heals a finding. All but the last two are done by ``reconcile``, and so by the
+    scheduler."""
 
     NOTHING = "nothing"
     REMOVE = "remove it"
@@ -46,7 +47,7 @@ class Act(StrEnum):
 
 
 HEALING = (Act.REMOVE, Act.POINT, Act.LOAD)
-"""Acts that ``reconcile`` does, the largest last. What is removed is made again by who needs it."""
+"""Acts that ``reconcile`` does, the largest last. What is removed is made again on next use."""
 
 
 class Finding(Record, frozen=True):
@@ -114,7 +115,7 @@ class Account(Record, frozen=True):
         )
 
     def looked_at(self, now_us: int) -> str:
-        """In words, what was looked at of what is live, and when."""
+        """What was looked at of what is live, and when, in words."""
         if not self.epoch:
             return "nothing is live"
         turn = self.turn
@@ -150,7 +151,7 @@ def _kind(what: str) -> str:
 
 
 def read_account(refs: Path, view: str) -> Account:
-    """The account of a view, whose refs lie in that folder; of one that nobody has looked at, or
+    """The account of a view, whose refs lie in that folder; of one that was never checked, or
     whose file is damaged, an empty one."""
     try:
         return read_record(Account, (refs / NAME).read_bytes())
@@ -161,8 +162,8 @@ def read_account(refs: Path, view: str) -> Account:
 
 
 def write_account(refs: Path, account: Account) -> None:
-    """Write it, not durably: what is lost is looked at once more. Where it cannot be written, the
-    one who looked has it, and a warning is logged."""
+    """Write an account, not durably: what is lost is looked at once more. Where it cannot be
+    written, the caller has it, and a warning is logged."""
     temporary = refs / f".{NAME}.{os.getpid()}.tmp"
     try:
         temporary.write_bytes(sealed(account))
@@ -176,19 +177,20 @@ def write_account(refs: Path, account: Account) -> None:
 
 FOLLOWED = "followed.json"
 BEHIND_S = 15.0
-"""A host that follows a root notes every few seconds that it does: after so long it is behind."""
+"""Seconds without a note after which a host that follows a root is behind: it notes every few
+seconds that it follows."""
 
 
 class Followed(Record, frozen=True):
-    """Of a host that follows a root in an object store: when it last served what the root says,
-    ``why`` it has not since, and when that was noted; times are µs since 1970."""
+    """The record of a host that follows a root in an object store: when it last served what the
+    root says, ``why`` it has not since, and when that was noted; times are µs since 1970."""
 
     at_us: int
     why: str = ""
     noted_at_us: int = 0
 
     def behind_s(self, now_us: int) -> float | None:
-        """For how long it is behind the root, in s; None while it is not."""
+        """How long it has been behind the root, in s; None while it is not."""
         behind_s = (now_us - self.at_us) / 1e6
         return behind_s if behind_s > BEHIND_S else None
 
@@ -202,7 +204,7 @@ def read_followed(refs: Path) -> Followed | None:
 
 
 def write_followed(refs: Path, followed: Followed) -> None:
-    """Note it, now; what is lost, or has no folder yet, is noted again in seconds."""
+    """Write the note; what is lost, or has no folder yet, is noted again in seconds."""
     with contextlib.suppress(OSError):
         noted = replace(followed, noted_at_us=time.time_ns() // 1000)
         replace_undurably(refs / FOLLOWED, sealed(noted))

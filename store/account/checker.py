@@ -64,23 +64,23 @@ from precompute.store.online.row_values import packed_strings
 from precompute.store.vectors.index_record import mark_of, read_index_record
 
 LOOK_S = 0.3
-"""For all views of a project together, at each look: half a percent of a core where one looks every
-minute. Reading an hour's share goes on past it."""
+"""Seconds for all views of a project together, at each look: half a percent of a core where one
+looks every minute. Reading an hour's share goes on past it."""
 HOUR_S, HOUR_US = 3600.0, 3_600_000_000
-"""Within it every row and every file is read, where one looks every minute."""
+"""The time within which every row and every file is read, where one looks every minute."""
 AHEAD = 1.2
-"""The share of an hour that is read is larger by so much, for looks that were late or met a
+"""Factor by which a look reads more than its share of an hour, for looks that were late or met a
 publishing."""
 OFTEN_S = 45.0
 """Files that were compared so long ago are compared again while there is time: those of a small
 view at every look."""
 READ_BYTES_S = 1e9
-"""About what files are compared at: a file that would take longer than the time left is left to who
-reads an hour's share."""
+"""Rate at which files are compared, about: one that would take longer than the time left waits for
+the hour's share."""
 MOST_KEYS = 16
-"""Of rows that are not whole so many are named in a finding, and read again at the next look."""
+"""Keys of rows that are not whole that a finding names; they are read again at the next look."""
 NEWEST_REPORTS = 50
-"""Of runs, whose files are read: what ``status`` tells of them."""
+"""Reports of runs, the newest, whose files are read for ``status``."""
 DEGRADED = "its rows are said to be degraded, and all that were compared are there"
 
 _NETWORK_KEYS = 500
@@ -134,13 +134,13 @@ def look(
 
 
 def share_of(interval_s: float) -> float:
-    """What is read at each look, of all, by who looks so often."""
+    """The share of all rows and bytes that is read at each look, by looks at that interval."""
     return min(0.99, AHEAD * interval_s / HOUR_S)
 
 
 @contextlib.contextmanager
 def _alone(refs: Path, wait: bool) -> Iterator[bool]:
-    """Whether nobody else looks at the view, while this lasts."""
+    """Whether no other process looks at the view, while this lasts."""
     try:
         lock = (refs / ".account.lock").open("ab")
     except OSError:

@@ -22,18 +22,18 @@ from precompute.store.online.online_store import OnlineStore
 log = logging.getLogger(__name__)
 
 EVERY_S = 60.0
-"""Between two looks at a view; one that somebody else looked at meanwhile is left to them."""
+"""Seconds between two looks at a view, whichever process looks."""
 SOON_S = 5.0
-"""After a look, before sightings are looked at: of what cannot be healed readers may meet some
-every second, and a look takes up to a third of one."""
+"""Seconds after a look before sightings are looked at: readers may meet what cannot be healed every
+second, and a look takes up to a third of one."""
 POLL_S = 1.0
 """How often sightings are looked for."""
 NICE = 10
 
 
 def is_due(store: ViewStore, every_s: float = EVERY_S, *, here: bool = False) -> bool:
-    """Whether a view is to be looked at: nobody did for so long, or for a while and readers met
-    damage since. While somebody publishes it nobody looks, but for those who look only ``here``."""
+    """Whether a view is to be looked at: none did for so long, or for a while and readers met
+    damage since. During a publishing no process looks, but for those that look only ``here``."""
     refs = store.refs.folder
     since_s = time.time() - read_account(refs, store.name).at_us / 1e6
     if since_s < min(every_s, SOON_S) or (since_s < every_s and not are_there(refs)):
@@ -42,7 +42,7 @@ def is_due(store: ViewStore, every_s: float = EVERY_S, *, here: bool = False) ->
 
 
 class Rounds:
-    """Begins at once, in a thread of its own.
+    """The thread of a server that has the checker look at its views; begins at once.
 
     Args:
         offline: the root; a view whose refs cannot be written is not looked at.

@@ -20,15 +20,15 @@ from precompute.store.online.online_store import OnlineStore, Pointer, check_own
 from precompute.store.online.row_values import packed_strings
 
 SAMPLE_ROWS = 256
-"""Of 1 % of the rows that are lost, 256 see one with a probability of 92 %; they are read in about
-10 ms."""
+"""Rows of a sample: where 1 % of all rows are lost, 256 find one with a probability of 92 %; they
+are read in about 10 ms."""
 DOUBTED_ROWS = 20_000
 """Rows that are compared where the store itself doubts that it has all: of 1 in 4,000 that are
 lost, they see one with a probability of 99 %."""
 KEY_PLACES = 16
-"""That keys alone are drawn from: what an online store loses by itself is spread over all keys, and
-of what was loaded one after the other a sixteenth is seen for sure. They take 9 ms of CPU, and 64
-places 20."""
+"""Places of the files that keys alone are drawn from: what an online store loses by itself is
+spread over all keys, and of what was loaded one after the other a sixteenth is seen for sure. They
+take 9 ms of CPU, and 64 places 20."""
 _BATCH_KEYS = 500
 
 Times = npt.NDArray[np.int64]
@@ -53,7 +53,7 @@ def check_served(
         pointer: what is read.
         snapshot: what the pointer names.
         rows: how many.
-        values: False compares no values: the rows have to be there and vouch for themselves. Keys
+        values: False compares no values: the rows have to be there and pass their own checks. Keys
             alone are read of Parquet then, in a tenth of the time.
         turn: others are drawn for each.
 

@@ -17,10 +17,10 @@ LIVE = "live.json"
 """The live pointer in it."""
 NAME = "sightings.jsonl"
 MOST_BYTES = 65536
-"""A file that nobody takes grows no further: the next look reads all that it can anyway."""
+"""A file that no checker takes grows no further: the next look reads all that it can anyway."""
 EVERY_S = 1.0
-"""Of one view and process one line in so long: a damaged row may be requested a thousand times a
-second."""
+"""Seconds between two lines of one view and process: a damaged row may be requested a thousand
+times a second."""
 MOST_KEYS = 16
 
 _last: dict[Path, float] = {}

@@ -55,17 +55,17 @@ class AnswerRow:
     reason: Reason | None = None
     """Why it is missing."""
     detail: str | None = None
-    """Of a missing row, what its reason does not say: what the model said, which is for nobody over
-    HTTP, or of how many parts a key is."""
+    """What the reason of a missing row does not say: the model's message, which is not sent over
+    HTTP, or how many parts a key has."""
     packed: bytes | None = None
-    """In place of the store's row: one that the model computed, now or before, or another
-    entity's."""
+    """The packed row that takes the place of the store's: one that the model computed, now or
+    before, or another entity's."""
     like: Likeness | None = None
-    """Of another entity's row: whose, and how near its input is."""
+    """Where the row is another entity's: whose, and how near its input is."""
     wanted: Reason | None = None
-    """Of one that the model computed now: why."""
+    """Why the model computed the row now; None where it did not."""
     in_error: bool = False
-    """Whether it has expired and is served since the model failed."""
+    """Whether the row has expired, and is served because the model failed."""
 
 
 _FRESH = AnswerRow()
@@ -98,18 +98,18 @@ class Answer:
     deadline: float = 0.0
     pending: dict[int, Future[Computed]] = field(default_factory=dict)
     _computed_at: list[int] = field(default_factory=list)
-    """Of each row, µs since 1970; 0 for a missing one."""
+    """When each row was computed, µs since 1970; 0 for a missing one."""
     _columns: WholeColumns | None = None
     _others: dict[int, AnswerRow] = field(default_factory=dict)
     """Number of a row → what it is, of those that are not fresh ones of the store."""
     damaged: int = 0
-    """Rows that the store has, and that do not vouch for themselves."""
+    """Rows that the store has, and that fail their checks."""
     retry_after_s: float = 0.0
-    """Before then it is in vain to ask again for what the fallback did not compute; 0 where nobody
-    knows."""
+    """Seconds before which a retry for what the fallback did not compute is in vain; 0 where that
+    is not known."""
     read_s: float = 0.0
-    """Seconds that the store took for the packed rows; then to verify and judge them; then, for who
-    waits on a loop, for those in flight."""
+    """Seconds that the store took for the packed rows; then to verify and judge them; then, in
+    an event loop, for those in flight."""
     verify_s: float = 0.0
     wait_s: float = 0.0
 
@@ -127,7 +127,7 @@ class Answer:
         the rows that are missing and could be had.
 
         Args:
-            columnar: :meth:`table` or :meth:`whole_columns` will be requested: the rows' values are
+            columnar: :meth:`table` or :meth:`whole_columns` will be called: the rows' values are
                 read on the way.
         """
         plan = self.plan
@@ -143,7 +143,7 @@ class Answer:
             else:
                 checked, times = self.found.verified(plan.codec, plan.snapshots)
             self._computed_at = times.tolist()
-            # of a list: numpy takes longer for the hundreds that are requested
+            # of a list: numpy takes longer for the hundreds of rows of a request
             whole, oldest = checked.tobytes() == _WHOLE_BYTE * len(checked), min(self._computed_at)
             states = [] if whole else checked.tolist()
         if whole and self._all_fresh(oldest):
@@ -160,8 +160,7 @@ class Answer:
         return [i for i in missing if i not in self.bad] if self.bad else missing
 
     def judge_again(self) -> None:
-        """Judge the stored rows by what time it is now: since they were read, others were waited
-        for."""
+        """Judge the stored rows by the time it is now, since waiting for the others took time."""
         self.now_us, self.sighting = self.look(self.pointer)
         if not self._others and self._all_fresh(min(self._computed_at)):
             return
@@ -311,8 +310,8 @@ class Answer:
         return self.row(i).reason
 
     def hints(self, explained: Callable[[str], str]) -> list[str]:
-        """For people, of missing rows: what their reasons do not say, or what explains a key that
-        is unknown; a line of each kind, up to three."""
+        """Lines for people about missing rows: what their reasons do not say, or what explains a
+        key that is unknown; one of each kind, up to three."""
         lines: dict[str, str] = {}
         for i, row in self._others.items():
             if row.detail is not None:
@@ -384,7 +383,8 @@ class Answer:
         return None if self._others else self._columns
 
     def table(self) -> pa.Table:
-        """The answer as Arrow: the columns of :data:`ANSWER_FIELDS`, then one per feature."""
+        """The answer as Arrow: the columns of :data:`precompute.store.answers.plan.ANSWER_FIELDS`,
+        then one per feature."""
         return pa.Table.from_arrays([self._key_column(), *self.columns()], schema=self.plan.schema)
 
     def columns(self) -> list[pa.Array]:
@@ -426,7 +426,7 @@ class Answer:
         ]
 
     def _more_columns(self) -> list[pa.Array]:
-        """Of :attr:`precompute.store.answers.plan.AnswerPlan.more_fields`."""
+        """The columns of :attr:`precompute.store.answers.plan.AnswerPlan.more_fields`."""
         fields = self.plan.more_fields
         values = [self.more(i) for i in range(len(self.keys))] if fields else []
         return [pa.array([row.get(name) for row in values], kind) for name, kind in fields]

@@ -16,8 +16,8 @@ from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason, Status
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
-"""On whose account rows are computed that the request that is worked on misses: its client's, by
-token or address; empty where there is none to tell from others."""
+"""The client of the request that is worked on, by token or address, to whose share the rows that it
+misses count; empty where clients cannot be told apart."""
 
 SHARE = 3
 """A client may have so many times as many places as are left for others: of 500 one alone has 375,
@@ -54,8 +54,8 @@ class Computed:
 
 class Miss(Exception):
     """Why a fallback gave no row; carried by its future. ``broken``: not this row is to blame, but
-    the model; None: that says nothing of either. ``retry_after_s``: before then, asking again is in
-    vain; 0: nobody knows."""
+    the model; None: that says nothing of either. ``retry_after_s``: before then, a retry is in
+    vain; 0: not known."""
 
     def __init__(
         self,
@@ -99,13 +99,13 @@ class Fallback(Protocol):
             pointer: names the view, the snapshot and the model fingerprint the rows must belong to.
             keys: key texts.
             inputs: key → input column → value, for keys whose inputs come with the request.
-            deadline: :func:`time.monotonic` time after which nobody waits any more.
+            deadline: :func:`time.monotonic` time after which the caller waits no more.
             query: the inputs are what the view is searched by, and none of its rows: an encoder may
                 have another prompt for them.
 
         Returns:
             a future per key, the caller's own: a :class:`Computed`, or :class:`Miss` raised. To
-            cancel it is to give the row up: it is computed only where somebody else waits for it,
+            cancel it is to give the row up: it is computed only where another request waits for it,
             or where that has begun.
         """
 

@@ -95,7 +95,7 @@ class Lookup:
         self.services = {service.name: service for service in services}
         self.fallback = fallback
         self.on_damaged: Callable[[str, int], None] = lambda view, rows: None
-        """Reported of rows that do not vouch for themselves, by lookups and searches: the view, and
+        """Called where a lookup or a search reads rows that fail their checks: with the view, and
         how many."""
         self._clock, self._monotonic = clock, monotonic
         self._plans: dict[
@@ -219,7 +219,7 @@ class Lookup:
             keys: likewise.
             options: likewise.
             cache_control: what a request over HTTP demands of stored rows.
-            columnar: :meth:`Answer.table` or :meth:`Answer.whole_columns` is what will be requested
+            columnar: :meth:`Answer.table` or :meth:`Answer.whole_columns` is what will be called
                 of the answer: a third faster then, and slower for rows.
             admit: raises where so many rows of this kind are too many, before any is verified or
                 computed.
@@ -276,7 +276,7 @@ class Lookup:
         Args:
             view: its name.
             key: one that :func:`precompute.store.keys.check_key` lets pass.
-            options: of which its features and their encoding count.
+            options: only its features and their encoding are used.
 
         Raises:
             RequestError: there is no such feature.
@@ -299,16 +299,16 @@ class Lookup:
         )
 
     def look(self, pointer: Pointer) -> tuple[int, Sighting]:
-        """What time it is, in µs since 1970, and what bounds the ages of a pointer's rows now."""
+        """The time, µs since 1970, and the bounds of the ages of a pointer's rows now."""
         return int(self._clock() * 1e6), self._sighting(pointer)
 
     def now_s(self) -> float:
-        """What time it is, in s since 1970."""
+        """The time, s since 1970."""
         return self._clock()
 
     def last(self, view: str) -> Pointer | None:
-        """What was live when this process last read rows of a view; None where it has not, or there
-        was no such view."""
+        """The pointer that was live when this process last read rows of a view; None where it has
+        not, or there was no such view."""
         return self._last.get(view)
 
     def _sighting(self, pointer: Pointer) -> Sighting:
@@ -409,7 +409,7 @@ class Lookup:
         """The features of a service, several views joined to one row for each entity: the columns
         of :attr:`precompute.store.answers.service.Service.columns`.
 
-        A view that cannot be answered keeps no other from it: its rows are ``missing``, with the
+        A view that cannot be answered does not fail the others: its rows are ``missing``, with the
         reason. What each view answered from is in the schema's metadata (``views``).
 
         Args:
@@ -521,7 +521,7 @@ class Lookup:
             key: of a row that is in the store.
             vector: [dim] numbers.
             inputs: input column → value; an encoder with a prompt for queries puts it before them.
-            k: 1 to :data:`MAX_NEIGHBOURS`.
+            k: 1 to :data:`precompute.store.wire.lookup_options.MAX_NEIGHBOURS`.
             filter: scalar feature → a value it must have, a list of values it may have, or bounds
                 (``gte``, ``gt``, ``lte``, ``lt``); all must hold.
             only: the only keys that may be found; of a view of chunks a long text's key, too, which
@@ -573,8 +573,8 @@ class Lookup:
 def _inputs_by_key(
     pointer: Pointer, inputs: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, Mapping[str, Any]]:
-    """Key text → input column → value. Those of what no key can be are passed over: whose row it
-    would be is a bad key, and fails no other.
+    """Key text → input column → value. Inputs of what cannot be a key are passed over: that row is
+    a bad key, and fails no other.
 
     Raises:
         RequestError: no input of the view's model.

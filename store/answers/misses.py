@@ -38,11 +38,12 @@ NEAREST = 4
 has expired."""
 
 AT_ONCE = 8
-"""Requests that are looked into at a time; of others the model computes the misses at once. Most of
-the time each waits for the encoder."""
+"""Requests whose misses are searched for at a time; those of others go to the model at once. Most
+of its time a request waits for the encoder."""
 
 TIME_SHARE = 0.5
-"""Of the time that is left to a request: what looking may take at most. The rest is the model's."""
+"""Share of a request's time left that the search in the semantic cache may take at most; the rest
+is the model's."""
 
 LOG_EVERY_S = 30.0
 
@@ -95,7 +96,7 @@ class SemanticCache:
         self._logged_at = -LOG_EVERY_S
 
     def close(self) -> None:
-        """Look into nothing more."""
+        """Search no more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def submit(
@@ -113,7 +114,7 @@ class SemanticCache:
             pointer: of a view with a semantic cache.
             keys: key texts of rows that are missing.
             inputs: key → input column → value, for keys whose inputs come with the request.
-            deadline: :func:`time.monotonic` time after which nobody waits any more.
+            deadline: :func:`time.monotonic` time after which the caller waits no more.
             oldest_s: the largest age of a row that counts; None: the view's own limits hold.
         """
         if not self._room.acquire(blocking=False):
@@ -266,7 +267,7 @@ class SemanticCache:
     def _rows(
         self, request: _Request, near: Mapping[int, Sequence[Likeness]]
     ) -> dict[int, Computed]:
-        """Of each key the row of the nearest that has one, and none that is too old; nothing where
+        """The row of each key's nearest entity that has one, none of them too old; nothing where
         the view was published again meanwhile."""
         keys = list(dict.fromkeys(like.key for likes in near.values() for like in likes))
         options = LookupOptions(fallback=False, max_age_s=request.oldest_s)
@@ -351,14 +352,14 @@ REFRESH_S = 30.0
 """How long a stale row may wait to be computed behind its answer."""
 
 MOST_REFRESHED = 256
-"""Rows of a view that are computed behind answers at once; others are at a later request."""
+"""Rows of a view that are computed behind answers at once; others wait for a later request."""
 
 AGAIN_S = 5.0
-"""Before a stale row is computed behind an answer once more: nobody hammers a model that fails, or
-whose rows are not cached."""
+"""Seconds before a stale row is computed behind an answer once more, so as not to hammer a model
+that fails, or whose rows are not cached."""
 
 MOST_REMEMBERED = 4096
-"""Rows of a view of which that is known; 800 can be computed a second."""
+"""Rows of a view that are remembered as computed behind answers; 800 can be computed a second."""
 
 
 @dataclass(slots=True)
@@ -371,10 +372,10 @@ class _Behind:
 
 
 class MissReports:
-    """Who counts what becomes of rows that the store has not, or has too old; nobody, until
-    somebody takes a place here.
+    """The callbacks that count what becomes of rows that the store has not, or has too old; they
+    do nothing until one is replaced.
 
-    ``semantic`` learns what :class:`precompute.store.answers.misses.SemanticCache` tells;
+    ``semantic`` is called with what :class:`SemanticCache` reports;
     ``cache_read`` how many rows were looked for among cached ones, and how many of them found;
     ``refreshed`` of a stale row that was computed behind its answer: its view, and what became of
     it, as :func:`precompute.store.answers.fallback.outcome_of` has it.
@@ -393,8 +394,8 @@ class Misses:
 
     Args:
         fallback: computes rows.
-        miss_cache: rows that were computed before, and written by who computes; None where none are
-            cached, and stale rows stay so.
+        miss_cache: rows that were computed before, and written by the process that computes; None
+            where none are cached, and stale rows stay so.
         semantic: answers misses of views that want it by rows of other entities.
         reports: of what becomes of rows on the way.
     """
@@ -412,7 +413,7 @@ class Misses:
         self._reports = reports
         self._lock = threading.Lock()
         self._behind: dict[str, _Behind] = {}
-        """By view: none waits for another's."""
+        """View → its refreshes behind answers, so that none waits for another view's."""
 
     def close(self) -> None:
         """Answer no more by rows of other entities; what is with the model goes on."""
@@ -446,7 +447,7 @@ class Misses:
             wait_s = pointer.view.fallback_deadline_s if deadline_ms is None else deadline_ms / 1000
             answer.deadline = time.monotonic() + min(wait_s, MAX_DEADLINE_S)
             keys, oldest_s = [answer.keys[i] for i in left], answer.oldest_s
-            # below 0 no stored row is good enough, whosever it is
+            # below 0 no stored row is good enough, of whatever entity
             if pointer.view.semantic_cache is not None and (oldest_s is None or oldest_s >= 0):
                 futures = self._semantic.submit(pointer, keys, inputs, answer.deadline, oldest_s)
             else:

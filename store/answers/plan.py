@@ -114,9 +114,9 @@ class AnswerPlan:
         self.more_fields = similar + (() if pointer.student is None else STUDENT_FIELDS)
         """Columns that answers of this view have besides."""
         self.own_columns = len(ANSWER_FIELDS) + len(self.more_fields)
-        """Of every answer, before the features."""
+        """Number of columns that every answer has before the features."""
         self.wanted = view.features if features is None else tuple(map(view.feature, features))
-        """The features themselves."""
+        """The features that are answered, in their order."""
         self.base64 = base64_types(self.wanted) if base64 else {}
         self.schema = pa.schema(
             [pa.field(name, kind) for name, kind in ANSWER_FIELDS + self.more_fields]
@@ -151,7 +151,7 @@ def base64_types(features: Iterable[Feature]) -> dict[str, str]:
 
 
 def _constants(pointer: Pointer) -> list[pa.Array]:
-    """What :meth:`AnswerPlan.constants` gives, of the longest answer: 0.1 MB a view."""
+    """The columns of :meth:`AnswerPlan.constants`, for the longest answer: 0.1 MB a view."""
     return [
         pa.repeat(str(Status.FRESH), MAX_KEYS),
         pa.repeat(str(AnswerSource.STORE), MAX_KEYS),
@@ -163,8 +163,8 @@ def _constants(pointer: Pointer) -> list[pa.Array]:
 
 
 IMPOSSIBLE = b"\0"
-"""Looked up in place of a key no entity can have, and never found: keys with a NUL are not
-stored."""
+"""The key that is looked up in place of one no entity can have, and never found: keys with a NUL
+are not stored."""
 
 
 def packed_keys(

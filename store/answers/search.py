@@ -85,8 +85,8 @@ class Searches:
     ) -> tuple[FeatureView, dict[str, Any]]:
         """The view, and what :meth:`precompute.store.answers.lookup.Lookup.search` gives;
         ``fallback`` embeds inputs, ``admit`` is as of
-        :meth:`precompute.store.answers.lookup.Lookup.begin`, ``waiting`` is reported what is waited
-        for."""
+        :meth:`precompute.store.answers.lookup.Lookup.begin`, ``waiting`` records what the search
+        waits for."""
         options.check()
         for _ in range(5):
             pointer = self._live(view)
@@ -244,7 +244,7 @@ class Searches:
         )
 
     def _note(self, view: str) -> None:
-        """Have the checker look at it at once."""
+        """Note a sighting, so that the checker looks at the view soon."""
         assert self.root is not None
         note(self.root / view / REFS)
 
@@ -300,7 +300,7 @@ are enough."""
 
 
 def _best_chunks(search: Callable[[int], Neighbours], k: int, own: str | None) -> Neighbours:
-    """Of each of the ``k`` nearest long texts its nearest chunk; ``own`` is left out."""
+    """The nearest chunk of each of the ``k`` nearest long texts; ``own`` is left out."""
     wanted = CHUNKS_A_PARENT * k
     while True:
         found = search(wanted)
@@ -320,10 +320,10 @@ def _best_chunks(search: Callable[[int], Neighbours], k: int, own: str | None) -
 
 
 MOST_CHUNKS = 20_000
-"""Of all the long texts that a search names: each of them may be compared."""
+"""Chunks, at most, of all the long texts that a search names: each may be compared."""
 _CHUNKS_AT_ONCE = 64
-"""Numbers of a text's chunks that are looked for together; past as many that are not there it has
-no more, as it has gaps where chunks were rejected."""
+"""Numbers of a text's chunks that are looked for together. After as many that are not there the
+text has no more; fewer are gaps, where chunks were rejected."""
 
 
 def _keys_of(keys: Sequence[Any], entity: Sequence[str]) -> set[str]:
@@ -423,8 +423,8 @@ def _embedded(
     Raises:
         RequestError: there is no model here, it was too slow, it failed, or it cannot take the
             inputs. What the model said, with its files and values, is the error's ``__cause__``,
-            and in the log of who keeps the model: no caller over HTTP hears it.
-        CancelledError: nobody waits for it any more.
+            and in the log of the process that has the model: no caller over HTTP gets it.
+        CancelledError: no caller waits for it any more.
     """
     view = pointer.view
     assert view.index is not None
@@ -476,7 +476,7 @@ def takes_text(pointer: Pointer) -> bool:
 
 def _text_columns(pointer: Pointer) -> list[str]:
     """The text columns of the source; where there are several, the one alone that is cut into
-    chunks or that a built-in model is said to read."""
+    chunks or that a built-in model is configured to read."""
     texts = [column for column, kind in pointer.input_columns.items() if kind == "string"]
     chunk, model = pointer.view.definition.chunk, pointer.view.definition.model
     # `text` is what all of them read by default

@@ -41,8 +41,8 @@ from precompute.store.wire.lookup_options import (
 )
 
 MAX_VIEWS = 32
-"""Of one service, as many as ``POST /v1/lookup`` takes lookups; with the most rows of a request it
-bounds what one may cost."""
+"""Views of one service at most, as many as ``POST /v1/lookup`` takes lookups; with the most rows of
+a request it bounds what one may cost."""
 PART_FIELDS = ("status", "source", "reason", "computed_at", "age_s")
 """What is said of every view beside its features: what they are, where they came from, why they are
 missing, when they were computed, how old they are."""
@@ -169,8 +169,8 @@ class Service:
         return record_of(cls, data)
 
     def oldest_s(self, part: ServicePart, max_age_s: float | None = None) -> float | None:
-        """The largest age of a row of a part that counts, by the part, else the service, and by who
-        asks; None: the view's own limits hold alone."""
+        """The largest age of a row of a part that counts, by the part, else the service, and by the
+        request; None: the view's own limits hold alone."""
         own = self.max_age_s if part.max_age_s is None else part.max_age_s
         return max_age_s if own is None else own if max_age_s is None else min(own, max_age_s)
 
@@ -282,8 +282,8 @@ def _joined(parts: list[Any], entity: tuple[str, ...]) -> Any:
 
 
 _SAID = dict(ANSWER_FIELDS[1 : 1 + len(PART_FIELDS)])
-"""Of every view in a joined row: :data:`PART_FIELDS`, which are the first that an answer has behind
-its key, and their types."""
+"""Column → its type, of those that a joined row has of every view: :data:`PART_FIELDS`, which are
+the first that an answer has behind its key."""
 assert tuple(_SAID) == PART_FIELDS
 
 
@@ -581,7 +581,7 @@ def refused_source(part: ServicePart) -> str | None:
 
 @lru_cache(256)
 def _schema(service: Service, plans: tuple[AnswerPlan, ...]) -> pa.Schema:
-    """Of an answer of all its views."""
+    """The Arrow schema of a service's answer, with all its views."""
     fields, views = [(name, pa.string()) for name in service.entity], {}
     for part, plan in zip(service.parts, plans, strict=True):
         views[part.view], there = shared_of(part, plan), plan.features or ()

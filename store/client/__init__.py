@@ -1,5 +1,5 @@
 """Client: the HTTP API from Python, blocking and async, over TCP, TLS or a Unix socket. It brings
-no torch, FAISS or DuckDB, and Arrow only where requested."""
+no torch, FAISS or DuckDB, and Arrow only where it is requested."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The async client, once it is requested: asyncio takes a third of the time that importing all
+    """The async client, imported on first use: asyncio takes a third of the time that importing all
     the rest does."""
     if name == "AsyncClient":
         from precompute.store.client.client import AsyncClient

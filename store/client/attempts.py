@@ -23,8 +23,8 @@ from precompute.store.errors import ConfigError, PrecomputeError, RequestError
 from precompute.store.times import doubled_s
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-"""Before a retry: at random up to the first, then up to twice as much each time ("full jitter", M.
-Brooker, Exponential Backoff And Jitter, 2015)."""
+"""Pause before a retry, in s: at random up to the first, then up to twice as much each time ("full
+jitter", M. Brooker, Exponential Backoff And Jitter, 2015)."""
 
 MOST_TOKENS = 10.0
 """Retries that a client may save up; as in gRPC's example of retry throttling (proposal A6:
@@ -75,7 +75,7 @@ def passing(outcome: Outcome) -> bool:
 
 
 class Budget:
-    """What may be requested beyond one request a call: every call brings ``share`` of one more,
+    """How many requests may be sent beyond one for each call: every call adds ``share`` of one,
     saved up to :data:`MOST_TOKENS`.
 
     So a server that fails is called ``1 + share`` times as often as before, and not ``1 +
@@ -180,8 +180,8 @@ class Attempts:
     def _pause_s(self, outcome: Outcome, retries: int) -> float:
         longest = doubled_s(FIRST_PAUSE_S, retries, LONGEST_PAUSE_S)
         server_s = retry_after_s(outcome) if isinstance(outcome, Reply) else None
-        # what is requested is the least; on top of it, clients that were refused together come back
-        # apart
+        # Retry-After is the least; a random pause on top of it spreads clients that were refused
+        # together
         return (
             self._uniform(0, longest) if server_s is None else server_s + self._uniform(0, longest)
         )
@@ -243,7 +243,7 @@ def address_of(url: str) -> Address:
 @dataclass(frozen=True, slots=True)
 class Tls:
     """Files of TLS, in PEM: ``ca`` whom to trust in place of the system's authorities;
-    ``certificate`` and ``key`` who one is, where the server wants to know."""
+    ``certificate`` and ``key`` are the client's own, where the server requires one."""
 
     ca: str | Path | None = None
     certificate: str | Path | None = None

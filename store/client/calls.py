@@ -60,7 +60,7 @@ class RowWords(FreshnessWords, total=False):
 
 
 class LookupWords(RowWords, total=False):
-    """The same of a lookup of several."""
+    """Options of a lookup of several rows."""
 
     inputs: Mapping[Any, Mapping[str, Any]] | None
 

@@ -51,8 +51,8 @@ with the request."""
 
 
 def strays(wanted: Sequence[tuple[str, list[Any]]], answered: Iterable[Answered]) -> str | None:
-    """What of an answer was not requested; None where views, keys, and how many of them, are those
-    of the request, in its order.
+    """Names what of an answer was not requested; None where views, keys, and how many of them, are
+    those of the request, in its order.
 
     Args:
         wanted: views, and of each the keys as :func:`precompute.store.keys.plain_key` has them.

@@ -22,7 +22,7 @@ from precompute.store.errors import DeadlineError, NoAnswerError, RequestError
 
 class AnswerEnd:
     """Follows the bytes of one connection, answer by answer, through HTTP/1.1's framing (RFC 9112
-    §6): httpcore2 leaves what it read beyond an answer to the next one, and tells nobody. 2 µs an
+    §6): httpcore2 leaves what it read beyond an answer to the next one, silently. 2 µs an
     answer."""
 
     def __init__(self) -> None:
@@ -92,11 +92,11 @@ IDLE_S = 30.0
 without a word."""
 
 MOST_ANSWER_BYTES = 256 * 2**20
-"""Of one answer: beyond, it is none of this API."""
+"""Size of one answer at most: a larger one is none of this API."""
 
 
 MUCH_BYTES = 64 * 1024
-"""Of a request: what is less is sent in one piece."""
+"""Size from which a request is sent in pieces."""
 
 
 class Exchange:
@@ -212,7 +212,7 @@ class _Stream(httpcore2.NetworkStream):
         if info == "ssl_object":
             return self._socket if isinstance(self._socket, ssl.SSLSocket) else None
         if info == "is_readable":
-            # of an idle connection: it was closed by the other side, or brings what nobody wanted
+            # of an idle connection: it was closed by the other side, or sent bytes of no answer
             if self._socket.fileno() < 0 or not self._end.reusable or self._poll.poll(0):
                 return True
             return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
@@ -304,8 +304,8 @@ def _bearer(token: str) -> bytes:
     it was read from.
 
     Raises:
-        RequestError: not of visible ASCII characters; nothing of the token is reported, since
-            messages are logged.
+        RequestError: not of visible ASCII characters; nothing of the token is in the message,
+            since messages are logged.
     """
     shown = token.strip() if isinstance(token, str) else ""
     if not shown or not shown.isascii() or not shown.isprintable():

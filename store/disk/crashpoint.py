@@ -34,8 +34,8 @@ POINTS = (
     "notify",
     "gc",
 )
-"""In the order of the protocol. The fault suite hits each of them, with every mode, at every time
-it is passed."""
+"""Steps of the commit protocol, in its order. The fault suite hits each of them, with every mode,
+at every time it is passed."""
 
 MODES = ("kill", "raise", "eio", "enospc", "torn", "stop")
 """``torn`` cuts the file at hand in half and dies; ``stop`` is SIGSTOP, for a writer that sleeps

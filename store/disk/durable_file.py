@@ -22,8 +22,8 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
 """A full disk, RLIMIT_FSIZE and a quota say the same thing with three numbers."""
 
 LOCK_WAIT_S = 10.0
-"""A lock file guards a few small reads and writes; anyone who holds it longer is stopped or
-stuck."""
+"""A lock file guards a few small reads and writes; a process that holds it longer is stopped
+or stuck."""
 
 
 _relief: Callable[[], bool] | None = None
@@ -31,8 +31,8 @@ _relief: Callable[[], bool] | None = None
 
 @contextlib.contextmanager
 def relieved(relief: Callable[[], bool]) -> Iterator[None]:
-    """Within, anyone who finds no space calls ``relief``, of any thread of the process, and writes
-    once more if that says that it freed some."""
+    """Within, a write of any thread of the process that finds no space calls ``relief``, and is
+    tried again if that says that it freed some."""
     global _relief
     before, _relief = _relief, relief
     try:
@@ -118,7 +118,7 @@ def create_once(path: Path, data: bytes, temporary: Path, *, point: str | None =
         point: prefix of the crash points ``<point>.write``, ``.link`` and ``.dirsync``.
 
     Raises:
-        FileExistsError: somebody else created it.
+        FileExistsError: another process created it.
     """
     try:
         write_durably(temporary, data)
@@ -175,7 +175,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """fsync a file somebody else wrote."""
+    """fsync a file that another process wrote."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
@@ -186,7 +186,7 @@ def locked(path: Path) -> Iterator[None]:
     process dies, however it dies. A thread that holds it may take it again.
 
     Raises:
-        ConflictError: somebody held it for :data:`LOCK_WAIT_S`.
+        ConflictError: another process held it for :data:`LOCK_WAIT_S`.
     """
     held: set[Path] = _locked.__dict__.setdefault("paths", set())
     if path in held:
@@ -284,7 +284,7 @@ log = logging.getLogger(__name__)
 
 SIZE_BYTES = 2**20
 FILES = 32
-"""That hold nothing but their inodes."""
+"""Files of the reserve that hold nothing but their inodes."""
 _NOISE = "noise"
 _SPARE = 4
 """Times its size that must be free before it is set aside: it is not to be what fills the disk."""

@@ -42,7 +42,7 @@ def known_identity(folder: Path) -> str:
 
 
 def identity_of(folder: Path) -> str:
-    """The folder's name of its own, 12 hex digits; given when it is first requested.
+    """The folder's name of its own, 12 hex digits; made on first use.
 
     Raises:
         SnapshotError: it is damaged, or the file system failed.

@@ -31,7 +31,7 @@ UNREADABLE = "somebody whose record is damaged"
 """The holder of a lease whose record cannot be read."""
 
 _held: weakref.WeakSet[Lease] = weakref.WeakSet()
-"""What this process holds."""
+"""Leases that this process holds."""
 _held_lock = threading.Lock()
 
 
@@ -56,10 +56,10 @@ class Lease:
     A holder that died on this machine is known at once, since the kernel let go of its flock; one
     on another machine, or one that is stopped, once its TTL passed without a touch. Anyone who
     takes over raises the **fence**; the late holder finds a higher one and is refused. Safety never
-    rests on a clock, only how soon somebody else may take over.
+    rests on a clock, only how soon another process may take over.
 
     In an object store the record itself is what is touched, by compare and swap; who takes over has
-    seen it unchanged for a TTL by a clock of his own.
+    seen it unchanged for a TTL by a clock of its own.
     """
 
     def __init__(self, folder: Path, name: str, record: Holder, sign: _Locked | _Swapped) -> None:
@@ -73,8 +73,8 @@ class Lease:
 
     def check(self) -> None:
         """Raises:
-        FencedError: somebody else took the lease meanwhile; what this process was about to write is
-            not wanted any more.
+        FencedError: another process took the lease meanwhile, and what this one was about to write
+            must not be written.
         """
         current = holder(self.folder, self.name)
         if (
@@ -82,7 +82,7 @@ class Lease:
             and current.holder == UNREADABLE
             and current.fence == self.record.fence
         ):
-            # nobody took it since: what became of its bytes is nobody's act
+            # no process took it since: its bytes were damaged, not changed
             self._sign.write_again(self.record)
             return
         if current != self.record:
@@ -144,8 +144,9 @@ class _Locked:
 
 
 class _Sign(Record, frozen=True):
-    """The record of a lease in an object store. ``started`` tells the process from a later one of
-    its number; ``beats`` changes while it lives, and the nonce that the storage adds with it."""
+    """The record of a lease in an object store. ``started`` distinguishes the process from a later
+    one of its number; ``beats`` changes while it lives, and the nonce that the storage adds with
+    it."""
 
     holder: Holder
     started: str
@@ -203,7 +204,7 @@ def take(
         name: letters, digits, ``-`` and ``_``.
         by: who takes it, for messages.
         ttl_s: how long the holder may be silent.
-        busy: what to tell when it is held; the holder is added.
+        busy: the message when it is held; the holder is added.
         force: take it from its holder, who is fenced then.
         wait_s: how long to wait for a holder to let go.
 
@@ -239,7 +240,7 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
             except BaseException:
                 sign.end()
                 raise
-            # Anyone who took it before removed those before: no need to look through all leases'
+            # Each holder removed the files of those before: no need to look through all leases'
             # files.
             if last is not None:
                 _held_path(folder, name, last.fence).unlink(missing_ok=True)
@@ -255,7 +256,7 @@ def _take_swapped(
     path = _record_path(folder, name)
     before = _read_or_none(storage, path) if force else _free_record(storage, path, name, busy)
     last = _sign_of(before)
-    # of one that is damaged nobody knows the fence: past any that was given
+    # the fence of a damaged one is not known: past any that was given
     fence = last.holder.fence if last else 0 if before is None else time.time_ns() // 1000
     record = Holder(fence + 1, by, f"{_host()} {_namespace()}", os.getpid(), ttl_s)
     sign = _Sign(record, _started(os.getpid()))
@@ -275,7 +276,7 @@ def _free_record(storage: Storage, path: Path, name: str, busy: str) -> bytes | 
     this one, is watched: it may be taken over when its record stood still for its TTL.
 
     Raises:
-        ConflictError: somebody holds it.
+        ConflictError: a process holds it.
     """
     before = _read_or_none(storage, path)
     last = _sign_of(before)
@@ -334,7 +335,7 @@ def _started(pid: int) -> str:
 
 @lru_cache(1)
 def _namespace() -> str:
-    """That process numbers are of."""
+    """The PID namespace that this process's number is of."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -351,12 +352,12 @@ def release_leases() -> None:
 
 
 def holder(folder: Path, name: str) -> Holder | None:
-    """Who took the lease last, alive or not; None when nobody ever did."""
+    """Who took the lease last, alive or not; None when none ever did."""
     return _read(folder, name)
 
 
 def is_held(folder: Path, name: str) -> bool:
-    """Whether somebody holds the lease now; of a holder elsewhere, by the clocks, to tell it."""
+    """Whether a process holds the lease now; of a holder on another host, as far as clocks tell."""
     storage, path = storage_of(folder), _record_path(folder, name)
     if storage is not LOCAL:
         try:
@@ -390,8 +391,8 @@ def _is_held(folder: Path, name: str, last: Holder) -> bool:
 
 
 def _read(folder: Path, name: str) -> Holder | None:
-    """Who took it last. Where the record is damaged, somebody whom the newest lock stands for:
-    nobody holds it whom the kernel does not know of."""
+    """Who took it last. Where the record is damaged, a holder whom the newest lock stands for:
+    the kernel knows of every process that holds it."""
     storage, path = storage_of(folder), _record_path(folder, name)
     remedy = "who holds it is known from its lock alone"
     try:
@@ -404,7 +405,7 @@ def _read(folder: Path, name: str) -> Holder | None:
             raise
         log.warning("%s", exc)
         fences = [path.name.split(".")[2] for path in folder.glob(f".lease-{name}.*.held")]
-        # past any that was given, where no lock tells
+        # past any that was given, where no lock says so
         fence = max(
             (int(fence) for fence in fences if fence.isdigit()), default=time.time_ns() // 1000
         )

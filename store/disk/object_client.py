@@ -14,8 +14,7 @@ from precompute.store.errors import ConfigError
 
 
 def failure(url: str, exc: BaseException) -> str:
-    """What is to be reported of a request for what lies at a URL: what failed, and where to
-    look."""
+    """The message of a failed request to a URL: what failed, and where to look."""
     if isinstance(exc, (PermissionDeniedError, UnauthenticatedError)):
         return (
             f"{url}: the object store refuses these credentials ({_first_line(exc)}): look at"

@@ -1,9 +1,9 @@
 """A root in an object store (S3, GCS, Azure), by obstore; the folder that it is mounted at is the
 cache of its files. Credentials, region and endpoint come from the environment alone.
 
-A reply that was lost says of one's own write that somebody else was first. So every record that is
-swapped begins with a line of its own, a nonce: a writer who is refused reads it, and is done where
-it is his.
+When a reply is lost, the retry finds one's own write and takes it for another writer's. So every
+record that is swapped begins with a line of its own, a nonce: a writer that is refused reads it,
+and is done where it is its own.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
 log = logging.getLogger(__name__)
 
 FRESH_S = 0.5
-"""A record or listing that was seen so short a time ago is not requested again. What is decided by
-it is written by compare and swap, or under a lease: as if it was decided so much earlier."""
+"""A record or listing that was read so short a time ago is not read again. What is decided by it
+is written by compare and swap, or under a lease: as if it was decided so much earlier."""
 IMMUTABLE_S = 60.0
-"""The same of a record that never changes, but may be removed."""
+"""The same for a record that never changes, but may be removed."""
 
 RETRY_S, REQUEST_S = 12.0, 8.0
-"""How long a record is tried again, and one request of it may take: together below a third of a
-lease's TTL of 60 s, so that its holder misses no sign of life for a store that is slow."""
+"""Seconds for which a request for a record is retried, and that one try may take: together below a
+third of a lease's TTL of 60 s, so that its holder misses no sign of life for a store that is
+slow."""
 FILE_S = 300.0
-"""The same of a file: parts are a few tens of MB."""
+"""The same for a file: parts are a few tens of MB."""
 AT_ONCE = 8
 """Files that are fetched, or sent, side by side."""
 UNUSED_S = 3600.0
-"""A file that was used since stays in the cache, however full it is: somebody may open it."""
+"""A file that was used since stays in the cache, however full it is: a process may open it."""
 MOST_SEEN = 1000
 CHUNK_BYTES = 4 * 2**20
 LOGS = ".logs"
@@ -80,7 +81,7 @@ def _note_fork() -> None:
 
 
 class ObjectStorage:
-    """See :class:`precompute.store.disk.storage.Storage`.
+    """A root in an object store, behind :class:`precompute.store.disk.storage.Storage`.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``.
@@ -192,8 +193,7 @@ class ObjectStorage:
             self._seen.forget(self._key(path), self._key(path.parent) + "/")
 
     def _put(self, path: Path, data: bytes, mode: Any) -> bool:
-        """Whether it was written as ``mode`` wants it; of one that got no answer, whether it is
-        there."""
+        """Whether it was written as ``mode`` demands; where no answer came, whether it is there."""
         try:
             with self._changing(path):
                 obstore.put(self._records, self._key(path), data, mode=mode, use_multipart=False)
@@ -305,7 +305,7 @@ class ObjectStorage:
                     f"{self.shown(path)} differs from its checksum in the manifest: it was damaged"
                     " or changed in the store"
                 )
-            # one that is cut short is mapped by nobody for longer than it is
+            # no process maps one that is cut short beyond its end
             if again and path.is_file() and path.stat().st_size <= temporary.stat().st_size:
                 restore(path, temporary)
             else:
@@ -383,7 +383,7 @@ class ObjectStorage:
 
     def end_log(self, path: Path) -> None:
         keys = [meta["path"] for meta in self._below(path, self._log(path))]
-        # the first line last: without it the others are nobody's
+        # the first line last: without it the others belong to no log
         with self._translated(path):
             if keys[1:]:
                 obstore.delete(self._records, sorted(keys)[1:])
@@ -484,12 +484,12 @@ class _Seen:
         self._lock = threading.Lock()
 
     def get(self, key: str, fresh_s: float) -> Any:
-        """None where it is older."""
+        """The value of a key; None where it is older."""
         at_s, value = self._values.get(key, (0.0, None))
         return value if _awake_s() < at_s + fresh_s else None
 
     def put(self, key: str, value: Any) -> Any:
-        """Returns the value."""
+        """Remember a value; returns it."""
         with self._lock:
             now_s = _awake_s()
             if len(self._values) > MOST_SEEN:
@@ -531,7 +531,7 @@ def _here(path: Path) -> None:
 
 
 def _is_here(file: File) -> bool:
-    """Whether it is in the cache; it was used just now."""
+    """Whether a file is in the cache; note that it was used just now."""
     try:
         stat = file.path.stat()
         if stat.st_size != file.size_bytes:

@@ -1,5 +1,5 @@
 """Remote files: what DuckDB reads of ``s3://``, ``gs://`` and ``az://``, by obstore. Which objects
-there are, and what each is, is requested once, not for each of the times that DuckDB looks; one
+there are, and what each is, is read once, not each time that DuckDB looks; one
 that is replaced while it is read is an error, never half of each.
 """
 
@@ -29,7 +29,7 @@ FRESH_S = 5.0
 is not read: its tag is compared."""
 MOST_KNOWN = 10_000
 READ_BYTES = 2**20
-"""At least so much is read at once, for who reads on."""
+"""Bytes that are read at once at least, for reads that go on."""
 
 
 class RemoteFileError(OSError):
@@ -90,7 +90,7 @@ class RemoteFiles(AbstractFileSystem):  # type: ignore[misc]
         return self.exists(path)
 
     def size(self, path: str) -> int:
-        """In bytes."""
+        """Size of a file, in bytes."""
         return int(self.meta(path)["size"])
 
     def modified(self, path: str) -> datetime:
@@ -194,7 +194,7 @@ class RemoteFile:
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        """At most so many bytes from here on; fewer only at the end.
+        """Read at most so many bytes from here on; fewer only at the end.
 
         Raises:
             RemoteFileError: the object was replaced, or the object store gives no answer.

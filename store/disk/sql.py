@@ -2,7 +2,7 @@
 memory.
 
 A spill folder is gone with its process, however that dies: it is locked for as long as its process
-lives; anyone who makes one removes those that nobody holds any more.
+lives; a process that makes one removes those that no process holds any more.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _SETTINGS = (
     # the hash of a time must not depend on the machine
     "TimeZone = 'UTC'",
 )
-"""Before :data:`_LOCKED`."""
+"""Settings that are made before :data:`_LOCKED`."""
 _LOCKED = "lock_configuration = true"
 """Nothing in a source's SQL can change the settings."""
 

@@ -53,8 +53,9 @@ class File(NamedTuple):
 
 
 class Storage(Protocol):
-    """What a root asks of what it lies in. Each method may raise an OSError whose ``strerror`` says
-    what failed; folders come into being by what is written there."""
+    """What a root needs of the file system or object store that it lies in. Each method may raise
+    an OSError whose ``strerror`` says what failed; folders come into being by what is written
+    there."""
 
     def read(self, path: Path, *, immutable: bool = False) -> bytes:
         """A record, whole; ``immutable`` where it is created once and never changed.
@@ -72,7 +73,7 @@ class Storage(Protocol):
             point: prefix of the crash points ``<point>.write``, ``.link`` and ``.dirsync``.
 
         Raises:
-            FileExistsError: somebody else created it.
+            FileExistsError: another process created it.
         """
 
     def update(
@@ -83,8 +84,8 @@ class Storage(Protocol):
         point: str | None = None,
         durably: bool = True,
     ) -> None:
-        """Compare and swap: what ``change`` makes of a record takes its place, unless somebody else
-        changed that meanwhile; then ``change`` is called again, with what is there now.
+        """Compare and swap: what ``change`` makes of a record takes its place, unless another
+        writer changed that meanwhile; then ``change`` is called again, with what is there now.
 
         Args:
             path: of the record.
@@ -170,7 +171,7 @@ class LocalStorage:
         try:
             make_folder(path.parent)
         except FileExistsError as exc:
-            # a file is in the way of the folder, and nobody created the record
+            # a file is in the way of the folder, and the record was not created
             raise NotADirectoryError(exc.errno, exc.strerror, exc.filename) from exc
         temporary = path.with_name(f".{path.stem}.{os.getpid()}-{threading.get_ident()}.tmp")
         create_once(path, data, temporary, point=point)
@@ -297,7 +298,7 @@ _mounted: dict[Path, Storage] = {}
 
 
 def mount(folder: Path, storage: Storage) -> None:
-    """From now on what lies in a folder, an absolute one, is a storage's."""
+    """Have what lies in a folder, an absolute one, be a storage's from now on."""
     _mounted[folder] = storage
 
 

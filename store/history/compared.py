@@ -189,5 +189,5 @@ def moved_by(feature: Feature, first: Snapshot, second: Snapshot) -> float | Non
 
 
 def plain(lines: list[Beside]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """The lines as JSON has them."""
     return [line._asdict() for line in lines]

@@ -82,7 +82,7 @@ class Explanation:
     rejections: list[Rejection] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs; times are ISO 8601 in UTC."""
+        """The explanation as a JSON document; times are ISO 8601 in UTC."""
         body = asdict(self)
         for version in body["versions"]:
             version["computed_at"] = iso(version["computed_at"])
@@ -145,7 +145,7 @@ def _explained(
     versions: Versions,
     live: int | None,
 ) -> list[Version]:
-    """What each version of the one key that was requested is, the newest first."""
+    """The versions of the requested key, the newest first."""
     standing = Standing(store, manifests)
     void = [standing.why_void(snapshot) for snapshot in order]
     periods = served_periods(store, manifests)
@@ -212,7 +212,7 @@ def _by_version(spans: Sequence[Span], order: Sequence[Snapshot]) -> list[list[S
 def _served(
     periods: Sequence[Period], numbers: Collection[int], computed_us: int
 ) -> list[tuple[datetime, datetime | None]]:
-    """From and until when a row of these snapshots was served."""
+    """The times from and until which a row of these snapshots was served."""
     served: list[tuple[datetime, datetime | None]] = []
     ends = [*(period.since_us for period in periods[1:]), None]
     for period, until_us in zip(periods, ends, strict=True):

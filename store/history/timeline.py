@@ -23,8 +23,8 @@ published."""
 
 
 class Period(NamedTuple):
-    """From ``since_us`` (µs since 1970) until the next period ``snapshot`` answers; None where
-    nothing that is retained does, and ``why`` says what there was.
+    """A period of history: from ``since_us`` (µs since 1970) until the next one ``snapshot``
+    answers; None where nothing that is retained does, and ``why`` says what there was.
 
     Ages count from ``published_us`` at the latest, and from ``renewed_us`` at the earliest, as
     :class:`precompute.store.times.Sighting` has it; a row older than ``longest_s`` answers no
@@ -39,7 +39,8 @@ class Period(NamedTuple):
     why: str = ""
 
     def answers(self, computed_us: npt.NDArray[np.int64], now_us: int) -> npt.NDArray[np.bool_]:
-        """Of rows computed then (int64 [rows], µs since 1970): which still answer."""
+        """Which rows still answer, by the times that they were computed at (int64 [rows], µs since
+        1970)."""
         if self.longest_s is None:
             return np.ones(len(computed_us), np.bool_)
         ages_us = Sighting(self.published_us, self.renewed_us, 0).ages_us(computed_us, now_us)
@@ -47,8 +48,8 @@ class Period(NamedTuple):
         return young
 
     def ends_us(self, computed_us: int, until_us: int | None) -> int | None:
-        """Until when a row computed then answers, in a period that lasts until ``until_us``; None:
-        as long as the period."""
+        """The time until which a row computed then answers, in a period that lasts until
+        ``until_us``; None: as long as the period."""
         if self.longest_s is None:
             return until_us
         expires_us = (
@@ -187,7 +188,7 @@ def _best_known(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Per
 
 
 def _begins_us(snapshot: Snapshot) -> int:
-    """From when on its values are known of: its partition's end, or its commit; µs since 1970."""
+    """The time from which its values count: its partition's end, or its commit; µs since 1970."""
     if snapshot.partition is not None:
         return as_us(Partition.parse(snapshot.partition).end)
     committed_us = microseconds(snapshot.created_at)

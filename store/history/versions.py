@@ -56,8 +56,8 @@ class Versions:
         store: of the view.
         order: snapshots of one view with the same entity.
         manifests: all of the view's.
-        asked: the entity's columns, named by :func:`key_names`; for :meth:`known_at` also ``us``
-            (time, µs since 1970) and ``i`` (position).
+        requested: the entity's columns, named by :func:`key_names`; for :meth:`known_at` also
+            ``us`` (time, µs since 1970) and ``i`` (position).
         memory_mb: DuckDB's memory limit; it spills to a temporary folder beyond.
     """
 
@@ -94,7 +94,7 @@ class Versions:
 
     def _load_rows(self, requested: pa.Table) -> None:
         """Table ``found``: file, row, key, ``computed_at`` (µs) and input hash of every row of the
-        keys requested."""
+        requested keys."""
         # Numbers are compared as numbers where all files and the question have them as such, and
         # else all as the text they are written as.
         whole = [
@@ -171,8 +171,8 @@ class Versions:
         )
 
     def known_at(self, periods: Sequence[Period], max_age_s: float | None) -> pa.Table:
-        """For each row requested, in its order, the file ``f`` and row ``r`` of the value that
-        answered at its time; null for none.
+        """The file ``f`` and row ``r`` of the value that answered each requested row at its time,
+        in their order; null for none.
 
         Args:
             periods: of snapshots of ``order``.

@@ -71,7 +71,7 @@ class Api:
         readers: threads for a store over a network; None for one in this process.
         views: what is live of the lookup's views, as last seen.
         answer_bytes: of one answer at most.
-        asks: what the gate and TLS ask for, for the OpenAPI document.
+        asks: what the gate and TLS require, for the OpenAPI document.
         timing: where the times of searches are reported.
     """
 

@@ -23,7 +23,7 @@ Gate = Callable[[Scope], Reply | None]
 """Called first for every request: returns the refusal, or None to let it pass."""
 
 TRIED_AT_ONCE = "precompute.tried_at_once"
-"""In a scope: :meth:`Front.at_once` was called already."""
+"""Key of a scope for which :meth:`Front.at_once` was called already."""
 
 _VIEWS, _SERVICES = b"/v1/views/", b"/v1/services/"
 _ROWS = b"rows/"

@@ -27,12 +27,13 @@ class Seen:
     unreadable: frozenset[str]
     store_answers: bool
     accounts: Mapping[str, Account] = field(default_factory=dict)
-    """Of each view of a lookup that has a root: what was found when it was last looked at."""
+    """View → its account, as it was last read; of a lookup that has a root."""
     followed: Mapping[str, Followed] = field(default_factory=dict)
-    """Of each view that follows a root in an object store: when it last served what that says."""
+    """View → when it last served what its root says; of views that follow a root in an object
+    store."""
 
     def trouble(self, pointer: Pointer) -> str | None:
-        """What of a view is not whole, in words that anybody may read; None where all is."""
+        """What of a view is not whole, in words that are safe to publish; None where all is."""
         account = self.accounts.get(pointer.view.name)
         name = pointer.view.name
         if pointer.degraded:
@@ -45,7 +46,7 @@ class Seen:
         )
 
     def behind(self, pointer: Pointer) -> str | None:
-        """For how long a view has not served what the root says, in words that anybody may read;
+        """How long a view has not served what the root says, in words that are safe to publish;
         None where it does."""
         followed = self.followed.get(pointer.view.name)
         behind_s = None if followed is None else followed.behind_s(time.time_ns() // 1000)

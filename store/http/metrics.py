@@ -139,16 +139,16 @@ class Metrics:
                 self.meter.counter(counted.SEMANTIC_CACHE, view, outcome).add(rows)
 
     def not_cached(self, dropped: int | None, size_bytes: int) -> None:
-        """Count a row that was not among the encoded ones, and is from now on, and those it took
-        the place of (None: it is too large); all take so many bytes."""
+        """Count a row that was not cached, and is from now on, and those it took the place of
+        (None: it is too large); all take so many bytes."""
         self._row_cache["miss"].add()
         if dropped:
             self._row_cache["dropped"].add(dropped)
         self._row_cache_bytes.set(size_bytes)
 
     def serves_until(self, view: str, until_s: float) -> None:
-        """Until when (s since 1970) a row of a view that is cached here may be served while the
-        store fails."""
+        """Set the time (s since 1970) until which a row of a view that is cached here may be served
+        while the store fails."""
         self.meter.gauge(counted.CACHE_SERVES_UNTIL, view).set(until_s)
 
     def serves_cached(self, now_s: float) -> bool:
@@ -250,8 +250,8 @@ def exposition(
     or of its own where it has none.
 
     Args:
-        meter: of the process that was requested.
-        now: gauges that are looked up when requested, and counted by nobody.
+        meter: of the process that answers ``/metrics``.
+        now: gauges that are looked up when ``/metrics`` is read; no process counts them.
 
     Raises:
         OSError: the folder cannot be read.

@@ -17,7 +17,7 @@ from precompute.store.wire.lookup_options import (
 
 
 class Asks(Flag):
-    """What a server asks its callers for; both, where both are named."""
+    """The credentials that a server requires of its callers; both, where both are named."""
 
     NOTHING = 0
     TOKEN = auto()
@@ -46,7 +46,7 @@ _SCHEMES = {
 
 
 def _security(asks: Asks, scope: str) -> list[dict[str, list[str]]]:
-    """The ways in, any of which will do; of a server that asks for nothing they may be shown all
+    """The ways in, any of which will do; of a server that requires nothing they may be shown all
     the same."""
     token, certificate = {_TOKEN: [scope]}, {_CERTIFICATE: list[str]()}
     if asks is Asks.NOTHING:
@@ -82,7 +82,7 @@ _EVERYWHERE = {
     "500": "an error nobody foresaw; the server's log has it",
     "503": "the store cannot be reached, or too much is in hand already",
 }
-"""Whatever is requested may be refused with these, most of them before anybody looks for what."""
+"""Refusals that any request may meet, most of them before its route is looked for."""
 
 
 _OF_A_ROW = {
@@ -161,7 +161,7 @@ _SEARCHED_BY = ("key", "text", "vector", "inputs")
 
 
 def _schemas() -> dict[str, Any]:
-    """Of every body, with the limits on it."""
+    """The schema of every body, with the limits on it."""
     schemas = bodies.schemas()
     for name, fields in _LIMITS.items():
         for field, limits in fields.items():
@@ -205,7 +205,7 @@ def openapi_document(asks: Asks = Asks.NOTHING) -> dict[str, Any]:
     """The document served at ``/openapi.json``.
 
     Args:
-        asks: what the server that serves it asks for. The scopes of tokens stand where OpenAPI 3.1
+        asks: what the server that serves it requires. The scopes of tokens stand where OpenAPI 3.1
             has the roles of such schemes.
     """
     return {

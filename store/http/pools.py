@@ -29,15 +29,15 @@ class Pool:
     Args:
         name: of the kind, for people and programs.
         threads: that run at once.
-        waiting: calls that may wait for one; what is beyond is refused at once.
+        waiting: calls that may wait for one; further ones are refused at once.
     """
 
     def __init__(self, name: str, threads: int, waiting: int) -> None:
         self.name = name
         self._most, self._free, self._most_waiting = threads + waiting, threads, waiting
         self._turns: dict[asyncio.Future[None], None] = {}
-        """Of those that wait, in the order in which they came. They wait here and not for the
-        threads, which would hold whatever was given up meanwhile."""
+        """Futures of those that wait, in the order in which they came. They wait here and not for
+        the threads, which would hold whatever was given up meanwhile."""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -85,11 +85,11 @@ class Pool:
             raise
 
     def _next(self) -> None:
-        """A thread is free."""
+        """Give a thread that is free to the next that waits."""
         while self._turns:
             turn = next(iter(self._turns))
             del self._turns[turn]
-            # a task that is cancelled comes to know it later
+            # a task that is cancelled learns of it later
             if not turn.cancelled():
                 turn.set_result(None)
                 return
@@ -103,7 +103,7 @@ class Waits:
     def __init__(self, most: int) -> None:
         self._most = most
         self._waiting: dict[asyncio.Future[bool], float] = {}
-        """Of each, until when (monotonic)."""
+        """Request that waits → its deadline (monotonic)."""
         self._of_client: Counter[str] = Counter()
 
     def until(self) -> float:
@@ -192,6 +192,6 @@ class Waits:
 
 
 def give_up(answer: Answer) -> None:
-    """Nobody waits for its rows in flight any more."""
+    """Give up an answer's rows in flight."""
     for future in answer.pending.values():
         future.cancel()

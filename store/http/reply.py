@@ -124,7 +124,7 @@ def log_failure(route: str, text: str) -> None:
 
 
 class Timing(Flag):
-    """Where the times of a request are reported; both are possible."""
+    """Where the times of a request are reported, in both if set."""
 
     UNREPORTED = 0
     IN_HEADER = auto()

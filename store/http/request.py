@@ -26,8 +26,8 @@ different ones, and short ones."""
 
 
 STRANGER = "precompute.stranger"
-"""In a scope: whether the caller has no valid token, on a route that needs none; the answer has no
-names then."""
+"""Key of a scope: whether the caller has no valid token, on a route that needs none; the answer has
+no names then."""
 
 
 class Disconnected(Exception):

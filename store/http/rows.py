@@ -97,7 +97,8 @@ _PIECE_ROWS = 16
 
 _BODIES = (bodies.JSON, bodies.ARROW)
 _BEGUN = "precompute.begun"
-"""In a scope: the lookup that was begun: the request, the size of its answer, and the answer."""
+"""Key of a scope: the lookup that was begun for it: the request, the size of its answer, and the
+answer."""
 
 
 class _Request(NamedTuple):
@@ -123,7 +124,7 @@ class _Request(NamedTuple):
 
 
 class RowRoutes:
-    """Routes over one lookup.
+    """The routes that answer with rows, over one lookup.
 
     Args:
         lookup: answers.
@@ -132,7 +133,7 @@ class RowRoutes:
             hand it over.
         answer_bytes: of one answer at most.
         cache_bytes: of the encoded cached rows.
-        timing: where it is reported what answers took.
+        timing: where the times of answers are reported.
         waiting: requests that may wait for models at once; what others miss is shed: a hit finds a
             connection, however slow a model is.
         caching: what caches in between may do with single rows.
@@ -555,7 +556,7 @@ def _as_arrow(answer: Answer) -> list[bytes | memoryview]:
 
 
 def _several(views: Sequence[str], answers: Sequence[Answer | Reply]) -> Iterator[bytes]:
-    """The body of an answer of several views: of each its rows or its problem."""
+    """The body of an answer of several views: the rows of each, or its problem."""
     before = b'{"responses":['
     for view, answer in zip(views, answers, strict=True):
         yield before

@@ -51,21 +51,21 @@ from precompute.store.wire.lookup_options import CacheControl
 
 _BODIES = (bodies.JSON, bodies.ARROW)
 _BEGUN = "precompute.begun"
-"""In a scope: what was begun for it."""
+"""Key of a scope: the answer that was begun for it."""
 _KEYS_AT_ONCE = 2000
 """Rows of all views that are read in one piece; others have their turn between the views of
 more."""
 _READ_TOGETHER = 4
 """Views of one request that are waited for at once, where the store lies behind a network: one
-request has a tenth of the threads, whatever it wants."""
+request has a tenth of the threads at most."""
 _PIECE_BYTES = 64 * 1024
-"""Of a large answer, about."""
+"""Size of the pieces of a large answer, about."""
 
 
 @dataclass(slots=True)
 class _Begun:
-    """A request on its way: when it came (:func:`time.perf_counter`), what it wants of stored rows,
-    how large its answer will be, and what is there of that."""
+    """A request on its way: when it came (:func:`time.perf_counter`), what it demands of stored
+    rows, how large its answer will be, and what is there of that."""
 
     started: float
     control: CacheControl | None
@@ -81,13 +81,13 @@ class _Begun:
 
     @property
     def answers(self) -> list[Answer | None]:
-        """Of each view that was begun; None of one that is refused."""
+        """The answer of each view that was begun; None of one that is refused."""
         return [part if isinstance(part, Answer) else None for part in self.answer.parts]
 
 
 @contextlib.contextmanager
 def _given_up_if_refused(begun: _Begun) -> Iterator[None]:
-    """What is in flight for a request is given up where one of its views makes it too much."""
+    """Give up what is in flight for a request where one of its views makes the answer too large."""
     try:
         yield
     except BaseException:
@@ -98,8 +98,9 @@ def _given_up_if_refused(begun: _Begun) -> Iterator[None]:
 
 
 class ServiceRoutes:
-    """Routes over one lookup; the arguments as :class:`precompute.store.http.rows.RowRoutes` has
-    them, with which it shares ``waits`` and ``room``."""
+    """The routes that answer with services, over one lookup; the arguments as
+    :class:`precompute.store.http.rows.RowRoutes` has them, with which it shares ``waits`` and
+    ``room``."""
 
     def __init__(
         self,
@@ -211,7 +212,7 @@ class ServiceRoutes:
             return self._refused(exc)
 
     def _refused(self, exc: PrecomputeError) -> Refused:
-        """A view that cannot be answered; what it says of it names no host and no file."""
+        """The part of a view that cannot be answered; its message names no host and no file."""
         refused = Refused.by(exc)
         reply, code = refusal(exc, "POST /v1/services")
         assert isinstance(reply.body, bytes)

@@ -27,7 +27,7 @@ from precompute.store.offline.view_store import ViewStore
 log = logging.getLogger(__name__)
 
 KEPT_REPORTS = 1000
-"""Reports of runs retained for each view: at one run an hour, six weeks."""
+"""Reports of runs that are kept of each view: at one run an hour, six weeks."""
 
 SWEPT_FOLDERS = 64
 """Folders of runs whose snapshot stays that one run's collection looks through for leftovers, each
@@ -79,7 +79,7 @@ def collect(
         now_s: seconds since 1970; now by default.
         swept: how many folders of snapshots that stay are looked through, each time others; all by
             default.
-        reports: given a sentence for each manifest that cannot be read and holds something up.
+        report: called with a sentence for each manifest that cannot be read and holds something up.
 
     Returns:
         what went, or would go: manifests first, since a file goes only when no manifest names it
@@ -210,7 +210,7 @@ def forget(store: ViewStore, number: int, lease: Lease) -> None:
 
 
 def _ancestors(entries: Mapping[int, Entry], number: int | None) -> set[int]:
-    """Snapshots that one builds on, as far as the catalog tells."""
+    """Snapshots that one builds on, as far as the catalog has them."""
     ancestors: set[int] = set()
     while number is not None and number in entries:
         number = entries[number].parent
@@ -265,7 +265,7 @@ def _reachable(
     if ref is not None:
         roots |= {ref.snapshot} | ({ref.previous} if ref.previous is not None else set())
     else:
-        # Without a pointer nobody can tell what is in use.
+        # Without a pointer it is not known what is in use.
         roots |= set(manifests)
     standing = Standing(store)
     roots |= standing.at_fault(manifests)
@@ -294,8 +294,8 @@ def _inputs_of_others(
     store: ViewStore, manifests: Mapping[int, Entry], report: Callable[[str], None]
 ) -> set[int]:
     """Snapshots of this view that other views' live ones were computed from: their fallbacks read
-    them. Of one that cannot be read nobody knows which; all that were there when it was committed
-    stay."""
+    them. Of one that cannot be read it is not known which; all that were there when it was
+    committed stay."""
     inputs: set[int] = set()
     for other in map(store.offline.view, store.offline.views()):
         ref = other.refs.readable_live()

@@ -203,7 +203,7 @@ def _deletes(store: ViewStore, table: str, snapshot: Snapshot) -> list[DataFile]
     found = read_deletes(store.checked_path(snapshot, snapshot.deletes))
     view = store.folder.absolute()
     shown = {store.storage.shown(view / part): rows for part, rows in found.items()}
-    # in the order that the format asks for: by path, then by position
+    # in the order that the format requires: by path, then by position
     names = sorted(shown)
     counts, rows = [len(shown[name]) for name in names], [np.sort(shown[name]) for name in names]
     codes = pa.array(np.repeat(np.arange(len(names), dtype=np.int32), counts))
@@ -239,8 +239,8 @@ def _numbered(name: str, kind: pa.DataType, number: int) -> pa.Field:
 
 
 class _Manifest(ManifestWriterV2):
-    """A manifest of data or of deletes, where pyiceberg's own are of data alone: rows that readers
-    are not told are deleted would be read, and nobody would notice."""
+    """A manifest of data or of deletes, where pyiceberg's own are of data alone: rows whose
+    deletion readers cannot see would be read without notice."""
 
     def __init__(self, content: ManifestContent, schema: Schema, out: OutputFile, number: int):
         super().__init__(UNPARTITIONED_PARTITION_SPEC, schema, out, number, "deflate")

@@ -25,9 +25,9 @@ from precompute.store.offline.view_store import ViewStore
 log = logging.getLogger(__name__)
 
 FOLDER = "iceberg"
-"""In a view's folder."""
+"""Name of the table's folder in a view's."""
 KEPT_METADATA = 10
-"""The newest files of metadata that stay, for who reads by an older one."""
+"""The newest files of metadata that stay, for readers of an older version."""
 HINT = "version-hint.text"
 """Names the newest metadata, for readers without a catalog."""
 
@@ -106,7 +106,7 @@ class _Table:
             if _said(before) == _said(body):
                 break
             newest += 1
-            # somebody else's is of what there was then: what this one is to say is found once more
+            # another process's version is of what there was then: compare again before the next try
             with contextlib.suppress(FileExistsError):
                 self._storage.create(self._path(newest), json.dumps(body, indent=1).encode())
                 break
@@ -282,7 +282,7 @@ def _ids(schema: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _mapping(schemas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """By which names the files, which know no ids, have the fields."""
+    """The names by which the files, which have no ids, have the fields."""
     ids = {name: number for schema in schemas for name, number in _ids(schema).items()}
     mapping = []
     for name, number in ids.items():

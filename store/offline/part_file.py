@@ -24,8 +24,8 @@ from precompute.store.errors import SnapshotError, UnreadableError
 from precompute.store.offline.snapshot import Part
 
 ROW_GROUP_BYTES = 2 * 2**20
-"""Of rows in memory, about: what is read for a row that is drawn or looked up. DuckDB reads smaller
-ones more slowly."""
+"""Bytes in memory of a row group, about: what is read for a row that is drawn or looked up. DuckDB
+reads smaller ones more slowly."""
 RARE_ROWS = 10_000
 """Rare rows of a part that its footer names, at most: beyond that, 70 kB of them, they are not
 rare."""
@@ -42,7 +42,7 @@ def write_part_file(
     Args:
         path: the file to be; its folder is created.
         table: the rows.
-        rare: numbers of its rows that :func:`rare_rows` is to tell, ascending.
+        rare: numbers of its rows that :func:`rare_rows` is to return, ascending.
 
     Returns:
         size in bytes and SHA-256 (hex).
@@ -90,7 +90,7 @@ def write_part_file(
 
 def rare_rows(file: pq.ParquetFile) -> npt.NDArray[np.int64] | None:
     """Numbers of the rows that were named as rare when a part was written, ascending; None where
-    that is not reports: too many, or an older part.
+    its footer does not have them: too many, or an older part.
 
     Raises:
         OSError: what stands there is no list of numbers: the file is damaged.
@@ -181,9 +181,9 @@ def _codecs(schema: pa.Schema) -> dict[str, str]:
 Numbers = npt.NDArray[np.int64]
 
 MOST_OVERLAYS = 4
-"""Over a base: a reader asks each of them, and of fewer every change is copied more often. By this
-rule each row of 50 deltas of the same size is written 3.2 times, with 3 overlays 4.7 times, with 5
-2.5 times."""
+"""Overlays over a base at most: a reader looks into each of them, and with fewer every change is
+copied more often. By this rule each row of 50 deltas of the same size is written 3.2 times, with 3
+overlays 4.7 times, with 5 2.5 times."""
 
 
 def layers_that_stay(weights: Sequence[int], new: int, most: int = MOST_OVERLAYS) -> int:

@@ -18,9 +18,9 @@ from precompute.store.errors import SnapshotError
 NAME = "publishings.jsonl"
 
 NEWEST_BYTES = 1 << 16
-"""Of the file that is rewritten with every publishing, about: 250 of them."""
+"""Size of the file that is rewritten with every publishing, about: 250 lines."""
 MOST_AGAIN = 12
-"""So many lines at its end are known: what one of them says is not written again."""
+"""Lines at its end that are compared: what one of them says is not written again."""
 THINNED_BYTES = 1 << 20
 """A log below that is not worth thinning: 4,000 publishings."""
 
@@ -51,7 +51,7 @@ class _Older(Record, frozen=True):
 
 class PublishingLog:
     """The log of one view: the newest lines in one file, which is rewritten, older ones in files
-    that are not. Who writes holds the lock of its refs.
+    that are not. A writer holds the lock of its refs.
 
     Args:
         folder: of the view's refs.
@@ -107,7 +107,7 @@ class PublishingLog:
         return self._path.with_name(f"publishings-{number:06d}.jsonl")
 
     def add(self, *publishings: Publishing, durably: bool = True) -> None:
-        """Append those that do not stand at the end already.
+        """Append publishings, but those that stand at the end already.
 
         Args:
             publishings: what is live, or the end of it; none makes sure that there is a file.
@@ -152,8 +152,8 @@ class PublishingLog:
         return b"".join(line + b"\n" for line in (*head, *body))
 
     def thin(self, snapshots: Collection[int]) -> None:
-        """Forget what nobody can read any more: of publishings in a row whose snapshots are gone,
-        the first one stays, so that its time is nobody else's.
+        """Forget what cannot be read any more: of publishings in a row whose snapshots are gone,
+        the first one stays, so that its time does not count for the publishing before it.
 
         Args:
             snapshots: numbers of those that are there.
@@ -185,7 +185,7 @@ class PublishingLog:
 
 
 def _lines(data: bytes) -> list[bytes]:
-    """What follows the last newline was torn."""
+    """The whole lines of a file: what follows the last newline was torn."""
     return data.split(b"\n")[:-1]
 
 

@@ -2,7 +2,7 @@
 of pinned ones.
 
 <root>/<view>/refs/live.json          {epoch, snapshot, generation, …}: moved by compare-and-swap
-only <root>/<view>/refs/epoch.json         the last epoch that anybody claimed
+only <root>/<view>/refs/epoch.json         the last epoch that was claimed
 <root>/<view>/refs/{bad,pins}/<number>.json
 """
 
@@ -103,7 +103,7 @@ class LiveRef(Record, frozen=True):
 
 class BadMark(Record, frozen=True):
     """Why a snapshot is never to be published: it was rolled back from, or its files are damaged.
-    ``rows`` tells whether its rows are at fault, and then ``content`` is their digest and
+    ``rows`` says whether its rows are at fault, and then ``content`` is their digest and
     ``back_to`` the snapshot that was gone back to, if it is known.
     """
 
@@ -164,8 +164,8 @@ class Refs:
         return entries
 
     def claim_epoch(self, above: int) -> int:
-        """An epoch nobody had or will have, larger than ``above``: the number of a publishing and
-        of its online generation.
+        """An epoch that was never given and never will be again, larger than ``above``: the number
+        of a publishing and of its online generation.
 
         Raises:
             SnapshotError: the file system failed.
@@ -212,7 +212,7 @@ class Refs:
             lease: held by the writer.
 
         Raises:
-            ConflictError: somebody moved the pointer since.
+            ConflictError: another process moved the pointer since.
             FencedError: the lease was lost.
         """
 

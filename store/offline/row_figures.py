@@ -24,9 +24,9 @@ quantile is within 0.8 %."""
 MOST_DISTINCT = 65_536
 """Values counted one by one; others are counted together."""
 KEPT_VALUES = 64
-"""Of the commonest values, in the manifest."""
+"""The commonest values that the manifest has, at most."""
 SAMPLED_VALUES = 1024
-"""Of floats that are counted together, whose commonest are looked for: to sort all of them took
+"""Values that are drawn of floats counted together, to find the commonest: to sort all of them took
 three times as long as all else here."""
 SHOWN_LETTERS = 60
 
@@ -34,9 +34,9 @@ I8 = npt.NDArray[np.int64]
 
 
 class ValueFigures(Record, frozen=True):
-    """Of one feature: ``rows`` that have a value, not null, of which ``empty`` are an empty text or
-    list, ``not_finite`` NaN or infinite, ``zero`` zero; ``total`` and ``squares`` sum up the finite
-    numbers and their squares. ``items`` are those of all lists.
+    """What is counted of one feature: ``rows`` that have a value, not null, of which ``empty`` are
+    an empty text or list, ``not_finite`` NaN or infinite, ``zero`` zero; ``total`` and ``squares``
+    sum up the finite numbers and their squares. ``items`` are those of all lists.
 
     ``buckets``: bucket → numbers, of scalars; ``lengths``: bucket → rows, of texts (letters) and
     lists (items). ``common``: value, as text → times, of the :data:`KEPT_VALUES` commonest of
@@ -64,7 +64,7 @@ class ValueFigures(Record, frozen=True):
 
     @property
     def mean(self) -> float:
-        """Of the finite numbers; 0 without any."""
+        """Mean of the finite numbers; 0 without any."""
         return self.total / self.numbers if self.buckets else 0.0
 
     @property
@@ -82,7 +82,8 @@ class ValueFigures(Record, frozen=True):
         return max(self.common.values(), default=0) / self.looked_at if self.looked_at else 0.0
 
     def with_others(self, other: ValueFigures, sign: int, times: float) -> ValueFigures:
-        """With ``times`` as much as ``other`` has added (``sign`` 1) or taken off (-1)."""
+        """These figures with ``times`` as much as ``other`` has added (``sign`` 1) or taken off
+        (-1)."""
 
         def count(a: int, b: int) -> int:
             return max(0, a + sign * round(b * times))
@@ -228,7 +229,7 @@ class ValueCounter:
                 known[value] = times
 
     def figures(self) -> ValueFigures:
-        """Of all rows so far."""
+        """The figures of all rows so far."""
         if self._sampled:
             # once, and not with each window: dictionaries took most of what counting takes
             self._count_distinct(pa.array(np.concatenate(self._sampled)))
@@ -297,10 +298,10 @@ _LAST_BUCKET = int(np.array(np.finfo(np.float32).max).view(np.int32)) >> _SHIFT
 
 
 class VectorFigures(Record, frozen=True):
-    """Of one vector feature: ``rows`` that have a finite vector, how many of these are ``zero``,
-    the sum of their Euclidean lengths (``norm_sum``), and ``norms``: bucket of the squared length →
-    rows. A bucket is the first bits of a float32, 16 to each power of two, so that a quantile is
-    within 2 % of the true one."""
+    """What is counted of one vector feature: ``rows`` that have a finite vector, how many of these
+    are ``zero``, the sum of their Euclidean lengths (``norm_sum``), and ``norms``: bucket of the
+    squared length → rows. A bucket is the first bits of a float32, 16 to each power of two, so that
+    a quantile is within 2 % of the true one."""
 
     rows: int = 0
     zero: int = 0
@@ -333,7 +334,7 @@ class VectorFigures(Record, frozen=True):
 
 
 class RowFigures(Record, frozen=True):
-    """Of some rows of a view.
+    """What is counted of some rows of a view.
 
     ``rows`` counts them, ``not_finite`` those with a NaN or an infinity, ``valueless`` those of
     which every feature is null, ``nulls`` the nulls of each feature that has any, ``vectors`` the
@@ -348,11 +349,11 @@ class RowFigures(Record, frozen=True):
     values: Mapping[str, ValueFigures] = field(default_factory=dict)
 
     def plus(self, other: RowFigures) -> RowFigures:
-        """Of these rows and of others."""
+        """The figures of these rows and of others."""
         return self._with(other, 1, 1.0)
 
     def less(self, counted: RowFigures, rows: int) -> RowFigures:
-        """Of these rows without ``rows`` of them.
+        """The figures of these rows without ``rows`` of them.
 
         Args:
             counted: figures of the rows that leave: exact where they are of all of them; where they
@@ -483,7 +484,7 @@ class RowCounter:
             self._nulls[name] = self._nulls.get(name, 0) + n
 
     def figures(self) -> RowFigures:
-        """Of all rows so far."""
+        """The figures of all rows so far."""
         self._count()
         vectors = {name: counter.figures() for name, counter in self._vectors.items()}
         values = {name: counter.figures() for name, counter in self._values.items()}
@@ -574,7 +575,7 @@ def _valueless(
     rows: pa.RecordBatch, view: FeatureView, nulls: Mapping[str, int]
 ) -> npt.NDArray[np.int64]:
     """Numbers of the rows of which every feature is null. No model may return a null vector, so
-    that where there is one it tells alone."""
+    that where there is a vector feature it decides alone."""
     vector = next((f.name for f in view.features if f.dim is not None), None)
     names = view.feature_names if vector is None else (vector,)
     if not all(name in nulls for name in names):

@@ -57,7 +57,7 @@ class Journals:
 
     Args:
         folder: the view's.
-        committed: tells which runs committed, and the paths of the files that manifests name.
+        committed: returns which runs committed, and the paths of the files that manifests name.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class Journals:
                 continue
             for chunk in self._chunks(path, recipe, partition, full):
                 # A part that a manifest names is that snapshot's: the run that took it over may not
-                # do it twice, since his deletes of its other rows would hide them from the snapshot
-                # he builds on.
+                # do it twice, since its deletes of the part's other rows would hide them from the
+                # snapshot that it builds on.
                 if chunk.part is not None and chunk.part.path in files:
                     continue
                 chunks.append(chunk)
@@ -229,8 +229,8 @@ FINISHED = ("published", "committed", "current")
 """Statuses of runs that did what they were for."""
 
 AHEAD_S = 86400.0
-"""How far ahead of the clock what was noted may lie: a clock set back by hours runs nothing twice.
-Beyond that the clock was wrong when it was noted."""
+"""Seconds ahead of the clock that a noted time may lie: a clock set back by hours runs nothing
+twice. Beyond that the clock was wrong when it was noted."""
 
 _STAMP = "%Y%m%dT%H%M%S.%fZ"
 
@@ -239,7 +239,7 @@ class Usage(Record):
     """What a run took of its machine. What cannot be known here is 0, or None of shares."""
 
     kind: str | None = None
-    """Of the rows it computed: ``full`` (every row), ``delta``, or ``compacting`` (a delta whose
+    """What rows it computed: ``full`` (every row), ``delta``, or ``compacting`` (a delta whose
     parent's rows were copied); None of a run that computed nothing."""
     cores: int = 0
     """CPUs that it could use; 0 of runs that were recorded before there were these figures."""
@@ -251,7 +251,7 @@ class Usage(Record):
     ``write`` the one that writes parts, and ``model`` all else that computes meanwhile; ``other``
     is what no stage took."""
     workers_cpu_s: dict[str, float] = field(default_factory=dict)
-    """The same of worker processes."""
+    """CPU seconds of the stages in worker processes."""
     workers: int = 0
     """Worker processes that computed rows; 0: the run's own process did."""
     gpu_s: float = 0.0
@@ -259,24 +259,26 @@ class Usage(Record):
     peak_bytes: int = 0
     """The most memory that the process ever held, pages of mapped files among it."""
     worker_peak_bytes: int = 0
-    """The same of the worker that took most."""
+    """The same, of the worker that took most."""
     source_bytes: int = 0
     """What DuckDB held of the source's rows, when those to compute were computed; 0 of a run of an
     instant."""
     spilled_bytes: int = 0
-    """Of it on disk, since it did not fit in memory."""
+    """Bytes of these that were on disk, since they did not fit in memory."""
     read_bytes: int = 0
-    """Read by system calls, of files in the system's cache, too, and of messages of workers."""
+    """Bytes that were read by system calls, of files in the system's cache, too, and of messages of
+    workers."""
     written_bytes: int = 0
-    """Of the files of its snapshot in the root, and of the vector index that it built there."""
+    """Size of the files of its snapshot in the root, and of the vector index that it built
+    there."""
     loaded_rows: int = 0
     """Rows and tombstones that were loaded into the online store."""
     loaded_bytes: int = 0
-    """Of the table file; of Redis, of keys and packed rows."""
+    """Size of the table file that was loaded; for Redis, of keys and packed rows."""
     overlay: bool = False
     """Whether these were loaded over what is live, and not as a base."""
     idle: float | None = None
-    """Share of the machine's CPU time that nobody took while the run lasted."""
+    """Share of the machine's CPU time that no process used while the run lasted."""
     steal: float | None = None
     """Share of it that the machine's own host took."""
 
@@ -302,7 +304,7 @@ class Report(Record):
     rows_per_s: float | None = None
     stages_s: dict[str, float] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
-    """What computing took, stage by stage, as the engine's meter tells it."""
+    """What computing took, stage by stage, as the engine's meter has it."""
     index: dict[str, Any] = field(default_factory=dict)
     """What was measured of the vector index, where one was built: see
     :class:`precompute.store.vectors.index_record.IndexFigures`."""
@@ -503,5 +505,5 @@ class Runs:
         )
 
     def ids(self) -> list[str]:
-        """Of all runs that have a report, the newest first."""
+        """Ids of all runs that have a report, the newest first."""
         return [name.removesuffix(".json") for name in self._names()]

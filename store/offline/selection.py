@@ -28,12 +28,13 @@ from precompute.store.keys import key_column
 from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, rare_rows
 
 CLUSTERS = 64
-"""Row groups that a draw of many rows reads: 64 places spread over all rows tell a share of a third
+"""Row groups that a draw of many rows reads: 64 places spread over all rows give a share of a third
 to ± 6 % when whole row groups are alike, and to ± 1 % of what begins or ends at one place."""
 
 MOST_READ_BYTES = CLUSTERS * ROW_GROUP_BYTES
-"""Of the files that a draw reads, unless so many row groups have more. The 3,000 rows that a delta
-of 0.1 % replaced lie in every row group of 3 M × 64 floats, which took a run's gates 0.8 s."""
+"""Bytes of the files that a draw reads at most, unless so many row groups have more. The 3,000 rows
+that a delta of 0.1 % replaced lie in every row group of 3 M × 64 floats, which took a run's gates
+0.8 s."""
 
 Numbers = npt.NDArray[np.int64]
 _NONE: Numbers = np.empty(0, np.int64)
@@ -51,7 +52,7 @@ class FileRows:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """How many rows they are."""
         return self.rows - len(self.listed) if self.others else len(self.listed)
 
     def within(self, start: int, stop: int) -> Numbers:
@@ -110,7 +111,7 @@ class Selection:
             clusters *= 4
 
     def _bytes_to_read(self) -> float:
-        """Of all row groups that hold one of them, about."""
+        """Bytes of all row groups that hold one of these rows, about."""
         read = 0.0
         for file in self.files:
             if file.count:
@@ -151,8 +152,8 @@ class Selection:
         return Selection(chosen)
 
     def rare(self) -> Selection:
-        """Those of the rows that their part names as rare, and all rows of the parts that do not
-        tell.
+        """Those of the rows that their part names as rare, and all rows of the parts that name
+        none.
 
         Raises:
             SnapshotError: a file cannot be read.
@@ -224,7 +225,7 @@ class Selection:
     def find(
         self, keys: pa.Array, entity: Sequence[str], *, groups: int | None = None, seed: int = 0
     ) -> tuple[int, Selection, pa.Array]:
-        """Of these rows the ones with certain keys: (how many there are, they themselves, and the
+        """Those of the rows that have certain keys: (how many there are, they themselves, and the
         text of each one's key). Reads the key columns of all, or, where the key is one integer, of
         the row groups that may hold any by their least and greatest key: half of them, where 8,192
         of 10⁷ keys in order are looked for in 64 places.
@@ -305,7 +306,7 @@ def rows_beside(layers: Layers, other: Layers) -> Selection:
 
 
 def seed_of(layers: Layers) -> int:
-    """A seed of a snapshot's own: the same wherever its files lie, as often as it is requested."""
+    """A seed of a snapshot's own: the same wherever its files lie, at every call."""
     return zlib.crc32("\n".join("/".join(path.parts[-2:]) for path in layers.paths).encode())
 
 

@@ -32,8 +32,8 @@ know."""
 DELETES_SCHEMA = pa.schema(
     [("part", pa.dictionary(pa.int32(), pa.string())), ("row", pa.int64()), ("removed", pa.bool_())]
 )
-"""Of ``deletes.parquet``: path of the part as manifests name it, number of the row in it, and
-whether its key left the source (a tombstone) or came again with another value. The entity key's
+"""Columns of ``deletes.parquet``: path of the part as manifests name it, number of the row in it,
+and whether its key left the source (a tombstone) or came again with another value. The entity key's
 columns follow, with ``key_`` before their names."""
 
 
@@ -123,10 +123,9 @@ class Snapshot(Record, frozen=True):
     kind: str = "full"
     """``full`` or ``delta``."""
     parent: int | None = None
-    """Of a delta: the snapshot whose rows it builds on."""
+    """The snapshot whose rows a delta builds on."""
     bases: tuple[int, ...] = ()
-    """Of a compacted one, and of a delta that took the place of others: the snapshots whose rows it
-    copied."""
+    """The snapshots whose rows a compacted one copied, or a delta that took the place of others."""
     base_losses: int | None = None
     """Rows that those of ``bases`` removed or rejected, so that a key may have none any more; None
     where that was not counted."""
@@ -151,8 +150,8 @@ class Snapshot(Record, frozen=True):
     partition: str | None = None
     """Interval of data time it covers, as :class:`precompute.store.times.Partition` writes it."""
     members: Mapping[str, int] = field(default_factory=dict)
-    """Of an **assembled** one, which covers all partitions of its view: each partition → the number
-    of its snapshot that is served. A key has its row of the newest partition that has it. Most
+    """Partition → the number of its snapshot that is served, of an **assembled** snapshot, which
+    covers all partitions of its view. A key has its row of the newest partition that has it. Most
     parts are the members' own, by reference; ``partition`` is None."""
     renewed_at: int | None = None
     """When its unchanged rows were found to be what the model would answer, µs since 1970: their
@@ -169,15 +168,15 @@ class Snapshot(Record, frozen=True):
     accepted: tuple[str, ...] = ()
     """Gates an operator accepted by name."""
     returned: Mapping[int, int] = field(default_factory=dict)
-    """Snapshots that were rolled back from → rows of theirs that this one holds again, those that
+    """Snapshots that were rolled back from → their rows that this one holds again, those that
     were live already among them."""
     excused: Mapping[int, int] = field(default_factory=dict)
-    """The same of those that were live already and that an operator let pass."""
+    """The same for those that were live already and that an operator let pass."""
     student: StudentUse | None = None
     """What computes the view's misses in the model's stead, and how well it agrees with the rows of
     this snapshot."""
     fence: int = 0
-    """Of the lease the writer held."""
+    """The fence of the lease that its writer held."""
 
     @property
     def losses(self) -> int | None:
@@ -192,15 +191,15 @@ class Snapshot(Record, frozen=True):
 
     @property
     def changed_rows(self) -> int:
-        """Of a delta, about how many rows it has other than its parent, tombstones among them: what
-        it weighs among others."""
+        """About how many rows a delta has other than its parent, tombstones among them: what it
+        weighs among others."""
         return max(
             sum(part.rows for part in self.parts), 0 if self.deletes is None else self.deletes.rows
         )
 
     @property
     def refused_by(self) -> list[str]:
-        """Gates that refuse to publish it and that nobody accepted."""
+        """Gates that refuse to publish it and that no operator accepted."""
         return [
             name
             for name in dict.fromkeys(verdict.gate for verdict in self.failed)
@@ -306,8 +305,8 @@ Stamp = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What choosing and removing snapshots takes of a manifest. ``files`` are the paths of parts,
-    deletes, rejected rows and a given frame, from the view's folder."""
+    """The part of a manifest that choosing and removing snapshots needs. ``files`` are the paths of
+    parts, deletes, rejected rows and a given frame, from the view's folder."""
 
     number: int
     run: str
@@ -317,7 +316,7 @@ class Entry:
     refused_by: tuple[str, ...]
     files: tuple[str, ...]
     members: tuple[int, ...] = ()
-    """Of an assembled snapshot: the partitions' snapshots it serves."""
+    """The partitions' snapshots that an assembled snapshot serves."""
     rows: int = 0
     computation: str = ""
     """Digest of model, source and features, whatever the rows are hashed by."""
@@ -356,18 +355,18 @@ class Catalog:
     entries: dict[int, Entry]
     damaged: dict[int, SnapshotError]
     stamps: dict[int, Stamp]
-    """Of the manifests, when it was read."""
+    """Stamps of the manifests when the catalog was read."""
 
 
 def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> Catalog:
     """The catalog of a view, completed on disk where it lacks lines; that it cannot be written is
     no error.
 
-    A line counts while the manifest it tells of is there with the size and time noted, and while
-    its own checksum holds; a manifest without such a line is parsed, and its line appended. So the
-    file may be lost, torn, behind, or of another machine: then more is parsed, and nothing else
-    changes. A damaged manifest has no line of its own unless it was whole once; what it named is
-    known then, and it can be removed like any other.
+    A line counts while the manifest that it describes is there with the size and time noted, and
+    while its own checksum holds; a manifest without such a line is parsed, and its line appended.
+    So the file may be lost, torn, behind, or of another machine: then more is parsed, and nothing
+    else changes. A damaged manifest has no line of its own unless it was whole once; what it named
+    is known then, and it can be removed like any other.
 
     Args:
         manifests: the view's folder of manifests.

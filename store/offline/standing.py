@@ -64,7 +64,7 @@ def are_alike(one: Snapshot, other: Snapshot) -> bool:
 
 
 class Standing:
-    """The snapshots of one view, as marks and live pointer stand when they are first requested;
+    """The snapshots of one view, as marks and live pointer stand when they are first read;
     made again for each decision.
 
     Args:
@@ -129,7 +129,7 @@ class Standing:
         try:
             bad = self.bad(snapshot)
         except SnapshotError:
-            # What it builds on is lost, which reading it will tell.
+            # What it builds on is lost, which reading it will report.
             bad = None
         if bad == snapshot.number:
             return self.marks[bad].reason
@@ -141,8 +141,8 @@ class Standing:
 
     def check_publishable(self, snapshot: Snapshot) -> None:
         """Raises:
-        GateError: a gate refused the snapshot and nobody accepted that, or it is bad: rolled back
-            from, built on one that was, or the same rows once more.
+        GateError: a gate refused the snapshot and no operator accepted that, or it is bad: rolled
+            back from, built on one that was, or the same rows once more.
         SnapshotError: it cannot be read.
         """
         number, bad = snapshot.number, self.bad(snapshot)

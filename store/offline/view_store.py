@@ -92,7 +92,7 @@ class ViewStore:
         self._dead: dict[
             tuple[tuple[str, ...], tuple[tuple[Path, int], ...]], Mapping[int, Numbers]
         ] = {}
-        """Dead rows of the last two chains: a run asks for those of its parent and of its result a
+        """Dead rows of the last two chains: a run needs those of its parent and of its result a
         dozen times, and they may be half of all rows."""
         self._deletes: dict[tuple[Path, int], Deletes] = {}
         """What was read of the files that the last two chains have, by path and time of change
@@ -142,8 +142,7 @@ class ViewStore:
         )
 
     def catalog(self) -> Catalog:
-        """What all manifests of the view say of themselves, in short; only those are read that were
-        not before."""
+        """The catalog of all manifests of the view; only those are read that were not before."""
         self._catalog = read_catalog(self.folder / "manifests", self._catalog_path, self._catalog)
         return self._catalog
 
@@ -195,8 +194,8 @@ class ViewStore:
         return None if given is None else self._frame(self.folder / given)
 
     def is_here(self, path: Path) -> bool:
-        """Whether a file is there; then it is here, fetched where it lies elsewhere. It is known by
-        its name alone: one that has a checksum is had by :meth:`file`."""
+        """Whether a file is there; it is fetched where it lies elsewhere. It is checked by its name
+        alone: one that has a checksum is read by :meth:`file`."""
         item = None if self.storage is LOCAL or path.is_file() else self.storage.stat(path)
         if item is not None:
             self.storage.fetch([File(path, item.size_bytes, "")])
@@ -219,7 +218,7 @@ class ViewStore:
 
     def layers(self, snapshot: Snapshot) -> Layers:
         """Every file of the snapshot's chain with its dead rows; all checked to be there with the
-        size the manifests tell.
+        size that the manifests have.
 
         Raises:
             SnapshotError: a file is missing or has another size.
@@ -242,7 +241,8 @@ class ViewStore:
     def _dead_rows(
         self, parts: list[str], files: tuple[tuple[Path, int], ...]
     ) -> Mapping[int, Numbers]:
-        """Those that files of deletes name, with the times of their last change."""
+        """Position of a part → its dead rows, by ``files`` of deletes, each given with the time of
+        its last change."""
         before = [*self._dead][-1:]
         wanted = {*files, *(file for _, of_chain in before for file in of_chain)}
         known = {file: read for file, read in self._deletes.items() if file in wanted}
@@ -260,7 +260,7 @@ class ViewStore:
 
     def _fetch(self, chain: Sequence[Snapshot]) -> None:
         """Have all files of a chain here, where they may lie elsewhere; those that cannot be had
-        are told when they are read."""
+        are an error when they are read."""
         if self.storage is not LOCAL:
             parts = [part for layer in chain for part in (*layer.parts, layer.deletes) if part]
             files = [File(self.folder / p.path, p.size_bytes, p.sha256) for p in parts]
@@ -282,7 +282,7 @@ class ViewStore:
         """Absolute path of one file of a snapshot.
 
         Raises:
-            SnapshotError: it is missing or has another size than the manifest tells.
+            SnapshotError: it is missing or has another size than in the manifest.
         """
         path = (self.folder / part.path).absolute()
         try:
@@ -414,7 +414,7 @@ class ViewStore:
 
     def _mark_writer(self, member: int, part: Part, why: str) -> None:
         """Mark those of the snapshots that a member of an assembled one builds on bad that name the
-        part as theirs."""
+        part as their own."""
         try:
             for layer in self.chain(self.snapshot(member)):
                 if any(part.path == own.path for own in layer.parts):
@@ -448,8 +448,8 @@ class ViewStore:
             name: file name, unique within the run.
             table: the rows.
             rare: numbers of those that a gate may allow none of, as
-                :meth:`precompute.store.offline.row_figures.RowCounter.rare` tells them; None where
-                nobody asks.
+                :meth:`precompute.store.offline.row_figures.RowCounter.rare` returns them; None
+                where they do not matter.
 
         Raises:
             SnapshotError: no space, or another failure of the file system.
@@ -459,7 +459,7 @@ class ViewStore:
         except OSError as exc:
             if exc.errno != errno.EIO:
                 raise SnapshotError(disk_message(self.folder / "data" / run / name, exc)) from exc
-            # What an fsync that failed left on the disk nobody knows: the file is given up, and
+            # It is not known what a failed fsync left on the disk: the file is given up, and
             # written once more under another name.
             log.warning(
                 "%s; writing it once more", disk_message(self.folder / "data" / run / name, exc)

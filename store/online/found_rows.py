@@ -26,7 +26,7 @@ from precompute.store.online.row_values import (
 
 class PackedKeys(Sequence[bytes]):
     """Keys of one read, all of them such as an entity can have: ``packed`` with their ``hashes``
-    (xxh3_64, uint64 [n]); as bytes one by one when requested.
+    (xxh3_64, uint64 [n]); as bytes one by one on first use.
 
     Args:
         texts: the keys.
@@ -79,7 +79,7 @@ class WholeColumns:
 
 class FoundRows:
     """A packed row or none for each key, in the keys' order. As a list for few keys, in one buffer
-    for many: made the one from the other when requested.
+    for many: made the one from the other on first use.
 
     Args:
         keys: what was looked for.
@@ -133,7 +133,7 @@ class FoundRows:
         return self._damaged
 
     def _read(self) -> tuple[Packed, npt.NDArray[np.bool_] | None]:
-        """``packed`` and ``damaged``, when they are first requested."""
+        """``packed`` and ``damaged``, made on first use."""
         assert self._values is not None
         # An empty row is none that was ever loaded: one byte instead, which is no row either, and
         # is not taken for a missing one.
@@ -352,7 +352,7 @@ class ColumnReader:
         else:
             values = data.view(kind) if f.dim is None else data.view(kind).reshape(count, f.dim)
         if present is not None:
-            # what has expired is nobody's business
+            # an expired row's values are not shown
             values = np.where(
                 present if f.dim is None else present[:, None], values, values.dtype.type(0)
             )

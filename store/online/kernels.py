@@ -18,7 +18,7 @@ import xxhash
 from precompute.store.online.packed import I8, U1, U8, Buffer, Packed
 
 _VERSION = 6
-"""Of what this file and the extension say to each other; _kernels.c has it too."""
+"""Version of the interface between this file and the extension; _kernels.c has it too."""
 
 
 def _extension() -> ModuleType | None:
@@ -53,8 +53,8 @@ HEADER_BYTES = ROW_HEADER.itemsize
 _HEADER = struct.Struct("<QqII")
 
 CHECKSUM_BYTES = 8
-"""Of the header: ``hashes(rows, CHECKSUM_BYTES) ^ hashes(keys)``, so that a row under another key
-does not pass."""
+"""Size of the checksum that begins a row's header: ``hashes(rows, CHECKSUM_BYTES) ^ hashes(keys)``,
+so that a row under another key does not pass."""
 
 _PADDING = tuple(bytes(-size % 8) for size in range(8))
 
@@ -200,7 +200,7 @@ def lay_out(keys: Packed, rows: Packed) -> tuple[U1, I8]:
 
 def send(file: int, start: int, end: int) -> None:
     """Have the system send what was written to a file from ``start`` to ``end`` to the disk, from
-    now on; nobody waits, and nothing is promised. What is left for an fsync takes a third of the
+    now on, without waiting and without a promise. What is left for an fsync takes a third of the
     time then. Only by the extension, on Linux."""
     if native is not None:
         native.send(file, start, end - start)
@@ -261,8 +261,8 @@ def line_checks(slots: U8, numbers: U8) -> U8:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the records and the index of a table file lie, in bytes from its start; anyone who
-    opens the file has made sure that it is so long."""
+    """Where the records and the index of a table file lie, in bytes from its start; opening
+    the file has made sure that it is so long."""
 
     records_start: int
     records_end: int
@@ -306,7 +306,7 @@ class Records:
         :data:`FOUND` or :data:`DAMAGED`.
 
         A key without a row has an empty one. A row that was found is under its key; whether it is
-        whole its own checksum tells (:func:`verified`).
+        whole is known by its own checksum (:func:`verified`).
 
         Args:
             keys: any number, repeated ones too.

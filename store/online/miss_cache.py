@@ -32,8 +32,8 @@ from precompute.store.times import AHEAD_US
 log = logging.getLogger(__name__)
 
 JITTER = 0.1
-"""By this share of it a row is cached shorter, at random: what was computed at once is not computed
-again at once."""
+"""Share by which a row's time in the cache is shorter, at random up to this: rows that were
+computed together do not expire together."""
 
 VARIABLE_BYTES = 4096
 """Most bytes of strings and lists in a row that is cached."""
@@ -42,13 +42,13 @@ _RECORD = struct.Struct("<16sqI")
 """Digest of view, model, publishing and key; when it is over, µs since 1970; the snapshot. The
 packed row follows, or nothing: there is no such entity."""
 _SEAL_BYTES = 8
-"""xxh3 of all that, before it: a row vouches for itself, and a record cut short would say that
-there is no such entity."""
+"""xxh3 of all that, before it: a row has a checksum of its own, and a record cut short would
+say that there is no such entity."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissCacheLimits:
-    """Of each view: rows, and bytes."""
+    """Rows and bytes that are cached of each view, at most."""
 
     rows: int = 100_000
     size_bytes: int = 64 * 2**20
@@ -68,9 +68,9 @@ class CachedMiss(NamedTuple):
 
 
 def input_names(inputs: Mapping[str, Any], key: str) -> tuple[str, str] | None:
-    """Under what a row is cached that was computed from a request's inputs: where the model reads
-    nothing else, and where it reads the key too. No key is such a name, so that what a request
-    brings is never taken for what the source says. None: such inputs are not cached.
+    """The name under which a row is cached that was computed from a request's inputs: where the
+    model reads nothing else, and where it reads the key too. No key is such a name, so that what a
+    request brings is never taken for what the source says. None: such inputs are not cached.
 
     Args:
         inputs: input column → value, as JSON has them.
@@ -88,11 +88,11 @@ def input_names(inputs: Mapping[str, Any], key: str) -> tuple[str, str] | None:
 
 
 class MissCache(ABC):
-    """What is cached, by view and key. Reading and writing never raise: without it, a row is
+    """A cache of misses, by view and key. Reading and writing never raise: without it, a row is
     computed once more.
 
     Args:
-        limits: of each view; the same for all who use one store.
+        limits: of each view; the same in all processes that use one store.
         clock: µs since 1970; tests put their own here.
     """
 
@@ -123,8 +123,8 @@ class MissCache(ABC):
         return found
 
     def write(self, pointer: Pointer, rows: Sequence[CachedMiss]) -> int:
-        """Keep these, and say how many are cached: those that are too large are not, and none where
-        the store takes none."""
+        """Cache these rows, and return how many are cached: those that are too large are not, and
+        none where the store takes none."""
         space, now_us = Space.of(pointer, self._limits), self._now_us()
         records: dict[int, tuple[bytes, int]] = {}
         for key, row in rows:
@@ -147,11 +147,11 @@ class MissCache(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Close files and connections."""
 
 
 class Space(NamedTuple):
-    """Where a view's rows are cached: so many slots, of so many bytes at most. ``publishing`` tells
+    """Where a view's rows are cached: so many slots, of so many bytes at most. ``publishing`` says
     whose rows count: snapshots' numbers start at 1 again in a view whose data was dropped, and in
     one that another project took over."""
 
@@ -161,7 +161,7 @@ class Space(NamedTuple):
     slots: int
     record_bytes: int
     longest_us: int
-    """That anything is cached."""
+    """The longest time that anything is cached."""
 
     @classmethod
     def of(cls, pointer: Pointer, limits: MissCacheLimits) -> Space:
@@ -177,7 +177,7 @@ class Space(NamedTuple):
         )
 
     def slot(self, key: str) -> tuple[int, bytes]:
-        """A key's slot, and what tells it from others there."""
+        """A key's slot, and what distinguishes it from others there."""
         parts = (self.view, self.model, self.publishing, key)
         digest = hashlib.blake2b(
             b"\0".join(part.encode() for part in parts), digest_size=24
@@ -199,7 +199,7 @@ _TABLE = (
 
 
 class MissCacheFile(MissCache):
-    """One file for all views.
+    """A miss cache in one file for all views.
 
     Args:
         folder: for the file; made when it is first needed.
@@ -257,7 +257,7 @@ class MissCacheFile(MissCache):
         return self._connection
 
     def _begin(self, connection: sqlite3.Connection) -> None:
-        # what is lost with the machine is computed once more, and each row vouches for itself
+        # what is lost with the machine is computed once more, and each row has its own checksum
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = OFF")
         with connection:
@@ -281,7 +281,7 @@ class MissCacheFile(MissCache):
         except (sqlite3.Error, OSError) as exc:
             log.warning("what was cached in %s is given up: %s", self._path, exc)
             self._close()
-            # it may be somebody else's, or the disk read-only
+            # it may be another user's, or the disk read-only
             with contextlib.suppress(OSError):
                 for path in self._path.parent.glob(self._path.name + "*"):
                     path.unlink(missing_ok=True)
@@ -293,8 +293,8 @@ class MissCacheFile(MissCache):
 
 
 class MissCacheRedis(MissCache):
-    """Beside the rows of a Redis online store: a hash for each view and model, its fields the
-    slots. It expires once nothing was written for as long as a row is cached.
+    """A miss cache beside the rows of a Redis online store: a hash for each view and model, its
+    fields the slots. It expires once nothing was written for as long as a row is cached.
 
     Args:
         url: of that store.

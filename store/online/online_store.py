@@ -49,8 +49,8 @@ class FileCheck(NamedTuple):
 
 
 class Terms(Record, frozen=True):
-    """On what terms a store takes a load. ``lossy``: it may drop rows by itself. ``number`` and
-    ``rows_done``: an unfinished load of the same rows that can be resumed, and how many of its
+    """The terms on which a store takes a load. ``lossy``: it may drop rows by itself. ``number``
+    and ``rows_done``: an unfinished load of the same rows that can be resumed, and how many of its
     first rows need not be sent again."""
 
     lossy: bool = False
@@ -248,8 +248,8 @@ class OnlineStore(ABC):
         """The view's pointer, where it can be known without waiting that it is live; None where it
         cannot, or there is none. Under the same object nothing has changed.
 
-        One that lies behind a network is known for a moment after it was requested, and so for as
-        long, at most, after another one was made live: see the store.
+        One that lies behind a network is known for a moment after it was read, and so for as long,
+        at most, after another one was made live: see the store.
         """
         return None
 

@@ -40,7 +40,7 @@ FORMAT_VERSION = 1
 MAGIC = b"pretable"
 
 BLOCK_BYTES = 2**20
-"""Of records and index there is a checksum for so many bytes each."""
+"""Bytes of records or index that one checksum covers."""
 
 _PAGE_BYTES = 4096
 
@@ -48,7 +48,7 @@ _HEAD = struct.Struct("<8sIIQQQQI")
 
 
 _WARM_BYTES = 2**24
-"""Requested at once when a file is warmed."""
+"""Bytes that one call reads ahead when a file is warmed."""
 
 
 def header_of(
@@ -69,7 +69,7 @@ def header_of(
 
 
 def index_start(records_end: int) -> int:
-    """The index begins on a line of its own."""
+    """Where the index begins: on a line of its own."""
     return -(-records_end // LINE_BYTES) * LINE_BYTES
 
 
@@ -173,8 +173,8 @@ class TableFile:
         return found
 
     def warm(self, limit_bytes: int) -> int:
-        """Have the index, and then the records, read into memory before the first request asks, up
-        to ``limit_bytes``; how many bytes were."""
+        """Have the index, and then the records, read into memory before the first request, up
+        to ``limit_bytes``; returns how many bytes were."""
         layout, left = self._layout, limit_bytes
         for start, end in (
             (layout.index_start, self._checks_start),
@@ -204,7 +204,7 @@ PIECE_BYTES = 2**22
 """Rows laid out, checked and written at once, so that all of it is done in the cache."""
 
 SENT_BYTES = 2**24
-"""Sent on to the disk each time so much was written, so that little is left to wait for in the
+"""Bytes written after which they are sent on to the disk, so that little is left to wait for in the
 end."""
 
 _CHUNK_ROWS = 2**17
@@ -217,7 +217,7 @@ _BUCKET_STARTS: U8 = np.arange(_BUCKETS, dtype=np.uint64) << np.uint64(52)
 
 
 class Figures(NamedTuple):
-    """What was written."""
+    """What was written of a table file."""
 
     rows: int
     size_bytes: int
@@ -486,7 +486,7 @@ class _Entries:
 
 
 def _read(file: int, size: int, start: int) -> bytes:
-    """All of it: the system reads 2 GiB at once, at most."""
+    """Read so many bytes of the file, all of them: the system reads 2 GiB at once, at most."""
     parts = []
     while size and (part := os.pread(file, size, start)):
         parts.append(part)
@@ -503,7 +503,7 @@ class _Lines:
     def __init__(self, home_lines: int) -> None:
         self.home_lines = home_lines
         self.lines = 0
-        """Lines of the whole index, once :meth:`last` was requested."""
+        """Lines of the whole index, once :meth:`last` was called."""
         self._next_place = 0
         self._held: U8 = np.zeros(LINE_SLOTS, np.uint64)
         """Slots of the line that has room perhaps, ``_held_line``."""

@@ -44,7 +44,7 @@ from precompute.store.online.packed import Packed, Rows
 from precompute.store.online.table_file import TableFile, TableWriter
 
 WARM_BYTES = 2**30
-"""Of a generation that goes live: read into memory before readers come, at most."""
+"""Bytes of a generation that goes live that are read into memory before readers come, at most."""
 
 _open: weakref.WeakValueDictionary[tuple[int, int], TableFile] = weakref.WeakValueDictionary()
 # A file is mapped once in a process, whatever number of stores read it; it goes with the last
@@ -322,7 +322,7 @@ def _found(tables: Sequence[TableFile], keys: Sequence[bytes]) -> FoundRows:
 
 
 class _TableRows(FoundRows):
-    """Rows that stay in the mapped files until they are requested, as rows or as columns."""
+    """Rows that stay in the mapped files until they are read, as rows or as columns."""
 
     __slots__ = ("_packed_keys", "_tables")
 

@@ -23,7 +23,7 @@ from precompute.store.vectors.index_record import DTYPES, Codes
 
 
 class ImportedLate:
-    """Stands for a module until somebody needs it.
+    """Stands for a module until it is first used.
 
     Args:
         name: of the module.

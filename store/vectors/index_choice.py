@@ -35,8 +35,8 @@ from precompute.store.vectors.nearest_rows import Admitted, NearestRows
 
 NEIGHBOURS = 10
 CONFIDENCE_Z = 2.326
-"""Of a normal variable: 99 % lie below. Three are looked at at most for one promise, each by its
-own queries: 97 % hold for all of them together."""
+"""Of a normal variable: 99 % lie below. At most three candidates are tried, each with its own
+queries: together 97 %."""
 
 
 def lower_bound(recall: float, queries: int, z: float = CONFIDENCE_Z) -> float:
@@ -78,7 +78,7 @@ class Queries:
         vectors: float32 [n, dim] of the index, perhaps mapped.
         queries: the queries, float32 [queries, dim].
         admitted: for each query which rows it may find.
-        excluded: for each query which of these it may not, most often the row that asks.
+        excluded: for each query which of these it may not, most often the query's own row.
         nearest: for each query the true nearest rows of those left, at least :data:`NEIGHBOURS` or
             all.
         l2: whether nearness is the L2 distance.
@@ -106,13 +106,13 @@ class Queries:
         return len(self.vectors)
 
     def search(self, rows: NearestRows, number: int) -> ROWS:
-        """What one of them finds."""
+        """What one of the queries finds."""
         return rows.nearest(
             self.vectors[number], NEIGHBOURS, self.admitted[number], self.excluded[number]
         )[1]
 
     def searched(self, rows: NearestRows) -> list[ROWS]:
-        """What each of them finds, one after the other, by one thread."""
+        """What each of the queries finds, one after the other, by one thread."""
         return [self.search(rows, number) for number in range(len(self))]
 
     def recall(self, found: Sequence[ROWS]) -> Recall:
@@ -152,8 +152,8 @@ EXCLUSIONS = {"exclude_10": 10, "exclude_100": 100}
 seen"."""
 UNFILTERED = ("plain", *EXCLUSIONS, "noisy", "far")
 """Kinds that may find every row but what they exclude. ``plain`` are rows, without themselves;
-``noisy`` are rows with half of their spread added as noise; ``far`` has nothing of a row but the
-mean and the spread of all."""
+``noisy`` are rows with half of the query rows' spread added as noise; ``far``
+has nothing of a row but the mean and the spread of all."""
 KINDS = (*UNFILTERED, *SHARES, "elsewhere")
 """All kinds. ``elsewhere`` admits about half of the rows, those in regions where the query does not
 lie, such as texts in another language."""
@@ -164,7 +164,7 @@ _NEAR_ENOUGH = 1.5
 
 
 class QueryKinds:
-    """Makes the queries of every kind, and the truth about them, from some rows that ask.
+    """Makes the queries of every kind, and the truth about them, from the query rows.
 
     Args:
         vectors: float32 [n, dim], perhaps mapped; cosine's have length 1.
@@ -183,8 +183,8 @@ class QueryKinds:
         """Each kind and its queries, one after the other.
 
         Args:
-            asking: the rows that ask; the queries of every kind are as many.
-            filtered: whether those that may not find every row are wanted, too.
+            asking: the query rows; the queries of every kind are as many.
+            filtered: whether the kinds that may not find every row are made, too.
         """
         queries = np.ascontiguousarray(self._vectors[asking])
         yield from self._excluding(queries, asking)
@@ -240,7 +240,7 @@ class QueryKinds:
     def _filtered(
         self, queries: FLOAT, asking: ROWS, masks: list[npt.NDArray[np.bool_]], by: str | None
     ) -> Queries:
-        """Each query with a mask of its own, of which only a few are different ones."""
+        """The queries, each with a mask of its own, of which only a few are different ones."""
         admitted: list[Admitted] = [self._all] * len(asking)
         nearest: list[ROWS] = [np.zeros(0, np.int64)] * len(asking)
         for mask in {id(mask): mask for mask in masks}.values():
@@ -328,8 +328,8 @@ def _mask(admits: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
 
 
 _ROUNDING_QUERIES, _TUNING_QUERIES, _HELD_OUT_QUERIES, _LOOKS = 512, 128, 512, 3
-"""How many rows ask what float16 loses; how many of these tune codes; how many each look takes,
-held out; and how many looks there are."""
+"""How many query rows measure what float16 loses; how many of these tune codes; how many each look
+takes, held out; and how many looks there are."""
 _TIMED_EXACT = 8
 _RESCORED = tuple(20 * 2**power for power in range(8))
 """20 to 2,560 rows are compared again at first for 10 neighbours."""
@@ -472,7 +472,7 @@ class Chooser:
         )
 
     def _drawn(self, rows: int) -> list[ROWS]:
-        """Rows that ask: those to tune by, and those of every look at what came of it. None is in
+        """Query rows: those to tune by, and those of every look at the result. None is in
         two of them."""
         share = min(1.0, rows / 2 / (_ROUNDING_QUERIES + _LOOKS * _HELD_OUT_QUERIES))
         sizes = [int(_ROUNDING_QUERIES * share), *[int(_HELD_OUT_QUERIES * share)] * _LOOKS]

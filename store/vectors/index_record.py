@@ -51,7 +51,7 @@ class Codes(NamedTuple):
 
     def to_rescore(self, k: int) -> int:
         """How many rows are compared again at first for ``k`` neighbours: ``rescored`` for up to 10
-        and the row that asks, for more in proportion."""
+        and the query's own row, for more in proportion."""
         return max(k, min(-(-max(k - 1, 10) * self.rescored // 10), MOST_RESCORED))
 
 

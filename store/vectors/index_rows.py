@@ -1,5 +1,5 @@
 """Index rows: the rows of a vector index: keys, when each was computed, and the scalar features
-that a search may filter by; mapped Arrow files."""
+that a search may filter by, and the filter over them; mapped Arrow files."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ class RowFilter:
 
 
 def _tests(name: str, kind: pa.DataType, condition: Any, *, half: bool) -> Callable[[Any], Any]:
-    """A function of a column that tells which rows meet one feature's condition."""
+    """A function of a column that returns which rows meet one feature's condition."""
 
     def value_of(value: Any) -> pa.Scalar:
         return _value(name, kind, value, half=half)
@@ -347,7 +347,7 @@ def _tests(name: str, kind: pa.DataType, condition: Any, *, half: bool) -> Calla
 
 def _whole(bound: str, value: pa.Scalar) -> tuple[Callable[[Any, Any], Any], pa.Scalar]:
     """A bound of integers as the integer that says the same: Arrow refuses to compare those beyond
-    2⁵³ with a float. Beyond all of int64 it is the last of these, which all of them meet or
+    2⁵³ with a float. A bound beyond int64 becomes the outermost int64, which all rows meet, or
     none."""
     number = value.as_py()
     if bound in ("gte", "gt"):

@@ -20,9 +20,10 @@ from precompute.store.vectors.faiss_index import (
 from precompute.store.vectors.index_record import Codes
 
 FEW_ROWS = 4096
-"""So many admitted rows, or fewer, are compared with one by one, whatever the index."""
+"""Admitted rows up to which they are compared with one by one, whatever the index."""
 _FEW_EXCLUDED = 16
-"""So many excluded rows are searched for besides, and dropped; more are marked in a bitmap."""
+"""Excluded rows up to which they are searched for besides, and dropped; more are marked in a
+bitmap."""
 _GROWTH = 4
 SCANNED, STREAMED = 1 / 100, 1 / 16
 """The cost of reading one row's code, and of comparing one row in a scan of all, as shares of

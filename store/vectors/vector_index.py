@@ -117,7 +117,7 @@ class IndexLayer:
         return self._nearest.vectors(rows)
 
     def nearest(self, query: FLOAT, k: int, limits: SearchLimits) -> tuple[FLOAT, ROWS]:
-        """Scores and rows of the ``k`` nearest that are limits, best first.
+        """Scores and rows of the ``k`` nearest rows that ``limits`` admits, best first.
 
         Args:
             query: float32 [dim], of length 1 for cosine.
@@ -319,7 +319,7 @@ class VectorIndex:
 
 
 def is_there(folder: Path) -> bool:
-    """Whether an index's files are there, each of its size; opening it tells whether they are
+    """Whether an index's files are there, each of its size; opening it shows whether they are
     whole."""
     return _mark(folder) is not None
 

@@ -43,8 +43,8 @@ def table_at(data: bytes | bytearray, field: int) -> int:
 
 
 MAX_MESSAGES = 16
-"""Of an Arrow body: schema, dictionaries and batches. Each batch has its whole dictionary looked
-through, and a dictionary that comes in pieces is copied for each."""
+"""Messages of an Arrow body at most: schema, dictionaries and batches. Each batch has its whole
+dictionary looked through, and a dictionary that comes in pieces is copied for each."""
 
 
 def decode_arrow_keys(body: bytes, names: Sequence[str] = ("key",)) -> dict[str, list[str | None]]:
@@ -153,7 +153,7 @@ def _refuse_what_takes_long(body: bytes) -> None:
     """Refuse a stream of too many messages, and one with compressed buffers before any is expanded:
     four megabytes may unpack to gigabytes.
 
-    Arrow has no switch for that, so the one field that tells is read from each message's
+    Arrow has no switch for that, so the one field that says so is read from each message's
     flatbuffer: RecordBatch.compression, field 3 of the table that Message.header, field 2, refers
     to, or, of a dictionary, of the one that DictionaryBatch.data, field 1, of that refers to
     (format/Message.fbs). Arrow before 1.0 said it in the message's custom metadata, and is still

@@ -25,14 +25,15 @@ MAX_BODY_BYTES = 4 * 2**20
 MAX_REQUESTS = 32
 """Lookups in one ``POST /v1/lookup``."""
 MAX_VALUES, CONTAINER_VALUES = 500_000, 10
-"""In a JSON body, and for how many a list or an object counts, which takes that much longer to
-make: nobody else is answered while a body is decoded. 1,000 keys with 400 numbers each as inputs
+"""Values in a JSON body at most, and as how many a list or an object counts, which takes that much
+longer to make: decoding blocks the worker. 1,000 keys with 400 numbers each as inputs
 fit, and 32 lookups of 1,000 keys of two parts."""
 _FEW_BYTES = 64 * 1024
 """A body that holds few values, whatever they are."""
 MAX_KEY_JSON_BYTES = 8192
-"""Of a key of several parts: what one of :data:`precompute.store.keys.MAX_KEY_BYTES` can take
-with all its characters escaped, and more. A text is no more work however long it is."""
+"""Size of the JSON of a key of several parts at most: what one of
+:data:`precompute.store.keys.MAX_KEY_BYTES` can take with all its characters escaped, and more. A
+text is no more work however long it is."""
 _PATIENT_VALUES = MAX_VALUES // 5
 """As :data:`MAX_VALUES`, of a body that is read a second time, by a parser that takes five times as
 long for each."""
@@ -364,7 +365,7 @@ class SearchAnswer(msgspec.Struct):
 
 
 class _Keys(msgspec.Struct):
-    """All that a body has of keys, as the bytes they are there."""
+    """All that a body has of keys, as raw bytes."""
 
     keys: list[msgspec.Raw] = []
     only: list[msgspec.Raw] | None = None
@@ -417,8 +418,8 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 
 def _check_keys(body: bytes) -> None:
-    """Before an object is made of any: 7 keys that are lists of 70,000 numbers are passed over in 5
-    ms, and took 140.
+    """Check the keys of a body before an object is made of any: 7 keys that are lists of 70,000
+    numbers are passed over in 5 ms, and took 140.
 
     Raises:
         RequestError: 413, a key has too many bytes.
@@ -426,7 +427,7 @@ def _check_keys(body: bytes) -> None:
     try:
         found = _decode_keys(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        # reported by who decodes all of it
+        # reported where the whole body is decoded
         return
     for one in (found, *found.requests):
         for key in (

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MAX_KEYS = 1000
 """Keys in one request."""
 MAX_DEADLINE_MS = 60_000
-"""Of the time that a request may wait for a model."""
+"""Time that a request may wait for a model, at most."""
 MAX_NEIGHBOURS = 1000
 """Neighbours in one search."""
 FLOAT, BASE64 = "float", "base64"
@@ -37,7 +37,8 @@ class LookupOptions(NamedTuple):
     inputs: Mapping[Any, Mapping[str, Any]] | None = None
     """Key → input column → value: computes a missing entity that the source does not know."""
     encoding_format: str = FLOAT
-    """Of vectors in JSON: :data:`FLOAT` or :data:`BASE64`; in process there is no JSON."""
+    """How vectors are written in JSON: :data:`FLOAT` or :data:`BASE64`; in process there is no
+    JSON."""
 
     def check(self) -> None:
         """Refuse a limit that is none; what depends on the view is refused where that is read.
@@ -93,7 +94,8 @@ class SearchOptions(NamedTuple):
 
     key: Any = None
     text: str | None = None
-    """For the one input column that takes texts, whatever its name."""
+    """The text to search by: the value of the one input column that takes texts, whatever its
+    name."""
     vector: Sequence[float] | None = None
     inputs: Mapping[str, Any] | None = None
     k: int = 10
@@ -106,7 +108,7 @@ class SearchOptions(NamedTuple):
     """Keys that are left out; likewise."""
     features: Sequence[str] = ()
     deadline_ms: float | None = None
-    """Of the model, for ``text`` and ``inputs``."""
+    """How long the model may take to embed ``text`` or ``inputs``."""
     model: str | None = None
     """Fingerprint of the model that made ``vector``."""
     encoding_format: str = FLOAT

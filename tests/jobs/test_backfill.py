@@ -461,7 +461,7 @@ def test_backwards_begins_with_the_newest_and_nothing_is_published_unasked(
     assert (found["status"], found["published"], found["not_published"]) == (
         "done",
         None,
-        "not asked to",
+        "--no-publish",
     )
     assert committed(project) == [part(2), part(1)]
     assert live(project) is None

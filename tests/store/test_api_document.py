@@ -17,6 +17,7 @@ from precompute.store.answers.service import Service, ServicePart
 from precompute.store.http.app import create_app
 from precompute.store.http.guard.gate import Gate, Tokens, make_token
 from precompute.store.http.openapi import Asks, openapi_document
+from precompute.store.http.telemetry.caller import route_of
 from precompute.store.http.telemetry.instruments import Meter
 from precompute.store.wire import bodies
 from tests import REPOSITORY
@@ -153,6 +154,20 @@ def test_an_answer_that_the_document_does_not_tell_of_is_seen(path: str) -> None
     case = document_of(Teapot())[path]["GET"].Case(path_parameters={"view": "things", "key": "a"})
     with pytest.raises(FailureGroup, match="Undocumented status code"):
         case.call_and_validate()
+
+
+def test_every_route_is_in_the_document_and_has_its_name_in_logs() -> None:
+    front = create_app(Lookup(MemoryStore()))
+    routes = {
+        *((path.decode(), name) for path, methods in front._fixed.items() for name in methods),
+        *((f"/v1/views/{{view}}/{name.decode()}", "POST") for name in front._view_posts),
+        ("/v1/views/{view}/rows/{key}", "GET"),
+        ("/v1/services/{service}", "POST"),
+    }
+    documented = openapi_document()["paths"].items()
+    operations = {(path, name.upper()) for path, methods in documented for name in methods}
+    assert operations | {("/", "GET"), ("/openapi.json", "GET")} == routes
+    assert [path for path, _ in routes if route_of({"raw_path": path.encode()})[0] != path] == []
 
 
 def test_every_status_that_the_code_names_is_in_the_document() -> None:

@@ -220,7 +220,7 @@ class CachedComparison:
 CHECKED_ROWS = 512
 """The sample's size: 10 neighbours among 512 rows tell a recall of 0.985 from 0.97."""
 FIRST_ROWS = 128
-"""Of these, for a view of vectors alone: enough, if their verdict is clear
+"""The first of these rows, for a view of vectors alone: enough, if their verdict is clear
 (:meth:`Comparison.clear`)."""
 END_ROWS = 4
 """Rows at each end of each input: the longest and shortest texts, the largest and smallest numbers

@@ -34,16 +34,16 @@ any shows that fewer than 0.06 % are (95 %)."""
 SHARE = 0.03
 """Share of the run's time that the audit takes at most."""
 LEAST_S = 0.05
-"""The audit may take so long, if that is more."""
+"""Seconds that the audit may take, if that is more."""
 SLOWER = 4.0
 """How much longer a row is expected to take in float32, before that is measured: MiniLM takes 4
 times as long as in bfloat16."""
 FEWEST_ROWS = 8
-"""Fewer are not audited, unless they are all rows: the check before the run says as much."""
+"""Rows below which no audit is made, unless they are all: the check before the run says as much."""
 ALONE_ROWS = 64
 """Rows that are computed again in other batches."""
 ALONE_TOGETHER = 16
-"""How many of these are in one batch at most."""
+"""Rows of these in one batch, at most."""
 WORKER_S = 10.0
 """How long a worker on a GPU takes to start; it computes float32 at an eighth of the run's rate or
 more."""

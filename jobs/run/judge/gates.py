@@ -165,9 +165,9 @@ def judge_rolled_back(
 def _returned(
     opened: OpenView, store: ViewStore, snapshot: Snapshot, verdicts: Verdicts
 ) -> tuple[int, int, int, int] | None:
-    """Of the snapshots that were rolled back from, the one with the largest share of rows that come
-    again: (its number, the rows that it computed, those that come again and were not accepted
-    before, those of these that are live). None without any."""
+    """The snapshot that was rolled back from with the largest share of rows that come again: (its
+    number, the rows that it computed, those that come again and were not accepted before, those of
+    these that are live). None without any."""
     worst: tuple[int, int, int, int] | None = None
     marks = Standing(store).left
     live = _live(store) if marks else None

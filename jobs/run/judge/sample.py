@@ -19,7 +19,7 @@ from precompute.jobs.run.judge.accuracy import END_ROWS
 from precompute.store.feature_view import Feature, FeatureView
 
 HELD_BYTES = 64 * 2**20
-"""Of the sample at most; of larger rows fewer are drawn."""
+"""Bytes of the sample at most; of larger rows fewer are drawn."""
 TOGETHER_BYTES = 64 * 2**20
 """Windows are sampled together, up to so many bytes: beside threads that compute, the CPU's caches
 hold nothing of it, and a window of 8,192 scores alone took 0.5 ms in place of 0.06."""
@@ -79,7 +79,7 @@ class Sample:
         return pa.concat_batches(self._inputs), pa.concat_batches(self._made)
 
     def rows_at_ends(self) -> tuple[pa.RecordBatch, pa.RecordBatch]:
-        """The same of the rows with extreme values."""
+        """The same for the rows with extreme values."""
         assert self._ends is not None
         self._look()
         return self._ends.rows()

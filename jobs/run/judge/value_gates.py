@@ -29,7 +29,7 @@ from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.view_store import ViewStore
 
 JUDGED_ROWS = 20
-"""Of fewer rows the gates of :data:`STATISTICS` are measured and not judged."""
+"""Rows below which the gates of :data:`STATISTICS` are measured and not judged."""
 
 STATISTICS = (
     "zero",
@@ -66,7 +66,8 @@ class Verdicts:
         self.returned: dict[int, int] = {}
         self.excused: dict[int, int] = {}
         self.student: StudentUse | None = None
-        """For the manifest: see :class:`precompute.store.offline.snapshot.Snapshot`."""
+        """What the manifest has of the view's student: see
+        :class:`precompute.store.offline.snapshot.Snapshot`."""
 
     def add(
         self,
@@ -114,7 +115,7 @@ class Verdicts:
 log = logging.getLogger(__name__)
 
 QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
-"""Of lengths and of cosines to the live vectors, in the manifest's ``quality`` as
+"""Quantiles of lengths and of cosines to the live vectors, in the manifest's ``quality`` as
 ``<feature>.norm.p01`` and ``<feature>.drift.p01``."""
 
 
@@ -221,7 +222,7 @@ WIDER = 2.0
 """Factor of the limits where a partition is compared with another one."""
 
 ONCE_IN_A_HUNDRED = 2.33
-"""Standard deviations: a mean is below by more once in a hundred times."""
+"""Standard deviations by which a mean is too low once in a hundred times."""
 
 F8 = npt.NDArray[np.float64]
 
@@ -234,7 +235,7 @@ def noise(rows: int) -> float:
 
 def judge_contract(view: FeatureView, live: FeatureView, verdicts: Verdicts) -> None:
     """The gate ``contract``: what readers of the live rows rely on is still there; a feature more
-    is none of their business."""
+    does not matter to them."""
     broken = (
         []
         if view.entity == live.entity
@@ -267,8 +268,8 @@ def judge_contract(view: FeatureView, live: FeatureView, verdicts: Verdicts) -> 
 def judge_values(
     feature: Feature, figures: RowFigures, sample: pa.Table, verdicts: Verdicts
 ) -> None:
-    """The gates ``empty`` and ``constant``: on all rows, but for lists that are the same, which the
-    drawn ones tell."""
+    """The gates ``empty`` and ``constant``: on all rows, but for lists that are the same, which are
+    counted on the drawn ones."""
     now, rows = figures.values.get(feature.name, ValueFigures()), figures.rows
     if not rows:
         return
@@ -465,9 +466,9 @@ def _labels(
 def _lists(
     now: Sequence[Sequence[object]], then: Sequence[Sequence[object]]
 ) -> tuple[tuple[float, float] | None, float]:
-    """Of lists, ((how far they overlap by rank beyond what those of other keys do, or, if that is
-    less, how far the items that both have stand in the same order; what chance may take off it),
-    share that has next to nothing of the live list)."""
+    """How lists agree: ((how far they overlap by rank beyond what those of other keys do, or, if
+    that is less, how far the items that both have stand in the same order; what chance may take off
+    it), share that has next to nothing of the live list)."""
     overlaps = np.array([rank_overlap(a, b) for a, b in zip(now, then, strict=True)])
     own, moved = float(overlaps.mean()), float((overlaps < LEAST_OVERLAP).mean())
     by_chance = (

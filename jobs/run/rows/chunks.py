@@ -85,7 +85,7 @@ def _spec(opened: OpenModel, variant: str) -> WorkerSpec:
 
 
 def _devices(opened: OpenModel, config: EngineConfig) -> list[str | None]:
-    """One for each worker; empty for none."""
+    """The devices of the workers, one each; empty for none."""
     gpus = _gpus(opened)
     if not gpus:
         # a model with rates and a budget counts them in one process
@@ -142,10 +142,10 @@ class Rejections:
         """The file of all of them, once written."""
         self._batches: list[pa.RecordBatch] = []
         self._journaled = 0
-        """How many of the batches are in chunks of the journal."""
+        """Batches that are in chunks of the journal."""
         self._reasons: Counter[str] = Counter()
         self._misfits = 0
-        """How many were rejected since the model's value does not fit the view."""
+        """Rows that were rejected since the model's value does not fit the view."""
         self._attempts: dict[tuple[str | None, int | None], int] = {}
         """Key and input hash of a row that is computed again → how often it was rejected."""
 
@@ -251,10 +251,10 @@ class Rejections:
 
 
 PART_BYTES = 64 * 2**20
-"""Rows are gathered to about this size before a Parquet file is written."""
+"""Size to which rows are gathered before a Parquet file is written, about."""
 CHUNK_S = 15.0
-"""Or for this long. A killed run loses one chunk at most, and what the engine has computed and not
-handed on (a few seconds of work): together less than 30 s."""
+"""Seconds after which a chunk is written at the latest. A killed run loses one chunk at most, and
+what the engine has computed and not handed on (a few seconds of work): together less than 30 s."""
 
 
 class Chunks:
@@ -289,9 +289,9 @@ class Chunks:
         self.rejections = Rejections(store, report.run, bad_rows, max_rejected)
         self.parts: list[Part] = []
         self.figures: dict[str, RowFigures] = {}
-        """Path of a part → of all its rows."""
+        """Path of a part → the figures of all its rows."""
         self.written = 0
-        """How many rows, with those taken over."""
+        """Rows that were written, with those taken over."""
         self.fits = False
         """Whether the model's value fitted the view for any row of this run."""
         self.computed_at: list[int] = []
@@ -299,9 +299,9 @@ class Chunks:
         self.finished: list[Finished] = []
         """Chunks of this run."""
         self.recorded = 0
-        """How many of its rows are in them."""
+        """Rows of this run that are in these chunks."""
         self._counter: RowCounter | None = None
-        """Of the rows that are pending."""
+        """Counts the figures of the rows that are pending."""
         self._pending: list[pa.Table] = []
         self._places: list[npt.NDArray[np.int64]] = []
         """The place of each pending row in the source: window × 2³² + row."""

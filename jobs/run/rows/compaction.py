@@ -25,7 +25,7 @@ from precompute.store.offline.snapshot import DELETES_SCHEMA, Part, Snapshot
 from precompute.store.offline.view_store import ViewStore
 
 DRAWN_ROWS = 8192
-"""Rows drawn. Reading costs by row groups, of which 2,048 rows need as many: see
+"""Rows that are drawn at most. Reading costs by row groups, of which 2,048 rows need as many: see
 :data:`precompute.store.offline.selection.CLUSTERS`."""
 
 
@@ -50,7 +50,7 @@ class Replaced:
 
     @cached_property
     def rows(self) -> Selection:
-        """All of them."""
+        """All of the rows, by position."""
         return rows_beside(self._store.layers(self.old), self._store.layers(self.new))
 
     @cached_property

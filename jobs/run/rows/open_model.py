@@ -127,7 +127,8 @@ int8."""
 
 
 Draw = Callable[[int, bool], pa.Table]
-"""Rows of a source, so many at most: a sample, or else the first ones."""
+"""Called with ``(rows, sample)``: so many rows of a source at most, drawn at random where
+``sample`` is true, else the first ones."""
 
 
 @dataclass(slots=True)

@@ -100,7 +100,7 @@ def open_view(
             view,
             folder,
             source.schema,
-            lambda rows, drawn: (source.sample if drawn else source.head)(rows),
+            lambda rows, sample: (source.sample if sample else source.head)(rows),
             tables,
             offline.view(view.name).compiled,
             load=load,

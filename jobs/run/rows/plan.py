@@ -36,8 +36,8 @@ MAX_DELTA_SHARE = 0.5
 """Rows of all deltas of a chain, as a share of its full snapshot, beyond which it is compacted;
 about as often a new base is loaded online (:mod:`precompute.jobs.run.publisher`)."""
 MOST_DELTAS = MOST_OVERLAYS
-"""Over a full snapshot, or the live base: as many as there may be overlays, so that deltas and
-overlays are merged alike."""
+"""Deltas over a full snapshot, or the live base, at most: as many as there may be overlays, so that
+deltas and overlays are merged alike."""
 MAX_LAYERS = 16
 """Deltas up to the snapshot of the online store's base, which are not merged; with more of them all
 are, and a new base is loaded."""
@@ -80,7 +80,7 @@ class Plan:
         return self.parent is not None and not self.compact
 
     def __str__(self) -> str:
-        """For people: how many rows of each kind, and why."""
+        """How many rows of each kind, and why, for people."""
         diff = self.diff
         kinds = [
             (diff.new, "new"),
@@ -110,7 +110,7 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The plan as a JSON document."""
         kinds = {
             name: getattr(self.diff, name) for name in Diff.__slots__ if not name.endswith("_us")
         }
@@ -266,8 +266,8 @@ class Planner:
 
 
 def _are_same(before: StudentUse | None, now: StudentUse | None) -> bool:
-    """Whether misses are computed as before: how well is measured again where anything else
-    changed."""
+    """Whether misses are computed as before. The agreement is not compared: it is measured again
+    where anything else changed."""
     if before is None or now is None:
         return before is now
     return dataclasses.replace(before, agreement={}) == dataclasses.replace(now, agreement={})

@@ -2,8 +2,8 @@
 or waits for those that others start, and takes what they finished.
 
 The run has compared the source with what was computed before, as any run; what its workers get are
-the rows that want a value, in the source's order. So their results, one shard after the other, are
-the parts that the run would have written itself, and everything after that is as ever.
+the rows to compute, in the source's order. So their results, one shard after the other, are the
+parts that the run would have written itself, and everything after that is as ever.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from precompute.workers.process import installed_module
 log = logging.getLogger(__name__)
 
 FEW_ROWS = 500
-"""A run of fewer computes them itself: a worker takes a second or two to start."""
+"""Rows below which a run computes them itself: a worker takes a second or two to start."""
 SHARDS_A_WORKER = 4
-"""By default, so that a slow worker does not hold up the end."""
+"""Shards for each worker by default, so that a slow one does not hold up the end."""
 MOST_DEATHS = 3
 """Workers that end one after the other, while no row is computed; then the run fails."""
 LOOK_S, LOOK_REMOTE_S = 0.1, 1.0
@@ -64,7 +64,7 @@ LOOK_S, LOOK_REMOTE_S = 0.1, 1.0
 CHECK_S = 5.0
 """How often the run's own lease is looked at."""
 LONELY_S = 60.0
-"""After so long without a worker the log says how to start one."""
+"""Seconds without a worker after which the log says how to start one."""
 STOP_GRACE_S, HASTE_S = 25.0, 2.0
 """How long workers have for the chunk in flight when the run fails, and when a signal ends it."""
 BAD_USAGE = 2
@@ -164,8 +164,8 @@ def _planned(
 
 def _check_arguments(opened: OpenView, plan: ShardPlan) -> None:
     """Raises:
-    ConfigError: workers would get other arguments of the model than this run has: its fingerprint
-        need not tell.
+    ConfigError: workers would get other arguments of the model than this run has, which its
+        fingerprint need not show.
     """
     there = read_record(ShardPlan, sealed(plan)).view.definition.model.args
     for name, value in opened.view.definition.model.args.items():
@@ -204,7 +204,7 @@ class _Holder:
         self._heard = self._began
 
     def hold(self) -> None:
-        """Until each shard has a result."""
+        """Have workers compute until each shard has a result."""
         launcher = launcher_of(self._engine, self._workers)
         results: dict[int, ShardResult] = {}
         try:
@@ -256,7 +256,7 @@ class _Holder:
             if worker.status == BAD_USAGE and self._engine.on == "local":
                 raise ConfigError(f"a worker {worker.how}")
             self._deaths += [worker.how] if worker.status != 0 else []
-            # each may have come upon a row that ends it: who comes next rejects that alone
+            # each may have come upon a row that ends it: the next worker rejects that alone
             if len(self._deaths) >= max(MOST_DEATHS, self._workers + 1):
                 kind = ConfigError if worker.status == BAD_USAGE else ModelError
                 raise kind(
@@ -269,7 +269,7 @@ class _Holder:
             self._checked = time.monotonic()
 
     def _tell(self, results: Mapping[int, ShardResult]) -> None:
-        """How far it is: what is done, and what workers tell of shards that are not.
+        """Report progress: what is done, and what workers report of shards that are not.
 
         Raises:
             RejectedError: more rows are rejected than may be.
@@ -313,7 +313,7 @@ class _Holder:
             )
 
     def _listen(self, results: Mapping[int, ShardResult], workers: list[Beat]) -> None:
-        """Tell an operator, once each time, when nobody computes: no worker came, or all that came
+        """Warn the operator, once each time, when no worker computes: none came, or all that came
         are gone."""
         now, seen = time.monotonic(), (len(results), workers)
         if seen != self._seen:
@@ -399,7 +399,7 @@ class _Holder:
 
 
 def launcher_of(engine: EngineConfig, workers: int) -> Launcher:
-    """What starts the workers of a run.
+    """The launcher of a run's workers.
 
     Raises:
         ConfigError: Ray is not installed, or there is no cluster.

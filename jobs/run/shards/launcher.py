@@ -1,4 +1,4 @@
-"""Launcher: starts the workers of a run and tells which of them ended: processes of this machine
+"""Launcher: starts the workers of a run and reports which of them ended: processes of this machine
 here, actors of a Ray cluster in :mod:`precompute.jobs.run.shards.ray_launcher`.
 
 It places and watches processes, and nothing more: what they compute goes through the view's root.
@@ -43,7 +43,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A worker that ended: its exit status, or None where nobody can tell it, and the end of a
+    """A worker that ended: its exit status, or None where it is not known, and the end of a
     sentence that begins with it."""
 
     status: int | None
@@ -77,7 +77,7 @@ class LocalLauncher:
     def __init__(self, workers: int) -> None:
         self._places = [share(number, workers) for number in range(workers)]
         self._processes: dict[int, ChildProcess] = {}
-        """By place."""
+        """Place → the process that runs there."""
 
     def start(self, order: Order) -> None:
         place = next(n for n in range(len(self._places)) if n not in self._processes)

@@ -1,9 +1,9 @@
 """Ray launcher: workers as actors of a Ray cluster, which places them where there is room, and
 adds machines where its autoscaler may.
 
-An actor starts the same command as anybody, and dies with it; Ray restarts none (``max_restarts``
-is 0: while one restarts, each call of it fails at once), since the run starts another one. Rows do
-not pass through Ray.
+An actor starts the command that anyone can start by hand, and dies with it; Ray restarts none
+(``max_restarts`` is 0: while one restarts, each call of it fails at once), since the run starts
+another one. Rows do not pass through Ray.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ except ImportError as exc:
 REACHED_S = 5.0
 """How long the cluster's address is tried."""
 LAST_WORDS_BYTES = 2000
-"""Of a worker's stderr, retained for its last line."""
+"""Bytes of a worker's stderr that are kept for its last line."""
 
 
 class RayLauncher:
@@ -147,7 +147,7 @@ def _check_reachable(address: str) -> None:
     """Ray itself tries for minutes.
 
     Raises:
-        OSError: nobody listens at the address.
+        OSError: no cluster listens at the address.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():

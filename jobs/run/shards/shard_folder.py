@@ -19,7 +19,7 @@ from precompute.store.offline.snapshot import Part
 from precompute.store.offline.view_store import ViewStore
 
 ENDING = "-shards"
-"""Of the folder's name."""
+"""What the folder's name ends with, after the run's id."""
 
 
 class ShardPlan(Record, frozen=True):
@@ -33,7 +33,7 @@ class ShardPlan(Record, frozen=True):
     partition: str | None
     full: bool
     fence: int
-    """Of the run's lease: under another one the run is not wanted any more."""
+    """The fence of the run's lease: under another one the run is over."""
     shards: list[Part]
     """The rows of each shard."""
     columns: Part
@@ -140,7 +140,7 @@ class ShardFolder:
             self.store.storage.delete_all(self.folder)
 
     def results(self) -> dict[int, ShardResult]:
-        """Of each shard that is done or failed for good."""
+        """The result of each shard that is done or failed for good."""
         for name in self._names("result"):
             number = int(name[7:12])
             if number not in self._results:
@@ -154,7 +154,7 @@ class ShardFolder:
         return self._results
 
     def beats(self) -> list[Beat]:
-        """Of all workers that have begun."""
+        """The newest beat of each worker that has begun."""
         found = []
         for name in self._names("beat"):
             # half written, or being replaced
@@ -195,7 +195,7 @@ class ShardFolder:
         return is_held(self.folder, f"{shard:05d}")
 
     def begun(self) -> set[int]:
-        """The shards that somebody has taken before."""
+        """The shards that a worker has taken before."""
         return {int(name[6:-5]) for name in self._names("lease")}
 
     def attempt(self, shard: int, number: int) -> str:

@@ -1,5 +1,5 @@
 """Worker: what ``precompute work VIEW`` does: takes shards of a run by lease until each has a
-result, and tells how far it is.
+result, and reports its progress.
 
 All that it reads and writes is in the view's root: it may run on any host, and be started by
 anything. One that is killed loses the chunk in flight; the shard's next attempt takes over the
@@ -54,7 +54,7 @@ from precompute.techniques.table import REFERENCE
 log = logging.getLogger(__name__)
 
 MOST_ATTEMPTS = 3
-"""At a shard that fail, or end without a finished chunk; then the run fails."""
+"""Attempts at a shard that fail, or end without a finished chunk; then the run fails."""
 BEAT_S = 2.0
 """Seconds between two beats at least."""
 LOOK_S = 1.0
@@ -68,11 +68,11 @@ _FINAL = ("ConfigError", "RejectedError")
 
 
 _FAILURES = (PrecomputeError, OSError, MemoryError, pa.ArrowException)
-"""What a shard's attempt may fail with; other errors are ours."""
+"""Errors that a shard's attempt may fail with; any other is a bug here."""
 
 
 class Stopped(Exception):
-    """The worker is to end: by a signal, or since the run is over."""
+    """Raised where the worker is to end: by a signal, or since the run is over."""
 
 
 @dataclass(slots=True)
@@ -82,11 +82,11 @@ class Worked:
     run: str | None = None
     worker: str = ""
     shards: int = 0
-    """That it finished first."""
+    """Shards that it was the first to finish."""
     rows: int = 0
-    """Of them."""
+    """Rows of these shards."""
     signal: int = 0
-    """The one that ended it before the run was over; 0 for none."""
+    """The signal that ended it before the run was over; 0 for none."""
 
 
 def work(
@@ -113,7 +113,7 @@ def work(
         PrecomputeError: the root cannot be read or written.
     """
     if name not in project.names and name not in project.offline.views():
-        # says which there are: nobody is to wait for one that will never run
+        # says which there are: no run is to wait for one that will never start
         project.view(name)
     store = project.offline.view(name)
     with _ends_by_signal() as ending:
@@ -149,7 +149,7 @@ def work(
 def _run_of(
     store: ViewStore, run: str | None, limit: float, ending: _Ending
 ) -> tuple[ShardFolder, ShardPlan] | None:
-    """The run that wants workers; None where the worker is to end before there is one."""
+    """The run that needs workers; None where the worker is to end before there is one."""
     while True:
         for found in ShardFolder.runs(store) if run is None else [run]:
             folder = ShardFolder(store, found)
@@ -257,8 +257,8 @@ class _Worker:
             raise Stopped
 
     def _in_turn(self, left: Sequence[int]) -> Iterator[int]:
-        """Shards to try, of those that nobody computes: each worker begins at another place, with
-        those that it did not fail at. Of these, begun ones come first: where a row ended a
+        """Shards to try, of those that no worker computes: each worker begins at another place,
+        with those that it did not fail at. Of these, begun ones come first: where a row ended a
         worker, each new one would else meet the next such row, and the run fail for want of
         progress."""
         start = zlib.crc32(self._done.worker.encode()) % len(left)
@@ -391,7 +391,7 @@ class _Worker:
     @contextlib.contextmanager
     def _watched(self, pace: _Pace, engine: EngineConfig) -> Iterator[None]:
         """End the process where its model hands nothing on for ``engine.hang``: its lease is
-        renewed all the same, and everybody would wait for it for ever. The shard's next attempt
+        renewed all the same, and all others would wait for it for ever. The shard's next attempt
         has a process for the model, and rejects the row that it hangs at."""
         over, opened = threading.Event(), self._opened
         own = not engine.workers and opened.wanted is None
@@ -426,7 +426,7 @@ class _Worker:
         return self._journals.chunks(attempt, self._plan.recipe, self._plan.partition)
 
     def _leave(self, attempt: str) -> None:
-        """Leave nothing of an attempt that has no chunk: nobody is to take it for one that a row
+        """Leave nothing of an attempt that has no chunk: it must not be taken for one that a row
         ended."""
         if not self._chunks(attempt):
             self._journals.end(attempt)
@@ -496,7 +496,7 @@ class _Pace(Progress):
         """When rows were handed on last."""
 
     def begin(self, what: str, total: int) -> None:
-        """Nothing is shown."""
+        """Show nothing."""
 
     def advance(self, rows: int, retried: int = 0) -> None:
         self.moved = time.monotonic()
@@ -514,7 +514,7 @@ class _Pace(Progress):
             self._check()
 
     def end(self) -> None:
-        """Its result tells."""
+        """Show nothing: the shard's result says that it ended."""
 
 
 def _open(project: Project, store: ViewStore, plan: ShardPlan) -> OpenModel:

@@ -68,10 +68,10 @@ class AnswerSchema:
 
 
 CODE_VERSION = 1
-"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+"""Raised with each change of the values that this code computes; part of the fingerprint."""
 
 TEMPLATE_TOKENS = 64
-"""That an endpoint may put around a prompt's texts."""
+"""Tokens that an endpoint may put around a prompt's texts."""
 
 PATH = "/chat/completions"
 ONCE_MORE = "it is sent once more in an hour, or with limits: {answer_tries: 2}"
@@ -179,7 +179,7 @@ class ChatEndpoint(EndpointModel):
         ]
 
     async def answers(self, inputs: Sequence[Input]) -> Mapping[bytes, bytes | BadAnswer]:
-        """Of the one input."""
+        """The answer to the one input."""
         (one,) = inputs
         system = [{"role": "system", "content": self._system}] if self._system else []
         body = {**self._body, "messages": [*system, {"role": "user", "content": one.text}]}

@@ -21,12 +21,12 @@ from precompute.models.endpoint.spending import Tokens, credible, estimated
 from precompute.store.errors import ModelError
 
 CODE_VERSION = 1
-"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+"""Raised with each change of the values that this code computes; part of the fingerprint."""
 
 PATH = "/embeddings"
 
 TEXT_TOKENS = 16
-"""That an endpoint may put around each text."""
+"""Tokens that an endpoint may put around each text."""
 
 
 class EmbeddingEndpoint(EndpointModel):
@@ -124,8 +124,8 @@ class EmbeddingEndpoint(EndpointModel):
     async def answers(
         self, inputs: Sequence[Input]
     ) -> Mapping[bytes, bytes | BadAnswer | ModelError]:
-        """In one request; of one that has no answer for all, the texts are sent again by halves,
-        until the bad one stands alone."""
+        """The answers to some texts, in one request; where it has no answer for all, the texts are
+        sent again by halves, until the bad one stands alone."""
         body = {**self._body, "input": [one.text for one in inputs]}
         size_bytes = sum(len(one.text.encode(errors="replace")) for one in inputs)
         most = Tokens(size_bytes + TEXT_TOKENS * len(inputs))
@@ -175,7 +175,7 @@ class EmbeddingEndpoint(EndpointModel):
 
 
 def _vector(value: Any) -> npt.NDArray[np.float32]:
-    """Of numbers, or of base64 of float32 in little-endian order.
+    """The vector of numbers, or of base64 of float32 in little-endian order.
 
     Raises:
         ValueError, TypeError: it is neither, empty, or not finite.

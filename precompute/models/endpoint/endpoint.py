@@ -25,14 +25,14 @@ from precompute.store.errors import ConfigError, ModelError
 T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Between tries: at random up to the first, then up to twice as much each time."""
+"""Pause between tries, in s: at random up to the first, then up to twice as much each time."""
 DOWN_AFTER = 8
-"""So many requests given up one after the other, none answered in between: it is the endpoint, and
-not the rows."""
+"""Requests given up one after the other, none answered in between, after which the endpoint is to
+blame, and not the rows."""
 SHOWN = 200
 """Characters of what an endpoint says that are shown."""
 BURST_S = 1.0
-"""Of a rate: so much of it may come at once."""
+"""Seconds of a rate that may be used at once."""
 
 
 class BadAnswer(Exception):
@@ -116,19 +116,20 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an endpoint is spared, and how long it is borne with."""
+    """How much an endpoint is sent at most, and how long its failures are waited out."""
 
     in_flight: int = 64
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     timeout_s: float = 60.0
-    """Of one request."""
+    """Timeout of one request."""
     tries: int = 5
-    """Of a request that fails: an error of the service, no answer in time, a lost connection."""
+    """Tries of a request that fails: an error of the service, no answer in time, a lost
+    connection."""
     patience_s: float = 600.0
-    """With an endpoint that answers nothing but to wait."""
+    """How long an endpoint is waited for that answers nothing but to wait."""
     answer_tries: int = 1
-    """Of an input whose answer does not fit; each is paid."""
+    """Tries of an input whose answer does not fit; each is paid."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Limits:
@@ -169,7 +170,7 @@ class Counts:
     cached: int = 0
     retries: int = 0
     refused: int = 0
-    """429, or 503 with a time to wait."""
+    """Answers of 429, or of 503 with a time to wait."""
 
 
 class Endpoint:

@@ -52,7 +52,7 @@ def check_columns(batch: pa.RecordBatch, columns: Sequence[str]) -> Mapping[int,
 
 
 CACHE = "var/answers"
-"""In the project's folder, where a view names no other."""
+"""Folder of the cache in the project's, where a view names no other."""
 LAUNCHED = 16
 """Batches under way at once, each a quarter of what is in flight: one slow answer leaves the others
 three times as many to go on with."""

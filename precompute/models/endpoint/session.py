@@ -26,7 +26,7 @@ WRONG_S = 3600.0
 """How long an answer that did not fit is cached: a service that answers nonsense is mended, and
 what a killed run has paid is known until the next."""
 MOST_KEYS = 500
-"""Of one query."""
+"""Keys of one query, at most."""
 
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, until INTEGER, tries INTEGER, wrong"
@@ -62,7 +62,7 @@ class AnswerCache:
         with contextlib.ExitStack() as opened:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                # one for each thread: who reads waits for nobody who writes
+                # one for each thread: readers do not wait for writers
                 self._writing = opened.enter_context(contextlib.closing(self._connected()))
                 self._writing.execute("PRAGMA journal_mode = WAL")
                 self._writing.execute("PRAGMA synchronous = FULL")
@@ -153,8 +153,8 @@ def _sum(key: bytes, tries: int, wrong: str | None, content: bytes) -> int:
 
 
 FAILED_S, MOST_FAILED = 60.0, 10_000
-"""How long it is remembered that an input has no answer, and of how many: the engine looks for the
-bad row of a batch by halves."""
+"""Seconds for which an input without an answer is remembered, and how many are: the engine looks
+for the bad row of a batch by halves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ class Session:
         return [outcomes[i.key] for i in inputs]
 
     def _forget(self) -> None:
-        """Of inputs without an answer those that are old, or too many."""
+        """Forget inputs without an answer that are old, or too many."""
         oldest = time.monotonic() - FAILED_S
         while self._failed and (
             len(self._failed) > MOST_FAILED or next(iter(self._failed.values()))[0] < oldest
@@ -339,7 +339,7 @@ class Session:
         return outcomes
 
     def _keep(self, answers: Sequence[tuple[bytes, Answer]]) -> asyncio.Future[None]:
-        """Done when they are committed, together with all that came while those before were."""
+        """Commit answers, together with all that came while those before were committed."""
         loop = asyncio.get_running_loop()
         if self._unwritten is None:
             self._unwritten = ([], loop.create_future())

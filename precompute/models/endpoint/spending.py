@@ -53,7 +53,7 @@ def credible(claimed: Any, size_bytes: int, most: int | None) -> int | None:
 
 
 def estimated(size_bytes: int) -> int:
-    """About how many tokens a text has."""
+    """Tokens of a text, about."""
     return -(-size_bytes // BYTES_A_TOKEN)
 
 

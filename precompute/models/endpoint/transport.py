@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 import httptools
 
 CONNECT_S = 10.0
-"""A connection is there by then, or nobody is."""
+"""A connection is there by then, or there is no server."""
 IDLE_S = 30.0
 """A connection that was idle for longer is not used again: what lies between may have forgotten it
 without a word."""
 MOST_ANSWER_BYTES = 64 * 2**20
-"""Of one answer: 16 embeddings of 4,096 numbers take 2 MB as text."""
+"""Size of one answer at most: 16 embeddings of 4,096 numbers take 2 MB as text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 1
-"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+"""Raised with each change of the values that this code computes; part of the fingerprint."""
 
 START_IMAGES = {"cpu": 8, "cuda": 64}
 
@@ -51,7 +51,7 @@ class ImageEncoder(TorchModel):
     cost_unit = "images"
     concurrent = True
     prepared_rows = 256
-    """Of one window at most: a picture's pixels are thousands of times its row."""
+    """Rows of one window at most: a picture's pixels are thousands of times its row."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX")
 """Pixels that are grey or red, green and blue, of eight bits."""
 
 MOST_PIXELS = 50_000_000
-"""Of a picture, before it is decoded, or on its way to the tower's size."""
+"""Pixels of a picture at most, before it is decoded, or on its way to the tower's size."""
 
 
 class UnusableImage(Exception):
@@ -49,7 +49,7 @@ class Recipe:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of what comes out: height, width."""
+        """Height and width of the result."""
         if self.crop is not None:
             return self.crop
         assert self.size is not None
@@ -90,7 +90,7 @@ def pixels(content: bytes, recipe: Recipe) -> npt.NDArray[np.uint8]:
 
 
 def _check(image: Any) -> None:
-    """By what stands in the head, before a pixel is decoded."""
+    """Check what stands in the head, before a pixel is decoded."""
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise UnusableImage(f"has {width:,} × {height:,} pixels, more than {MOST_PIXELS:,}")
@@ -111,7 +111,7 @@ def _upright(image: Any) -> Any:
     try:
         return ImageOps.exif_transpose(image)
     except MemoryError:
-        # as it lies it would be another picture, and nobody would know
+        # as it lies it would be another picture, unnoticed
         raise
     except Exception:
         # a note of a camera may be broken in as many ways as a picture

@@ -212,7 +212,8 @@ def checked(model: Any) -> tuple[list[str], list[str]]:
 
 
 def _split_indices(tree: Any, width: int) -> Iterator[Any]:
-    """Of one tree, symmetric or not; -1 where its leaves are not what its splits need."""
+    """Split indices of one tree, symmetric or not; -1 where its leaves are not what its splits
+    need."""
     if "leaf_values" in tree:
         splits = tree["splits"] or []
         leaves = 2 ** len(splits)

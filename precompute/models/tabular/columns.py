@@ -16,7 +16,7 @@ from precompute.store.errors import ConfigError, ModelError, did_you_mean
 Matrix = npt.NDArray[np.float64]
 
 NAMED_CATEGORIES = 5
-"""That a rejection lists of those the model knows."""
+"""Categories that a rejection lists of those the model knows."""
 
 
 class Columns:
@@ -184,7 +184,7 @@ def unfit(names: Sequence[str], matrix: Matrix, kind: npt.DTypeLike) -> dict[int
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """Of a dictionary its values', else itself."""
+    """The type of a dictionary's values; any other type itself."""
     return kind.value_type if isinstance(kind, pa.DictionaryType) else kind
 
 

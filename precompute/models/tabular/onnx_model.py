@@ -155,7 +155,7 @@ class Input:
 
 
 CODE_VERSION = 2
-"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+"""Raised with each change of the values that this code computes; part of the fingerprint."""
 
 EXTERNAL = 1
 """``TensorProto.EXTERNAL``: weights in a file beside the graph's."""
@@ -269,7 +269,7 @@ class OnnxModel(HostModel):
 
 
 def names_of(path: Path) -> tuple[dict[str, int], list[str]]:
-    """Of a graph its inputs, each with how many columns it takes (1 where that is open), and its
+    """The inputs of a graph, each with how many columns it takes (1 where that is open), and its
     outputs.
 
     Raises:

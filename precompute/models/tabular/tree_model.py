@@ -20,7 +20,7 @@ from precompute.models.tabular.host import Host, HostModel
 from precompute.store.errors import ConfigError
 
 CODE_VERSION = 2
-"""Raised by anyone who changes the values this code computes; part of the fingerprint."""
+"""Raised with each change of the values that this code computes; part of the fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,8 @@ class TreeModel(HostModel, ABC):
 
     @abstractmethod
     def scores(self, matrix: Matrix, threads: int) -> npt.NDArray[Any]:
-        """Of a matrix [rows, features] with NaN for what is missing: [rows], or [rows, classes]."""
+        """The scores, [rows] or [rows, classes], of a matrix [rows, features] with NaN for what is
+        missing."""
 
     def unfit(self, matrix: Matrix) -> dict[int, str]:
         """Rows whose numbers the library does not take: position → reason."""

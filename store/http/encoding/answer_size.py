@@ -36,7 +36,7 @@ _DIGITS = {
 
 @lru_cache(256)
 def _row_bytes(plan: AnswerPlan, as_arrow: bool) -> int:
-    """Of a row's fixed part and its frame."""
+    """Bytes of a row's fixed part and its frame."""
     total = _ARROW_FRAME_BYTES if as_arrow else _JSON_FRAME_BYTES
     for feature in plan.wanted:
         count = 1 if feature.dim is None else feature.dim
@@ -56,7 +56,7 @@ def _row_bytes(plan: AnswerPlan, as_arrow: bool) -> int:
 
 
 def answer_bytes(plan: AnswerPlan, found: FoundRows, as_arrow: bool) -> int:
-    """About the size of the answer of what was found."""
+    """The size of an answer with the rows that were found, about."""
     rows = len(found)
     variable = (
         0 if plan.codec.exact else max(0, found.packed.size_bytes - rows * plan.codec.fixed_bytes)
@@ -115,7 +115,7 @@ class Room:
         self._left = _IN_HAND * answer_bytes
 
     def take(self, size_bytes: int) -> None:
-        """Before an answer is sent; :meth:`give` it back after.
+        """Take memory before an answer is sent; :meth:`give` it back after.
 
         Raises:
             RequestError: 503, others take it all.
@@ -127,5 +127,5 @@ class Room:
         self._left -= size_bytes
 
     def give(self, size_bytes: int) -> None:
-        """After it was sent, or could not be."""
+        """Give memory back after an answer was sent, or could not be."""
         self._left += size_bytes

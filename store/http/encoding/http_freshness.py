@@ -86,7 +86,7 @@ class Caching:
     """What caches in between (RFC 9111) may do with a single row.
 
     Args:
-        most_s: how long any of them may answer with what it fetched, before it asks here again:
+        most_s: how long any of them may answer with what it fetched, before it revalidates:
             what a rollback took back is served for no longer.
         shared: whether those that serve several users may, too; else rows are ``private``, for the
             cache of the caller alone.
@@ -98,9 +98,9 @@ class Caching:
     def lifetime(self, view: FeatureView, age_s: int) -> tuple[bytes, bytes]:
         """``Cache-Control`` of a row of an age. Its seconds are from the row's own time on, since a
         cache counts them from ``Age``: so ``most_s`` are left of them, or fewer where the TTL ends
-        before; what is left of ``most_s`` then it may be served as stale while it is requested
-        again (RFC 5861 §3). Where this server fails, and nobody could hear of a rollback, it is
-        served as long as a stale row is here (§4)."""
+        before; what is left of ``most_s`` then it may be served as stale while it is
+        revalidated (RFC 5861 §3). Where this server fails, and caches cannot learn of a rollback,
+        it is served as long as a stale row is here (§4)."""
         return _lifetime(
             self.most_s, self.shared, view.ttl_s, view.stale_for_s, view.stale_if_error_s, age_s
         )
@@ -203,7 +203,7 @@ def etag(answer: Answer, form: bytes, status: Status) -> bytes:
 
 
 def version_of(pointer: Pointer) -> bytes:
-    """What an ETag has of the pointer: the snapshot, and the TTL in µs, which a body tells, and
+    """What an ETag has of the pointer: the snapshot, and the TTL in µs, which is in a body, and
     which may be another without a new snapshot."""
     return b"%d-%d" % (pointer.snapshot, round(pointer.view.ttl_s * 1e6))
 

@@ -46,12 +46,12 @@ class CachedRow(NamedTuple):
     before_age: bytes
     after_age: bytes
     etag: tuple[bytes, bytes]
-    """What stands before the status in it, and behind."""
+    """Parts of the ETag before the status, and behind it."""
     version: bytes
 
     @property
     def size_bytes(self) -> int:
-        """What it takes, about."""
+        """Bytes that it takes, about."""
         return _ENTRY_BYTES + len(self.before_status) + len(self.before_age) + len(self.after_age)
 
     def body(self, status: Status, age_us: int) -> bytes:

@@ -24,14 +24,14 @@ HEADROOM = 64
 too, the rest waits in the kernel's queue."""
 
 PAUSE_S = 0.05
-"""Before room is looked for again, where there was none."""
+"""Seconds before room is looked for again, where there was none."""
 
 LAST_S = 0.5
-"""For the answer to a client that sends no more: longer than reads of a store and most misses take,
-and no longer a place is held for one that is gone."""
+"""Seconds for the answer to a client that sends no more: longer than reads of a store and most
+misses take; a place is held no longer for a client that is gone."""
 
 SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff")]
-"""Of every answer."""
+"""Headers of every answer."""
 
 
 class Wait(IntEnum):
@@ -48,7 +48,8 @@ class Wait(IntEnum):
 
 
 class Connection(Protocol):
-    """What is requested of one (:class:`precompute.store.http.guard.protocol.LimitedProtocol`)."""
+    """What a connection must be able to do
+    (:class:`precompute.store.http.guard.protocol.LimitedProtocol`)."""
 
     deadline: float
     write_deadline: float
@@ -107,11 +108,11 @@ class Connections:
         self.limits, self._meter, self._most = limits, meter, most
         self.now = 0.0
         self.open = 0
-        """Accepted and not closed; those still shaking hands, too."""
+        """Connections that are accepted and not closed; those still shaking hands, too."""
         self.seconds = (limits.header_s, limits.body_s, math.inf, limits.idle_s, LAST_S)
         """How long a connection may wait, by :class:`Wait`; one that has ended has its own time."""
         self.at_once: Callable[[dict[str, Any]], Reply | None] | None = None
-        """What answers a request that need not be waited for, by its scope; None where nothing
+        """Answers a request that need not wait, by its scope; None where nothing
         does."""
         self.posted_at_once: Callable[[dict[str, Any], bytes], Reply | None] | None = None
         """Likewise, by its scope and its body, once that is there."""
@@ -129,7 +130,7 @@ class Connections:
         """When the server was ordered to end, by the loop's clock, and how long, from then on, it
         waits for a client."""
         self.left_off: Counter[str] = Counter()
-        """Those closed since, by why."""
+        """Reason → connections closed since for it."""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, held: Collection[Connection]) -> None:
@@ -139,7 +140,7 @@ class Connections:
         self._tick()
 
     def stop(self) -> None:
-        """No more."""
+        """Look at the times no more."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -157,7 +158,7 @@ class Connections:
             try:
                 look()
             except Exception:
-                # nobody else's time runs on for it
+                # the others' deadlines do not wait for it
                 log.exception("what is done now and then failed")
 
     def head(self, headers: list[tuple[bytes, bytes]]) -> bytes:
@@ -183,7 +184,7 @@ class Connections:
         self._clients[client] += 1
 
     def lost(self, client: str) -> None:
-        """And closed."""
+        """A connection that was accepted is closed."""
         self.open -= 1
         self._clients[client] -= 1
         if not self._clients[client]:
@@ -203,12 +204,12 @@ class Connections:
         return self.make_room(but=connection)
 
     def make_room(self, but: Connection | None = None) -> bool:
-        """Close the connection that was silent longest, of those that never requested anything
+        """Close the connection that was silent longest, of those that never sent a request
         where these are many; False where all are at work."""
         while self._room or self._look_for_room():
             connection = self._room.pop()
             if connection.idle and connection is not but:
-                # it is gone as soon as the loop comes to it: nobody else goes for its place
+                # it is gone as soon as the loop comes to it: no other need be closed for its place
                 self.lost(connection.client_address)
                 connection.make_room()
                 return True
@@ -221,7 +222,7 @@ class Connections:
             return False
         idle = [connection for connection in self._held if connection.idle]
         silent = [connection for connection in idle if not connection.answered]
-        # few may be clients that are about to ask
+        # few may be clients that are about to send a request
         many = len(silent) >= max(8, self._most // 20)
         # popped from its end
         self._room = sorted(silent if many else idle, key=lambda connection: -connection.since)
@@ -231,7 +232,7 @@ class Connections:
         return bool(self._room)
 
     def end_within(self, seconds: float) -> None:
-        """Ordered to end: what is still to arrive of a request, and an answer that its client does
+        """Order the end: what is still to arrive of a request, and an answer that its client does
         not take, have so long at most from now on."""
         self.ends_at, self.most_s = self._loop.time(), seconds
         for one in self._held:
@@ -266,7 +267,7 @@ class Connections:
             connection.cut("slow_reader" if connection.unsent else "overdue")
 
     def gone(self, connection: Connection) -> None:
-        """A connection that was made is closed."""
+        """Note that a connection that was made is closed."""
         self._slow.discard(connection)
         if not connection.made_room:
             self.lost(connection.client_address)
@@ -280,7 +281,8 @@ class Connections:
     # ---- answers that are not taken
 
     def slow(self, connection: Connection) -> None:
-        """One whose client does not take its answer; of too many bytes together, the most go."""
+        """Note a connection whose client does not take its answer; of too many bytes together,
+        those with the most are closed."""
         self._slow.add(connection)
         unsent = {one: one.unsent for one in self._slow}
         total = sum(unsent.values())
@@ -291,5 +293,5 @@ class Connections:
             most.cut("slow_reader")
 
     def fast(self, connection: Connection) -> None:
-        """It took it."""
+        """Note a connection whose client took its answer."""
         self._slow.discard(connection)

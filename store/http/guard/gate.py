@@ -2,7 +2,7 @@
 hashes, read again when it changes.
 
 A line is ``name scope sha256 made_at``. A token is 256 random bits, so a fast hash of it is as good
-as a slow one: nobody tries them all.
+as a slow one: they cannot all be tried.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ class Tokens:
                 log.error("%s; the tokens of before stay valid", exc)
 
     def find(self, secret: bytes) -> Token | None:
-        """Whose it is; every token is compared, in a time that tells nothing."""
+        """The token with this secret; every token is compared, in a time that does not depend on
+        which."""
         digest, found = _digest(secret), None
         for token in self._tokens:
             if hmac.compare_digest(token.digest, digest):
@@ -186,11 +187,11 @@ _REMEMBERED = 256
 
 
 class Hosts:
-    """Of a server that asks for no token and has no certificate: any address, ``localhost``, and
+    """The hosts of a server without tokens or a certificate: any address, ``localhost``, and
     the names that are given.
 
-    An address is the page's own or nobody's: what a browser takes for one origin with a page cannot
-    be made to lead elsewhere but by its name.
+    An address is the page's own or no page's: what a browser takes for one origin with a page
+    cannot be made to lead elsewhere but by its name.
 
     Args:
         names: without ports, lower-case.
@@ -245,7 +246,7 @@ class Gate:
 
     Args:
         meter: counts refusals.
-        tokens: who may ask; None: anyone who reaches an address.
+        tokens: those that are let in; None: everyone who reaches an address.
         admin: the admin socket's own name: host and port, or a path; None: there is none.
         hosts: the names that it may be addressed by over TCP; None: by any.
     """

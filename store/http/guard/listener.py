@@ -101,7 +101,8 @@ def _tcp(host: str, port: int) -> socket.socket:
 
 
 def _remove_dead_socket(path: Path) -> None:
-    """Remove a socket file nobody listens on; one that is in use stays, and bind() then refuses."""
+    """Remove a socket file that no process listens on; one that is in use stays, and bind() then
+    refuses."""
     if path.is_socket():
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
             try:

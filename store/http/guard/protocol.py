@@ -28,8 +28,8 @@ from precompute.store.http.guard.connections import Connections, Wait, header_li
 from precompute.store.http.reply import RETRY_SOON, Reply, Stream, problem
 
 LINGER_BYTES, LINGER_HEAD_BYTES = 16 * 2**20, 2**18
-"""Of a request that was refused, for its body or for its head, thrown away so that its sender comes
-to read why; one that sends more is cut off."""
+"""Bytes of a refused request, for its body or for its head, that are read and thrown away so that
+its sender comes to read why; one that sends more is cut off."""
 
 LINGER_S = 2.0
 
@@ -65,7 +65,7 @@ class _Refused(Exception):
 
 
 class _Answered(RequestResponseCycle):
-    """What stands for a request that is answered: nothing is stored of it."""
+    """Stands for a request that is answered: nothing is stored of it."""
 
     def __init__(self) -> None:
         self.response_started = self.response_complete = True
@@ -104,10 +104,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refusal: Reply | None = None
         self.url = b""
         self.made = False
-        """Whether it is through with its handshake."""
+        """Whether its handshake is done."""
         self.made_room = False
         self._running: RequestResponseCycle | None = None
-        """Whose answer is being made; :attr:`cycle` is the newest, which may wait behind it."""
+        """The request whose answer is being made; :attr:`cycle` is the newest, which may wait
+        behind it."""
         self._held = 0
         """Bytes of bodies that its routes have not answered."""
         self._slow_since = 0.0
@@ -118,32 +119,32 @@ class LimitedProtocol(HttpToolsProtocol):
         self._at_once = False
         """Whether one was answered at once of the requests that came with the last bytes: those
         behind it have a task each, one after the other, and between them other connections have
-        their turn. 1,000 connections with 17 each would else keep who asks for one thing waiting
-        for 17,000."""
+        their turn. 1,000 connections with 17 each would else have a single request wait for
+        17,000."""
         self._whole: bytes | None = None
-        """Of a posted request that is not begun yet, since all of it is among the bytes that came
-        last: what was parsed of its body."""
+        """The body, as far as parsed, of a posted request that is not begun yet, since all of it is
+        among the bytes that came last."""
         self._received = self._begun = self._head_bytes = self._body_bytes = self._thrown_away = 0
 
     # ---- reading
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Let in, unless there are too many."""
+        """Let the connection in, unless there are too many."""
         super().connection_made(transport)
         self.made = True
         if not self._all.let_in(self):
             self._refuse(FULL, "full")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is closed."""
+        """Count the connection as closed."""
         self._waits_for = _GONE
         self._let_go()
         super().connection_lost(exc)
         self._all.gone(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Nothing follows: its client reads on, or is gone, which TCP tells alike. For what it
-        requested it is taken to be there a little longer."""
+        """Nothing follows: its client reads on, or is gone, which TCP shows alike. While an
+        answer is due, the client is taken to be there a little longer."""
         if self._waits_for != _ANSWER or self.scheme != "http":
             # TLS has no half of a connection in asyncio
             return False
@@ -152,7 +153,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return True
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of requests."""
+        """Parse bytes of requests."""
         self._received, self._at_once = len(data), False
         waited_for, begun, body_bytes = self._waits_for, self._begun, self._body_bytes
         if waited_for >= _ENDED:
@@ -186,8 +187,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 # more of the same gains no time
                 self._wait_for(waits_for)
             if waits_for == _HEAD and waited_for != _BODY and self._begun - begun <= 1:
-                # a header that is not complete is reported by nobody: its bytes are held by the
-                # parser
+                # the parser reports no header that is not complete, and holds its bytes
                 self._count_head(len(data))
             elif (
                 waits_for == waited_for == _BODY
@@ -252,7 +252,7 @@ class LimitedProtocol(HttpToolsProtocol):
             else:
                 super().on_headers_complete()
         # what follows a body in chunks is none of a request's headers (RFC 9110 §6.5.1): it goes
-        # where nobody reads it
+        # where no code reads it
         self.headers = []
         self._waits_for, self._head_bytes = _BODY, 0
 
@@ -307,8 +307,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _answered_at_once(self) -> bool:
-        """Whether the request whose head is there needed no task; else the application learns that
-        it was requested."""
+        """Whether the request whose head is there was answered without a task; else its scope says
+        to the application that this was tried."""
         at_once = self._all.at_once
         # in its turn; one of the bytes that came last, so that others have theirs; and an answer
         # that is not taken is waited for
@@ -362,7 +362,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._take(body)
 
     def _answer(self, reply: Reply) -> None:
-        """In one piece."""
+        """Send a reply in one piece."""
         assert not isinstance(reply.body, Stream)
         body = reply.body
         size = sum(map(len, body)) if isinstance(body, list) else len(body)
@@ -432,7 +432,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def idle(self) -> bool:
-        """Whether nobody loses an answer when it is closed."""
+        """Whether no answer is lost when it is closed."""
         waits = self._waits_for in (_HEAD, _NEXT, _ENDED)
         return waits and not self.pipeline and (self.cycle is None or self.cycle.response_complete)
 
@@ -446,7 +446,8 @@ class LimitedProtocol(HttpToolsProtocol):
         )
 
     def overdue(self) -> None:
-        """Its deadline went by: reported to who was sending, and closed."""
+        """Act on a deadline that passed: refuse with 408 a request that was under way, and
+        close."""
         waits_for = self._waits_for
         if waits_for == _LAST_ANSWER and not self.answering:
             # shown by whether it is taken
@@ -467,7 +468,7 @@ class LimitedProtocol(HttpToolsProtocol):
             )
 
     def make_room(self) -> None:
-        """Closed in favour of another one."""
+        """Close the connection in favour of another one."""
         self._all.closed("evicted")
         self.made_room = True
         self._end()
@@ -476,7 +477,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def cut(self, why: str) -> None:
-        """Closed at once, whatever is under way."""
+        """Close the connection at once, whatever is under way."""
         self._all.closed(why)
         self._end()
         self._abort()
@@ -485,7 +486,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._waits_for, self.deadline = _ENDED, math.inf
 
     def _abort(self) -> None:
-        """Close at once; who is answering writes to nobody from now on."""
+        """Close at once; an answer under way is discarded from now on."""
         self._let_go()
         self.transport.abort()
 
@@ -498,7 +499,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 cycle.message_event.set()
 
     def _refuse(self, refusal: Reply, why: str) -> None:
-        """Read no more requests; say so once those before it are answered."""
+        """Read no more requests; refuse this one once those before it are answered."""
         self._all.closed(why)
         refused_midway = self._waits_for == _BODY and not self.cycle.response_complete
         self._end()
@@ -507,7 +508,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.pipeline.popleft()
             self._refusal = refusal
         elif refused_midway:
-            # its route waits for the body, and learns that nobody is there any more
+            # its route waits for the body, and learns that the client is gone
             self._let_go()
             if self.cycle.response_started:
                 self.transport.abort()

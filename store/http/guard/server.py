@@ -141,11 +141,11 @@ GRACE_S = 5.0
 which nothing is said, once the server is ordered to end."""
 
 ANSWER_S = 1.0
-"""From a request's deadline until its answer is on its way."""
+"""Seconds from a request's deadline until its answer is on its way."""
 
 _OTHER_FILES = 256
-"""That a worker has open beside its connections: mapped stores and indexes, links to models and to
-Redis, logs."""
+"""Files that a worker has open beside its connections: mapped stores and indexes, links to models
+and to Redis, logs."""
 
 
 class GuardedServer(uvicorn.Server):
@@ -275,8 +275,8 @@ class GuardedServer(uvicorn.Server):
 
 
 def files_for(connections: int) -> int:
-    """As many of the wanted connections as this process may have files open for; its own limit is
-    raised as far as it may be.
+    """How many of ``connections`` this process may have files open for; its own limit is raised as
+    far as it may be.
 
     Raises:
         ConfigError: for next to none.

@@ -18,10 +18,10 @@ from precompute.store.offline.view_store import OfflineStore
 from precompute.store.times import duration, parsed_time, shown_time
 
 REPORT = "report.html"
-"""Of a view, in its folder: the report of a run that was written last."""
+"""File in a view's folder: the report that was written last, as a page."""
 
 RUNS = 24
-"""Of a view, the newest: what the line of its runs shows; the last few are reported in words."""
+"""The newest runs of a view that its line shows; the last few are described in words."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ViewFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """All that the page shows but for the answer to what was requested."""
+    """All that the page shows but for the answer to a lookup or a search in its box."""
 
     views: Sequence[ViewFigures] = ()
     totals: Totals = field(default_factory=dict)
@@ -121,12 +121,13 @@ def _runs(store: OfflineStore, view: str) -> list[Report]:
     return store.view(view).runs.reports(RUNS)
 
 
-# ---- View graph: which of the views that are served depend on which, as their last runs
-# reported it, laid out as a drawing: what depends on others stands right of them.
+# ---- View graph: which served views depend on which, by the reports of their last runs; a view
+# stands to the right of what it depends on.
 
 
 _LETTER, _ROW, _GAP = 7.6, 42, 56
-"""Of the drawing, in pixels: a letter's width, from one row to the next, between two columns."""
+"""Sizes in the drawing, in pixels: a letter's width, from one row to the next, between two
+columns."""
 
 
 class Node(NamedTuple):
@@ -140,8 +141,8 @@ class Node(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """From a view to one that depends on it, as an SVG path: by what it ``reads``, or by its
-    schedule alone."""
+    """A dependency as an SVG path, from a view to one that depends on it: by what it ``reads``, or
+    by its schedule alone."""
 
     path: str
     reads: bool
@@ -190,7 +191,7 @@ def graph(views: Sequence[ViewFigures]) -> Drawing | None:
 def _lanes(
     parents: Mapping[str, Mapping[str, bool]], columns: Mapping[str, int]
 ) -> list[list[str]]:
-    """Of each column the views from top to bottom, near those that they depend on, and lines (two
+    """The views of each column from top to bottom, near those that they depend on, and lines (two
     names) that pass between them."""
     lanes: list[list[str]] = []
     for number in range(max(columns.values()) + 1):
@@ -255,7 +256,7 @@ _TROUBLE = ("missing", "stale", "fresh")
 
 
 class Cell(NamedTuple):
-    """Of a table: a text and perhaps some code after it; or a bar of two shares, or of a
+    """A cell of a table: a text and perhaps some code after it; or a bar of two shares, or of a
     histogram's buckets."""
 
     text: str = ""
@@ -496,7 +497,7 @@ def _caches(figures: Figures) -> Section:
 def _by_view(
     figures: Figures, instrument: counted.Instrument
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Of each view, in order: outcome → rows."""
+    """Each view in order, with outcome → rows."""
     by_view: dict[str, dict[str, float]] = {}
     for (view, outcome), rows in figures.counts(instrument).items():
         by_view.setdefault(view, {})[outcome] = rows

@@ -62,7 +62,7 @@ _WAYS = {LOOKUP: "Look up a key", NEAR: "Near a key", TEXT: "Search by text"}
 _MOST_BYTES = 8192
 _K = 10
 _PATIENCE_MS = 3000.0
-"""For the model: a person waits longer than a service."""
+"""How long the page waits for the model: a person waits longer than a service."""
 _TELLING = 3
 """Features of a row that a search found, at most."""
 _SHOWN = 8
@@ -223,7 +223,7 @@ class Page:
     """The page over one lookup; what it does, a thread does that no lookup waits for.
 
     Args:
-        lookup: answers what the box asks.
+        lookup: answers the box's requests.
         meter: what the server's processes counted.
         look: each view as far as it is known, and whether the online store answers.
     """

@@ -17,9 +17,9 @@ from precompute.store.times import duration, shown_time
 COMMONEST_VALUES = "commonest values"
 
 _HEIGHT = 160.0
-"""Of the line of ages, in pixels."""
+"""Height of the line of ages, in pixels."""
 _MAP = 420.0
-"""Of the map, either way."""
+"""Width and height of the map, in pixels."""
 
 
 class Point(NamedTuple):
@@ -53,8 +53,8 @@ _KINDS = ("before", "unchanged", "new")
 
 
 class Bar(NamedTuple):
-    """Of a feature's values: what it stands for, and the shares of the rows of both snapshots that
-    are there."""
+    """A bar of a feature's values: what it stands for, and the shares of the rows of both snapshots
+    that are there."""
 
     words: str
     first: float

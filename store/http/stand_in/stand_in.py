@@ -188,7 +188,7 @@ class StandIn(Fallback):
         would.
 
         Args:
-            error: a :class:`NoAnswerError` (nobody is there), :class:`DeadlineError`,
+            error: a :class:`NoAnswerError` (no server is there), :class:`DeadlineError`,
                 :class:`OverloadedError`, :class:`OnlineStoreError` (the server's store is gone),
                 :class:`DeniedError` or any :class:`RequestError`.
             times: the next so many requests; each attempt of a call is one. By default all.
@@ -342,7 +342,7 @@ class StandIn(Fallback):
                 f"view {name!r}: the key {strange[0]!r} has not the parts of"
                 f" {', '.join(of.view.entity)}"
             )
-        # refused before any is anybody's row
+        # refused before any is a row
         of.values |= of.packed(come, at_us)
         of.rows |= come
         of.computed_at_us |= dict.fromkeys(come, at_us)

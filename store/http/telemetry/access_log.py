@@ -86,7 +86,8 @@ class AccessLog:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what was not written; lines that cannot be are lost, and that is reported once."""
+        """Write the lines in memory; those that cannot be written are lost, which is logged
+        once."""
         lines, self._lines = self._lines, []
         try:
             if self._path is not None and not _same(self._path, self._file):

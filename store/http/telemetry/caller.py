@@ -13,14 +13,14 @@ TRACE: ContextVar[str | None] = ContextVar("trace", default=None)
 
 
 class Caller(NamedTuple):
-    """For which request something was requested, and when (ns since 1970)."""
+    """The request that work is done for, and when that work was handed on (ns since 1970)."""
 
     trace: str
     at_ns: int
 
     @classmethod
     def now(cls) -> Caller | None:
-        """For the request that is worked on; None where it is not traced."""
+        """The caller of work for the current request; None where that is not traced."""
         trace = TRACE.get()
         return None if trace is None else cls(trace, time.time_ns())
 

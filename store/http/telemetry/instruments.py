@@ -3,7 +3,7 @@ from closed sets; never a key, never an unknown view's name. The numbers lie in 
 processes can read, and outlive each.
 
 ``meter.counter(ROWS, view, "fresh", "store", "").add(3)``: a lookup of the series and an addition,
-0.4 µs; anyone who counts at every request keeps the series. All processes of a server count into
+0.4 µs; code that counts at every request keeps the series. All processes of a server count into
 one folder, and any of them reports all (:mod:`precompute.store.http.metrics`).
 """
 
@@ -28,8 +28,8 @@ from precompute.store.errors import PrecomputeError
 from precompute.store.http.telemetry.caller import Caller
 
 MAX_SLOTS = 1 << 17
-"""Of a process: a file of 1 MiB. A series of a counter takes one, of a histogram twenty: labels
-come from closed sets, and views are few."""
+"""Numbers that a process counts at most: a file of 1 MiB. A series of a counter takes one, of a
+histogram twenty: labels come from closed sets, and views are few."""
 
 Key = tuple[str, tuple[str, ...]]
 """A series: its instrument's name, its labels' values."""
@@ -91,7 +91,7 @@ class Slots:
 
     def run(self, key: Key, size: int) -> int:
         """Where the ``size`` slots of a series begin, zeros when it is new. Beyond
-        :data:`MAX_SLOTS` all series share the last ones, which nobody reads."""
+        :data:`MAX_SLOTS` all series share the last ones, which are never read."""
         first = self._first.get(key)
         if first is None:
             first = self._used
@@ -178,7 +178,7 @@ class Instrument:
 
 
 _lock = threading.Lock()
-"""An addition is a read and a write, and threads count as well; 60 ns when nobody else has it."""
+"""An addition is a read and a write, and threads count as well; 60 ns uncontended."""
 
 
 class Number:
@@ -501,7 +501,7 @@ class Tell(Protocol):
 
 
 class Batches:
-    """Reported of each batch, by the thread that computes it.
+    """Counts and traces each batch, by the thread that computes it.
 
     Args:
         meter: counts.

@@ -51,26 +51,26 @@ from precompute.store.online.redis.servers import (
 )
 
 PAUSE_S = 0.05
-"""Between two looks at a cluster in which something moves."""
+"""Seconds between two looks at a cluster in which something moves."""
 _ASKING = packed(("ASKING",))
 _ANNOUNCED = frozenset({"MOVED", "ASK"})
 REDIRECTIONS = 5
-"""Followed at once, one after the other: more of them are servers that do not agree, which takes a
-while to pass."""
+"""Redirections that are followed at once, one after the other: more of them are servers that do not
+agree, which takes a while to pass."""
 
 
 @dataclass(frozen=True)
 class SlotMap:
     """Which master has which slot: ``owners`` int16 [16384] are positions in ``masters``; -1 where
-    nobody has it."""
+    no master has it."""
 
     masters: tuple[Node, ...]
     owners: npt.NDArray[np.int16]
 
     @classmethod
     def of(cls, reply: Sequence[Any], answered_by: Node) -> SlotMap:
-        """From the reply of CLUSTER SLOTS; a server that does not know its own name is the one that
-        was requested."""
+        """The map in a reply of CLUSTER SLOTS; a server that does not know its own name is the one
+        that answered."""
         masters: list[Node] = []
         owners = np.full(SLOTS, -1, np.int16)
         for first, last, master, *_ in reply:
@@ -90,7 +90,7 @@ class SlotMap:
 
     @property
     def uncovered(self) -> int:
-        """How many slots nobody has."""
+        """How many slots no master has."""
         return int((self.owners < 0).sum())
 
 
@@ -101,8 +101,8 @@ def target(refused: Refused, answered_by: Node) -> Node:
 
 
 class Cluster(Servers):
-    """The masters of a cluster, found by asking one of its nodes and queried again when something
-    has moved.
+    """The masters of a cluster, found by CLUSTER SLOTS of one of its nodes, which is read again
+    when something has moved.
 
     Raises:
         ConfigError: the URL cannot be read.
@@ -120,13 +120,14 @@ class Cluster(Servers):
         """When the map was made, and when something last failed by it: of the two the later one
         decides whether it is believed."""
         self._silent: Node | None = None
-        """Who did not answer last: queried last about the map."""
+        """The node that did not answer last: it is queried last about the map."""
         self._announced: Node | None = None
-        """Whom a MOVED named last: queried first, since who is behind keeps telling what was."""
+        """The node that a MOVED named last: it is queried first, since a node that is behind
+        repeats the old map."""
         self._lock = threading.Lock()
         self._breaker = Breaker()
 
-    # ---- who has what
+    # ---- which master has which slot
 
     def link(self, node: Node) -> Link:
         """A node of the cluster."""
@@ -144,11 +145,11 @@ class Cluster(Servers):
         return link
 
     def _slots(self, deadline: float, doing: str, older_than: float = 0.0) -> SlotMap:
-        """The map; looked at again when it was looked at before ``older_than``.
+        """The map; read again when it was last read before ``older_than``.
 
         Raises:
-            NoAnswer: none of the nodes known tells it.
-            OnlineStoreError: a slot is nobody's.
+            NoAnswer: none of the known nodes answers.
+            OnlineStoreError: no master has a slot.
         """
         if self._map is not None and self._looked_at >= older_than:
             return self._map
@@ -194,8 +195,8 @@ class Cluster(Servers):
         raise error
 
     def _follow(self, slot: int, node: Node) -> None:
-        """Believe a MOVED; and look at the map again before anything else is requested, since a
-        slot seldom moves alone."""
+        """Believe a MOVED; and read the map again before the next command, since a slot seldom
+        moves alone."""
         if self._map is not None:
             self._map = self._map.moved(slot, node)
         self._announced, self._failed_at = node, time.monotonic()
@@ -458,7 +459,7 @@ class Cluster(Servers):
 
 class _Pipes:
     """The connections of one load, one to each server. What a server does not answer, or has no
-    more, goes to who has it then."""
+    more, goes to the one that has its slots then."""
 
     def __init__(self, cluster: Cluster, layout: Layout, doing: str) -> None:
         self._cluster, self._layout, self._doing = cluster, layout, doing
@@ -511,7 +512,7 @@ class _Pipes:
 
 
 class _Moved(Exception):
-    """A slot is elsewhere, or nobody's for the moment; ``announced``: where it is, is known."""
+    """A slot is elsewhere, or on no master for the moment; ``announced``: where it is, is known."""
 
     def __init__(self, link: Link, words: str, *, announced: bool) -> None:
         super().__init__(words)
@@ -519,7 +520,7 @@ class _Moved(Exception):
 
 
 def open_servers(options: RedisOptions) -> Servers:
-    """What a URL names.
+    """The servers that a URL names.
 
     Raises:
         ConfigError: the URL cannot be read.

@@ -20,11 +20,11 @@ from precompute.store.errors import ConfigError, OnlineStoreError
 from precompute.store.feature_view import NAME
 
 BUDGET_S = 0.1
-"""Of a read of rows, unless the URL says otherwise: what a caller waits for a server that hangs,
-the first time."""
+"""Budget of a read of rows, unless the URL says otherwise: what a caller waits for a server that
+hangs, the first time."""
 RECEIVE_BYTES = 512 * 1024
-"""Read at once: 500 rows of 1,561 bytes in two calls instead of the 12 that the client library's 64
-kB take."""
+"""Bytes that are read at once: 500 rows of 1,561 bytes in two calls instead of the 12 that the
+client library's 64 kB take."""
 
 Command = Sequence[bytes | str | int]
 Node = tuple[str, int]
@@ -78,7 +78,7 @@ class RedisOptions:
     allow_eviction: bool = False
     """Load though the server may drop rows by itself."""
     budget_s: float = BUDGET_S
-    """Of a read: connecting, trying again and reading together."""
+    """Budget of a read, in s: connecting, trying again and reading together."""
     buckets: bool = True
 
     @classmethod

@@ -172,12 +172,12 @@ def row_slots(prefix: bytes, keys: Sequence[bytes] | Packed) -> I8:
 MSET_KEYS = 128
 """Keys per MSET: 100 to 256 cost the server 2.2 µs a key, single SETs 3.4."""
 BLOCK_BYTES = 2**20
-"""Sent at once, about: large enough that a block costs nothing, small enough that several in flight
-are no memory."""
+"""Bytes of a block that is sent at once, about: large enough that a block costs nothing, small
+enough that several in flight are no memory."""
 SLICE_ROWS = 8192
 """Rows that are laid out together, at most: what is done again after a kill is counted in them."""
 BUCKETS_SLICE_ROWS = 131_072
-"""The same of rows in buckets, as many as there are in 6 MB: of a million rows each of its buckets
+"""The same for rows in buckets, as many as there are in 6 MB: of a million rows each of its buckets
 gets 8 by one HSET. That costs the server 0.6 µs a row, one HSET for each row twice that."""
 JOINED_BELOW = 32
 """Rows of one width under keys of one length that are fewer are joined with others: a matrix of its
@@ -196,7 +196,7 @@ class Block:
     keys: Packed
     rows: Packed
     node: Node | None = None
-    """Of a cluster: the server it is for."""
+    """The server of a cluster that it is for."""
 
     @property
     def replies(self) -> int:
@@ -236,7 +236,7 @@ class Layout:
         )
 
     def gets(self, keys: Sequence[bytes], hashes: U8 | None = None) -> list[bytes]:
-        """A command for each key that asks for its row; replies are to be read by :meth:`found`."""
+        """A command for each key that reads its row; replies are to be read by :meth:`found`."""
         prefix = self.prefix
         if self.buckets is None:
             return [
@@ -320,7 +320,7 @@ class Layout:
         )
 
     def _in_buckets(self, head: bytes, keys: Sequence[bytes], hashes: U8 | None) -> U1:
-        """For each key a command's beginning up to its field, uint8 [n, bytes]."""
+        """The beginning of each key's command up to its field, uint8 [n, bytes]."""
         assert self.buckets is not None
         hashes = kernels.hashes(Packed.of(keys)) if hashes is None else hashes
         columns: tuple[bytes | U1, ...] = (

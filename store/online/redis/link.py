@@ -74,13 +74,13 @@ def refusal(where: str, doing: str, refused: Refused) -> OnlineStoreError:
 
 
 IDLE_CONNECTIONS = 64
-"""Retained, at most: as many as a service has threads."""
+"""Connections without a call that stay open, at most: as many as a service has threads."""
 TRIES = 3
-"""Of a call whose connection is refused or cut, or that the server is too busy for."""
+"""Tries of a call whose connection is refused or cut, or that the server is too busy for."""
 
 PROBE_S = 0.01
-"""A call waits for a server that was silent: it is not what its caller has to wait a whole budget
-for."""
+"""Seconds that a call waits for a server that was silent: its caller does not wait a whole
+budget."""
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ class Breaker:
         late: Callable[[str], Exception],
     ) -> T:
         """Make a call, which gets this breaker where its budget is guarded. The caller of a probe
-        waits no longer than :data:`PROBE_S`, while the probe goes on and tells what became of it.
+        waits no longer than :data:`PROBE_S`, while the probe goes on and reports its outcome.
 
         Raises:
             Exception: what the call raises, or ``late`` makes of words where the breaker is open or
@@ -171,21 +171,21 @@ class Breaker:
 @dataclass(frozen=True)
 class Budget:
     """What is left of the time of something that may take several calls. ``guarded``: behind the
-    breaker, as a read is; what publishes asks a server that was silent, too."""
+    breaker, as a read is; what publishes calls a server that was silent, too."""
 
     deadline: float
     guarded: bool = False
 
     @classmethod
     def of(cls, budget: Budget | float | None, read_s: float) -> Budget:
-        """A call's: seconds of its own; or, where it does not name any, those of a read."""
+        """A call's budget: seconds of its own; or, where it does not name any, those of a read."""
         if isinstance(budget, Budget):
             return budget
         return cls(time.monotonic() + (read_s if budget is None else budget), budget is None)
 
     @property
     def left_s(self) -> float:
-        """Seconds; a little where nothing is left."""
+        """Seconds that are left; a little where none are."""
         return max(0.01, self.deadline - time.monotonic())
 
 
@@ -218,7 +218,8 @@ class Link:
         as :class:`Refused`, and only one that passes is waited for.
 
         Args:
-            commands: as :func:`packed` made them; they may be sent again when a reply is lost.
+            commands: as :func:`precompute.store.online.redis.connection.packed` made them; they may
+                be sent again when a reply is lost.
             count: how many they are.
             doing: what for, as an infinitive: for messages.
             budget: of work that is no read: its own, in seconds, without a look at the breaker; or
@@ -234,7 +235,7 @@ class Link:
     def _tried(
         self, commands: bytes, count: int, doing: str, deadline: float, breaker: Breaker | None
     ) -> list[Any]:
-        """Replies, by as many tries as there is time for; ``breaker`` learns of silence."""
+        """Replies, by as many tries as there is time for; silence is reported to ``breaker``."""
         tried = 0
         while True:
             try:
@@ -281,7 +282,7 @@ class Link:
             return self.connect(deadline)
 
     def warm(self, connections: int, deadline: float) -> None:
-        """Open so many, to be there when they are wanted.
+        """Open so many connections before they are needed.
 
         Raises:
             Lost, Refused: one could not be made.
@@ -295,7 +296,7 @@ class Link:
                 self.give(connection)
 
     def give(self, connection: Connection) -> None:
-        """Back, with nothing on its way, to be used again."""
+        """Give a connection back, with nothing on its way, to be used again."""
         connection.used = True
         if len(self._idle) < IDLE_CONNECTIONS:
             self._idle.append(connection)
@@ -324,7 +325,7 @@ class Link:
         return connection
 
     def close(self) -> None:
-        """Close the connections that nobody uses now; the link can be used again."""
+        """Close the connections that no call uses now; the link can be used again."""
         idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()

@@ -166,8 +166,9 @@ class Meta:
 
     @classmethod
     def of(cls, reply: Sequence[bytes]) -> Meta:
-        """From the reply of HGETALL, or some of its fields. What cannot be read of a generation
-        makes it one that is to be dropped; a field that is named as none of ours is left alone."""
+        """The record in the reply of HGETALL, or in some of its fields. What cannot be read of a
+        generation makes it one that is to be dropped; a field that is named as none of ours is left
+        alone."""
         fields = dict(zip(reply[::2], reply[1::2], strict=True))
         loaded: dict[int, Loaded] = {}
         loading: dict[int, Loading] = {}
@@ -196,7 +197,7 @@ class Meta:
                     int(number) for number in fields.get(b"live", b"").split(b",") if number
                 )
             except ValueError:
-                # nobody can tell: none of them goes before the next flip has written it again
+                # not known: none of them is dropped before the next flip has written it again
                 live = tuple(sorted({*loaded, *unreadable}))
         return cls(loaded, loading, frozenset(dropping), frozenset(unreadable), owner, live)
 
@@ -242,7 +243,7 @@ def _is_number(text: str) -> bool:
 
 
 def version_of(pointer: bytes) -> bytes:
-    """What tells one pointer's bytes from another's, and whether they are whole."""
+    """A digest of a pointer's bytes, which differs from any other's, and checks them."""
     return digest_of(pointer).encode()
 
 
@@ -285,7 +286,7 @@ def beside(pointer: Pointer) -> dict[str, bytes]:
 
 
 def buckets_of(record: bytes | None, view: str, number: int) -> Buckets | None:
-    """The buckets of a generation, from the field that tells that it is loaded.
+    """The buckets of a generation, from the field that says that it is loaded.
 
     Raises:
         DamagedPointerError: it cannot be read.
@@ -321,7 +322,7 @@ class ViewHashes:
         return Meta.of(fields)
 
     def trials(self, view: str) -> list[Command]:
-        """Scripts that change nothing that anybody reads, to see whether they may be run."""
+        """Scripts that change nothing that is read, to see whether they may be run."""
         nothing = sealed(Loading(Generation(0, 0), 0, "", ""))
         scripts: list[tuple[str, tuple[bytes | str | int, ...]]] = [
             (_CHANGE, ("loading:0", nothing, "loading:0", nothing)),
@@ -355,7 +356,7 @@ class ViewHashes:
         view = pointer.view.name
         said, what = self._flip(pointer)
         if said in ("epoch", "owner") and self._mended(view):
-            # it was nobody else's act, but a flipped bit
+            # no other publisher's act, but a flipped bit
             said, what = self._flip(pointer)
         if said == "missing":
             loaded = sorted(self.read(view).loaded)

@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 
 OLDEST = (6, 2)
 MARGIN = 1.1
-"""Of the estimate: what it leaves out is the server's buffers and fragmentation."""
+"""Factor on the estimate: what it leaves out is the server's buffers and fragmentation."""
 SAVING = 3.0
 """How many times a key for each row must take what a bucket takes: an HGET costs the server 1.7
 times what a key of an MGET does."""
 KEY_BYTES = 16
-"""Of an entity key, about: keys of 6 to 20 bytes cost the same under the usual prefix."""
+"""Bytes of an entity key, about: keys of 6 to 20 bytes cost the same under the usual prefix."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def server_state(link: Link, doing: str, budget: Budget | float | None = None) -
     """Ask a server.
 
     Raises:
-        OnlineStoreError: it does not answer, or lets nobody in.
+        OnlineStoreError: it does not answer, or refuses the login.
     """
     hello, said = link.replies(packed(("HELLO",), ("INFO",)), 2, doing, budget)
     if isinstance(hello, Refused):
@@ -129,8 +129,8 @@ def check_server(state: ServerState, where: str, *, cluster: bool, allow_evictio
     """Whether rows may be lost there: it drops keys by itself, or may.
 
     Raises:
-        OnlineStoreError: too old, a replica, of the other kind, or it drops keys and nobody allowed
-            that.
+        OnlineStoreError: too old, a replica, of the other kind, or it drops keys and the URL does
+            not allow that.
     """
     if state.version < OLDEST:
         raise OnlineStoreError(

@@ -63,16 +63,17 @@ from precompute.store.online.redis.servers import (
 )
 
 KNOWN_S = 0.1
-"""How long a pointer is known to be live, from before it was requested on: 10 reads a second and
-view tell it, however many rows are answered meanwhile."""
+"""How long a pointer counts as live, from the moment before it was read: 10 reads a second of each
+view confirm it, however many rows are answered meanwhile."""
 LOOK_S = 1.0
-"""For what is live, loaded, there, where no rows are requested: a publisher requests it of a server
-that is loading, too."""
+"""Timeout of the calls that read no rows (what is live, loaded or present); a publisher makes them
+even while the server loads."""
 WARM_CONNECTIONS = 8
-"""Of each server, open before anybody asks: the first requests of a worker do not come one by
-one."""
+"""Connections to each server that are open before the first request: the first requests of a
+worker do not come one by one."""
 FREED_S = 3.0
-"""For the server to give back the memory of what was dropped: it does so behind its replies."""
+"""Seconds that the server has to give back the memory of what was dropped, which it does behind its
+replies."""
 
 
 class RedisStore(OnlineStore):
@@ -310,7 +311,7 @@ class RedisStore(OnlineStore):
 
     def _check_rights(self, view: str, states: Mapping[Link, ServerState]) -> None:
         """Use every command that loading, flipping, dropping and reading need, on keys of our
-        prefix that nobody reads."""
+        prefix that no reader uses."""
         servers, names, doing = self._servers, self._names, f"try what publishing {view!r} needs"
         meta, views = names.meta(view), names.views
         on_meta: list[Command] = [("HSET", meta, "-", ""), *self._hashes.trials(view)]

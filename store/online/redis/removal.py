@@ -25,12 +25,12 @@ SCANNED_KEYS = 1000
 """Looked at between two pauses: a third of a millisecond of the server's time, and half of one for
 removing them."""
 SWEEP_S = 10.0
-"""For one such step."""
+"""Timeout of one such step."""
 LISTED = b"\xff"
 """What the keys of a list of keys have behind the rows' prefix: no entity key begins so, since they
 are UTF-8."""
 PART_BYTES = 2**20
-"""Of keys in one part, about."""
+"""Bytes of keys in one part, about."""
 
 _HEAD = struct.Struct("<QI")
 
@@ -53,7 +53,7 @@ class KeyList:
         self._held: list[bytes] = []
         self._bytes = 0
         self.parts = 0
-        """Written so far."""
+        """Number of parts written so far."""
 
     def noting(self, rows: Rows) -> Rows:
         """The rows, once their keys are noted; all of these are written when the last row was

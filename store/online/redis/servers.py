@@ -36,19 +36,19 @@ log = logging.getLogger(__name__)
 OTHER_KIND = "WRONGTYPE"
 """A value of another kind than a row in a row's place: damage of that key, and no more."""
 ADMIN_S = 10.0
-"""For a command that is no read: flip, drop, count."""
+"""Seconds for a command other than a read: flip, drop, count."""
 REPLICATED_S = 60.0
-"""For the replicas to have what was loaded."""
+"""Seconds until the replicas must have what was loaded."""
 
 
 IN_FLIGHT_BYTES = 8 * 2**20
-"""Sent and not answered, at most: what is sent again when a connection is cut."""
+"""Bytes that are sent and not answered, at most: so much is sent again when a connection is cut."""
 STALL_S = 30.0
 """How long a server may take for one block, and how long it may be gone."""
 
 
 NOTE_EVERY_S = 1.0
-"""How often it is noted how far a load is: what a killed one does again."""
+"""Seconds between two notes of a load's progress: a killed one repeats so much."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Pipe:
 
     @property
     def unanswered(self) -> list[Block]:
-        """What is on its way."""
+        """The blocks that are sent and not answered."""
         return [sent.block for sent in self._sent]
 
     def send(self, block: Block, number: int) -> None:
@@ -190,7 +190,7 @@ class Progress:
         self._marks: deque[tuple[int, int]] = deque()
 
     def wait(self, size_bytes: int) -> None:
-        """Until so many may be sent; what was not used before is not saved up."""
+        """Wait until so many bytes may be sent; unused allowance is not saved."""
         if self._mb_s is None:
             return
         now = time.monotonic()
@@ -199,7 +199,7 @@ class Progress:
         self._free_at = max(now, self._free_at) + size_bytes / (self._mb_s * 1e6)
 
     def mark(self, number: int, done: int) -> None:
-        """With block ``number`` and all before, ``done`` rows are in."""
+        """Note that with block ``number`` and all before it ``done`` rows are in."""
         self._marks.append((number, done))
 
     def settled(self, oldest: int | None) -> None:
@@ -317,8 +317,8 @@ class Servers(ABC):
 
     @abstractmethod
     def scratch(self, link: Link, prefix: str, at: int = 0) -> str:
-        """A key under the prefix that a server holds, and that nobody reads; ``at``: which of them,
-        from 0."""
+        """A key under the prefix that a server holds, and that no reader uses; ``at``: which of
+        them, from 0."""
 
     @abstractmethod
     def masters(self) -> list[Link]:
@@ -352,13 +352,13 @@ class Servers(ABC):
         :func:`send_all`."""
 
     def states(self, doing: str, budget: Budget | float | None = None) -> dict[Link, ServerState]:
-        """Of each master; who they are is looked at once."""
+        """The state of each master; which they are is looked up once."""
         shared = Budget.of(budget, self.read_s)
         return {link: server_state(link, doing, shared) for link in self.masters()}
 
     @abstractmethod
     def close(self) -> None:
-        """Close all connections that nobody uses."""
+        """Close all connections that no call uses."""
 
 
 class SingleServer(Servers):
@@ -481,8 +481,8 @@ def _joined(strings: Sequence[Packed]) -> Packed:
 
 def check_same(link: Link, identity: str, doing: str) -> None:
     """Raises:
-    OnlineStoreError: the server that answers is not the one that answered before, or nobody can
-        tell.
+    OnlineStoreError: the server that answers is not the one that answered before, or that
+        cannot be known.
     """
     if not identity or server_state(link, doing, ADMIN_S).identity != identity:
         raise OnlineStoreError(
@@ -515,7 +515,7 @@ def replicated(servers: Servers, link: Link, prefix: str, replicas: int, doing: 
             break
         if not servers.cluster or refused.code not in MOVING or time.monotonic() > until:
             raise refusal(link.where, doing, refused)
-        # the key's slot moves: another one's stays, and who has them is looked at again by and by
+        # the key's slot moves: try a key of another slot, and ask again who holds them
         time.sleep(0.05)
         servers.masters()
     have = replies[1]
