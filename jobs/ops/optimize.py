@@ -320,6 +320,8 @@ class Judge:
             seed=SEED,
             learned_rows=self._rows.learned.num_rows,
             held_out_rows=self._rows.held_out.num_rows,
+            grouped_by=self._rows.grouped_by,
+            held_out_share=self._rows.share,
             agreement={},
             figures={},
             made_s=round(made_s, 1),
@@ -332,7 +334,7 @@ class Judge:
         return replace(
             whole,
             fingerprint=model.fingerprint(),
-            agreement=agreement(self.view, self._taught, found.slice(0, rows)),
+            agreement=agreement(self.view, self._index, found.slice(0, rows)),
             figures=index_recalls(self.view, self._index, found, rows),
             cascade=[one._asdict() for one in cascade_recalls(self.view, self._index, found, rows)],
         )

@@ -18,9 +18,12 @@ from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.keys import key_column
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.times import Partition
+from precompute.students.held_out import grouped_by, is_held_out
 
 HASH, TIME = "input_hash", "computed_at"
 """Columns of a snapshot beside its key and features."""
+ADDED = 3
+"""Columns that come before the source's: of the key, the inputs' hash, and their group."""
 
 HELD_OUT = 0.1
 """Share of the rows that are held out at random, by their inputs."""
@@ -38,11 +41,15 @@ LEAST_EITHER = 50
 class PublishedRows:
     """Rows that both the live snapshot and its source have, with equal inputs: ``learned`` and
     ``held_out`` ones, of which none has the inputs of a learned one. Columns are the source's, and
-    the view's features; ``data`` is a digest of what is learned from."""
+    the view's features. ``share`` of the rows is held out at random, those that are equal in the
+    columns ``grouped_by`` together (:mod:`precompute.students.held_out`); ``data`` is a digest of
+    what is learned from."""
 
     snapshot: Snapshot
     learned: pa.Table
     held_out: pa.Table
+    grouped_by: list[str]
+    share: float
     data: str
 
 
@@ -103,56 +110,51 @@ def published_rows(
     """
     view = opened.view
     drawn = project.offline.view(view.name).sample(snapshot, most)
-    both = set(view.feature_names) & set(opened.source.schema.names)
+    names = list(opened.source.schema.names)
+    both = set(view.feature_names) & set(names)
     if both:
         raise ConfigError(
             f"{opened.place('features', min(both))}: the source has a column of that name, too, and"
             " a student learns one from the other: rename the column with AS"
         )
     keys = key_column(drawn, view.entity)
-    inputs = opened.source.rows(keys.to_pylist(), with_hash=True)
+    by = grouped_by(opened.model, view, names)
+    found = opened.source.rows(keys.to_pylist(), with_hash=True, grouped_by=by).combine_chunks()
     # of a key that the source has twice, the hash tells which row was computed
-    place = pc.index_in(inputs["key"], value_set=keys)
-    found = inputs.append_column("place", place).filter(pc.is_valid(place))
-    taken = drawn.take(found["place"])
+    taken = drawn.take(pc.index_in(found["key"], value_set=keys)).combine_chunks()
     same = pc.equal(taken[HASH], found[HASH])
     for feature in view.feature_names:
         same = pc.and_(same, pc.is_valid(taken[feature]))
-    rows = found.drop_columns(["key", "place", HASH])
-    for name in (*view.feature_names, HASH, TIME):
-        rows = rows.append_column(name, taken[name])
-    rows = rows.filter(same).combine_chunks()
+    found, taken = found.filter(same), taken.filter(same)
+    rows = found.select(range(ADDED, found.num_columns))
+    for feature in view.feature_names:
+        rows = rows.append_column(feature, taken[feature])
     if rows.num_rows < least:
         raise ConfigError(
             f"view {view.name!r}: {rows.num_rows:,} rows of snapshot {snapshot.number} have a value"
             f" and still the inputs it was computed from; a student needs {least:,}: publish more"
             " rows, or run the view where its source has changed since"
         )
-    hashes = np.asarray(rows[HASH])
-    held_out = _held_out(hashes, np.asarray(rows[TIME].cast(pa.int64())))
-    different = [len(np.unique(hashes[part])) for part in (~held_out, held_out)]
+    groups = np.asarray(found.column(ADDED - 1))
+    share = max(HELD_OUT, LEAST_HELD_OUT / rows.num_rows)
+    times = np.asarray(taken[TIME].cast(pa.int64()))
+    held_out = np.isin(groups, groups[is_held_out(groups, share) | _newest(groups, times)])
+    different = [len(np.unique(groups[part])) for part in (~held_out, held_out)]
     if min(different) < LEAST_EITHER:
         raise ConfigError(
             f"view {view.name!r}: its {rows.num_rows:,} rows have so few different inputs that"
             f" {different[0]:,} are left to learn from and {different[1]:,} to judge by; each"
             f" needs {LEAST_EITHER}: publish rows of more inputs"
         )
-    data = digest(rows=np.sort(hashes[~held_out]), snapshot=snapshot.number)
-    plain = rows.drop_columns([HASH, TIME])
-    learned, judged = (plain.filter(pa.array(part)) for part in (~held_out, held_out))
-    return PublishedRows(snapshot, learned, judged, data)
+    learned, judged = (rows.filter(pa.array(part)) for part in (~held_out, held_out))
+    hashes = np.sort(np.asarray(found[HASH])[~held_out])
+    data = digest(rows=hashes, snapshot=snapshot.number)
+    return PublishedRows(snapshot, learned, judged, by, share, data)
 
 
-def _held_out(hashes: npt.NDArray[np.int64], times: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which rows are held out, with all that have their inputs: the same ones every time."""
-    rows = len(hashes)
-    share = max(HELD_OUT, LEAST_HELD_OUT / rows)
-    # SplitMix64's finish (Steele et al. 2014): hashes of few different inputs may be alike
-    mixed = hashes.astype(np.uint64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    mixed ^= mixed >> np.uint64(31)
-    chosen: npt.NDArray[np.bool_] = mixed < np.uint64(int(share * 2**64))
-    if times.max() - times.min() > ONE_RUN_US:
-        chosen |= times >= np.sort(times)[-max(1, int(NEWEST * rows))]
-    return np.isin(hashes, hashes[chosen])
+def _newest(groups: npt.NDArray[np.uint64], times: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """The newest :data:`NEWEST` of the rows; of those computed at the same time, whichever."""
+    chosen = np.zeros(len(groups), np.bool_)
+    if len(times) and times.max() - times.min() > ONE_RUN_US:
+        chosen[np.lexsort((groups, times))[-max(1, int(NEWEST * len(times))) :]] = True
+    return chosen

@@ -419,13 +419,17 @@ class Source:
 
     # ---- some rows
 
-    def rows(self, keys: Sequence[str], *, with_hash: bool = False) -> pa.Table:
+    def rows(
+        self, keys: Sequence[str], *, with_hash: bool = False, grouped_by: Sequence[str] = ()
+    ) -> pa.Table:
         """The source rows of some entities, by key text, read now: what the fallback computes from.
 
         Args:
             keys: key texts of an entity of one column, or of several joined as
                 :mod:`precompute.store.keys` does.
             with_hash: add the ``input_hash`` column.
+            grouped_by: columns; if any, ``input_group`` is added, uint64, which is equal for rows
+                that are equal in these, and the same by every version of DuckDB.
 
         Returns:
             the source's columns and a ``key`` column with the key text; entities the source does
@@ -449,6 +453,10 @@ class Source:
             else f"{column} IN (SELECT unnest($keys::{kind}[]))"
         )
         hashed = f"{self._hash_sql()} AS input_hash, " if with_hash else ""
+        if grouped_by:
+            together = ", ".join(map(quoted, grouped_by))
+            # its own hash() is another one from version to version
+            hashed += f"md5_number_lower(CAST(row({together}) AS VARCHAR)) AS input_group, "
         source, given = self._sql, {"keys": list(values)} | self._given
         if self._whole is not None:
             # only the texts whose chunks are wanted are cut

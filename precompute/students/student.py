@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.store.disk.record import Record, field, read_record, sealed
+from precompute.store.disk.record import Record, field, read_record, replace, sealed
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.accuracy import neighbour_recalls, rank_correlation
@@ -25,8 +25,8 @@ MODEL = "model"
 
 VERSION = 1
 COMPARED_ROWS = 512
-"""Rows that an agreement is measured on at most. Neighbours are easier to find among fewer rows, so
-two agreements are compared only where both were measured on as many."""
+"""Rows that an agreement is measured on at most, and that neighbours are looked for among: they are
+easier to find among fewer, so two recalls are compared only where both were among as many."""
 MIN_ROWS = 50
 """Fewer say nothing of recall among ten."""
 SURE = 3.0
@@ -44,13 +44,21 @@ class Agreement(Record, frozen=True):
         value: of these rows, from 0 to 1 (a correlation from -1).
         promised: below ``value`` by :data:`SURE` standard errors: what other rows like these will
             reach.
-        rows: how many.
+        rows: how many, none of which the student learned from.
+        among: how many rows, these and others, neighbours were looked for among; 0 of another
+            figure.
     """
 
     figure: str
     value: float
     promised: float
     rows: int
+    among: int = 0
+
+    def least_of(self, rows: int) -> float:
+        """What fewer rows must reach: their chance is greater by the root of how many fewer."""
+        fewer = math.sqrt(max(1.0, self.rows / max(1, rows)))
+        return self.value - (self.value - self.promised) * fewer
 
 
 class Student(Record, frozen=True):
@@ -69,6 +77,8 @@ class Student(Record, frozen=True):
         seed: of all that was drawn by chance.
         learned_rows, held_out_rows: how many rows it learned from, and how many it never saw, on
             which it was judged.
+        grouped_by, held_out_share: the columns by which rows were held out together, and the share
+            of them that were at random: :mod:`precompute.students.held_out` tells which these are.
         agreement: of each feature, on held-out rows.
         figures: of each feature, other figures on held-out rows, as ``optimize`` shows them.
         made_s: seconds that it took to make.
@@ -90,6 +100,8 @@ class Student(Record, frozen=True):
     seed: int
     learned_rows: int
     held_out_rows: int
+    grouped_by: list[str]
+    held_out_share: float
     agreement: dict[str, Agreement]
     figures: dict[str, dict[str, float]]
     made_s: float
@@ -141,21 +153,34 @@ def student_bytes(student: Student) -> bytes:
 def agreement(
     view: FeatureView, teacher: pa.RecordBatch, student: pa.RecordBatch
 ) -> dict[str, Agreement]:
-    """How well a student agrees with its teacher, by feature.
+    """How well a student agrees with its teacher, by feature; of rows to which the teacher gave a
+    value of it.
 
     Args:
         view: whose features they are.
-        teacher, student: the features of the same rows, in one order, drawn by chance; the first
-            :data:`COMPARED_ROWS` count.
+        teacher: the features of some rows; the first :data:`COMPARED_ROWS` count.
+        student: those of the first of these, which it never learned from, in the same order; the
+            others are there to be found as neighbours.
     """
+    teacher = teacher.slice(0, COMPARED_ROWS)
+    student = student.slice(0, teacher.num_rows)
+    found = {}
+    for feature in view.features:
+        index, own = teacher.column(feature.name), student.column(feature.name)
+        there = index.is_valid()
+        own = own.filter(there.slice(0, len(own)))
+        found[feature.name] = _agreement(view, feature, index.filter(there), own)
+    return found
+
+
+def comparable(
+    promised: Mapping[str, Agreement], found: Mapping[str, Agreement]
+) -> dict[str, Agreement]:
+    """Those of ``found`` that say something of a promise: of enough rows, among as many others."""
     return {
-        feature.name: _agreement(
-            view,
-            feature,
-            teacher.column(feature.name).slice(0, COMPARED_ROWS),
-            student.column(feature.name).slice(0, COMPARED_ROWS),
-        )
-        for feature in view.features
+        name: one
+        for name, one in found.items()
+        if one.rows >= MIN_ROWS and one.among >= promised[name].among
     }
 
 
@@ -168,23 +193,26 @@ def shortfalls(promised: Mapping[str, Agreement], found: Mapping[str, Agreement]
     """
     return [
         f"{name}: {one.figure.replace('_at_', '@').replace('_', ' ')} {found[name].value:.3f} is"
-        f" below {one.promised:.3f}, which the student promised"
+        f" below {one.least_of(found[name].rows):.3f}, which the student promised"
         for name, one in promised.items()
-        if name in found and found[name].value < one.promised
+        if name in found and found[name].value < one.least_of(found[name].rows)
     ]
 
 
 def _agreement(
     view: FeatureView, feature: Feature, teacher: pa.Array, student: pa.Array
 ) -> Agreement:
-    rows = len(teacher)
+    rows = len(student)
     if feature.dim is not None:
-        if rows < MIN_ROWS:
+        if len(teacher) < MIN_ROWS:
             return _mean("recall_at_10", np.zeros(rows))
-        a, b = (np.asarray(column.flatten()).reshape(rows, -1) for column in (teacher, student))
+        a, b = (_vectors(column, feature.dim) for column in (teacher, student))
+        b = np.concatenate([b, a[rows:]])
         index = view.index
         metric = index.metric if index is not None and index.on == feature.name else "cosine"
-        return _mean("recall_at_10", neighbour_recalls(a, b, metric, into=True))
+        recall = _mean("recall_at_10", neighbour_recalls(a, b, metric, into=True, queries=rows))
+        return replace(recall, among=len(teacher))
+    teacher = teacher.slice(0, rows)
     if feature.max_items is not None:
         pairs = zip(teacher.to_pylist(), student.to_pylist(), strict=True)
         return _mean("overlap", np.array([ordered_overlap(a or [], b or []) for a, b in pairs]))
@@ -210,3 +238,11 @@ def _mean(figure: str, values: npt.NDArray[np.float64]) -> Agreement:
     error = max(float(values.std()), 1 / math.sqrt(rows)) / math.sqrt(rows)
     value = float(values.mean())
     return Agreement(figure, value, max(0.0, value - SURE * error), rows)
+
+
+def _vectors(column: pa.Array, dim: int) -> npt.NDArray[np.float64]:
+    """[rows, dim]; a row without a value is nothing's neighbour."""
+    vectors = np.full((len(column), dim), np.nan)
+    there = np.asarray(column.is_valid())
+    vectors[there] = np.asarray(column.drop_null().flatten()).reshape(-1, dim)
+    return vectors

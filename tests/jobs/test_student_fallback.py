@@ -38,7 +38,8 @@ from precompute.store.online.miss_cache import CachedMiss, MissCacheLimits
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.url import open_miss_cache
 from precompute.store.times import Partition
-from precompute.students.student import Agreement, Student, student_bytes
+from precompute.students.held_out import is_held_out
+from precompute.students.student import Agreement, Student, agreement, student_bytes
 from tests.angles import Exact, angles
 from tests.asgi import call
 from tests.conftest import MakeProject
@@ -70,6 +71,7 @@ def write_student(
     view: str = "numbers",
     name: str = "rough",
     judged: Sequence[str] = tuple(PROMISED),
+    held_out_share: float = 1.0,
     **args: Any,
 ) -> Student:
     """A student's folder in the project, as ``optimize`` makes it."""
@@ -92,8 +94,12 @@ def write_student(
         seed=0,
         learned_rows=0,
         held_out_rows=ROWS,
+        grouped_by=["x"],
+        held_out_share=held_out_share,
         agreement={
-            one: Agreement(figure, 0.99, (promised or {}).get(one, least), ROWS)
+            one: Agreement(
+                figure, 0.99, (promised or {}).get(one, least), ROWS, ROWS * (one == "vector")
+            )
             for one, (figure, least) in PROMISED.items()
             if one in judged
         },
@@ -516,7 +522,7 @@ def test_rows_that_are_compared_are_as_many_as_were_promised(make: Make) -> None
     rows = scene.store.sample(scene.snapshot(), 2 * ROWS)
     sample = rows.append_column("key", rows.column("id").cast(pa.string()))
     view = scene.view("numbers").feature_view()
-    agreed = {name: replace(one, rows=60) for name, one in record.agreement.items()}
+    agreed = {name: replace(one, rows=60, among=60) for name, one in record.agreement.items()}
     with open_view(view, scene.offline, scene.home) as opened:
         student = OpenStudent(view, scene.home, record)
         every = student.compared(opened, opened.source, sample)
@@ -528,12 +534,48 @@ def test_rows_that_are_compared_are_as_many_as_were_promised(make: Make) -> None
             {"id": range(1, ROWS + 1), "x": [-9.0] * 40 + [7 * i / 10 for i in range(41, ROWS + 1)]}
         )
         pq.write_table(table, scene.folder / "data.parquet")
-        left = student.compared(opened, opened.source, sample)
+        left = fewer.compared(opened, opened.source, sample)
+        too_few = student.compared(opened, opened.source, sample)
     assert every.agreement is not None
     assert left.agreement is not None
     assert (left.given, left.agreement["vector"].rows) == (60, 60)
+    # neighbours among fewer are easier to find, and say nothing of the promise
+    assert too_few.agreement is not None
+    assert set(too_few.agreement) == {"score"}
     # and those are the rows of the same keys
     assert left.agreement["vector"].value > 0.7
+
+
+def test_only_rows_that_it_never_learned_from_say_how_it_agrees(make: Make) -> None:
+    make().run()
+    scene = make({"fallback": FALLBACK})
+    record = write_student(scene, held_out_share=0.7)
+    view = scene.view("numbers").feature_view()
+    rows = scene.store.sample(scene.snapshot(), ROWS)
+    sample = rows.append_column("key", rows.column("id").cast(pa.string()))
+    with open_view(view, scene.offline, scene.home) as opened:
+        compared = OpenStudent(view, scene.home, record).compared(opened, opened.source, sample)
+        keys = sample.column("key").to_pylist()
+        inputs = opened.source.rows(keys, grouped_by=["x"])
+        # the source has no such column any more: it may have learned from any
+        other = replace(record, grouped_by=["x", "gone"])
+        unknown = OpenStudent(view, scene.home, other).compared(opened, opened.source, sample)
+    unseen = is_held_out(np.asarray(inputs.column("input_group")), 0.7)
+    x = np.asarray(inputs.column("x"))
+    x = np.concatenate([x[unseen], x[~unseen]])
+    teachers, own = (
+        pa.record_batch(
+            {
+                "vector": pa.FixedSizeListArray.from_arrays(made["vector"].astype("f4").ravel(), 2),
+                "score": made["score"],
+            }
+        )
+        for made in (angles(x, error) for error in (0.0, 2.0))
+    )
+    expected = agreement(view, teachers, own.slice(0, int(unseen.sum())))
+    assert 50 <= unseen.sum() < ROWS
+    assert compared.agreement == expected
+    assert (unknown.given, unknown.agreement) == (ROWS, None)
 
 
 def test_rows_that_neither_can_take_say_nothing_of_the_student(make: Make) -> None:

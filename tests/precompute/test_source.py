@@ -247,6 +247,25 @@ def test_the_hash_is_the_same_in_every_time_zone() -> None:
     assert elsewhere == f"{hashes(sql)}\n"
 
 
+def test_groups_are_of_some_columns_and_the_same_for_ever() -> None:
+    sql = (
+        "SELECT range AS id, range // 2 + 0.5::FLOAT AS x, ['a', chr(39) || range % 2] AS tags,"
+        " range AS input_group FROM range(4)"
+    )
+    with Source(sql, ("id",), {}) as source:
+        keys = ["0", "1", "2", "3"]
+        by_x = source.rows(keys, grouped_by=["x"]).sort_by("id").column(1).to_pylist()
+        found = source.rows(keys, with_hash=True, grouped_by=["x", "tags"]).sort_by("id")
+    assert by_x[0] == by_x[1] != by_x[2] == by_x[3]
+    assert found.column(2).to_pylist() == [
+        14978558015896280712,
+        15805145029992023308,
+        5702323200837900422,
+        3707082753450370135,
+    ]
+    assert found.column_names[3:] == ["id", "x", "tags", "input_group"]
+
+
 @pytest.mark.parametrize("column", ["input_hash", "INPUT_HASH", "key", "rowid"])
 def test_a_source_column_is_never_taken_for_one_of_ours(column: str) -> None:
     with pytest.raises(ConfigError, match=f"{column}', a name that is taken"):

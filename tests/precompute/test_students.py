@@ -174,7 +174,9 @@ def test_what_was_spent_before_a_stop_counts(
     for dies_at in (3, 7):
         with pytest.raises(Killed):
             until(dies_at)
-    assert until(12) == (12, pytest.approx(7))
+    done = until(12)
+    assert done.steps == 12
+    assert done.earlier_s == pytest.approx(7.0)
 
 
 def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson) -> None:

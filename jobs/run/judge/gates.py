@@ -418,10 +418,12 @@ class Judge:
             verdicts.add("parity", computed, None if is_off else 1 - most, False, message, min)
         if found.agreement is None:
             return
-        values = {name: found.agreement[name].value for name in student.view.feature_names}
-        verdicts.student = dataclasses.replace(student.use, agreement=values)
+        values = {name: one.value for name, one in found.agreement.items()}
+        verdicts.student = dataclasses.replace(
+            student.use, agreement={**student.use.agreement, **values}
+        )
         for name, value in values.items():
-            one, least = found.agreement[name], promised[name].promised
+            one, least = found.agreement[name], promised[name].least_of(found.agreement[name].rows)
             short = shortfalls({name: promised[name]}, found.agreement)
             message = f"{name}: {one.figure} of the student {value:.3f}, on {one.rows} rows"
             message = f"{short[0]}; {remedy}" if short else message

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from precompute.engine.runner import compute
 from precompute.jobs.run.rows.open_model import OpenModel, place_of, variant_name
@@ -18,12 +20,14 @@ from precompute.registry import load_with_fingerprint
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.feature_view import FeatureView, ModelUse, StudentUse
+from precompute.students.held_out import is_held_out
 from precompute.students.student import (
     COMPARED_ROWS,
     MIN_ROWS,
     Agreement,
     Student,
     agreement,
+    comparable,
     read_student,
 )
 from precompute.techniques.table import REFERENCE, words
@@ -188,8 +192,9 @@ class OpenStudent:
     def compared(self, opened: OpenModel, source: Source, sample: pa.Table) -> Compared:
         """Compute rows of a snapshot by the student.
 
-        As many as its promise was measured on: neighbours are easier to find among fewer. Rows
-        whose input has changed since are left out, and those that the teacher gave no value.
+        Its agreement is that of rows that it never learned from; as many others as its promise was
+        measured among lie beside these, as neighbours. Rows whose input has changed since are left
+        out, and those that the teacher gave no value.
 
         Args:
             opened: the view.
@@ -199,34 +204,52 @@ class OpenStudent:
         Raises:
             SourceError, ModelError, ConfigError: something cannot be read or computed.
         """
-        view = self.view
-        wanted = max(MIN_ROWS, min(one.rows for one in self.record.agreement.values()))
-        wanted = min(wanted, COMPARED_ROWS, sample.num_rows)
-        # the sample is in the snapshot's order: rows are taken evenly from it
-        rows = sample.take(pa.array(np.arange(wanted) * sample.num_rows // max(1, wanted)))
-        there = [rows.column(name).is_valid().to_numpy() for name in view.feature_names]
-        rows = rows.filter(pa.array(np.any(there, axis=0)))
-        position = {key: row for row, key in enumerate(rows.column("key").to_pylist())}
-        if not position:
+        view, record = self.view, self.record
+        inputs, stored, unseen = self._paired(source, sample)
+        if not inputs.num_rows:
             return Compared(0, 0, "", None)
-        again = source.rows(list(position), with_hash=True).combine_chunks()
-        places = [position[key] for key in again.column("key").to_pylist()]
-        same = np.equal(
-            np.asarray(rows.column("input_hash").take(pa.array(places, pa.int64()))),
-            np.asarray(again.column("input_hash")),
+        among = max(MIN_ROWS, max(max(one.rows, one.among) for one in record.agreement.values()))
+        # those that it never learned from are the first
+        chosen = np.argsort(~unseen, kind="stable")[: min(among, COMPARED_ROWS)]
+        inputs, stored = (
+            table.take(pa.array(chosen)).combine_chunks() for table in (inputs, stored)
         )
-        batch = again.filter(pa.array(same)).drop_columns(["key", "input_hash"]).combine_chunks()
-        places = np.asarray(places)[same].tolist()
-        if not places:
-            return Compared(0, 0, "", None)
-        done = compute(self.model(opened), view, batch.to_batches()[0])
-        computed = pa.array([places[row] for row in done.rows.tolist()], pa.int64())
+        done = compute(self.model(opened), view, inputs.to_batches()[0])
+        rejected, first = done.rejections, done.rejections[0].error if done.rejections else ""
+        judged = done.rows < np.count_nonzero(unseen[chosen])
         found = None
-        if len(computed) >= MIN_ROWS:
-            stored = rows.take(computed).select(view.feature_names).combine_chunks()
-            found = agreement(view, stored.to_batches()[0], done.features)
-        rejected = done.rejections
-        return Compared(len(places), len(rejected), rejected[0].error if rejected else "", found)
+        if np.count_nonzero(judged) >= MIN_ROWS:
+            queries = done.rows[judged]
+            others = np.setdiff1d(np.arange(len(chosen)), queries)
+            taught = stored.take(pa.array(np.concatenate([queries, others]))).combine_chunks()
+            own = done.features.filter(pa.array(judged))
+            found = comparable(record.agreement, agreement(view, taught.to_batches()[0], own))
+        return Compared(len(chosen), len(rejected), first, found)
+
+    def _paired(
+        self, source: Source, sample: pa.Table
+    ) -> tuple[pa.Table, pa.Table, npt.NDArray[np.bool_]]:
+        """Of the sample's rows that have a value, and still the input that it was computed from:
+        the inputs, the features, and whether the student never learned from them."""
+        names, by = source.schema.names, self.record.grouped_by
+        there = [sample.column(name).is_valid().to_numpy() for name in self.view.feature_names]
+        sample = sample.filter(pa.array(np.any(there, axis=0))).combine_chunks()
+        # a source without one of these columns is another than it learned from: all may be known
+        known = set(by) <= set(names)
+        found = source.rows(
+            sample.column("key").to_pylist(), with_hash=True, grouped_by=by if known else ()
+        ).combine_chunks()
+        stored = sample.take(pc.index_in(found.column("key"), value_set=sample.column("key")))
+        same = pc.equal(stored.column("input_hash"), found.column("input_hash"))
+        found, stored = found.filter(same), stored.filter(same).select(self.view.feature_names)
+        unseen = np.zeros(found.num_rows, np.bool_)
+        if known:
+            unseen = is_held_out(np.asarray(found.column(2)), self.record.held_out_share)
+        return (
+            found.select(range(found.num_columns - len(names), found.num_columns)),
+            stored,
+            unseen,
+        )
 
 
 def _again(view: FeatureView) -> str:
