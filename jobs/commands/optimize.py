@@ -107,12 +107,22 @@ def describe_optimized(outcome: Mapping[str, Any]) -> str:
             if line["refused"] is not None
         ),
     ]
+    lines += [
+        f"  {one['name']}: rejects {rows:,} of the judged rows; no figure counts them"
+        for one in made[1:]
+        if (rows := one["rejected_rows"])
+    ]
     lines += [f"  {line}" for one in made[1:] if (line := _cascade(one))]
     behind = next((one for one in made if one["name"] == outcome["behind_misses"]), None)
     if behind is not None:
         lines.append(
             f"behind misses: fallback: {{enabled: true, model: {behind['path']}}}, which answers"
             f" with {_agreement(behind)}"
+        )
+    elif len(made) > 1:
+        lines.append(
+            "behind misses: no student answers in half the teacher's time and promises an agreement"
+            " above 0.5"
         )
     if outcome["picked"] is None:
         lines.append("no student is both faster and within the view's accuracy")

@@ -97,13 +97,26 @@ def read_tuning(folder: Path, view: str, model: Mapping[str, Any]) -> dict[str, 
         raise ConfigError(
             f"{path}: cannot be read ({exc}); run `precompute tune {view}` again, or remove it"
         ) from exc
-    wanted = {"version", "model", "precision", "backend"}
-    if not isinstance(body, dict) or not wanted <= set(body) or body["version"] != VERSION:
+    if not _is_tuning(body):
         raise ConfigError(
             f"{path}: is no tuning file of this version; run `precompute tune {view}` again, or"
             " remove it"
         )
     return body if body["model"] == _model(model) else None
+
+
+def _is_tuning(body: Any) -> bool:
+    """Whether it is what is written here, as far as anybody reads it."""
+    wanted = {"version", "model", "precision", "backend"}
+    if not isinstance(body, dict) or not wanted <= set(body) or body["version"] != VERSION:
+        return False
+    measured, optimized = body.get("measured", []), body.get("optimized", {"students": []})
+    students = optimized.get("students") if isinstance(optimized, dict) else None
+    return all(
+        isinstance(lines, list)
+        and all(isinstance(line, dict) and isinstance(line.get("name"), str) for line in lines)
+        for lines in (measured, students)
+    )
 
 
 def _model(model: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@ approximate it, and judges them on rows they never saw. Nothing goes live by its
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -17,15 +18,15 @@ import pyarrow as pa
 
 from precompute.engine.memory import ResidentPeak, give_back
 from precompute.engine.window import Outcome
-from precompute.jobs.config.gates import AccuracyConfig
 from precompute.jobs.config.project import Project, read_tuning, write_tuning
+from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.ops.published_rows import PublishedRows, as_published, published_rows
 from precompute.jobs.run.judge.accuracy import compared
 from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows.open_model import EXAMPLE_ROWS
 from precompute.jobs.run.rows.open_view import OpenView
 from precompute.model import Model
-from precompute.project_module import absolute_arguments, starting_from
+from precompute.project_module import absolute_arguments, described, starting_from
 from precompute.registry import load_model
 from precompute.store.disk.durable_file import (
     disk_message,
@@ -34,7 +35,7 @@ from precompute.store.disk.durable_file import (
 )
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace
-from precompute.store.errors import ConfigError, ModelError, SnapshotError
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError, SnapshotError
 from precompute.store.feature_view import FeatureView
 from precompute.store.times import iso
 from precompute.students.judging import cascade_recalls, computed, index_recalls, miss_ms, rates
@@ -51,9 +52,13 @@ from precompute.students.student import (
 )
 from precompute.techniques.table import REFERENCE, words
 
+log = logging.getLogger(__name__)
+
 FOLDER = "students"
 """Folder of the students, in the project's."""
 SEED = 0
+LEAST_WITHIN_S = 10.0
+"""For making students, at least: in less they learn next to nothing, and stay so."""
 LEAST_ROWS = 500
 """Rows that a student is made from, at least."""
 JUDGED_ROWS = 2048
@@ -61,7 +66,7 @@ JUDGED_ROWS = 2048
 INDEX_ROWS = 8192
 """Rows of the index that neighbours are looked for in, at most."""
 ROUNDS = 3
-"""Rounds of measuring; in each every model computes the judged rows once."""
+"""Rounds of measuring, in which the models take turns."""
 
 
 @dataclass(slots=True)
@@ -96,20 +101,26 @@ def optimize(
         ``students``: of the teacher and of each student ``name``, ``by``, ``folder``, ``path`` (of
         that, from the project's), ``make_s``, ``rows_per_s``, ``speed`` (times the teacher's),
         ``batch_ms`` and ``miss_ms`` (``p50``, ``p95``, ``p99``), ``memory_bytes``, ``accuracy``
-        (figures by feature), ``agreement``, ``cascade`` (as of
+        (figures by feature), ``agreement`` and ``promised``, ``rejected_rows`` (of those held out
+        and judged, left out of the figures), ``cascade`` (as of
         :func:`precompute.students.judging.cascade_recalls`), ``beyond`` (why it is not within the
         view's accuracy, or null) and ``refused`` (why none was made, or null); ``picked`` and
-        ``behind_misses``: the fastest within the view's accuracy, and the one that agrees most of
-        those that answer a miss in half the teacher's time, or null.
+        ``behind_misses``: the fastest within the view's accuracy, and the one that promises most
+        of those that answer a miss in half the teacher's time and promise more than
+        :data:`GOOD_ENOUGH`, or null.
 
     Raises:
-        ConfigError: there is nothing to learn from, or no such student; see
-            :func:`precompute.jobs.ops.published_rows.published_rows`.
+        ConfigError: there is nothing to learn from, no such student, or next to no time; the tuning
+            file is damaged; see :func:`precompute.jobs.ops.published_rows.published_rows`.
         SnapshotError: nothing is live, or a file cannot be read or written.
         ConflictError: students of this view are being made.
         SourceError, ModelError: as a run would.
     """
     until = time.monotonic() + within_s
+    wanted = _wanted(by, purpose, within_s)
+    config = project.view(name)
+    # found to be damaged before hours of training, not after
+    read_tuning(project.folder, name, project.model_as_written(name))
     busy = f"view {name!r}: its students are being made: wait for that `precompute optimize`"
     with (
         as_published(project, name) as (opened, snapshot),
@@ -120,9 +131,8 @@ def optimize(
         # a tenth of them is held out
         most = MAX_ROWS + MAX_ROWS // 9
         rows = published_rows(project, opened, snapshot, most, LEAST_ROWS)
-        judge = Judge(opened, rows, project.view(name).accuracy)
+        judge = Judge(opened, rows, config)
         trials = [judge.teacher()]
-        wanted = recipes(by, purpose)
         for number, recipe in enumerate(wanted):
             share_s = (until - time.monotonic()) / (len(wanted) - number)
             workshop = Workshop(project, opened, rows, announce)
@@ -138,6 +148,27 @@ def optimize(
         "students": lines,
     }
     return {"view": name, "file": _write(project, name, outcome), "folder": FOLDER, **outcome}
+
+
+def _wanted(by: str | None, purpose: str | None, within_s: float) -> list[Recipe]:
+    """The recipes to try.
+
+    Raises:
+        ConfigError: there are none, or there is next to no time.
+    """
+    if within_s < LEAST_WITHIN_S:
+        raise ConfigError(
+            f"--within: {within_s:g} s: students learn next to nothing in less than"
+            f" {LEAST_WITHIN_S:g} s, and what was made is not made again"
+        )
+    wanted = recipes(by, purpose)
+    if not wanted:
+        ways = dict.fromkeys(recipe.by for recipe in recipes(None, purpose))
+        raise ConfigError(
+            f"no student is made by {by} for {purpose}: --for {purpose} goes with --by"
+            f" {', '.join(ways)}, or without"
+        )
+    return wanted
 
 
 def _check_teacher(opened: OpenView) -> None:
@@ -157,16 +188,25 @@ def _check_teacher(opened: OpenView) -> None:
 
 
 def _tried(workshop: Workshop, judge: Judge, recipe: Recipe, until: float) -> Trial:
-    """A student on trial; one that cannot be made has the reason in its line."""
+    """A student on trial; one that cannot be made has the reason in its line, whatever it is: the
+    others are made all the same.
+
+    Raises:
+        SnapshotError: it cannot be written, and nor can others.
+    """
     line = {"name": recipe.name, "by": recipe.by, "folder": None, "path": None, "make_s": None}
-    why = recipe.refuses(workshop.lesson(recipe, until))
-    if why:
-        return Trial(line | {"refused": why}, workshop.opened.model)
     try:
-        folder, student = workshop.student(recipe, until, judge)
-        return judge.tried(line, folder, student)
-    except ModelError as exc:
-        return Trial(line | {"refused": str(exc)}, workshop.opened.model)
+        if not (why := recipe.refuses(workshop.lesson(recipe, until))):
+            folder, student = workshop.student(recipe, until, judge)
+            return judge.tried(line, folder, student)
+    except SnapshotError:
+        raise
+    except PrecomputeError as exc:
+        why = str(exc)
+    except Exception as exc:
+        log.exception("student %s cannot be made", recipe.name)
+        why = described(exc)
+    return Trial(line | {"refused": why}, workshop.opened.model)
 
 
 class Workshop:
@@ -222,9 +262,15 @@ class Workshop:
             student = read_student(folder)
             if student.approximates != snapshot.model or student.data != self._rows.data:
                 raise ConfigError(
-                    f"{folder} is a student of other rows: remove it, unless a view uses it"
+                    f"{folder} is a student of other rows than those that are published and have"
+                    f" their inputs still: publish again (`precompute run {name}`) and optimize,"
+                    " which makes one of the new snapshot; or remove the folder, unless a view uses"
+                    " it"
                 )
-            self._announce(f"{recipe.name}: is there already, and judged again")
+            self._announce(
+                f"{recipe.name}: is there already, made in {student.made_s:,.0f} s, and judged"
+                f" again: remove {folder} to make it for longer"
+            )
             return folder, student
         self._announce(f"{recipe.name}: making it of {self._rows.learned.num_rows:,} rows")
         started = time.monotonic()
@@ -247,11 +293,20 @@ class Workshop:
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         make_folder(partial)
-        shutil.copytree(place / MODEL, partial / MODEL)
-        (partial / CARD).write_text(card(student, folder), encoding="utf-8")
-        # last: a model that a loss of power cut short has no longer the record's fingerprint
-        replace_durably(partial / RECORD, student_bytes(student))
-        partial.rename(folder)
+        try:
+            for file in sorted((place / MODEL).rglob("*")):
+                # hidden is what a killed process was writing
+                if file.is_file() and not file.name.startswith("."):
+                    target = partial / file.relative_to(place)
+                    make_folder(target.parent)
+                    shutil.copyfile(file, target)
+            (partial / CARD).write_text(card(student, folder), encoding="utf-8")
+            # last: a model that a loss of power cut short has no longer the record's fingerprint
+            replace_durably(partial / RECORD, student_bytes(student))
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 class Judge:
@@ -260,11 +315,11 @@ class Judge:
     Args:
         opened: the view, as its live snapshot was computed.
         rows: the held-out ones are drawn from them.
-        accuracy: the view's.
+        config: of the view: its ``accuracy``, and how many rows may be rejected.
     """
 
-    def __init__(self, opened: OpenView, rows: PublishedRows, accuracy: AccuracyConfig) -> None:
-        self._opened, self._rows, self._accuracy = opened, rows, accuracy
+    def __init__(self, opened: OpenView, rows: PublishedRows, config: ViewConfig) -> None:
+        self._opened, self._rows, self._config = opened, rows, config
         view, chance = opened.view, np.random.default_rng(SEED)
         drawn = chance.permutation(rows.held_out.num_rows)[:JUDGED_ROWS]
         others = np.sort(chance.permutation(rows.learned.num_rows)[: INDEX_ROWS - len(drawn)])
@@ -294,9 +349,11 @@ class Judge:
             "beyond": None,
             "accuracy": {},
             "agreement": {},
+            "promised": {},
+            "rejected_rows": 0,
             "refused": None,
         }
-        line["memory_bytes"] = self._memory(lambda: computed(model, self.view, self._inputs))
+        line["memory_bytes"] = self._memory(lambda: self._computed(model, self._inputs))
         restore = model.restorer() if hasattr(model, "restorer") else lambda: None
         return Trial(line, model, restore)
 
@@ -304,7 +361,7 @@ class Judge:
         """The record of a student that was made in a folder.
 
         Raises:
-            ConfigError, ModelError: its model does not load, or does not compute.
+            ConfigError, ModelError: its model does not load, or rejects too many rows.
         """
         whole = Student(
             view=self.view.name,
@@ -329,14 +386,18 @@ class Judge:
             versions=dict(versions()),
         )
         model, _ = self._loaded(whole, place)
-        found = computed(model, self.view, self._index_inputs)
-        rows = len(self._taught)
+        done = self._computed(model, self._index_inputs)
+        # rows that it rejects are left out of both
+        index, found = self._index.take(pa.array(done.rows)), done.features
+        judged = int(np.count_nonzero(done.rows < len(self._taught)))
+        cascade = cascade_recalls(self.view, index, found, judged)
         return replace(
             whole,
             fingerprint=model.fingerprint(),
-            agreement=agreement(self.view, self._index, found.slice(0, rows)),
-            figures=index_recalls(self.view, self._index, found, rows),
-            cascade=[one._asdict() for one in cascade_recalls(self.view, self._index, found, rows)],
+            rejected_rows=len(self._taught) - judged,
+            agreement=agreement(self.view, index, found.slice(0, judged)),
+            figures=index_recalls(self.view, index, found, judged),
+            cascade=[one._asdict() for one in cascade],
         )
 
     def tried(self, line: dict[str, Any], folder: Path, student: Student) -> Trial:
@@ -349,20 +410,15 @@ class Judge:
         model, restore = self._loaded(student, folder)
         if model.fingerprint() != student.fingerprint:
             raise ModelError(f"{folder / MODEL} was changed since it was made: remove {folder}")
-        done: list[pa.RecordBatch] = []
-        memory = self._memory(lambda: done.append(computed(model, self.view, self._inputs)))
-        every = np.arange(len(self._taught))
-        comparison = compared(
-            self.view,
-            self._accuracy,
-            Outcome(every, self._taught),
-            Outcome(every, done[0]),
-            len(every),
-        )
+        done: list[Outcome] = []
+        memory = self._memory(lambda: done.append(self._computed(model, self._inputs)))
+        taught = Outcome(np.arange(len(self._taught)), self._taught)
+        budget = self._config.accuracy
+        comparison = compared(self.view, budget, taught, done[0], len(self._taught))
         accuracy = {} if comparison.accuracy is None else comparison.accuracy.to_json()["features"]
         for name, figures in student.figures.items():
             accuracy[name] = accuracy.get(name, {}) | figures
-        beyond = [f.shortfall for f in comparison.judged(self._accuracy, self.view) if f.room < 0]
+        beyond = [f.shortfall for f in comparison.judged(budget, self.view) if f.room < 0]
         more = f", and {len(beyond) - 1} figures more" if len(beyond) > 1 else ""
         return Trial(
             line
@@ -372,6 +428,8 @@ class Judge:
                 "make_s": student.made_s,
                 "accuracy": accuracy,
                 "agreement": {name: one.value for name, one in student.agreement.items()},
+                "promised": {name: one.promised for name, one in student.agreement.items()},
+                "rejected_rows": student.rejected_rows,
                 "memory_bytes": memory,
                 "cascade": student.cascade,
                 "beyond": beyond[0] + more if beyond else None,
@@ -415,6 +473,14 @@ class Judge:
             raise ModelError(str(exc)) from exc
         return model, model.restorer()
 
+    def _computed(self, model: Model, rows: pa.Table) -> Outcome:
+        """Of rows that begin with those that are judged.
+
+        Raises:
+            ModelError: as of :func:`precompute.students.judging.computed`.
+        """
+        return computed(model, self.view, rows, len(self._taught), self._config.max_rejected)
+
     def _memory(self, compute: Callable[[], object]) -> int | None:
         """Bytes that the process takes at most meanwhile."""
         self._peak.lap()
@@ -431,6 +497,8 @@ WORTHWHILE = 1.05
 """Times the teacher's rate: less is noise."""
 QUICKER = 2.0
 """Times that a student must answer a miss faster than its teacher, to stand behind misses."""
+GOOD_ENOUGH = 0.5
+"""What it must promise besides: an answer that is more wrong than right is worth less than none."""
 
 
 def _picked(lines: list[dict[str, Any]]) -> dict[str, str | None]:
@@ -438,13 +506,14 @@ def _picked(lines: list[dict[str, Any]]) -> dict[str, str | None]:
     made = [line for line in lines[1:] if line["refused"] is None]
     within = [line for line in made if not line["beyond"] and line["speed"] >= WORTHWHILE]
     most_ms = lines[0]["miss_ms"]["p50"] / QUICKER
+
+    def promises(line: Mapping[str, Any]) -> float:
+        return min(map(float, line["promised"].values()))
+
     quick = [line for line in made if line["miss_ms"]["p50"] <= most_ms]
-
-    def agrees(line: Mapping[str, Any]) -> float:
-        return min(map(float, line["agreement"].values()))
-
+    good = [line for line in quick if promises(line) > GOOD_ENOUGH]
     best = max(within, key=lambda line: float(line["speed"]), default=None)
-    behind = max(quick, key=agrees, default=None)
+    behind = max(good, key=promises, default=None)
     return {
         "picked": None if best is None else best["name"],
         "behind_misses": None if behind is None else behind["name"],
@@ -478,7 +547,9 @@ def card(student: Student, folder: Path) -> str:
         f" {student.snapshot}. Its own fingerprint is `{student.fingerprint[:12]}`.",
         "",
         f"It learned from {student.learned_rows:,} rows in {student.made_s:,.0f} s, and was judged"
-        f" on others: {student.held_out_rows:,} were held out. Seed {student.seed}.",
+        f" on others: {student.held_out_rows:,} were held out. Seed {student.seed}."
+        + f" It rejected {student.rejected_rows:,} of them."
+        * bool(student.rejected_rows),
         "",
         "| feature | figure | held-out rows | promised of others |",
         "|---|---|---|---|",

@@ -276,9 +276,9 @@ def shelf(project: Project, view: str) -> list[Candidate]:
     tuned = {line["name"]: line for line in tuning.get("measured", ())}
     optimized = tuning.get("optimized", {}).get("students", [])
     found = [
-        Candidate(name, line["speed"], nearness, line["refused"])
+        Candidate(name, line["speed"], nearness, line.get("refused"))
         for name, line in tuned.items()
-        if line["speed"] and (nearness := _nearness(line)) is not None
+        if line.get("speed") and (nearness := _nearness(line)) is not None
     ]
     if not optimized:
         return found
@@ -288,7 +288,7 @@ def shelf(project: Project, view: str) -> list[Candidate]:
     if teacher not in tuned:
         found.append(Candidate(teacher, 1.0, 1.0))
     return found + [
-        Candidate(line["name"], speed * line["speed"], nearness, line["beyond"])
+        Candidate(line["name"], speed * line["speed"], nearness, line.get("beyond"))
         for line in optimized[1:]
         if line.get("speed") and (nearness := _nearness(line)) is not None
     ]

@@ -1,6 +1,9 @@
 """Static embedding: text → the mean of its tokens' vectors, which are rows of a table: a model2vec
 folder, or a ``StaticEmbedding`` of sentence-transformers. It costs a hundredth of a transformer.
 
+What :mod:`precompute.students.static_table` made has windows, too: of each token with its
+neighbours, whose mean is added, so that it knows something of the words' order.
+
 A model2vec folder is computed as model2vec computes it: unknown tokens left out, cut at its longest
 input, normalised where it says so; one of sentence-transformers as that does: every token, of any
 length.
@@ -43,17 +46,63 @@ class TableMean(torch.nn.Module):
     Args:
         table: float32 [vocabulary, D].
         normalize: whether vectors have the norm 1.
+        windows: none, or :data:`WINDOWS`.
     """
 
-    def __init__(self, table: torch.Tensor, normalize: bool) -> None:
+    parts: torch.Tensor
+    window_bias: torch.Tensor
+
+    def __init__(
+        self, table: torch.Tensor, normalize: bool, windows: Mapping[str, torch.Tensor]
+    ) -> None:
         super().__init__()
         self.bag = torch.nn.EmbeddingBag.from_pretrained(table, mode="mean")
         self.normalize = normalize
+        self.out: torch.nn.Linear | None = None
+        if windows:
+            parts = torch.nn.functional.normalize(table, dim=1) @ windows["window"].T
+            self.register_buffer("parts", parts)
+            self.register_buffer("window_bias", windows["window_bias"])
+            dim, width = windows["out"].shape
+            self.out = torch.nn.Linear(width, dim)
+            self.out.load_state_dict({"weight": windows["out"], "bias": windows["out_bias"]})
 
     def forward(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 [tokens] of all texts in a row, ``starts`` int64 [B]."""
         mean: torch.Tensor = self.bag(ids, starts)
+        if self.out is not None:
+            parts = torch.nn.functional.embedding(ids, self.parts)
+            mean = mean + self.out(window_means(parts, self.window_bias, starts))
         return mean / (mean.norm(dim=1, keepdim=True) + 1e-32) if self.normalize else mean
+
+
+def window_means(parts: torch.Tensor, bias: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """The mean of each text's windows, [B, width]: of a token's own part, of the left part of the
+    one before it and of the right part of the one after it, through a GELU.
+
+    Args:
+        parts: [tokens, 3 × width] of all texts in a row: what a token gives to the window of the
+            next one, to its own, and to that of the one before.
+        bias: [width].
+        starts: int64 [B], where each text begins.
+    """
+    left, own, right = parts.chunk(3, dim=1)
+    inside = torch.ones_like(own[:, :1])
+    inside[starts] = 0
+    zeros = torch.zeros_like(own[:1])
+    windows = own + bias
+    windows = windows + torch.cat([zeros, left[:-1] * inside[1:]])
+    windows = windows + torch.cat([right[1:] * inside[1:], zeros])
+    every = torch.arange(len(parts), device=parts.device)
+    means: torch.Tensor = torch.nn.functional.embedding_bag(
+        every, torch.nn.functional.gelu(windows), starts, mode="mean"
+    )
+    return means
+
+
+WINDOWS = ("window", "window_bias", "out", "out_bias")
+"""Tensors of a file that has windows: [3 × width, dim], [width], [dim, width], [dim]. Its table is
+named ``table`` then, so that what knows no windows finds none."""
 
 
 @dataclass(slots=True)
@@ -61,6 +110,7 @@ class _Folder:
     """What was read of one."""
 
     table: torch.Tensor
+    windows: dict[str, torch.Tensor]
     tokenizer: Tokenizer
     normalize: bool
     max_length: int | None
@@ -120,7 +170,8 @@ class StaticEmbedding(TorchModel):
             None if read.max_length is None else read.max_length * int(np.median(vocabulary))
         )
         self._normalize = read.normalize if normalize is None else normalize
-        super().__init__(TableMean(read.table, self._normalize), Device(device))
+        module = TableMean(read.table, self._normalize, read.windows)
+        super().__init__(module, Device(device))
 
     def fingerprint(self) -> str:
         return digest(
@@ -188,6 +239,7 @@ def _read(folder: Path) -> _Folder:
     tokenizer = _tokenizer(files["tokenizer.json"])
     size = max(tokenizer.get_vocab().values()) + 1
     table = _table(tensors, size)
+    windows = _windows(tensors, table.shape[1]) if "table" in tensors else {}
     tokenizer.no_padding()
     tokenizer.no_truncation()
     if own:
@@ -200,7 +252,7 @@ def _read(folder: Path) -> _Folder:
                 f"static_embedding: {folder}/modules.json has {', '.join(kinds)}: StaticEmbedding,"
                 " and Normalize after it, are computed"
             )
-        return _Folder(table, tokenizer, len(kinds) == 2, None, None, files)
+        return _Folder(table, windows, tokenizer, len(kinds) == 2, None, None, files)
     config = json.loads(files["config.json"].read_text(encoding="utf-8"))
     longest = config.get("max_length", MAX_LENGTH)
     if longest is not None:
@@ -208,7 +260,8 @@ def _read(folder: Path) -> _Folder:
     model = json.loads(tokenizer.to_str())["model"]
     token = model.get("unk_token")
     unknown = model.get("unk_id") if token is None else tokenizer.token_to_id(token)
-    return _Folder(table, tokenizer, bool(config.get("normalize", False)), longest, unknown, files)
+    normalize = bool(config.get("normalize", False))
+    return _Folder(table, windows, tokenizer, normalize, longest, unknown, files)
 
 
 def _tokenizer(file: Path) -> Tokenizer:
@@ -219,6 +272,22 @@ def _tokenizer(file: Path) -> Tokenizer:
         raise ValueError(str(exc)) from exc
 
 
+def _windows(tensors: Mapping[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]:
+    """Those of :data:`WINDOWS`, float32.
+
+    Raises:
+        ValueError: they do not fit each other, or a number is none.
+    """
+    found = {name: tensors[name].float() for name in WINDOWS}
+    width = len(found["window_bias"])
+    shapes = [[3 * width, dim], [width], [dim, width], [dim]]
+    if [list(one.shape) for one in found.values()] != shapes:
+        raise ValueError("its windows have other shapes than its table")
+    if not all(bool(torch.isfinite(one).all()) for one in found.values()):
+        raise ValueError("its windows have a number that is not finite")
+    return found
+
+
 def _table(tensors: Mapping[str, torch.Tensor], size: int) -> torch.Tensor:
     """Float32 [vocabulary, dim]: a row for each token, of a table that several tokens may share,
     times the token's weight.
@@ -226,7 +295,8 @@ def _table(tensors: Mapping[str, torch.Tensor], size: int) -> torch.Tensor:
     Raises:
         ValueError: it has not a row for each token, or a number that is none.
     """
-    table = tensors["embedding.weight"] if "embedding.weight" in tensors else tensors["embeddings"]
+    named = next((n for n in ("embedding.weight", "table") if n in tensors), "embeddings")
+    table = tensors[named]
     if table.dim() != 2:
         raise ValueError(f"its table has the shape {list(table.shape)}")
     table = table.float()

@@ -21,11 +21,13 @@ from precompute.models.exported_program import parse_inputs
 from precompute.store.errors import ModelError
 from precompute.students.lesson import Lesson, Made
 from precompute.students.mlp import Mlp
+from precompute.students.student import MLP
 from precompute.students.training import Course, train
 
 FILES = "model"
-MOST_VALUES = 10_000
-"""Different texts of a column that is taken for a category."""
+MOST_VALUES = 300
+"""Different texts of a column that is taken for a category: they are values of the source, and go
+into the student's record, the snapshot's manifest and its pointer, which everyone reads."""
 TRAINING_S = 120.0
 BATCH_ROWS = 1024
 WIDTH = 128
@@ -104,7 +106,7 @@ class SmallMlp:
         return Made(
             "torch_module",
             {
-                "module": f"{Mlp.__module__}:{Mlp.__qualname__}",
+                "module": MLP,
                 "args": {
                     "numbers": columns.numbers,
                     "categories": columns.categories,
@@ -148,13 +150,17 @@ class Trees:
         from precompute.models.tabular.lightgbm_model import fitted
 
         names = columns_of(lesson).inputs["numbers"]["columns"]
+        # LightGBM takes few letters in names, and changes some
+        numbered = [f"column_{at}" for at in range(len(names))]
         (feature,) = lesson.view.features
         matrix = np.column_stack([_numbers(lesson.rows[name]) for name in names])
-        text = fitted(matrix, _targets(lesson)[feature.name][:, 0], names, self.rounds, lesson.seed)
+        scores = _targets(lesson)[feature.name][:, 0]
+        text = fitted(matrix, scores, numbered, self.rounds, lesson.seed)
         place = folder / FILES
         place.mkdir(parents=True, exist_ok=True)
         (place / "trees.txt").write_text(text, encoding="utf-8")
-        return Made("lightgbm", {"path": f"./{FILES}/trees.txt", "output": feature.name})
+        args = {"path": f"./{FILES}/trees.txt", "columns": names, "output": feature.name}
+        return Made("lightgbm", args)
 
 
 def columns_of(lesson: Lesson) -> Columns:
@@ -168,25 +174,33 @@ def columns_of(lesson: Lesson) -> Columns:
         if isinstance(model, ReadingModel)
         else [n for n in lesson.rows.column_names if n not in features and n not in view.entity]
     )
-    for name in names:
-        column = lesson.rows[name]
+    # inputs are numbered: a column may have any name, one of Python's or of torch's included
+    for at, name in enumerate(names):
+        column, one = lesson.rows[name], f"column_{at}"
         kind = column.type
         if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
             matrix.append(name)
         elif pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
             sizes = pc.unique(pc.list_value_length(column).drop_null()).to_pylist()
-            if len(sizes) == 1 and pa.types.is_floating(kind.value_type):
-                found.inputs[name] = {"column": name, "dim": sizes[0]}
-                found.numbers[name] = sizes[0]
+            if column.null_count or pc.list_flatten(column).null_count:
+                found.unread.append(f"{name} has nulls, which nothing fills in a vector")
+            elif len(sizes) == 1 and sizes[0] and pa.types.is_floating(kind.value_type):
+                found.inputs[one] = {"column": name, "dim": sizes[0]}
+                found.numbers[one] = sizes[0]
             else:
                 found.unread.append(f"{name} has lists of several lengths, or of no floats")
         elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
             values = sorted(pc.unique(column.drop_null()).to_pylist())
-            if len(values) > min(MOST_VALUES, len(column) // 2):
-                found.unread.append(f"{name} has {len(values):,} different texts")
+            if not values:
+                found.unread.append(f"{name} has no text in any row")
+            elif len(values) > min(MOST_VALUES, len(column) // 2):
+                found.unread.append(
+                    f"{name} has {len(values):,} different texts, which are no categories (at most"
+                    f" {MOST_VALUES}, and half as many as there are rows)"
+                )
             else:
-                found.inputs[name] = {"column": name, "vocabulary": values}
-                found.categories[name] = len(values)
+                found.inputs[one] = {"column": name, "vocabulary": values}
+                found.categories[one] = len(values)
         else:
             found.unread.append(f"{name} is {kind}")
     if matrix:
@@ -252,7 +266,9 @@ def _begun(
 
 
 def _numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64]:
-    return np.asarray(_chunk(column).cast(pa.float64()).fill_null(float("nan")))
+    # whole numbers beyond 2^53 are rounded, as where the trees compute
+    numbers = _chunk(column).cast(pa.float64(), safe=False)
+    return np.asarray(numbers.fill_null(float("nan")))
 
 
 def _chunk(column: pa.ChunkedArray) -> pa.Array:

@@ -74,6 +74,8 @@ class FewerNeurons:
             return text.loss(student, step)
 
         trained = train(student, loss, course)
+        # time may be over before the last round
+        _take_out(text, student, masks, remaining, len(ROUNDS), trained.steps)
         config = teacher.config._replace(intermediate_size=remaining)
         cut = trainable(config, _cut(weights, masks))
         made = write_encoder(lesson, cut, folder, intermediate_size=remaining)

@@ -1,5 +1,5 @@
-"""Static table: a student of a text encoder whose vectors are means of its tokens' vectors. It
-computes thousands of rows a second on one core, and knows no word order.
+"""Static table: a student of a text encoder whose vectors are means of its tokens' vectors, and of
+small windows of them. It computes thousands of rows a second on one core.
 
 As Model2Vec distils (Tulkens & van Dongen 2024), a token's first vector is what the teacher makes
 of it alone, and frequent tokens weigh less (Arora et al. 2017). Then all learn from the teacher's
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,30 +26,40 @@ from tokenizers import Tokenizer
 
 from precompute.engine.runner import Runner
 from precompute.model import digest, table_digest
+from precompute.models.static_embedding import WINDOWS, window_means
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.errors import ModelError
 from precompute.students.lesson import Lesson, Made
-from precompute.students.training import Course, train
+from precompute.students.training import Course, half_products, train
+from precompute.text.tokens import texts as as_python
 
 FILES = "model"
 """Folder of the model's files, in the student's."""
-PIECES = 80_000
+PIECES = 160_000
 """Pieces of texts that the teacher computes at most: of 4,749 docstrings by MiniLM, 20,000 gave a
-recall@10 into the teacher's index of 0.72 on others, 80,000 one of 0.75. Tokens for all words that
-came twice gained nothing, a hidden layer behind the mean 0.01."""
-PIECES_A_ROW = 16
+recall@10 into the teacher's index of 0.72 on others, 80,000 one of 0.768; so did 160,000, and
+with windows of three tokens 0.783. Tokens for all words that came twice gained nothing, a hidden
+layer behind the mean 0.01."""
+PIECES_A_ROW = 40
+WIDTH = 256
+"""Of a window."""
+SCALE = 4.0
+"""Of tokens' vectors in windows: their numbers are small, and so would be the gradients'."""
 PIECE_WORDS = (12, 40)
 """Mean lengths of pieces, by turns; exponentially distributed."""
-TIME_FOR_PIECES = 0.5
-"""Share of the time that they may take."""
-TRAINING_S = 100.0
+TEACHER_TIME = 0.5
+"""Share of the time that is left which the teacher may take for pieces, and then for tokens."""
+TEACHER_TEXTS = 4096
+"""That it computes from one look at the clock to the next."""
+TRAINING_S = 240.0
 """Of gradients at most: some three rounds over so many pieces on two cores."""
-BATCH_ROWS = 512
+BATCH_ROWS = 256
+"""Of 512 as many seconds gave 0.774."""
 BANK_ROWS = 1024
 """Of the teacher's vectors, drawn for each batch, whose order is learned."""
 TEMPERATURE = 0.05
-NEIGHBOURS_WEIGHT = 0.3
-LEARNING_RATE = 3e-3
+NEIGHBOURS_WEIGHT = 1.0
+LEARNING_RATE = 2e-3
 RARE = 1e-3
 """Share of all tokens at which a token's weight is a half (SIF's a)."""
 
@@ -75,6 +86,10 @@ class StaticTable:
             return f"the teacher is no text_encoder ({lesson.use})"
         if len(lesson.view.features) != 1:
             return "the view has other features than the vector"
+        if model.for_queries() is not model:
+            return (
+                "the teacher embeds what is searched by with a prompt of its own, and a table none"
+            )
         norms = np.linalg.norm(_published(lesson), axis=1)
         if np.abs(norms - 1).max(initial=0) > 0.01:
             return "the teacher's vectors have not the length 1, and means of tokens all have"
@@ -87,21 +102,22 @@ class StaticTable:
         coder = Tokenizer.from_file(str(tokenizer))
         coder.no_padding()
         coder.no_truncation()
-        texts, vectors = self._texts(lesson, [str(t) for t in lesson.rows[column].to_pylist()])
+        texts, vectors = self._texts(lesson, as_python(lesson.rows[column]))
         longest = lesson.model.max_tokens - 2
         ids = [
             np.array(one.ids[:longest], np.int64)
             for one in coder.encode_batch_fast(texts, add_special_tokens=False)
         ]
         some = [row for row, tokens in enumerate(ids) if len(tokens)]
-        table = Table(self._first(lesson, coder, ids))
+        table = Table(self._first(lesson, coder, ids), lesson.seed)
         school = _TableLesson([ids[row] for row in some], vectors[some], lesson.seed)
         course = Course(
             self.name,
             digest(
                 teacher=lesson.model.fingerprint(),
                 rows=table_digest(lesson.rows),
-                pieces=len(texts),
+                # not those that there was time for, which differ from one try to the next
+                pieces=self.pieces,
                 steps=self.steps,
                 seed=lesson.seed,
                 rate=LEARNING_RATE,
@@ -122,44 +138,59 @@ class StaticTable:
     def _texts(self, lesson: Lesson, whole: list[str]) -> tuple[list[str], _Floats]:
         """The rows' texts and pieces of them, each with the teacher's vector."""
         pieces = _pieces(whole, min(self.pieces, PIECES_A_ROW * len(whole)), lesson.seed)
-        until = time.monotonic() + TIME_FOR_PIECES * (lesson.until - time.monotonic())
         lesson.announce(f"{self.name}: the teacher computes up to {len(pieces):,} pieces of texts")
-        found, start, many = [_published(lesson)], 0, 4096
-        while start < len(pieces) and time.monotonic() < until:
-            found.append(_computed(lesson, pieces[start : start + many]))
-            start += many
-        return [*whole, *pieces[:start]], np.concatenate(found)
+        found = _in_time(lesson, pieces)
+        return [*whole, *pieces[: len(found)]], np.concatenate([_published(lesson), found])
 
     def _first(
         self, lesson: Lesson, coder: Tokenizer, ids: Sequence[npt.NDArray[np.int64]]
     ) -> _Floats:
-        """The table before it learns, float32 [vocabulary, dim]."""
+        """The table before it learns, float32 [vocabulary, dim]; the most frequent tokens are
+        computed first, and those for which there is no time are near the mean of all."""
         size = max(coder.get_vocab().values()) + 1
         lesson.announce(f"{self.name}: the teacher computes {size:,} tokens")
         alone = [coder.decode([token]) or coder.id_to_token(token) or "?" for token in range(size)]
-        vectors = _computed(lesson, alone)
         counts = np.bincount(np.concatenate(ids), minlength=size) + 0.5
-        weights = RARE / (RARE + counts / counts.sum())
-        table: _Floats = ((vectors - vectors.mean(0)) * weights[:, None]).astype(np.float32)
+        order = np.argsort(-counts, kind="stable")
+        vectors = _in_time(lesson, [alone[token] for token in order])
+        known, mean = order[: len(vectors)], vectors.mean(0)
+        weights = RARE / (RARE + counts[known] / counts.sum())
+        table: _Floats = np.repeat(RARE * mean[None], size, 0)
+        table[known] = (vectors - mean) * weights[:, None]
         return table
 
 
 class Table(torch.nn.Module):
-    """Token ids → the mean of their vectors, of length 1.
+    """Token ids → the mean of their vectors, and of what windows add to it, of length 1; as
+    :class:`precompute.models.static_embedding.TableMean` computes it.
 
     Args:
         first: float32 [vocabulary, dim].
+        seed: of the windows.
     """
 
-    def __init__(self, first: _Floats) -> None:
+    def __init__(self, first: _Floats, seed: int) -> None:
         super().__init__()
         self.bag = torch.nn.EmbeddingBag.from_pretrained(
             torch.from_numpy(first), mode="mean", freeze=False
         )
+        dim = first.shape[1]
+        chance = torch.Generator().manual_seed(seed)
+        window = torch.rand(3 * WIDTH, dim, generator=chance) * 2 - 1
+        self.window = torch.nn.Parameter(window / math.sqrt(dim))
+        self.window_bias = torch.nn.Parameter(torch.zeros(WIDTH))
+        self.out = torch.nn.Linear(WIDTH, dim)
+        torch.nn.init.zeros_(self.out.weight)
+        torch.nn.init.zeros_(self.out.bias)
 
     def forward(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 [tokens] of all texts in a row, ``starts`` int64 [B]; float32 [B, dim]."""
-        return torch.nn.functional.normalize(self.bag(ids, starts), dim=1)
+        some, place = torch.unique(ids, return_inverse=True)
+        vectors = SCALE * torch.nn.functional.normalize(self.bag.weight[some], dim=1)
+        with half_products("cpu"):
+            parts = torch.nn.functional.linear(vectors, self.window)
+        found = window_means(parts.float()[place], self.window_bias, starts)
+        return torch.nn.functional.normalize(self.bag(ids, starts) + self.out(found), dim=1)
 
 
 class _TableLesson:
@@ -211,6 +242,18 @@ def _computed(lesson: Lesson, texts: Sequence[str]) -> _Floats:
     return vectors
 
 
+def _in_time(lesson: Lesson, texts: Sequence[str]) -> _Floats:
+    """The teacher's vectors of the first texts, as many as there is time for."""
+    now = time.monotonic()
+    until = now + TEACHER_TIME * (lesson.until - now)
+    found = [_computed(lesson, texts[:TEACHER_TEXTS])]
+    for start in range(TEACHER_TEXTS, len(texts), TEACHER_TEXTS):
+        if time.monotonic() >= until:
+            break
+        found.append(_computed(lesson, texts[start : start + TEACHER_TEXTS]))
+    return np.concatenate(found)
+
+
 def _pieces(texts: Sequence[str], count: int, seed: int) -> list[str]:
     """Runs of words from anywhere in the texts."""
     words = [some for text in texts if (some := text.split())]
@@ -226,10 +269,12 @@ def _pieces(texts: Sequence[str], count: int, seed: int) -> list[str]:
 
 
 def _write(target: Path, table: Table, tokenizer: Path, longest: int) -> None:
-    """As Model2Vec's folders are."""
+    """As Model2Vec's folders are, but for the windows."""
     target.mkdir(parents=True, exist_ok=True)
-    weights = {"embeddings": table.bag.weight.detach().contiguous()}
-    config = {"model_type": "model2vec", "normalize": True, "max_length": longest}
+    named = (SCALE * table.window, table.window_bias, table.out.weight, table.out.bias)
+    weights = {"table": table.bag.weight, **dict(zip(WINDOWS, named, strict=True))}
+    weights = {name: value.detach().contiguous() for name, value in weights.items()}
+    config = {"model_type": "static_windows", "normalize": True, "max_length": longest}
     (target / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
     (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (target / "tokenizer.json").write_bytes(tokenizer.read_bytes())

@@ -4,7 +4,7 @@ was made from and how well it agrees."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,21 @@ MIN_ROWS = 50
 SURE = 3.0
 """Standard errors that a promise lies below what was measured."""
 
+MLP = "precompute.students.mlp:Mlp"
+MODULES = frozenset({MLP})
+"""What a student's ``torch_module`` may be."""
+_OF_TEXT = ("column", "output")
+_OF_ENCODER = ("device", "max_tokens", "too_long", "prompt", "query_prompt", "truncate_dim")
+USES: dict[str, tuple[str, Collection[str]]] = {
+    "text_encoder": ("path", (*_OF_TEXT, *_OF_ENCODER)),
+    "static_embedding": ("path", _OF_TEXT),
+    "lightgbm": ("path", ("columns", "output")),
+    "torch_module": ("weights", ("module", "args", "inputs", "outputs", "concurrent")),
+}
+"""What computes a student: built-in model → the argument that is a path in its folder, and the
+others that recipes write. Whatever else a record names would run or write files, and a seal is no
+signature: anybody can make one."""
+
 
 class Agreement(Record, frozen=True):
     """How well a student agrees with its teacher on some rows, by one feature.
@@ -58,7 +73,7 @@ class Agreement(Record, frozen=True):
     def least_of(self, rows: int) -> float:
         """What fewer rows must reach: their chance is greater by the root of how many fewer."""
         fewer = math.sqrt(max(1.0, self.rows / max(1, rows)))
-        return self.value - (self.value - self.promised) * fewer
+        return max(0.0, self.value - (self.value - self.promised) * fewer)
 
 
 class Student(Record, frozen=True):
@@ -86,6 +101,8 @@ class Student(Record, frozen=True):
         versions: of the libraries that made it.
         technique: that it was made for, by its name; None for any.
         cascade: shares of rows that it may answer before its teacher, and the recall of all.
+        rejected_rows: of those that it was judged on, how many it rejects and its teacher does not;
+            they are left out of all figures.
     """
 
     view: str
@@ -109,6 +126,7 @@ class Student(Record, frozen=True):
     versions: dict[str, str] = field(default_factory=dict)
     technique: str | None = None
     cascade: list[dict[str, float]] = field(default_factory=list)
+    rejected_rows: int = 0
     version: int = VERSION
 
     def arguments(self, folder: Path) -> dict[str, Any]:
@@ -123,7 +141,8 @@ def read_student(folder: Path) -> Student:
     """The record of a student's folder.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: there is none, or it is damaged; or it names what no student is made of, or a
+            file outside its folder.
     """
     path = folder / RECORD
     try:
@@ -142,7 +161,35 @@ def read_student(folder: Path) -> Student:
             f"{path} is of version {student.version}, and {VERSION} is read here: make the student"
             " again with `precompute optimize`"
         )
+    if strange := _strange(student, folder):
+        raise ConfigError(
+            f"{path} is no record that `precompute optimize` wrote: {strange}; make the student"
+            " again, or remove its folder"
+        )
     return student
+
+
+def _strange(student: Student, folder: Path) -> str:
+    """What a record, or a link in its folder, names that no recipe makes; an empty text where there
+    is nothing."""
+    if student.use not in USES:
+        return f"it computes by {student.use!r}, and students by {', '.join(USES)}"
+    place, others = USES[student.use]
+    if unknown := sorted(set(student.args) - {place, *others}):
+        return f"{student.use} has an argument {unknown[0]!r}, which no student has"
+    if student.use == "torch_module" and student.args.get("module") not in MODULES:
+        return f"its module is {student.args.get('module')!r}, and a student's is {MLP!r}"
+    named, home = student.args.get(place), folder.resolve()
+    if not isinstance(named, str) or not f"{named}/".startswith(f"./{MODEL}/"):
+        return f"{place} is {named!r}, and a student's files are in ./{MODEL}"
+    for file in (folder / MODEL, folder / named, *(folder / MODEL).rglob("*")):
+        try:
+            inside = file.resolve().is_relative_to(home)
+        except (OSError, RuntimeError) as exc:
+            return f"{file} is a link to itself ({exc})"
+        if not inside:
+            return f"{file} leads out of the folder"
+    return ""
 
 
 def student_bytes(student: Student) -> bytes:
@@ -225,7 +272,8 @@ def _agreement(
         value = float(np.mean(a == b)) if found is None else found
         # of Fisher's z (1915), whose standard error is 1 / sqrt(n - 3)
         z = math.atanh(min(max(value, 1e-9 - 1), 1 - 1e-9)) - SURE / math.sqrt(max(rows - 3, 1))
-        return Agreement("rank_correlation", value, math.tanh(z), rows)
+        # a promise below 0 could not be broken
+        return Agreement("rank_correlation", value, max(0.0, math.tanh(z)), rows)
     equal = [a == b for a, b in zip(teacher.to_pylist(), student.to_pylist(), strict=True)]
     return _mean("overlap", np.array(equal, np.float64))
 

@@ -124,6 +124,11 @@ class TextLesson:
             + weights.neighbours * self._divergence(found, wanted)
         )
 
+    def inputs(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and mask of the batch of a step, as a transformer takes them."""
+        ids, mask = self._batch(step)
+        return ids, mask.clamp(max=1)
+
     def embeddings(self, student: Bert, step: int) -> torch.Tensor:
         """A student's, of the batch of a step: float32 [B, dim]."""
         return self._computed(student, *self._batch(step))[1]

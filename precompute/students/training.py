@@ -89,7 +89,8 @@ def train(
         course: how.
 
     Raises:
-        ModelError: a loss is no finite number, or a checkpoint cannot be written.
+        ModelError: a loss is no finite number, a checkpoint cannot be written, or there was no time
+            for a single step.
     """
     optimizer = _optimizer(module, course)
     at = _restored(module, optimizer, course) or _At()
@@ -132,7 +133,7 @@ def _trained(
         if not (math.isfinite(found) and math.isfinite(norm.item())):
             raise ModelError(
                 f"{course.name}: the loss of step {at.step} is {found}, its gradient's norm"
-                f" {norm.item()}: look for rows of the teacher that are not finite"
+                f" {norm.item()}: look for rows whose inputs or outputs are not finite in float32"
             )
         optimizer.step()
         optimizer.zero_grad()
@@ -147,6 +148,8 @@ def _trained(
         if now - at.announced >= ANNOUNCED_S:
             course.announce(f"{course.name}: {at.progress:.0%}, loss {at.loss:.4f}")
             at.announced = now
+    if not at.step:
+        raise ModelError(f"{course.name}: no time was left to train it: give it more (--within)")
     return at.step
 
 

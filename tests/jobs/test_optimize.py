@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from dataclasses import replace
+import math
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +26,10 @@ from precompute.jobs.ops.published_rows import (
     published_rows,
 )
 from precompute.jobs.run.rows.open_view import open_view
+from precompute.store.disk.record import replace as changed
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError
 from precompute.store.feature_view import ChunkSpec, ModelUse
+from precompute.students import judging
 from precompute.students import recipes as recipes_module
 from precompute.students.columns_student import SmallMlp, Trees
 from precompute.students.held_out import grouped_by
@@ -42,6 +50,12 @@ ROWS = [(i, float(i % 590)) for i in range(600)]
 """Ten inputs come twice."""
 
 
+@pytest.fixture(autouse=True)
+def _rates_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second for each model of each table would be most of these tests."""
+    monkeypatch.setattr(judging, "ROUND_S", 0.0)
+
+
 def scene_of(make_project: MakeProject, rows: object = ROWS, **view: object) -> Scene:
     scene = make_project(rows, view=view)
     scene.run()
@@ -50,6 +64,11 @@ def scene_of(make_project: MakeProject, rows: object = ROWS, **view: object) -> 
 
 def quickly(monkeypatch: pytest.MonkeyPatch, *chosen: Recipe) -> None:
     monkeypatch.setattr(optimize_module, "recipes", lambda by, purpose: list(chosen))
+
+
+def refusals(scene: Scene) -> list[str]:
+    """Of each student, why it was not made; an empty text of one that was."""
+    return [line["refused"] or "" for line in optimize(scene, "numbers")["students"][1:]]
 
 
 def test_a_student_is_made_judged_and_not_live(
@@ -87,9 +106,15 @@ def test_a_student_there_is_judged_again_and_not_made(
     quickly(monkeypatch, SmallMlp(steps=20))
     first = optimize(scene, "numbers")["students"][1]
     monkeypatch.setattr(SmallMlp, "make", None)
-    again = optimize(scene, "numbers")["students"][1]
+    said: list[str] = []
+    again = optimize(scene, "numbers", announce=said.append)["students"][1]
     assert again["agreement"] == first["agreement"]
     assert again["make_s"] == first["make_s"]
+    folder = scene.home / "students" / "numbers-mlp-1"
+    assert said[1] == (
+        f"mlp: is there already, made in {first['make_s']:,.0f} s, and judged again: remove"
+        f" {folder} to make it for longer"
+    )
 
 
 def test_a_students_weights_that_were_changed_are_refused(
@@ -106,27 +131,209 @@ def test_a_students_weights_that_were_changed_are_refused(
     assert "was changed since it was made" in optimize(scene, "numbers")["students"][1]["refused"]
     record = folder / "student.json"
     record.write_bytes(record.read_bytes().replace(b'"distil"', b'"prune"'))
-    with pytest.raises(ConfigError, match=r"student\.json is damaged .* make the student again"):
-        optimize(scene, "numbers")
+    (why,) = refusals(scene)
+    assert re.search(r"student\.json is damaged .* make the student again", why)
     record.unlink()
-    with pytest.raises(ConfigError, match=r"is no student's folder: it has no student\.json"):
-        optimize(scene, "numbers")
+    (why,) = refusals(scene)
+    assert "is no student's folder: it has no student.json" in why
 
 
-def test_a_student_of_other_rows_is_not_overwritten(
+def test_a_student_of_other_rows_is_said_to_be_one(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = scene_of(make_project)
     quickly(monkeypatch, SmallMlp(steps=20))
     optimize(scene, "numbers")
+    record = scene.home / "students" / "numbers-mlp-1" / "student.json"
+    before = record.read_bytes()
+    with as_published(scene, "numbers") as (opened, snapshot):
+        learned = published_rows(scene, opened, snapshot, 10_000, LEAST_ROWS).learned["id"]
+    make_project([(i, -1.0 if i == learned[0].as_py() else x) for i, x in ROWS])
+    quickly(monkeypatch, SmallMlp(steps=20), SmallMlp(steps=20, name="other"))
+    first, other = refusals(scene)
+    assert "is a student of other rows" in first
+    assert "publish again (`precompute run numbers`)" in first
+    assert (other, record.read_bytes()) == ("", before)
+    scene.run()
+    assert refusals(scene) == ["", ""]
+
+
+BUG = ZeroDivisionError("by zero")
+
+
+def test_a_record_runs_and_reads_nothing_but_a_student(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene = scene_of(make_project)
+    quickly(monkeypatch, SmallMlp(steps=20))
+    optimize(scene, "numbers")
     folder = scene.home / "students" / "numbers-mlp-1"
-    student = read_student(folder)
-    student = type(student)(
-        **{**{f: getattr(student, f) for f in student.__struct_fields__}, "data": "other"}
+    record, canary, weights = read_student(folder), tmp_path / "canary", tmp_path / "w.safetensors"
+    shutil.copy(folder / "model" / "mlp.safetensors", weights)
+    touch = {"args": ["touch", str(canary)]}
+    leads_out = "w.safetensors leads out of the folder"
+    far = f"./model/{'../' * 20}{weights.relative_to('/')}"
+    within = "and a student's files are in ./model"
+
+    def refused(**changes: object) -> str:
+        (folder / "student.json").write_bytes(student_bytes(changed(record, **changes)))
+        (why,) = refusals(scene)
+        with pytest.raises(ConfigError) as found:
+            read_student(folder)
+        assert why == str(found.value)
+        assert not canary.exists()
+        return why.partition("wrote: ")[2].removesuffix(
+            "; make the student again, or remove its folder"
+        )
+
+    assert refused(use="subprocess:run", args=touch).startswith("it computes by 'subprocess:run',")
+    assert refused(args=record.args | touch | {"module": "subprocess:run"}) == (
+        "its module is 'subprocess:run', and a student's is 'precompute.students.mlp:Mlp'"
     )
-    (folder / "student.json").write_bytes(student_bytes(student))
-    with pytest.raises(ConfigError, match="is a student of other rows: remove it"):
+    assert refused(use="text_encoder", args={"path": "./model", "token_cache": "../x"}) == (
+        "text_encoder has an argument 'token_cache', which no student has"
+    )
+    for outside in (str(weights), "model/mlp.safetensors", "../../w.safetensors", "./README.md"):
+        assert refused(args=record.args | {"weights": outside}).endswith(within)
+    assert refused(args=record.args | {"weights": far}).endswith(leads_out)
+    (folder / "model" / "mlp.safetensors").unlink()
+    (folder / "model" / "mlp.safetensors").symlink_to(weights)
+    assert refused().endswith("mlp.safetensors leads out of the folder")
+    (folder / "model" / "mlp.safetensors").unlink()
+    (folder / "model" / "mlp.safetensors").symlink_to("mlp.safetensors")
+    assert "mlp.safetensors is a link to itself" in refused()
+    (folder / "model").rename(tmp_path / "model")
+    (folder / "model").symlink_to(tmp_path / "model")
+    assert refused().endswith("leads out of the folder")
+
+
+def test_whatever_a_recipe_raises_costs_it_alone(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = scene_of(make_project)
+
+    @dataclass(frozen=True)
+    class Raises(SmallMlp):
+        error: Exception = BUG
+        early: bool = False
+
+        def refuses(self, lesson: Lesson) -> str:
+            if self.early:
+                raise self.error
+            return ""
+
+        def make(self, lesson: Lesson, folder: Path) -> Made:
+            raise self.error
+
+    quickly(
+        monkeypatch,
+        Raises(),
+        Raises(early=True),
+        Raises(error=ConfigError("what to write")),
+        SmallMlp(steps=20),
+    )
+    here = r"ZeroDivisionError: by zero \(test_optimize\.py:\d+\)"
+    found = refusals(scene)
+    assert re.fullmatch(here, found[0])
+    assert re.fullmatch(here, found[1])
+    assert found[2:] == ["what to write", ""]
+    assert caplog.text.count("student mlp cannot be made") == 2
+    quickly(monkeypatch, Raises(name="full", error=SnapshotError("no space")), SmallMlp(steps=20))
+    with pytest.raises(SnapshotError, match="no space"):
         optimize(scene, "numbers")
+
+
+def one_column(kind: pa.DataType, values: Callable[[int], object]) -> pa.Table:
+    return pa.table(
+        {
+            "id": range(600),
+            "x": [float(i) for i in range(600)],
+            "y": pa.array([values(i) for i in range(600)], kind),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["type", "keys", "values", "training", "self", "a.b", "numbers", 'é "[,]" = x']
+)
+@pytest.mark.parametrize("text", [True, False])
+def test_a_column_may_have_any_name(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, name: str, text: bool
+) -> None:
+    kind = pa.string() if text else pa.list_(pa.float32())
+    table = one_column(kind, lambda i: f"c{i % 7}" if text else [i % 7, 1.0])
+    scene = scene_of(make_project, table.rename_columns(["id", "x", name]))
+    quickly(monkeypatch, SmallMlp(steps=20))
+    assert refusals(scene) == [""]
+    record = read_student(scene.home / "students" / "numbers-mlp-1")
+    read = record.args["inputs"].values()
+    assert [one.get("columns") or one["column"] for one in read] == [["x"], name]
+
+
+def test_trees_read_columns_of_any_name(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["id", "x", 'é "[,]" = x']
+    scene = scene_of(
+        make_project,
+        # whole numbers that no float has
+        one_column(pa.uint64(), lambda i: 2**64 - 1 - i).rename_columns(names),
+        model={"use": "tests.models:Doubler", "args": {"dim": 0}},
+        features={"double": {"dtype": "float64"}},
+    )
+    quickly(monkeypatch, Trees(rounds=50))
+    trees = optimize(scene, "numbers")["students"][1]
+    assert trees["refused"] is None
+    assert trees["agreement"]["double"] > 0.99
+
+
+FLOATS = pa.list_(pa.float32())
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "why"),
+    [
+        (FLOATS, lambda i: None if i % 10 else [i, 2], "y has nulls, which nothing fills in a"),
+        (FLOATS, lambda i: [None if i % 10 else i, 2], "y has nulls, which nothing fills in a"),
+        (pa.list_(pa.float32(), 2), lambda i: None if i % 10 else [i, 2], "y has nulls, which"),
+        (FLOATS, lambda i: [], "y has lists of several lengths, or of no floats"),
+        (pa.string(), lambda i: None, "y has no text in any row"),
+        (pa.float64(), lambda i: math.inf if i % 10 else i, "rows whose inputs or outputs are not"),
+        (pa.float64(), lambda i: None, ""),
+        (pa.uint64(), lambda i: 2**64 - 1 - i, ""),
+    ],
+)
+def test_columns_that_cannot_be_read_are_named(
+    make_project: MakeProject,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: pa.DataType,
+    values: Callable[[int], object],
+    why: str,
+) -> None:
+    scene = scene_of(make_project, one_column(kind, values))
+    quickly(monkeypatch, SmallMlp(steps=20))
+    (found,) = refusals(scene)
+    assert why in found
+    assert (found == "") == (why == "")
+
+
+@pytest.mark.parametrize(("texts", "refused"), [(300, False), (301, True)])
+def test_what_is_written_everywhere_are_few_categories(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, texts: int, refused: bool
+) -> None:
+    # each often enough that it is learned from, whichever rows are held out
+    rows = pa.table(
+        {
+            "id": range(10 * texts),
+            "x": [float(i) for i in range(10 * texts)],
+            "y": [f"person.{i % texts}@example.org" for i in range(10 * texts)],
+        }
+    )
+    scene = scene_of(make_project, rows)
+    quickly(monkeypatch, SmallMlp(steps=20))
+    (why,) = refusals(scene)
+    assert why.startswith(f"column y has {texts} different texts") == refused
+    assert (why == "") != refused
 
 
 def test_few_rows_are_no_lesson(make_project: MakeProject) -> None:
@@ -327,21 +534,123 @@ def test_a_full_disk_leaves_no_student(
     assert not (scene.home / "students" / "numbers-mlp-1").exists()
 
 
+def test_what_is_cut_short_leaves_nothing_beside_the_students(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = scene_of(make_project)
+
+    class Left(SmallMlp):
+        def make(self, lesson: Lesson, folder: Path) -> Made:
+            made = super().make(lesson, folder)
+            # as a process that was killed while it wrote leaves it
+            (folder / "model" / ".mlp.safetensors.4242.tmp").write_bytes(b"half")
+            return made
+
+    quickly(monkeypatch, Left(steps=20))
+    with monkeypatch.context() as patched:
+        patched.setattr("precompute.jobs.ops.optimize.replace_durably", full)
+        with pytest.raises(SnapshotError, match="no space left"):
+            optimize(scene, "numbers")
+    assert list((scene.home / "students").iterdir()) == []
+    assert refusals(scene) == [""]
+    there = (scene.home / "students").rglob("*")
+    assert sorted(path.name for path in there if path.is_file()) == [
+        "README.md",
+        "mlp.safetensors",
+        "student.json",
+    ]
+
+
+def full(path: Path, data: bytes) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+TUNING = {"version": 1, "model": None, "precision": "fp32", "backend": "eager"}
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        "{",
+        json.dumps(TUNING | {"optimized": None}),
+        json.dumps(TUNING | {"optimized": []}),
+        json.dumps(TUNING | {"optimized": {"snapshot": 1}}),
+        json.dumps(TUNING | {"optimized": {"snapshot": 1, "students": [None]}}),
+        json.dumps(TUNING | {"measured": None}),
+        json.dumps(TUNING | {"measured": [{}]}),
+    ],
+)
+def test_a_damaged_tuning_file_is_found_before_anything_is_made(
+    make_project: MakeProject,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tuning: str,
+) -> None:
+    scene = scene_of(make_project)
+    quickly(monkeypatch, SmallMlp(steps=20))
+    path = scene.folder / "tuning" / "numbers.json"
+    path.parent.mkdir()
+    path.write_text(tuning.replace("null", json.dumps(scene.model_as_written("numbers")), 1))
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="run `precompute tune numbers` again, or remove it"):
+        optimize(scene, "numbers")
+    assert not (scene.home / "students").exists()
+    assert path.read_bytes() == before
+    # a report is about a run, and leaves it out
+    assert scene.cli("report", "numbers", "--to", str(tmp_path / "page.html")) == 0
+
+
+@pytest.mark.parametrize(
+    ("promised", "picked"),
+    [
+        ((0.9, 0.6), "first"),
+        ((0.5, 0.6), "second"),
+        ((0.5, 0.49), None),
+        ((-0.1, 0.0), None),
+    ],
+)
+def test_behind_misses_is_none_that_is_mostly_wrong(
+    promised: tuple[float, float], picked: str | None
+) -> None:
+    def line(name: str, p50: float, least: float) -> dict[str, Any]:
+        figures = {"miss_ms": {"p50": p50}, "promised": {"vector": 0.99, "score": least}}
+        return {"name": name, "refused": None, "beyond": "far off", "speed": 9.0} | figures
+
+    lines = [
+        line("teacher", 1.0, 1.0),
+        line("first", 0.5, promised[0]),
+        line("second", 0.1, promised[1]),
+        line("slow", 0.6, 0.99),
+    ]
+    assert optimize_module._picked(lines) == {"picked": None, "behind_misses": picked}
+
+
+def text_scene(
+    make_project: MakeProject, folder: Path, texts: pa.Array, **changes: object
+) -> Scene:
+    """Published vectors of texts, by a tiny encoder."""
+    sentence_model(folder / "teacher", limit=20)
+    view: dict[str, object] = {
+        "model": {"use": "text_encoder", "args": {"path": str(folder / "teacher" / "saved")}},
+        "features": {"embedding": {"dtype": "float16", "dim": 16}},
+        "index": {"on": "embedding", "metric": "cosine"},
+    }
+    scene = make_project(
+        pa.table({"id": range(len(texts)), "text": texts}), view=view | dict(changes)
+    )
+    scene.run()
+    return scene
+
+
+def some_texts() -> list[str]:
+    chance = np.random.default_rng(0)
+    return [" ".join(chance.choice(WORDS, chance.integers(1, 12))) for _ in range(600)]
+
+
 def test_a_text_encoder_has_a_static_student(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sentence_model(tmp_path / "teacher", limit=20)
-    chance = np.random.default_rng(0)
-    texts = [" ".join(chance.choice(WORDS, chance.integers(1, 12))) for _ in range(600)]
-    scene = make_project(
-        pa.table({"id": range(600), "text": texts}),
-        view={
-            "model": {"use": "text_encoder", "args": {"path": str(tmp_path / "teacher" / "saved")}},
-            "features": {"embedding": {"dtype": "float16", "dim": 16}},
-            "index": {"on": "embedding", "metric": "cosine"},
-        },
-    )
-    scene.run()
+    scene = text_scene(make_project, tmp_path, pa.array(some_texts()))
     quickly(monkeypatch, StaticTable(pieces=600, steps=60), SmallMlp(steps=5), Trees())
     found = optimize(scene, "numbers")
     _, static, mlp, trees = found["students"]
@@ -352,6 +661,48 @@ def test_a_text_encoder_has_a_static_student(
     assert found["behind_misses"] in (None, "static")
     assert "different texts" in mlp["refused"]
     assert "different texts" in trees["refused"]
+
+
+def test_rows_that_a_student_rejects_are_left_out_and_counted(
+    make_project: MakeProject,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class OfVectors(SmallMlp):
+        """Learns from rows with a vector, and can compute no others."""
+
+        def refuses(self, lesson: Lesson) -> str:
+            return ""
+
+        def make(self, lesson: Lesson, folder: Path) -> Made:
+            there = lesson.rows["y"].is_valid()
+            return super().make(replace(lesson, rows=lesson.rows.filter(there)), folder)
+
+    table = one_column(FLOATS, lambda i: None if i % 20 == 3 else [i])
+    scene = scene_of(make_project, table, max_rejected=0.1)
+    quickly(monkeypatch, OfVectors(steps=200))
+    with as_published(scene, "numbers") as (opened, snapshot):
+        held_out = published_rows(scene, opened, snapshot, 10_000, LEAST_ROWS).held_out["y"]
+    rejected, rows = held_out.null_count, len(held_out) - held_out.null_count
+    assert scene.cli("optimize", "numbers") == 0
+    said = f"mlp: rejects {rejected} of the judged rows; no figure counts them"
+    assert said in capsys.readouterr().out
+    record = read_student(scene.home / "students" / "numbers-mlp-1")
+    assert record.rejected_rows == rejected > 3
+    # rows that were out of step would have nothing in common
+    assert {name: (one.value > 0.9, one.rows) for name, one in record.agreement.items()} == {
+        "double": (True, rows),
+        "vector": (True, rows),
+    }
+    assert min(record.figures["vector"].values()) > 0.9
+    scene = make_project(table, view={"max_rejected": 0.001})
+    shutil.rmtree(scene.home / "students")
+    (why,) = refusals(scene)
+    assert why == (
+        f"it rejects {rejected} of {len(held_out)} rows that its teacher computes, and the view's"
+        " max_rejected is 0.001; the first: y is null"
+    )
+    assert not (scene.home / "students").exists()
 
 
 def test_the_command_shows_a_table(
@@ -368,6 +719,19 @@ def test_the_command_shows_a_table(
     assert json.loads(capsys.readouterr().out)["view"] == "numbers"
     assert scene.cli("optimize", "numbers", "--within", "soon") == 2
     assert "--within: 'soon'" in capsys.readouterr().err
+    assert scene.cli("optimize", "numbers", "--within", "9s") == 2
+    assert (
+        "--within: 9 s: students learn next to nothing in less than 10 s" in capsys.readouterr().err
+    )
+
+
+def test_what_fits_nothing_says_what_does(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make_project(ROWS).cli("optimize", "numbers", "--by", "prune", "--for", "fallback") == 2
+    assert "no student is made by prune for fallback: --for fallback goes with --by distil" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_runs_page_has_speed_against_accuracy(
@@ -464,4 +828,17 @@ def test_an_agreement_promises_less_than_it_measured(make_project: MakeProject) 
     assert [line.partition(" is ")[0] for line in shortfalls(same, other)] == [
         f"double: rank correlation {other['double'].value:.3f}",
         f"vector: recall@10 {other['vector'].value:.3f}",
+    ]
+
+
+def test_who_ranks_the_other_way_keeps_no_promise(make_project: MakeProject) -> None:
+    scene = make_project(
+        ROWS[:3], view={"features": {"double": {"dtype": "float64"}}, "index": None}
+    )
+    view = scene.view("numbers").feature_view()
+    teacher, student = (pa.record_batch({"double": np.arange(400.0) * by}) for by in (1, -1))
+    found = agreement(view, teacher, student)
+    assert (found["double"].value, found["double"].promised) == (-1.0, 0.0)
+    assert shortfalls(found, found) == [
+        "double: rank correlation -1.000 is below 0.000, which the student promised"
     ]

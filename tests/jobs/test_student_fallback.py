@@ -38,8 +38,16 @@ from precompute.store.online.miss_cache import CachedMiss, MissCacheLimits
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.url import open_miss_cache
 from precompute.store.times import Partition
+from precompute.students import student as student_module
 from precompute.students.held_out import is_held_out
-from precompute.students.student import Agreement, Student, agreement, student_bytes
+from precompute.students.student import (
+    MLP,
+    USES,
+    Agreement,
+    Student,
+    agreement,
+    student_bytes,
+)
 from tests.angles import Exact, angles
 from tests.asgi import call
 from tests.conftest import MakeProject
@@ -57,6 +65,13 @@ def rough(x: float, error: float = 2.0) -> dict[str, Any]:
     """The features of one row by the student."""
     made = angles(np.array([x]), error)
     return {"vector": tuple(made["vector"][0].tolist()), "score": float(made["score"][0])}
+
+
+@pytest.fixture(autouse=True)
+def _students_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records may name the models of tests, too."""
+    monkeypatch.setitem(USES, f"{HERE}:Rough", ("path", ("dim", "most")))
+    monkeypatch.setattr(student_module, "MODULES", {MLP, torch_model()["args"]["module"]})
 
 
 PROMISED = {"vector": ("recall_at_10", 0.6), "score": ("rank_correlation", 0.9)}
@@ -850,6 +865,7 @@ def test_it_computes_by_its_own_technique_or_the_views(
     scene.run()
     scene = torch_project(make_project, view=view | {"fallback": FALLBACK})
     args = {**torch_model()["args"], "weights": "./model/weights.safetensors"}
+    del args["device"]
     record = write_student(scene)
     folder = scene.home / "students/rough"
     shutil.copy(scene.folder / "doubler.safetensors", folder / "model/weights.safetensors")

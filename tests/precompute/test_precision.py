@@ -30,7 +30,7 @@ from precompute.techniques import inductor, onednn, onnx
 from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.eager import Fp8Linear
 from precompute.techniques.machine import has_int8_products
-from precompute.techniques.onednn import PerRowLinear
+from precompute.techniques.onednn import PerRowLinear, fitted
 from precompute.techniques.same_value import relative_errors
 from precompute.techniques.same_value import tolerance as tolerance_of
 from precompute.techniques.table import TABLE, technique_name, words
@@ -286,6 +286,30 @@ def test_integers_are_exact_where_8_bits_hold_them() -> None:
         # the largest sums there are would overflow 16 bits, two by two; the middle is 0
         tensor[:, :3] = torch.tensor([127, 127, -127])
     assert torch.equal(PerRowLinear(linear)(x), linear(x))
+
+
+@WITH_VNNI
+def test_outliers_go_into_the_weights_and_the_worst_layers_stay() -> None:
+    numbers = torch.Generator().manual_seed(0)
+    parts: list[torch.nn.Module] = []
+    for _ in range(8):
+        linear = torch.nn.Linear(32, 32).requires_grad_(False)
+        linear.weight.copy_(torch.randn(32, 32, generator=numbers))
+        parts += [linear, torch.nn.Tanh()]
+    module = torch.nn.Sequential(*parts)
+    x = torch.randn(200, 32, generator=numbers)
+    x[:, 3] *= 50
+    found = fitted(module, [(x[:100],), (x[100:],)])
+
+    def error(divisors: torch.Tensor | None) -> float:
+        layer = module[0]
+        assert isinstance(layer, torch.nn.Linear)
+        return float((PerRowLinear(layer, divisors)(x) - layer(x)).norm())
+
+    # two of eight stay in float32; and the first, of which a column is an outlier, need not
+    assert len(found) == 6
+    assert 2 * error(found["0"]) < error(None)
+    assert found["0"].argmax() == 3
 
 
 def test_layers_that_their_kernels_read_past_the_end_of_stay_as_they_are() -> None:

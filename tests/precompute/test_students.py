@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import itertools
 import time
 from dataclasses import replace
@@ -18,12 +19,15 @@ import torch
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.students import distil, prune, training
+from precompute.students import distil, judging, prune, static_table, training
 from precompute.students.distil import FewerLayers
-from precompute.students.encoder_folder import trainable, transformer_of
+from precompute.students.encoder_folder import _OF_ITS_TEACHER, trainable, transformer_of
+from precompute.students.judging import rates
 from precompute.students.lesson import Lesson, Made, Recipe
 from precompute.students.prune import FewerNeurons
 from precompute.students.qat import Int8Aware, RoundedLinear
+from precompute.students.static_table import StaticTable
+from precompute.students.student import USES
 from precompute.students.text_lesson import TextLesson
 from precompute.students.training import Course, Trained, train
 from precompute.techniques.onednn import PerRowLinear
@@ -44,6 +48,10 @@ def texts(rows: int) -> list[str]:
 
 @pytest.fixture
 def lesson(teacher: TextEncoder, tmp_path: Path) -> Lesson:
+    return lesson_of(teacher, tmp_path)
+
+
+def lesson_of(teacher: TextEncoder, tmp_path: Path) -> Lesson:
     batch = pa.record_batch({"text": pa.array(texts(80))})
     vectors = pa.FixedSizeListArray.from_arrays(
         pa.array(teacher.compute(batch)["embedding"].ravel(), pa.float32()), 16
@@ -155,6 +163,16 @@ def test_training_ends_when_its_time_is_over(
     assert done[-1] == pytest.approx(1, abs=0.06)
 
 
+def test_without_time_nothing_is_trained(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(1, 1)
+    with pytest.raises(ModelError, match="tiny: no time was left to train it"):
+        train(
+            layer,
+            lambda step, _: layer(torch.ones(1)).square().sum(),
+            course(tmp_path, None, until=time.monotonic()),
+        )
+
+
 def test_what_was_spent_before_a_stop_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +267,12 @@ def test_neurons_that_do_nothing_go_first(lesson: Lesson) -> None:
     assert [masked.mask.tolist() for masked in masks] == [[1.0] * 3 + [0.0] * 6 + [1.0] * 15] * 2
 
 
+def test_neurons_go_however_short_the_training_was(lesson: Lesson, tmp_path: Path) -> None:
+    FewerNeurons(50, steps=1).make(lesson, tmp_path / "student")
+    made = TextEncoder(str(tmp_path / "student" / "model"))
+    assert transformer_of(replace(lesson, model=made)).config.intermediate_size == 12
+
+
 def test_layers_begin_as_the_teachers_from_first_to_last(lesson: Lesson) -> None:
     assert distil.spread(6, 3) == [0, 2, 5]
     assert distil.spread(12, 1) == [0]
@@ -263,11 +287,106 @@ def test_rounding_is_what_the_technique_computes() -> None:
     linear = torch.nn.Linear(40, 24)
     x = torch.linspace(-2, 3, 200).reshape(5, 40).sin()
     with torch.no_grad():
-        assert torch.allclose(RoundedLinear(linear)(x), PerRowLinear(linear)(x), atol=1e-5)
+        divisors = torch.linspace(0.5, 3, 40)
+        trained, computed = RoundedLinear(linear, divisors), PerRowLinear(linear, divisors)
+        assert torch.allclose(trained(x), computed(x), atol=1e-5)
+        assert not torch.allclose(trained(x), PerRowLinear(linear)(x), atol=1e-5)
     weight = linear.weight
-    (RoundedLinear(linear)(x).sum()).backward()
+    trained(x).sum().backward()
     assert weight.grad is not None
     assert weight.grad.abs().min() > 0
+
+
+def test_a_table_is_of_texts_and_of_texts_in_bytes(lesson: Lesson, tmp_path: Path) -> None:
+    recipe = StaticTable(pieces=50, steps=3)
+    in_bytes = lesson.rows.set_column(0, "text", lesson.rows["text"].cast(pa.binary()))
+    made = [
+        recipe.make(one, tmp_path / name)
+        for name, one in (("a", lesson), ("b", replace(lesson, rows=in_bytes)))
+    ]
+    assert made[0] == made[1] == Made("static_embedding", {"path": "./model"})
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        first, second = ((tmp_path / of / "model" / name).read_bytes() for of in "ab")
+        assert first == second
+
+
+def test_a_table_begins_in_its_time(lesson: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[str, np.ndarray]] = []
+
+    def killed(table: static_table.Table, loss: object, course: Course) -> Trained:
+        begun.append((course.digest, table.bag.weight.detach().numpy().copy()))
+        raise Killed
+
+    monkeypatch.setattr(static_table, "train", killed)
+    monkeypatch.setattr(static_table, "TEACHER_TEXTS", 8)
+    for until in (lesson.until, 0.0):
+        with pytest.raises(Killed):
+            StaticTable(pieces=50).make(replace(lesson, until=until), lesson.checkpoints)
+    (whole, every), (short, first) = begun
+    # what there was time for changes nothing of whose training it is
+    assert whole == short
+    # nearly every token has a vector of its own
+    assert len(np.unique(every, axis=0)) > len(every) - 5 > 20
+    values, times = np.unique(first, axis=0, return_counts=True)
+    assert sorted(times) == [*[1] * 8, len(first) - 8]
+    (rest,) = values[times > 1]
+    assert 0 < np.abs(rest).max() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("prompts", "refused"),
+    [
+        ({}, False),
+        ({"prompt": "document: ", "query_prompt": "document: "}, False),
+        ({"query_prompt": "query: "}, True),
+        ({"prompt": "document: "}, True),
+    ],
+)
+def test_a_table_has_no_prompt_for_queries(
+    lesson: Lesson, teacher: TextEncoder, prompts: dict[str, str], refused: bool
+) -> None:
+    model = TextEncoder(str(teacher.folder), **prompts)  # type: ignore[arg-type]
+    why = StaticTable().refuses(replace(lesson, model=model))
+    assert ("what is searched by with a prompt of its own" in why, why == "") == (
+        refused,
+        not refused,
+    )
+
+
+def test_a_students_record_has_every_argument_of_its_teacher() -> None:
+    arguments = set(inspect.signature(TextEncoder).parameters) - set(_OF_ITS_TEACHER)
+    place, others = USES["text_encoder"]
+    assert {place, *others} == arguments | {"path"}
+
+
+def test_what_is_quick_is_measured_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Takes:
+        def __init__(self, s: float) -> None:
+            self.s, self.rows = s, 0
+
+        def fingerprint(self) -> str:
+            return "takes"
+
+        def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+            self.rows += batch.num_rows
+            clock[0] += self.s * batch.num_rows
+            return {"x": np.asarray(batch.column("x"))}
+
+    monkeypatch.setattr(judging, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    view = FeatureView("takes", ("id",), (Feature("x", "float64"),), 1.0, 1.0)
+    models = {"quick": Takes(1e-5), "slow": Takes(0.01)}
+    rows = pa.table({"x": np.arange(100.0)})
+    found = rates({name: (one, list) for name, one in models.items()}, view, rows, 3, 1e9)
+    assert {name: rate for name, (rate, _) in found.items()} == pytest.approx(
+        {"quick": 1e5, "slow": 100.0}
+    )
+    # 1 ms, and then 200 times that; or a second, as ever
+    assert {name: one.rows for name, one in models.items()} == {
+        "quick": pytest.approx(3 * 201 * 100, abs=300),
+        "slow": 3 * 100,
+    }
 
 
 def test_what_cannot_be_made_is_refused(
