@@ -133,10 +133,14 @@ def optimize(
         rows = published_rows(project, opened, snapshot, most, LEAST_ROWS)
         judge = Judge(opened, rows, config)
         trials = [judge.teacher()]
+        workshop = Workshop(project, opened, rows, announce)
+        refused = [_refusal(workshop, recipe) for recipe in wanted]
         for number, recipe in enumerate(wanted):
-            share_s = (until - time.monotonic()) / (len(wanted) - number)
-            workshop = Workshop(project, opened, rows, announce)
-            trials.append(_tried(workshop, judge, recipe, time.monotonic() + share_s))
+            # shared among those that are made
+            share_s = (until - time.monotonic()) / max(1, refused[number:].count(""))
+            trials.append(
+                _tried(workshop, judge, recipe, time.monotonic() + share_s, refused[number])
+            )
         judge.measure([trial for trial in trials if trial.line["refused"] is None], announce)
     lines = [trial.line for trial in trials]
     outcome = {
@@ -187,7 +191,15 @@ def _check_teacher(opened: OpenView) -> None:
         )
 
 
-def _tried(workshop: Workshop, judge: Judge, recipe: Recipe, until: float) -> Trial:
+def _refusal(workshop: Workshop, recipe: Recipe) -> str:
+    """Why no student is made by a recipe, in words; an empty text where one is tried."""
+    try:
+        return recipe.refuses(workshop.lesson(recipe, time.monotonic()))
+    except Exception as exc:
+        return _why(recipe, exc)
+
+
+def _tried(workshop: Workshop, judge: Judge, recipe: Recipe, until: float, refused: str) -> Trial:
     """A student on trial; one that cannot be made has the reason in its line, whatever it is: the
     others are made all the same.
 
@@ -196,17 +208,22 @@ def _tried(workshop: Workshop, judge: Judge, recipe: Recipe, until: float) -> Tr
     """
     line = {"name": recipe.name, "by": recipe.by, "folder": None, "path": None, "make_s": None}
     try:
-        if not (why := recipe.refuses(workshop.lesson(recipe, until))):
+        if not refused:
             folder, student = workshop.student(recipe, until, judge)
             return judge.tried(line, folder, student)
     except SnapshotError:
         raise
-    except PrecomputeError as exc:
-        why = str(exc)
     except Exception as exc:
-        log.exception("student %s cannot be made", recipe.name)
-        why = described(exc)
-    return Trial(line | {"refused": why}, workshop.opened.model)
+        refused = _why(recipe, exc)
+    return Trial(line | {"refused": refused}, workshop.opened.model)
+
+
+def _why(recipe: Recipe, exc: Exception) -> str:
+    """The words of an error of ours; of any other, which is a mistake here, also in the log."""
+    if isinstance(exc, PrecomputeError):
+        return str(exc)
+    log.error("student %s cannot be made", recipe.name, exc_info=exc)
+    return described(exc)
 
 
 class Workshop:

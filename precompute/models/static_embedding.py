@@ -50,7 +50,6 @@ class TableMean(torch.nn.Module):
     """
 
     parts: torch.Tensor
-    window_bias: torch.Tensor
 
     def __init__(
         self, table: torch.Tensor, normalize: bool, windows: Mapping[str, torch.Tensor]
@@ -60,9 +59,12 @@ class TableMean(torch.nn.Module):
         self.normalize = normalize
         self.out: torch.nn.Linear | None = None
         if windows:
-            parts = torch.nn.functional.normalize(table, dim=1) @ windows["window"].T
-            self.register_buffer("parts", parts)
-            self.register_buffer("window_bias", windows["window_bias"])
+            left, own, right = windows["window"].chunk(3)
+            directions = torch.nn.functional.normalize(table, dim=1)
+            own_parts = directions @ own.T + windows["window_bias"]
+            nothing = torch.zeros(1, own_parts.shape[1])
+            parts = [own_parts, directions @ left.T, directions @ right.T, nothing]
+            self.register_buffer("parts", torch.cat(parts))
             dim, width = windows["out"].shape
             self.out = torch.nn.Linear(width, dim)
             self.out.load_state_dict({"weight": windows["out"], "bias": windows["out_bias"]})
@@ -71,38 +73,28 @@ class TableMean(torch.nn.Module):
         """``ids`` int64 [tokens] of all texts in a row, ``starts`` int64 [B]."""
         mean: torch.Tensor = self.bag(ids, starts)
         if self.out is not None:
-            parts = torch.nn.functional.embedding(ids, self.parts)
-            mean = mean + self.out(window_means(parts, self.window_bias, starts))
+            mean = mean + self.out(self._window_means(ids, starts))
         return mean / (mean.norm(dim=1, keepdim=True) + 1e-32) if self.normalize else mean
 
-
-def window_means(parts: torch.Tensor, bias: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The mean of each text's windows, [B, width]: of a token's own part, of the left part of the
-    one before it and of the right part of the one after it, through a GELU.
-
-    Args:
-        parts: [tokens, 3 × width] of all texts in a row: what a token gives to the window of the
-            next one, to its own, and to that of the one before.
-        bias: [width].
-        starts: int64 [B], where each text begins.
-    """
-    left, own, right = parts.chunk(3, dim=1)
-    inside = torch.ones_like(own[:, :1])
-    inside[starts] = 0
-    zeros = torch.zeros_like(own[:1])
-    windows = own + bias
-    windows = windows + torch.cat([zeros, left[:-1] * inside[1:]])
-    windows = windows + torch.cat([right[1:] * inside[1:], zeros])
-    every = torch.arange(len(parts), device=parts.device)
-    means: torch.Tensor = torch.nn.functional.embedding_bag(
-        every, torch.nn.functional.gelu(windows), starts, mode="mean"
-    )
-    return means
+    def _window_means(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """The mean of each text's windows, [B, width]: of a token's own part, of the left part of
+        the one before it and of the right part of the one after it, through a GELU."""
+        tokens = self.bag.num_embeddings
+        # where a text has no token before or after, the last row, of zeros
+        edge = ids.new_full((1,), 3 * tokens)
+        before = torch.cat([edge, ids[:-1] + tokens])
+        after = torch.cat([ids[1:] + 2 * tokens, edge])
+        before[starts] = after[starts[1:] - 1] = 3 * tokens
+        bag = torch.nn.functional.embedding_bag
+        windows = bag(torch.stack([ids, before, after], 1), self.parts, mode="sum")
+        every = torch.arange(len(ids), device=ids.device)
+        return bag(every, torch.nn.functional.gelu(windows), starts, mode="mean")
 
 
 WINDOWS = ("window", "window_bias", "out", "out_bias")
-"""Tensors of a file that has windows: [3 × width, dim], [width], [dim, width], [dim]. Its table is
-named ``table`` then, so that what knows no windows finds none."""
+"""Tensors of a file that has windows: [3 × width, dim], for the left, the own and the right part of
+a token's direction, [width], [dim, width], [dim]. Its table is named ``table`` then, so that what
+knows no windows finds none."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from precompute.engine.runner import Runner
 from precompute.model import digest, table_digest
-from precompute.models.static_embedding import WINDOWS, window_means
+from precompute.models.static_embedding import WINDOWS
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.errors import ModelError
 from precompute.students.lesson import Lesson, Made
@@ -51,7 +51,7 @@ TEACHER_TIME = 0.5
 """Share of the time that is left which the teacher may take for pieces, and then for tokens."""
 TEACHER_TEXTS = 4096
 """That it computes from one look at the clock to the next."""
-TRAINING_S = 240.0
+TRAINING_S = 400.0
 """Of gradients at most: some three rounds over so many pieces on two cores."""
 BATCH_ROWS = 256
 """Of 512 as many seconds gave 0.774."""
@@ -191,6 +191,30 @@ class Table(torch.nn.Module):
             parts = torch.nn.functional.linear(vectors, self.window)
         found = window_means(parts.float()[place], self.window_bias, starts)
         return torch.nn.functional.normalize(self.bag(ids, starts) + self.out(found), dim=1)
+
+
+def window_means(parts: torch.Tensor, bias: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """The mean of each text's windows, [B, width]: of a token's own part, of the left part of the
+    one before it and of the right part of the one after it, through a GELU.
+
+    Args:
+        parts: [tokens, 3 × width] of all texts in a row: what a token gives to the window of the
+            next one, to its own, and to that of the one before.
+        bias: [width].
+        starts: int64 [B], where each text begins.
+    """
+    left, own, right = parts.chunk(3, dim=1)
+    inside = torch.ones_like(own[:, :1])
+    inside[starts] = 0
+    zeros = torch.zeros_like(own[:1])
+    windows = own + bias
+    windows = windows + torch.cat([zeros, left[:-1] * inside[1:]])
+    windows = windows + torch.cat([right[1:] * inside[1:], zeros])
+    every = torch.arange(len(parts))
+    means: torch.Tensor = torch.nn.functional.embedding_bag(
+        every, torch.nn.functional.gelu(windows), starts, mode="mean"
+    )
+    return means
 
 
 class _TableLesson:
