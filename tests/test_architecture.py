@@ -85,6 +85,7 @@ SEAMS = {
         "precompute/students/encoder_folder.py",
         "precompute/students/static_table.py",
         "precompute/students/training.py",
+        "precompute/techniques/onednn.py",
         "precompute/models/static_embedding.py",
         "precompute/text/sentence_folder.py",
         "precompute/text/transformer.py",

@@ -1,12 +1,9 @@
 """Static embedding: text → the mean of its tokens' vectors, which are rows of a table: a model2vec
 folder, or a ``StaticEmbedding`` of sentence-transformers. It costs a hundredth of a transformer.
 
+A model2vec folder is computed as model2vec computes it, one of sentence-transformers as that does.
 What :mod:`precompute.students.static_table` made has windows, too: of each token with its
-neighbours, whose mean is added, so that it knows something of the words' order.
-
-A model2vec folder is computed as model2vec computes it: unknown tokens left out, cut at its longest
-input, normalised where it says so; one of sentence-transformers as that does: every token, of any
-length.
+neighbours, whose mean is added, so that the order of words makes a difference.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from precompute.sources.database import (
     Database,
     Files,
     content_sql,
+    group_sql,
     hash_kind,
     hash_sql,
     parameters,
@@ -453,10 +454,7 @@ class Source:
             else f"{column} IN (SELECT unnest($keys::{kind}[]))"
         )
         hashed = f"{self._hash_sql()} AS input_hash, " if with_hash else ""
-        if grouped_by:
-            together = ", ".join(map(quoted, grouped_by))
-            # its own hash() is another one from version to version
-            hashed += f"md5_number_lower(CAST(row({together}) AS VARCHAR)) AS input_group, "
+        hashed += f"{group_sql(grouped_by)} AS input_group, " if grouped_by else ""
         source, given = self._sql, {"keys": list(values)} | self._given
         if self._whole is not None:
             # only the texts whose chunks are wanted are cut
@@ -467,7 +465,9 @@ class Source:
             source = self._chunked.replace("{}", parents)
             given["parents"] = sorted({key.rpartition("/")[0] for key in keys})
         sql = f'SELECT {key} AS "key", {hashed}* FROM ({source}\n) WHERE {where}'
-        return self.database.query_aside(sql, given)
+        added = ["key", *["input_hash"] * with_hash, *["input_group"] * bool(grouped_by)]
+        # DuckDB 1.5 renames a column of the source that is named as the group is
+        return self.database.query_aside(sql, given).rename_columns([*added, *self.schema.names])
 
     def cached(self) -> CachedSource:
         """The cache that may have rows by key without DuckDB; of chunks none, since all texts would

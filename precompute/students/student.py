@@ -18,6 +18,8 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.accuracy import neighbour_recalls, rank_correlation
 from precompute.techniques.row_errors import is_measured, ordered_overlap
 
+FOLDER = "students"
+"""Folder of the students, in the project's."""
 RECORD = "student.json"
 CARD = "README.md"
 MODEL = "model"

@@ -106,8 +106,8 @@ def test_the_rows_that_a_worker_has_encoded_are_counted_with_their_bytes(server:
 
 def test_every_name_is_there_and_every_one_that_can_be_is_filled(server: Told) -> None:
     """Those of the semantic cache are in its own tests, since it wants a view of texts; and how
-    long rows are kept for a store that fails, since files do not; and how far a server is behind
-    is in those of replicas."""
+    long rows are kept for a store that fails, since files do not; how far a server is behind is in
+    those of replicas, and how a student agrees in those of students."""
     server.lookup("numbers", [1, 2, 9])
     server.get("/v1/views/numbers/rows/1")
     server.post("/v1/views/numbers/search", {"key": 1})
@@ -132,6 +132,7 @@ def test_every_name_is_there_and_every_one_that_can_be_is_filled(server: Told) -
         "precompute_semantic_cache_similarity",
         "precompute_cache_serves_until_seconds",
         "precompute_view_behind_seconds",
+        "precompute_fallback_agreement",
     }
     text = server.get("/metrics").body.decode()
     docs = [REPOSITORY / "docs" / f"{name}.md" for name in ("serving", "operations", "reference")]
