@@ -18,6 +18,7 @@ from precompute.students.encoder_folder import trainable, transformer_of, write_
 from precompute.students.lesson import Lesson, Made, Recipe
 from precompute.students.text_lesson import TextLesson, refusal
 from precompute.students.training import Course, train
+from precompute.techniques.machine import has_int8_products
 from precompute.techniques.onednn import STEPS, TINY, fitted, middle_and_scale
 from precompute.techniques.technique import with_linear
 
@@ -41,7 +42,9 @@ class Int8Aware:
     by: str = "qat"
 
     def refuses(self, lesson: Lesson) -> str:
-        return refusal(lesson)
+        if (reason := refusal(lesson)) or has_int8_products():
+            return reason
+        return "this CPU has no products of 8-bit integers (VNNI), by which it would be judged"
 
     def make(self, lesson: Lesson, folder: Path) -> Made:
         teacher, text = transformer_of(lesson), TextLesson(lesson)

@@ -186,10 +186,12 @@ class Table(torch.nn.Module):
     def forward(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 [tokens] of all texts in a row, ``starts`` int64 [B]; float32 [B, dim]."""
         some, place = torch.unique(ids, return_inverse=True)
-        vectors = SCALE * torch.nn.functional.normalize(self.bag.weight[some], dim=1)
+        # by indexing, gradients of a token that comes twice are added up in any order
+        embedding = torch.nn.functional.embedding
+        vectors = SCALE * torch.nn.functional.normalize(embedding(some, self.bag.weight), dim=1)
         with half_products("cpu"):
             parts = torch.nn.functional.linear(vectors, self.window)
-        found = window_means(parts.float()[place], self.window_bias, starts)
+        found = window_means(embedding(place, parts.float()), self.window_bias, starts)
         return torch.nn.functional.normalize(self.bag(ids, starts) + self.out(found), dim=1)
 
 

@@ -168,8 +168,12 @@ def fitted(module: torch.nn.Module, batches: Batches) -> dict[str, torch.Tensor]
         rows = values.reshape(-1, values.shape[-1])
         inputs[name].append(rows[:: len(rows) // ROWS_COMPARED + 1].clone())
 
+    # a caller may name the input
     watches = [
-        part.register_forward_pre_hook(lambda _, given, name=name: seen(name, given[0]))
+        part.register_forward_pre_hook(
+            lambda _, given, named, name=name: seen(name, [*given, *named.values()][0]),
+            with_kwargs=True,
+        )
         for name, part in layers.items()
     ]
     try:

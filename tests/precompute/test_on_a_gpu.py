@@ -38,7 +38,7 @@ from precompute.text.unpadded import UnpaddedTransformer, computes_the_same
 from tests.precompute.sentence_models import sentence_model
 from tests.precompute.test_attention import FAMILIES, of_transformers
 from tests.precompute.test_cuda import DOCS, TEXTS, VIEW, Rows, Waiting, batch, mlp
-from tests.precompute.test_students import cosine, lesson_of, vectors_of
+from tests.precompute.test_students import WITH_VNNI, cosine, lesson_of, vectors_of
 
 DEVICE = os.environ.get("PRECOMPUTE_GPU_TESTS", "cuda")
 ON_A_GPU = DEVICE == "cuda"
@@ -196,7 +196,7 @@ def test_a_row_that_breaks_the_context_is_rejected_alone(tmp_path: Path) -> None
     [
         (FewerLayers(1, steps=40), 0.82),
         (FewerNeurons(50, steps=40), 0.9),
-        (Int8Aware(steps=40), 0.99),
+        pytest.param(Int8Aware(steps=40), 0.99, marks=WITH_VNNI),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

@@ -306,6 +306,18 @@ def test_outliers_go_into_the_weights_and_the_worst_layers_stay() -> None:
         assert isinstance(layer, torch.nn.Linear)
         return float((PerRowLinear(layer, divisors)(x) - layer(x)).norm())
 
+    class Named(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(input=x)
+            return x
+
+    # a caller may name the input
+    assert set(fitted(Named(), [(x,)])) == {f"layers.{name}" for name in found}
     # two of eight stay in float32; and the first, of which a column is an outlier, need not
     assert len(found) == 6
     assert 2 * error(found["0"]) < error(None)

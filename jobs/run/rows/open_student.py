@@ -209,8 +209,10 @@ class OpenStudent:
         if not inputs.num_rows:
             return Compared(0, 0, "", None)
         among = max(MIN_ROWS, max(max(one.rows, one.among) for one in record.agreement.values()))
-        # those that it never learned from are the first
-        chosen = np.argsort(~unseen, kind="stable")[: min(among, COMPARED_ROWS)]
+        # those that it never learned from are the first, each drawn from all over the snapshot, in
+        # whose order the sample is
+        drawn = np.random.default_rng(0).permutation(len(unseen))
+        chosen = drawn[np.argsort(~unseen[drawn], kind="stable")][: min(among, COMPARED_ROWS)]
         inputs, stored = (
             table.take(pa.array(chosen)).combine_chunks() for table in (inputs, stored)
         )
