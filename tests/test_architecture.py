@@ -37,6 +37,7 @@ SEAMS = {
         "precompute/students/distil.py",
         "precompute/students/encoder_folder.py",
         "precompute/students/mlp.py",
+        "precompute/students/narrow.py",
         "precompute/students/prune.py",
         "precompute/students/qat.py",
         "precompute/students/static_table.py",

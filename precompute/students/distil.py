@@ -63,7 +63,7 @@ class FewerLayers:
             self.steps,
         )
         trained = train(student, lambda step, _: text.loss(student, step), course)
-        made = write_encoder(lesson, student, folder, num_hidden_layers=self.layers)
+        made = write_encoder(lesson, student, folder)
         course.checkpoint.unlink(missing_ok=True)
         return replace(made, earlier_s=trained.earlier_s)
 

@@ -17,11 +17,16 @@ def recipes(by: str | None, purpose: str | None) -> list[Recipe]:
             in a fraction of the teacher's time; None for both.
     """
     # torch takes a second to import
-    from precompute.students import distil, prune, qat
+    from precompute.students import distil, narrow, prune, qat
     from precompute.students.columns_student import SmallMlp, Trees
     from precompute.students.static_table import StaticTable
 
     behind_misses: list[Recipe] = [StaticTable(), SmallMlp(), Trees()]
-    in_batches: list[Recipe] = [*distil.RECIPES, *prune.RECIPES, *qat.RECIPES]
+    in_batches: list[Recipe] = [
+        *distil.RECIPES,
+        *narrow.RECIPES,
+        *prune.RECIPES,
+        *qat.RECIPES,
+    ]
     found = {None: behind_misses + in_batches, "fallback": behind_misses, "batch": in_batches}
     return [one for one in found[purpose] if by in (None, "cascade", one.by)]

@@ -107,7 +107,7 @@ class TextLesson:
             raise ModelError(f"{lesson.view.name}: a vector to learn from is not finite")
         return torch.nn.functional.normalize(torch.from_numpy(vectors), dim=1).to(self.device)
 
-    def loss(self, student: Bert, step: int) -> torch.Tensor:
+    def loss(self, student: torch.nn.Module, step: int) -> torch.Tensor:
         """How far a student is from the teacher on the batch of a step: the squared distance of
         token vectors and of embeddings, as shares of the teacher's squares, and the divergence of
         the similarities to the bank (Hinton et al. 2015: softmax at a temperature)."""
@@ -129,12 +129,12 @@ class TextLesson:
         ids, mask = self._batch(step)
         return ids, mask.clamp(max=1)
 
-    def embeddings(self, student: Bert, step: int) -> torch.Tensor:
+    def embeddings(self, student: torch.nn.Module, step: int) -> torch.Tensor:
         """A student's, of the batch of a step: float32 [B, dim]."""
         return self._computed(student, *self._batch(step))[1]
 
     def _computed(
-        self, student: Bert, ids: torch.Tensor, mask: torch.Tensor
+        self, student: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(token vectors, embeddings), float32."""
         with half_products(self.device.type):

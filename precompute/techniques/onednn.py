@@ -11,10 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from precompute.models.device import Device, PackedLinear
 from precompute.models.torch_model import TorchModel
+from precompute.store.errors import ConfigError
 from precompute.techniques.artifacts import retained
 from precompute.techniques.machine import (
     check_layers,
@@ -139,7 +141,12 @@ class PerRow(Technique):
                 "1",
                 lambda path: save_file(fitted(module, batches), path),
             )
-            divisors = load_file(file)
+            try:
+                divisors = load_file(file)
+            except SafetensorError as exc:
+                raise ConfigError(
+                    f"{file} is damaged ({exc}): remove it, and it is made again"
+                ) from exc
         names = {id(part): name for name, part in module.named_modules()}
         return with_linear(module, lambda linear: rounded(linear, divisors.get(names[id(linear)])))
 

@@ -33,7 +33,7 @@ namespace {
 
 /* As encoder.py has it: raised with every change of what they say to each other, so that one that
  * was built for another is not used. */
-enum { VERSION = 1 };
+enum { VERSION = 2 };
 
 /* Tokens that go through all layers together, if no text has more, and numbers of the inner layer:
  * with 384 numbers a token, what is computed of them stays in a second cache of 1 MB. */
@@ -43,8 +43,11 @@ enum { ROWS_AT_ONCE = 256, INNER_AT_ONCE = 512, MOST_QUERIES = 32 };
 enum { LONGEST = 1 << 15, WIDEST = 1 << 15, DEEPEST = 1 << 10, MOST_THREADS = 256 };
 
 struct Shape {
-    int layers, width, heads, inner;
+    int layers, width, heads, size, inner;
     float epsilon;
+
+    /* Numbers that all heads have together: the width, where none was taken out. */
+    int attended() const { return heads * size; }
 };
 
 struct Weights {
@@ -98,8 +101,8 @@ struct Chunk {
     int rows;
     float *x;        /* [rows, width] */
     bf16 *x_rounded; /* [rows, width] */
-    bf16 *qkv;       /* [rows, 3 width]: queries, keys, values */
-    bf16 *context;   /* [rows, width] */
+    bf16 *qkv;       /* [rows, 3 attended]: queries, keys, values */
+    bf16 *context;   /* [rows, attended] */
     bf16 *inner;     /* [rows, INNER_AT_ONCE] */
     bf16 *keys;      /* of one text and head, as panels: [tokens / 32][size / 2][32][2] */
     bf16 *values;    /* likewise: [size / 32][tokens / 2][32][2] */
@@ -118,11 +121,12 @@ class Room {
 
     bool divide(const Shape &shape, int longest, Chunk &chunk) {
         size_t rows = (size_t)(longest > ROWS_AT_ONCE ? longest : ROWS_AT_ONCE) + PANEL,
-               width = (size_t)shape.width, size = width / (size_t)shape.heads;
+               width = (size_t)shape.width, size = (size_t)shape.size,
+               attended = (size_t)shape.attended();
         size_t tokens = ((size_t)longest + PANEL - 1) / PANEL * PANEL;
         const size_t floats[] = {rows * width, MOST_QUERIES * tokens};
-        const size_t halves[] = {rows * width,         rows * 3 * width, rows * width,
-                                 rows * INNER_AT_ONCE, tokens * size,    tokens * size,
+        const size_t halves[] = {rows * width,         rows * 3 * attended, rows * attended,
+                                 rows * INNER_AT_ONCE, tokens * size,       tokens * size,
                                  MOST_QUERIES * tokens};
         size_t bytes = 64;
         for (size_t count : floats) bytes += rounded(count * sizeof(float));
@@ -284,19 +288,18 @@ bool refuse(bool wrong, const char *what) {
 bool checked(const Shape &shape, const Buffers &given, Texts &texts) {
     bool sound = shape.layers > 0 && shape.layers <= DEEPEST && shape.width > 0 &&
                  shape.width <= WIDEST && shape.inner > 0 && shape.inner <= WIDEST;
-    if (refuse(!sound || shape.heads <= 0 || shape.heads > shape.width,
-               "layers, width, heads or inner out of bounds"))
-        return false;
-    if (refuse(shape.width % shape.heads || shape.width / shape.heads % PANEL ||
-                   shape.inner % PANEL,
-               "a head's and the inner width must be multiples of 32"))
+    sound = sound && shape.heads > 0 && shape.heads <= WIDEST && shape.size > 0 &&
+            shape.size <= WIDEST / shape.heads;
+    if (refuse(!sound, "layers, width, heads, their size or inner out of bounds")) return false;
+    if (refuse(shape.width % PANEL || shape.size % PANEL || shape.inner % PANEL,
+               "the width, a head's and the inner one must be multiples of 32"))
         return false;
     size_t width = (size_t)shape.width, inner = (size_t)shape.inner, layers = (size_t)shape.layers,
-           row = width * sizeof(float);
+           attended = (size_t)shape.attended(), row = width * sizeof(float);
     bool fits = given.bytes(Buffers::PANELS) ==
-                    layers * (4 * width * width + 2 * width * inner) * sizeof(bf16) &&
+                    layers * width * (4 * attended + 2 * inner) * sizeof(bf16) &&
                 given.bytes(Buffers::VECTORS) ==
-                    (2 * width + layers * (9 * width + inner)) * sizeof(float) &&
+                    (2 * width + layers * (6 * width + 3 * attended + inner)) * sizeof(float) &&
                 given.bytes(Buffers::WORDS) % row == 0 && given.bytes(Buffers::PLACES) % row == 0;
     if (refuse(!fits, "weights are not of the sizes that the shape tells")) return false;
     texts.count = given.bytes(Buffers::LENGTHS) / sizeof(int64_t);
@@ -360,10 +363,10 @@ PyObject *encode(PyObject *, PyObject *arguments) {
     int threads;
     Shape shape;
     PyObject *objects[Buffers::COUNT];
-    if (!PyArg_ParseTuple(arguments, "si(iiii)fOOOOOOOO:encode", &name, &threads, &shape.layers,
-                          &shape.width, &shape.heads, &shape.inner, &shape.epsilon, &objects[0],
-                          &objects[1], &objects[2], &objects[3], &objects[4], &objects[5],
-                          &objects[6], &objects[7]))
+    if (!PyArg_ParseTuple(arguments, "si(iiiii)fOOOOOOOO:encode", &name, &threads, &shape.layers,
+                          &shape.width, &shape.heads, &shape.size, &shape.inner, &shape.epsilon,
+                          &objects[0], &objects[1], &objects[2], &objects[3], &objects[4],
+                          &objects[5], &objects[6], &objects[7]))
         return nullptr;
     if (refuse(threads < 1, "threads out of bounds")) return nullptr;
     if (threads > MOST_THREADS) threads = MOST_THREADS;
@@ -388,8 +391,8 @@ PyMethodDef methods[] = {
     {"kernels", kernels, METH_NOARGS,
      "Names of the kernels that this CPU can run, the quickest first."},
     {"encode", encode, METH_VARARGS,
-     "encode(kernel, threads, (layers, width, heads, inner), epsilon, words, places, vectors, "
-     "panels, ids, positions, lengths, out): hidden states of all texts."},
+     "encode(kernel, threads, (layers, width, heads, size, inner), epsilon, words, places, "
+     "vectors, panels, ids, positions, lengths, out): hidden states of all texts."},
     {nullptr, nullptr, 0, nullptr},
 };
 

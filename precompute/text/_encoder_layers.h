@@ -252,13 +252,13 @@ static ENCODER_INLINE float softened(const float *scores, int tokens, float fact
 /* One text's, from its first row on; tokens that fill up its last panel weigh nothing. */
 static __attribute__((noinline)) void attend(const Shape &shape, const Chunk &chunk, int first,
                                              int length) {
-    int size = shape.width / shape.heads, tokens = (length + PANEL - 1) / PANEL * PANEL;
+    int size = shape.size, tokens = (length + PANEL - 1) / PANEL * PANEL;
     int pairs = (length + 2 * DEPTH - 1) / (2 * DEPTH) * DEPTH;
-    size_t row_size = 3 * (size_t)shape.width;
+    size_t attended = (size_t)shape.attended(), row_size = 3 * attended;
     float factor = 1.44269504088896341f / sqrtf((float)size), inverse[QUERIES_AT_ONCE];
     for (int head = 0; head < shape.heads; head++) {
         const bf16 *queries = chunk.qkv + (size_t)first * row_size + (size_t)head * size;
-        const bf16 *keys = queries + shape.width, *values = keys + shape.width;
+        const bf16 *keys = queries + attended, *values = keys + attended;
         for (int token = 0; token < tokens; token += LANES)
             for (int i = 0; i < size; i += PANEL) {
                 bf16 *panel = chunk.keys + (size_t)(token / PANEL) * size * PANEL +
@@ -280,9 +280,9 @@ static __attribute__((noinline)) void attend(const Shape &shape, const Chunk &ch
             for (int row = 0; row < count; row++)
                 inverse[row] = softened(chunk.scores + (size_t)row * tokens, tokens, factor,
                                         chunk.weights + (size_t)row * tokens);
-            bf16 *to = chunk.context + (size_t)(first + query) * shape.width + (size_t)head * size;
+            bf16 *to = chunk.context + (size_t)(first + query) * attended + (size_t)head * size;
             product(chunk.weights, (size_t)tokens, count, chunk.values, (size_t)tokens * PANEL,
-                    pairs, size, Weighed{inverse, to, (size_t)shape.width});
+                    pairs, size, Weighed{inverse, to, attended});
         }
     }
 }
@@ -291,7 +291,8 @@ static __attribute__((noinline)) void attend(const Shape &shape, const Chunk &ch
  * tokens from the chunk's first. */
 static void compute(const Shape &shape, const Weights &weights, const Chunk &chunk,
                     const int *starts, int texts) {
-    size_t width = (size_t)shape.width, inner = (size_t)shape.inner;
+    size_t width = (size_t)shape.width, inner = (size_t)shape.inner,
+           attended = (size_t)shape.attended();
     const float *vectors = weights.vectors;
     const bf16 *panels = weights.panels;
     TILES_BEGIN();
@@ -299,14 +300,14 @@ static void compute(const Shape &shape, const Weights &weights, const Chunk &chu
     vectors += 2 * width;
     for (int layer = 0; layer < shape.layers; layer++) {
         product(chunk.x_rounded, width, chunk.rows, panels, width * PANEL, shape.width / 2,
-                3 * shape.width, Biased{vectors, chunk.qkv, 3 * width});
-        panels += 3 * width * width;
-        vectors += 3 * width;
+                3 * shape.attended(), Biased{vectors, chunk.qkv, 3 * attended});
+        panels += 3 * width * attended;
+        vectors += 3 * attended;
         for (int text = 0; text < texts; text++)
             attend(shape, chunk, starts[text], starts[text + 1] - starts[text]);
-        product(chunk.context, width, chunk.rows, panels, width * PANEL, shape.width / 2,
-                shape.width, Added{vectors, chunk.x, width});
-        panels += width * width;
+        product(chunk.context, attended, chunk.rows, panels, attended * PANEL,
+                shape.attended() / 2, shape.width, Added{vectors, chunk.x, width});
+        panels += attended * width;
         normalise(shape, chunk, vectors + width, vectors + 2 * width);
         vectors += 3 * width;
         const bf16 *down = panels + width * inner;

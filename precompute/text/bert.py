@@ -38,7 +38,9 @@ _SETTINGS: Mapping[str, Any] = {
 
 
 class BertConfig(NamedTuple):
-    """The settings of a ``config.json`` that decide values; names and units are transformers'."""
+    """The settings of a ``config.json`` that decide values; names and units are transformers'.
+    Heads may have more or fewer numbers than the width together, by ``head_dim``: a BERT that lost
+    some, which transformers (5.23) does not read."""
 
     model_type: str
     vocab_size: int
@@ -50,6 +52,7 @@ class BertConfig(NamedTuple):
     type_vocab_size: int
     pad_token_id: int
     layer_norm_eps: float
+    head_dim: int
 
 
 def bert_config(config: Mapping[str, Any]) -> BertConfig | None:
@@ -63,8 +66,12 @@ def bert_config(config: Mapping[str, Any]) -> BertConfig | None:
         or not all(type(n) in (int, float) and n >= 0 for n in numbers)
     ):
         return None
-    if config["num_attention_heads"] < 1 or config["hidden_size"] % config["num_attention_heads"]:
+    heads, head_dim = config["num_attention_heads"], config.get("head_dim")
+    if head_dim is None and heads > 0 and config["hidden_size"] % heads == 0:
+        head_dim = config["hidden_size"] // heads
+    if type(head_dim) is not int or min(heads, head_dim) < 1:
         return None
+    numbers.append(head_dim)
     return BertConfig(config["model_type"], *numbers)
 
 
@@ -168,12 +175,13 @@ class _Layer(nn.Module):
         super().__init__()
         width, inner, epsilon = config.hidden_size, config.intermediate_size, config.layer_norm_eps
         self.heads = config.num_attention_heads
+        attended = self.heads * config.head_dim
         self.attention = nn.Module()
         self.attention.self = nn.Module()
         self.intermediate = nn.Module()
         for name in ("query", "key", "value"):
-            self.attention.self.register_module(name, nn.Linear(width, width, device=device))
-        self.attention.output = _normalised(width, width, epsilon, device)
+            self.attention.self.register_module(name, nn.Linear(width, attended, device=device))
+        self.attention.output = _normalised(attended, width, epsilon, device)
         self.output = _normalised(inner, width, epsilon, device)
         self.intermediate.dense = nn.Linear(width, inner, device=device)
 
@@ -192,7 +200,7 @@ class _Layer(nn.Module):
         else:
             context = unpadded_attention(query, key, value, starts, longest)
         out: Any = self.attention.output
-        x = out.LayerNorm(out.dense(context.reshape(x.shape)) + x)
+        x = out.LayerNorm(out.dense(context.flatten(2)) + x)
         up: Any = self.intermediate
         inner = nn.functional.gelu(up.dense(x))
         last: Any = self.output

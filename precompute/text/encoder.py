@@ -16,7 +16,7 @@ import torch
 from precompute.store.errors import ConfigError
 from precompute.text.bert import Bert
 
-_VERSION = 1
+_VERSION = 2
 """Version of the interface between this file and the extension; _encoder.cpp has it too."""
 
 PANEL = 32
@@ -81,11 +81,11 @@ def not_understood(transformer: Any) -> str:
     if not isinstance(transformer, Bert):
         return f"the transformer is no plain BERT ({type(transformer).__name__})"
     config = transformer.config
-    size = config.hidden_size // config.num_attention_heads
-    if size % PANEL or config.intermediate_size % PANEL:
+    sizes = (config.hidden_size, config.head_dim, config.intermediate_size)
+    if any(size % PANEL for size in sizes):
         return (
-            f"heads of {size} and an inner layer of {config.intermediate_size} numbers: only"
-            f" multiples of {PANEL} are understood"
+            "a width of {}, heads of {} and an inner layer of {} numbers: only multiples of"
+            f" {PANEL} are understood".format(*sizes)
         )
     return ""
 
@@ -120,6 +120,7 @@ class UnpaddedBert:
             config.num_hidden_layers,
             config.hidden_size,
             config.num_attention_heads,
+            config.head_dim,
             config.intermediate_size,
         )
         self._epsilon = float(config.layer_norm_eps)

@@ -110,6 +110,31 @@ def test_values_are_torchs_and_equal_bits_by_every_kernel(
         assert torch.allclose(UnpaddedBert(model, "amx")(ids, mask), plain, atol=0.02)
 
 
+@pytest.mark.parametrize("gone", [[0], [1, 3], [0, 2, 3]])
+def test_a_bert_that_lost_heads_is_one_whose_heads_say_nothing(gone: list[int]) -> None:
+    whole, (ids, mask) = transformer(size=(128, 4, 96, 2)), texts(LENGTHS)
+    config = whole.config._replace(num_attention_heads=4 - len(gone))
+    rows = torch.tensor([at for at in range(128) if at // 32 not in gone])
+    cut = dict(whole.state_dict())
+    for layer in whole.encoder.layer:
+        layer.attention.output.dense.weight.view(128, 4, 32)[:, gone] = 0
+    for name, weight in cut.items():
+        if "attention.self" in name:
+            cut[name] = weight[rows]
+        if name.endswith("attention.output.dense.weight"):
+            cut[name] = weight[:, rows]
+    model, missing = load_bert(config, cut)
+    model.requires_grad_(False)
+    expected = whole(input_ids=ids, attention_mask=mask).last_hidden_state
+    found = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert not missing
+    assert torch.allclose(found, expected, atol=1e-5)
+    for name in HERE:
+        assert torch.equal(
+            UnpaddedBert(model, name)(ids, mask), UnpaddedBert(whole, name)(ids, mask)
+        )
+
+
 def rounded(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float()
 
@@ -136,9 +161,7 @@ def by_the_recipe(model: Any, ids: torch.Tensor) -> torch.Tensor:
         scores = q @ k.mT / q.shape[-1] ** 0.5
         weights = (scores - scores.amax(-1, keepdim=True)).exp()
         context = (
-            rounded(rounded(weights) @ v / weights.sum(-1, keepdim=True))
-            .transpose(0, 1)
-            .reshape(x.shape)
+            rounded(rounded(weights) @ v / weights.sum(-1, keepdim=True)).transpose(0, 1).flatten(1)
         )
         out = layer.attention.output
         x = out.LayerNorm(x + context @ rounded(out.dense.weight).T + out.dense.bias)
@@ -255,12 +278,12 @@ def test_scores_in_the_thousands_numbers_far_below_zero_and_nan() -> None:
         (
             "bert",
             {"hidden_size": 48},
-            "heads of 24 and an inner layer of 96 numbers: only multiples of 32 are understood",
+            "a width of 48, heads of 24 and an inner layer of 96 numbers: only multiples of 32 are understood",
         ),
         (
             "bert",
             {"intermediate_size": 100},
-            "heads of 32 and an inner layer of 100 numbers: only multiples of 32 are understood",
+            "a width of 64, heads of 32 and an inner layer of 100 numbers: only multiples of 32 are understood",
         ),
     ],
 )
@@ -288,7 +311,7 @@ def arguments(lengths: list[int]) -> dict[str, Any]:
     return {
         "kernel": "plain",
         "threads": 2,
-        "shape": (1, 32, 1, 64),
+        "shape": (1, 32, 1, 32, 64),
         "epsilon": 1e-12,
         **held,
         **rest,
@@ -327,15 +350,17 @@ BAD: dict[str, Any] = {
     "half a word": lambda a: {"words": a["words"].ravel()[:-16]},
     "short vectors": lambda a: {"vectors": a["vectors"][:-1]},
     "short panels": lambda a: {"panels": a["panels"][:-2]},
-    "more layers": lambda a: {"shape": (2, 32, 1, 64)},
-    "no layers": lambda a: {"shape": (0, 32, 1, 64)},
-    "no heads": lambda a: {"shape": (1, 32, 0, 64)},
-    "small heads": lambda a: {"shape": (1, 32, 2, 64)},
-    "a negative width": lambda a: {"shape": (1, -32, 1, 64)},
+    "more layers": lambda a: {"shape": (2, 32, 1, 32, 64)},
+    "no layers": lambda a: {"shape": (0, 32, 1, 32, 64)},
+    "no heads": lambda a: {"shape": (1, 32, 0, 32, 64)},
+    "small heads": lambda a: {"shape": (1, 32, 2, 16, 64)},
+    "heads that overflow": lambda a: {"shape": (1, 32, 2**15, 2**16, 64)},
+    "more heads than weights": lambda a: {"shape": (1, 32, 2, 32, 64)},
+    "a negative width": lambda a: {"shape": (1, -32, 1, 32, 64)},
     "half a place": lambda a: {"places": a["places"].ravel()[:-16]},
     "three numbers more": lambda a: {"out": np.zeros(a["out"].size + 3, np.float32)},
     "an odd inner width that weights have, too": lambda a: {
-        "shape": (1, 32, 1, 65),
+        "shape": (1, 32, 1, 32, 65),
         "vectors": np.zeros(11 * 32 + 65, np.float32),
         "panels": np.zeros(4 * 32 * 32 + 2 * 32 * 65, np.int16),
     },
@@ -345,8 +370,8 @@ BAD: dict[str, Any] = {
         "lengths": np.ones(1, np.int64),
         "out": np.zeros((32769, 32), np.float32),
     },
-    "an overflowing width": lambda a: {"shape": (1, 2**30, 1, 2**30)},
-    "an odd inner width": lambda a: {"shape": (1, 32, 1, 65)},
+    "an overflowing width": lambda a: {"shape": (1, 2**30, 1, 32, 2**30)},
+    "an odd inner width": lambda a: {"shape": (1, 32, 1, 32, 65)},
     "no threads": lambda a: {"threads": 0},
     "ids at an odd address": lambda a: {"ids": shifted(a["ids"])},
     "positions at an odd address": lambda a: {"positions": shifted(a["positions"])},
@@ -464,7 +489,7 @@ def encode(texts, tokens, width, threads):
     weights = floats(2 * width), floats(tokens * width), floats(11 * width + 32), array.array("H", [0x3C80]) * (4 * width * width + 64 * width)
     asked = array.array("q", [1]) * (texts * tokens), array.array("q", range(tokens)) * texts, array.array("q", [tokens]) * texts
     out = array.array("f", [0]) * (texts * tokens * width)
-    return lambda: (native.encode("plain", threads, (1, width, width // 32, 32), 1e-12, *weights, *asked, out), out.tobytes())[1]
+    return lambda: (native.encode("plain", threads, (1, width, width // 32, 32, 32), 1e-12, *weights, *asked, out), out.tobytes())[1]
 
 # a thread's chunk takes 2.4 MB
 whole, parted, large = encode(8, 3, 512, 1)(), encode(8, 3, 512, 8), encode(1, 20_000, 32, 2)
@@ -614,7 +639,7 @@ def test_what_it_cannot_do_is_told_and_the_reference_computes(
     monkeypatch.setattr(technique_file, "kernel", lambda: "plain")
     for model, reason in (
         (mlp(), "this model is no text encoder"),
-        (small_bert(), "heads of 8 and an inner layer of 32 numbers"),
+        (small_bert(), "a width of 16, heads of 8 and an inner layer of 32 numbers"),
     ):
         with pytest.raises(ConfigError, match=f"precision bf16-encoder: {reason}"):
             convert(model, technique("bf16-encoder"), lambda: [texts([2])])

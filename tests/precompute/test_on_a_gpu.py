@@ -28,7 +28,7 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.vectors import faiss_index
 from precompute.students.distil import FewerLayers
 from precompute.students.lesson import Recipe
-from precompute.students.prune import FewerNeurons
+from precompute.students.prune import Pruned
 from precompute.students.qat import Int8Aware
 from precompute.techniques.conversion import convert, use_variant
 from precompute.techniques.same_value import tolerance
@@ -195,7 +195,7 @@ def test_a_row_that_breaks_the_context_is_rejected_alone(tmp_path: Path) -> None
     ("recipe", "least"),
     [
         (FewerLayers(1, steps=40), 0.82),
-        (FewerNeurons(50, steps=40), 0.9),
+        (Pruned("pruned-50", 50, 50, steps=40), 0.9),
         pytest.param(Int8Aware(steps=40), 0.99, marks=WITH_VNNI),
     ],
     ids=lambda value: getattr(value, "name", ""),

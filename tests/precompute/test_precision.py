@@ -90,7 +90,7 @@ def head(size: int = 8) -> Head:
 
 def bert(pooled: Callable[[int], Head] | None = None) -> Arithmetic:
     torch.manual_seed(0)
-    transformer = Bert(BertConfig("bert", 50, 16, 2, 2, 32, 16, 2, 0, 1e-12))
+    transformer = Bert(BertConfig("bert", 50, 16, 2, 2, 32, 16, 2, 0, 1e-12, 8))
     return Arithmetic(Encoder(transformer, pooled and pooled(16)), Device("cpu"))
 
 
@@ -286,6 +286,15 @@ def test_integers_are_exact_where_8_bits_hold_them() -> None:
         # the largest sums there are would overflow 16 bits, two by two; the middle is 0
         tensor[:, :3] = torch.tensor([127, 127, -127])
     assert torch.equal(PerRowLinear(linear)(x), linear(x))
+
+
+@WITH_VNNI
+def test_damaged_divisors_are_named(tmp_path: Path) -> None:
+    convert(wide(), technique("int8-dynamic-onednn"), lambda: [wide_rows(5)], tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(ConfigError, match=rf"{file.name} is damaged .*: remove it, and it is made"):
+        convert(wide(), technique("int8-dynamic-onednn"), lambda: [wide_rows(5)], tmp_path)
 
 
 @WITH_VNNI

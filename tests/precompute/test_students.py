@@ -19,12 +19,13 @@ import torch
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.students import distil, judging, prune, static_table, training
+from precompute.students import distil, judging, narrow, prune, static_table, training
 from precompute.students.distil import FewerLayers
 from precompute.students.encoder_folder import _OF_ITS_TEACHER, trainable, transformer_of
 from precompute.students.judging import rates
 from precompute.students.lesson import Lesson, Made, Recipe
-from precompute.students.prune import FewerNeurons
+from precompute.students.narrow import Narrow
+from precompute.students.prune import Pruned
 from precompute.students.qat import Int8Aware, RoundedLinear
 from precompute.students.static_table import StaticTable
 from precompute.students.student import USES
@@ -226,7 +227,8 @@ def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson) -> None:
     ("recipe", "config", "least"),
     [
         (FewerLayers(1, steps=40), {"num_hidden_layers": 1}, 0.82),
-        (FewerNeurons(50, steps=40), {"intermediate_size": 12}, 0.9),
+        (Narrow(8, steps=40), {"hidden_size": 8, "num_attention_heads": 1}, 0.9),
+        (Pruned("pruned-50", 0, 50, steps=40), {"intermediate_size": 12}, 0.9),
         pytest.param(Int8Aware(steps=40), {}, 0.99, marks=WITH_VNNI),
     ],
     ids=lambda value: getattr(value, "name", ""),
@@ -250,11 +252,6 @@ def test_a_student_is_a_folder_that_others_read(
     student = TextEncoder(str(folder), max_tokens=20)
     made_config = transformer_of(replace(lesson, model=student)).config
     assert {name: getattr(made_config, name) for name in config} == config
-    # words that no row of the lesson has are as they were
-    words, before = (
-        transformer_of(replace(lesson, model=model)).embeddings for model in (student, teacher)
-    )
-    assert all(map(torch.equal, words.parameters(), before.parameters()))
     own = vectors_of(student)
     theirs = read(folder).encode(texts(100)[80:])
     assert cosine(own, theirs) == pytest.approx(1, abs=1e-5)
@@ -262,20 +259,99 @@ def test_a_student_is_a_folder_that_others_read(
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_neurons_that_do_nothing_go_first(lesson: Lesson) -> None:
-    student = trainable(transformer_of(lesson).config, transformer_of(lesson).state_dict())
+@pytest.mark.parametrize("recipe", [FewerLayers(1, steps=3), Pruned("pruned-50", 50, 50, steps=3)])
+def test_words_that_no_row_has_are_as_they_were(
+    lesson: Lesson, tmp_path: Path, recipe: Recipe
+) -> None:
+    recipe.make(lesson, tmp_path / "student")
+    made = replace(lesson, model=TextEncoder(str(tmp_path / "student" / "model")))
+    words, before = (transformer_of(one).embeddings.parameters() for one in (made, lesson))
+    assert all(map(torch.equal, words, before))
+
+
+def test_heads_and_neurons_that_do_nothing_go_first(lesson: Lesson) -> None:
+    config = transformer_of(lesson).config
+    student = trainable(config, transformer_of(lesson).state_dict())
     layers: Any = student.encoder.layer
     for layer in layers:
+        layer.attention.output.dense.weight.data[:, :8] = 0
         layer.output.dense.weight.data[:, 3:9] = 0
-    masks = prune._masked(student)
-    prune._take_out(TextLesson(lesson), student, masks, 18, len(prune.ROUNDS), 0)
-    assert [masked.mask.tolist() for masked in masks] == [[1.0] * 3 + [0.0] * 6 + [1.0] * 15] * 2
+    masks = prune.masked(student)
+    left = config._replace(num_attention_heads=1, intermediate_size=18)
+    prune.take_out(TextLesson(lesson), student, masks, left, 1.0, 0)
+    of_a_layer = [[0.0, 1.0], [1.0] * 3 + [0.0] * 6 + [1.0] * 15]
+    assert [masked.mask.tolist() for masked in masks] == of_a_layer * 2
+
+
+def test_what_is_cut_out_is_what_was_masked(lesson: Lesson) -> None:
+    config = transformer_of(lesson).config
+    student = trainable(config, transformer_of(lesson).state_dict())
+    weights, masks, text = student.state_dict(), prune.masked(student), TextLesson(lesson)
+    left = config._replace(num_attention_heads=1, intermediate_size=18)
+    prune.take_out(text, student, masks, left, 1.0, 0)
+    cut = trainable(left, prune.cut(weights, masks))
+    with torch.no_grad():
+        assert torch.allclose(text.embeddings(cut, 3), text.embeddings(student, 3), atol=1e-5)
 
 
 def test_neurons_go_however_short_the_training_was(lesson: Lesson, tmp_path: Path) -> None:
-    FewerNeurons(50, steps=1).make(lesson, tmp_path / "student")
+    Pruned("pruned-50", 50, 50, steps=1).make(lesson, tmp_path / "student")
     made = TextEncoder(str(tmp_path / "student" / "model"))
-    assert transformer_of(replace(lesson, model=made)).config.intermediate_size == 12
+    config = transformer_of(replace(lesson, model=made)).config
+    assert (config.num_attention_heads, config.head_dim, config.intermediate_size) == (1, 8, 12)
+
+
+def test_a_narrow_student_begins_near_its_teacher(lesson: Lesson) -> None:
+    """As near as its teacher's vectors seen along as many directions are."""
+    text, teacher = TextLesson(lesson), transformer_of(lesson)
+    student = narrow.narrowed(teacher, text, 8)
+    with torch.no_grad():
+        own, theirs = (text.embeddings(one, 40) for one in (student, teacher))
+    assert student.transformer.config.hidden_size == 8
+    assert cosine(own.numpy(), theirs.numpy()) > 0.8
+
+
+def test_a_narrow_student_continues_whatever_directions_are_found(
+    lesson: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = TextLesson(lesson)
+
+    def trained(dies_at: int, name: str, checkpoint_s: float) -> dict[str, torch.Tensor]:
+        student = narrow.narrowed(transformer_of(lesson), text, 8)
+
+        def loss(step: int, progress: float) -> torch.Tensor:
+            if step == dies_at:
+                raise Killed
+            return text.loss(student, step)
+
+        checkpoint = tmp_path / name
+        train(
+            student,
+            loss,
+            replace(course(tmp_path, 6, checkpoint_s=checkpoint_s), checkpoint=checkpoint),
+        )
+        return dict(student.state_dict())
+
+    whole = trained(-1, "whole", 1e9)
+    with pytest.raises(Killed):
+        trained(3, "killed", 0)
+    found = narrow._directions
+    monkeypatch.setattr(narrow, "_directions", lambda *given: -found(*given).flip(1))
+    again = trained(-1, "killed", 1e9)
+    assert {name for name, value in whole.items() if not torch.equal(again[name], value)} == set()
+
+
+@pytest.mark.parametrize(
+    ("width", "reason"),
+    [
+        (16, "the teacher has 16 numbers a token, in heads of 8"),
+        (12, "the teacher has 16"),
+        (8, ""),
+    ],
+)
+def test_widths_that_are_refused(lesson: Lesson, width: int, reason: str) -> None:
+    found = narrow.Narrow(width).refuses(lesson)
+    assert (found.startswith(reason), found == "") == (True, reason == "")
 
 
 def test_layers_begin_as_the_teachers_from_first_to_last(lesson: Lesson) -> None:
@@ -401,7 +477,10 @@ def test_what_cannot_be_made_is_refused(
     recipe = FewerLayers(2)
     assert recipe.refuses(lesson) == "the teacher has 2 layers"
     few = replace(lesson, rows=lesson.rows.slice(0, 49))
-    assert FewerNeurons(30).refuses(few) == "there are 49 rows to learn from, and 50 are needed"
+    assert (
+        Pruned("pruned-30", 30, 30).refuses(few)
+        == "there are 49 rows to learn from, and 50 are needed"
+    )
     sentence_model(tmp_path, "distilbert")
     other = TextEncoder(str(tmp_path / "saved"))
     assert "no plain BERT (DistilBertModel)" in recipe.refuses(replace(lesson, model=other))
