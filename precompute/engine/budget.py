@@ -41,7 +41,9 @@ class Budget:
 
     Args:
         start: the first budget, at least 1.
-        fixed: whether it was configured: no search, but the ladder all the same.
+        fixed: whether it was configured: no search, and no smaller batches near the end, but the
+            ladder all the same.
+        search: whether the best budget is searched; without, it stays what it begins with.
         reach: largest candidate of the search, in multiples of ``start``.
         free_bytes: returns the memory that can still be taken.
     """
@@ -51,6 +53,7 @@ class Budget:
         start: int,
         *,
         fixed: bool = False,
+        search: bool = True,
         reach: int = 2,
         free_bytes: Callable[[], int] | None = None,
     ) -> None:
@@ -70,7 +73,7 @@ class Budget:
         self._measured: dict[int, list[tuple[int, float]]] = {}
         self._given: dict[int, int] = {}
         self._turn = 0
-        if not fixed:
+        if search and not fixed:
             self._try([self.cost // 2, self.cost, self.cost * 2])
         self._before: tuple[int, int | None, list[int]] = (self.cost, None, self._candidates)
 

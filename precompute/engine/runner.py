@@ -137,7 +137,7 @@ class Runner:
         device = self._staged.device
         return Budget(
             self._staged.start_cost,
-            fixed=not (search and device.depth),
+            search=search and device.depth > 0,
             reach=SEARCHED_UP_TO,
             free_bytes=device.free_bytes,
         )

@@ -280,36 +280,35 @@ def probed(
     key = (tuple(shapes), dtype, pack, compute_threads())
     if key not in _known:
         rates = [
-            (_flops(layer, x) / _seconds(layer, x), layer, x)
-            for layer, x in _ways(shapes, dtype, pack)
+            (flops / _seconds(layer, x), layer, x, flops)
+            for layer, x, flops in _ways(shapes, dtype, pack)
         ]
-        best, layer, x = max(rates, key=lambda rate: rate[0])
-        _known[key] = max(best, _in_lanes(layer, x))
+        best, layer, x, flops = max(rates, key=lambda rate: rate[0])
+        _known[key] = max(best, _in_lanes(layer, x, flops))
     return _known[key]
 
 
 def _ways(
     shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None
-) -> Iterator[tuple[Layer, torch.Tensor]]:
+) -> Iterator[tuple[Layer, torch.Tensor, float]]:
+    """Each way, its input, and the FLOP of one product."""
     for inputs, outputs in shapes:
+        flops = 2.0 * ROWS * inputs * outputs
         linear = torch.nn.Linear(inputs, outputs).requires_grad_(False)
         x = torch.randn(ROWS, inputs)
         if pack is not None:
-            yield pack(linear), x
+            yield pack(linear), x, flops
             continue
         linear, x = linear.to(dtype), x.to(dtype)
-        yield linear, x
+        yield linear, x, flops
         # no oneDNN, or none of this dtype on this CPU
         with contextlib.suppress(AttributeError, RuntimeError):
-            yield PackedLinear(linear), x
+            yield PackedLinear(linear), x, flops
 
 
-def _flops(layer: Layer, x: torch.Tensor) -> float:
-    return 2.0 * x.shape[0] * x.shape[1] * layer(x).shape[1]
-
-
-def _in_lanes(layer: Layer, x: torch.Tensor) -> float:
-    """FLOP/s of a product in each compute thread at once; 0 where there is one thread."""
+def _in_lanes(layer: Layer, x: torch.Tensor, flops: float) -> float:
+    """FLOP/s of a product, which takes ``flops``, in each compute thread at once; 0 where there is
+    one thread."""
     threads = compute_threads()
     if threads == 1:
         return 0.0
@@ -317,7 +316,7 @@ def _in_lanes(layer: Layer, x: torch.Tensor) -> float:
     try:
         together = threading.Barrier(threads)
         alone = [lanes.put(partial(_seconds_of_one, layer, x, together)) for _ in range(threads)]
-        return _flops(layer, x) * sum(1 / one.result() for one in alone)
+        return flops * sum(1 / one.result() for one in alone)
     finally:
         lanes.close()
 

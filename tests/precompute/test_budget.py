@@ -56,6 +56,8 @@ def test_near_the_end_batches_become_smaller_so_that_all_end_together() -> None:
         512,
     ]
     assert Budget(1024, fixed=True).next(100) == 1024  # what somebody chose
+    assert Budget(1024, search=False).settled
+    assert Budget(1024, search=False).next(100) == 512  # a CPU's, which is not searched
     short = Budget(1024, reach=1)
     short.done(0, 1024, 0.03)
     assert short.next(600) == 600

@@ -106,6 +106,14 @@ def test_a_few_rows_are_one_batch_for_each_lane() -> None:
     assert Runner(model, SINGLE).lanes_for(1000) == 1
 
 
+def test_a_windows_last_batches_are_smaller_unless_the_size_is_given() -> None:
+    model = staged(AtOnce())
+    model.max_cost, model.start_cost = None, 100
+    assert [Runner(model, SINGLE).budget.next(share) for share in (500, 70, 1)] == [100, 70, 50]
+    model.max_cost = 100
+    assert Runner(model, SINGLE).budget.next(1) == 100
+
+
 def test_a_model_that_does_not_say_so_computes_one_batch_after_the_other() -> None:
     module = AtOnce()
     model = staged(module)

@@ -999,6 +999,18 @@ def test_a_sample_is_of_the_whole_source_and_the_same_in_any_order() -> None:
         assert source.sample(10**6).num_rows == 20_000
 
 
+def test_the_ends_are_the_same_rows_however_many_are_equal() -> None:
+    sql = "SELECT i AS id, nullif(i % 9, 4) AS x, NULL::DOUBLE AS y FROM range(600000) t(i)"
+    with Source(sql, ("id",), {}) as source:
+        before = source.ends(4)
+        source.load()
+        assert all(source.ends(4).equals(before) for _ in range(4))
+    assert sorted(before.column("x").to_pylist()) == [0] * 4 + [8] * 4
+    assert before.schema.names == ["id", "x", "y"]
+    with Source(sql + " ORDER BY i DESC", ("id",), {}) as source:
+        assert source.ends(4).equals(before)
+
+
 # ---- partitions
 
 FIRST = datetime(2026, 1, 1, tzinfo=UTC)
