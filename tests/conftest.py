@@ -353,9 +353,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Three for two cores: nearly half of what tests take is waiting, for a process to start or a
-    deadline to pass. Each collects by itself, which takes 20 s of CPU."""
-    return allowed() * 3 // 2
+    """Four for two cores: nearly half of what tests take is waiting, for a process to start or a
+    deadline to pass. Each collects by itself, which takes 14 s of CPU."""
+    return max(4, allowed() * 3 // 2)
 
 
 def pytest_collection_finish() -> None:

@@ -4,6 +4,7 @@ typed."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import re
@@ -83,6 +84,10 @@ def declared(*extras: str) -> set[str]:
     return found
 
 
+distributions = functools.cache(packages_distributions)
+"""Top-level module → the distributions that it comes from."""
+
+
 def outside_imports(folder: str) -> set[str]:
     """Top-level modules that the folder's files import anywhere, but for Python's own and ours;
     peers and orchestrators have an environment of their own."""
@@ -108,7 +113,7 @@ def outside_imports(folder: str) -> set[str]:
 def test_what_is_imported_is_declared(folder: str) -> None:
     """Also what is imported only when it is needed: `make bench` on a fresh machine finds all of
     it."""
-    known, have = packages_distributions(), declared(*USES[folder])
+    known, have = distributions(), declared(*USES[folder])
     imported = outside_imports(folder)
     assert imported
     missing = {

@@ -133,7 +133,8 @@ def test_every_command_of_the_documents_works(
         address = server.first.removeprefix("serving on ").strip()
         wait_until_ready(address)
         for line in seen:
-            words = shlex.split(line)
+            # what is measured there is not looked at here
+            words = shlex.split(line.replace("--rows 256", "--rows 32"))
             if words[0] == "make":
                 target = {"demo": "-m demo", "serve": "serve", "test": "pytest"}[words[1]]
                 assert target in printed_by(["make", "-n", words[1]], environment)

@@ -46,9 +46,7 @@ def limit_file_size(size_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
 
 
-@pytest.mark.parametrize(
-    "size_bytes", [0, 100, 700, 1500, 2500, 4000, 6000, 10_000, 20_000, 40_000]
-)
+@pytest.mark.parametrize("size_bytes", [0, 700, 2500, 6000, 20_000, 40_000])
 def test_a_run_whose_files_cannot_grow(size_bytes: int, delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
     ended = Child(scene, before=partial(limit_file_size, size_bytes)).ended()
@@ -98,7 +96,7 @@ def test_a_run_on_a_full_disk(small_disk: Path) -> None:
     scene = FaultScene(small_disk / "project").write(ROWS)
     recover(scene)
     statuses = []
-    for left_bytes in (0, 8192, 40_000, 60_000, 90_000, 150_000, 400_000):
+    for left_bytes in (0, 8192, 60_000, 150_000, 400_000):
         scene.write(changed(scene.rows, range(0, 200, 7)))
         filler = small_disk / "filler"
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
@@ -117,8 +115,9 @@ def test_a_run_on_a_full_disk(small_disk: Path) -> None:
 # ---- models
 
 
-@pytest.mark.parametrize("at", [1, 2, 3])
-@pytest.mark.parametrize("how", ["raise_at", "memory_at", "nan_at"])
+@pytest.mark.parametrize(
+    ("how", "at"), [*(("raise_at", at) for at in (1, 2, 3)), ("memory_at", 2), ("nan_at", 3)]
+)
 def test_a_model_that_fails_once(how: str, at: int, delta_to_come: MakeScene) -> None:
     """A batch it raises on is halved and tried again; a row it makes NaN of is refused, and one is
     more than this view allows."""
@@ -191,8 +190,15 @@ def test_a_run_without_memory(delta_to_come: MakeScene) -> None:
 # ---- the input
 
 
-@pytest.mark.parametrize("what", ["replaced", "deleted", "truncated"])
-@pytest.mark.parametrize("point", ["part.write", "verify", "online.load"])
+@pytest.mark.parametrize(
+    ("point", "what"),
+    [
+        ("part.write", "replaced"),
+        ("online.load", "replaced"),
+        ("part.write", "deleted"),
+        ("verify", "truncated"),
+    ],
+)
 def test_an_input_that_changes_during_the_run(
     point: str, what: str, delta_to_come: MakeScene
 ) -> None:

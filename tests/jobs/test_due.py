@@ -261,7 +261,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("catch_up", ["latest", "all"])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(line=st.sampled_from(["*/7 * * * *", "30 * * * *", "15 */3 * * *"]), steps=STEPS)
 def test_each_time_is_run_for_as_often_as_the_clock_passes_it(
     catch_up: CatchUp, line: str, steps: list[tuple[str, int, int, bool]]

@@ -147,6 +147,7 @@ def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(
             assert server.get("/v1/views/numbers/rows/10").json["status"] == "computed"
             if not alive(before):
                 break
+            time.sleep(0.02)
         read_reply(waiting).check_problem(504 if code == "deadline" else 502, code)
     # its last threads may still be ending, and have taken what comes first
     eventually(lambda: server.get("/v1/views/faulty/rows/11").status == 200)

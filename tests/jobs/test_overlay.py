@@ -43,6 +43,11 @@ UNJUDGED: dict[str, Any] = {
 }
 
 
+ON_TABLES = pytest.mark.parametrize("online", ["table"], indirect=True)
+"""What a publish decides, whatever the store: that each store's overlays are as the others', its
+contract holds (tests/store/test_online_stores.py), and here the random walk over either."""
+
+
 @pytest.fixture
 def published(make_project: MakeProject, online: str) -> Any:
     """Publishes a table of key → x, as a delta of what was before."""
@@ -81,6 +86,7 @@ def loaded(project: Scene) -> list[Generation]:
 BASE = {i: float(i) for i in range(ROWS)}
 
 
+@ON_TABLES
 def test_a_delta_loads_what_changed_alone(published: Any) -> None:
     project = published(BASE)
     assert project.live().place == Place(1, 1)
@@ -100,6 +106,7 @@ def test_a_delta_loads_what_changed_alone(published: Any) -> None:
     assert [None if row is None else len(row) for row in found][2:] == [24, None]
 
 
+@ON_TABLES
 def test_a_row_that_is_rejected_now_is_not_served_from_the_base(
     make_project: MakeProject, online: str
 ) -> None:
@@ -113,6 +120,7 @@ def test_a_row_that_is_rejected_now_is_not_served_from_the_base(
         assert project.live().place == Place(1, 1, tuple((n, n) for n in range(2, number + 1)))
 
 
+@ON_TABLES
 def test_a_row_that_is_again_as_before_an_interruption_is_of_the_base(
     published: Any, make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +179,7 @@ def test_each_publish_loads_what_changed_and_small_overlays_are_merged(published
         assert project.live().place.generation == 1
 
 
+@ON_TABLES
 def test_a_snapshot_without_another_row_loads_nothing(published: Any) -> None:
     published(BASE)
     table = BASE | {3: 33.0}
@@ -185,6 +194,7 @@ def test_a_snapshot_without_another_row_loads_nothing(published: Any) -> None:
     assert project.live().place == Place(1, 1, ((2, 2), (4, 4)))
 
 
+@ON_TABLES
 def test_past_half_of_the_base_a_new_one_is_loaded(published: Any) -> None:
     project = published(BASE)
     table = BASE | dict.fromkeys(range(20), -1.0)
@@ -198,6 +208,7 @@ def test_past_half_of_the_base_a_new_one_is_loaded(published: Any) -> None:
     assert published(table).live().place == Place(3, 3, ((4, 4),))
 
 
+@ON_TABLES
 def test_going_back_and_forth_between_overlays_and_base_loads_nothing(published: Any) -> None:
     published(BASE)
     second, third = BASE | {1: -1.0}, BASE | {1: -2.0, 2: -3.0}
@@ -320,6 +331,7 @@ def test_deltas_that_lie_under_no_overlay_are_merged(
     assert len(project.store.chain(project.live_snapshot())) <= MOST_OVERLAYS + 1
 
 
+@ON_TABLES
 def test_a_base_of_another_run_lies_under_no_overlay(
     published: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +347,7 @@ def test_a_base_of_another_run_lies_under_no_overlay(
     assert published(BASE | {1: -1.0}).live().place == Place(2, 2)
 
 
+@ON_TABLES
 def test_an_overlay_of_a_view_with_other_features_is_a_base(published: Any) -> None:
     published(BASE)
     features = {"double": {"dtype": "float64"}, "vector": {"dtype": "float64", "dim": 4}}
@@ -342,6 +355,7 @@ def test_an_overlay_of_a_view_with_other_features_is_a_base(published: Any) -> N
     assert project.live().place == Place(2, 2)
 
 
+@ON_TABLES
 def test_what_an_overlay_lies_over_is_looked_at_by_its_keys_alone(
     make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

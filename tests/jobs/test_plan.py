@@ -434,7 +434,7 @@ TABLES = st.lists(st.dictionaries(KEY, X, min_size=1, max_size=12), min_size=2, 
 
 @given(tables=TABLES, doubled=st.booleans(), renew=st.booleans())
 @settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_a_chain_of_deltas_is_what_a_full_run_makes(
     make_project: MakeProject,

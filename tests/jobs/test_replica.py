@@ -497,8 +497,9 @@ def test_rows_of_another_project_are_left_alone(
 
 
 def test_a_late_publisher_removes_nothing_of_a_newer_publishing(
-    bucket: ObjectStore, make_project: MakeProject
+    bucket: ObjectStore, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(object_storage, "FRESH_S", 0.05)
     for changed in (0, 1, 2):
         project = project_on(bucket, make_project, [(i, i + changed) for i in range(9)])
         project.run()

@@ -393,11 +393,6 @@ def test_a_layer_in_anothers_place_takes_its_input_by_that_ones_name(
     assert named == [["self", "input"]] * 2
 
 
-def test_compiled_code_computes_the_references_values(tmp_path: Path) -> None:
-    small = Arithmetic(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh()), Device("cpu"))
-    check(small, "fp32-compile", [*some_rows(), rows(9)], 1e-5, tmp_path)
-
-
 @pytest.mark.parametrize("name", ["fp32-compile", "fp32-onnx", "fp32-openvino"])
 def test_every_pooling_is_compiled_and_exported(name: str, tmp_path: Path) -> None:
     check(

@@ -588,7 +588,7 @@ def write_past(folder: Path, name: str, history: History, parts: list[list[Past]
     return Files(paths, dead)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(histories(), st.integers(1, 9))
 # what an interrupted run computed, and is past its time by now
 @example(History(("i",), [((1,), 0)], [], [[Past((1,), 0, -1, False)]], [], 0), 9)

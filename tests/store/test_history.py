@@ -431,7 +431,7 @@ def in_types(asked: pa.Table, draw: st.DataObject) -> pa.Table:
 
 
 @pytest.mark.parametrize("reference", [served, by_commit, by_partition])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(draw=st.data())
 def test_the_join_answers_as_brute_force_does(reference: Any, draw: st.DataObject) -> None:
     kind, steps = draw.draw(histories(partitioned=reference is by_partition))

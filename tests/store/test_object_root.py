@@ -270,10 +270,9 @@ def story(
 
 FAULTS: dict[str, Callable[[ObjectStore], None]] = {
     "the first reply to each write is lost": lambda store: store.at_first("drop", changes),
-    "each write is done twice": lambda store: setattr(
-        store, "fault", lambda request: "twice" if changes(request) else None
+    "each write is done twice, all else is slow": lambda store: setattr(
+        store, "fault", lambda request: "twice" if changes(request) else 0.02
     ),
-    "every request is slow": lambda store: setattr(store, "fault", lambda _: 0.02),
     "listings are late": lambda store: setattr(
         store, "fault", lambda request: "late" if "list-type=2" in request.path else None
     ),
@@ -333,6 +332,7 @@ def test_what_a_killed_run_left_in_the_bucket_goes_after_the_grace(
     bucket: ObjectStore, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After that of its journal, which lies elsewhere than its files."""
+    monkeypatch.setattr(object_storage, "FRESH_S", 0.05)
     monkeypatch.setattr(chunks, "WINDOW_ROWS", 1)
     monkeypatch.setattr(chunks, "PART_BYTES", 1)
     project = project_on(bucket, make_project, [(1, 1), (2, None)], max_rejected=0.0)
