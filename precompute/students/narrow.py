@@ -61,7 +61,7 @@ class Narrow:
                 f" {config.head_dim}"
             )
         modes = teacher.module.head.modes
-        if len(modes) > 1 or modes[0] == "max":
+        if len(modes) > 1 or modes[0] in ("max", "mean_sqrt_len_tokens"):
             return f"no linear layer goes behind its pooling ({', '.join(modes)})"
         if not (teacher.folder / "modules.json").is_file():
             return "the teacher's folder has no modules.json, which would name one layer more"
@@ -181,12 +181,15 @@ def _flows(
         for part in (f"{name}.{layer}" for layer in layers)
         if part in parts
     ]
-    with half_products(batches[0][0].device.type):
-        for ids, mask in batches:
-            seen = mask > 0
-            bert(ids, mask)
-    for one in hooks:
-        one.remove()
+    try:
+        with half_products(batches[0][0].device.type):
+            for ids, mask in batches:
+                seen = mask > 0
+                bert(ids, mask)
+    finally:
+        # the teacher computes on, whatever becomes of this student
+        for one in hooks:
+            one.remove()
     all_of = {name: torch.cat(tensors) for name, tensors in found.items()}
     return [
         Flow(

@@ -311,6 +311,17 @@ def test_a_narrow_student_begins_near_its_teacher(lesson: Lesson) -> None:
     assert cosine(own.numpy(), theirs.numpy()) > 0.8
 
 
+@pytest.mark.parametrize("modes", [("max",), ("mean_sqrt_len_tokens",), ("cls", "mean")])
+def test_no_linear_layer_goes_behind_every_pooling(
+    lesson: Lesson, monkeypatch: pytest.MonkeyPatch, modes: tuple[str, ...]
+) -> None:
+    """Behind these it gives something else than before them, by which the student is trained."""
+    head: Any = lesson.model
+    monkeypatch.setattr(head.module.head, "modes", modes)
+    found = Narrow(8).refuses(lesson)
+    assert found == f"no linear layer goes behind its pooling ({', '.join(modes)})"
+
+
 def test_a_narrow_student_continues_whatever_directions_are_found(
     lesson: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
