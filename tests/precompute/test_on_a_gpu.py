@@ -28,6 +28,7 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.vectors import faiss_index
 from precompute.students.distil import FewerLayers
 from precompute.students.lesson import Recipe
+from precompute.students.narrow import Narrow
 from precompute.students.prune import Pruned
 from precompute.students.qat import Int8Aware
 from precompute.techniques.conversion import convert, use_variant
@@ -61,15 +62,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def streamed(model: Any, view: FeatureView, given: pa.RecordBatch) -> npt.NDArray[np.float32]:
     """By the engine, its stages side by side; every row must be computed."""
     runner = Runner(model, view)
-    parts = [
-        (done.rows, np.stack(done.features.column(0).to_pylist()))
-        for _, done in runner.stream(joined(gpu_parts.windows(given, 100), runner.window_rows))
-        if not done.rejections
-    ]
-    rows = np.concatenate([rows for rows, _ in parts])
-    assert len(rows) == given.num_rows
-    made: npt.NDArray[np.float32] = np.concatenate([part for _, part in parts])
-    return made
+    made: list[npt.NDArray[np.float32] | None] = [None] * given.num_rows
+    before = 0
+    for window, done in runner.stream(joined(gpu_parts.windows(given, 100), runner.window_rows)):
+        assert not done.rejections
+        # a window that takes long, as one that compiles does, comes in pieces of rows of like costs
+        for row, value in zip(done.rows, done.features.column(0).to_pylist(), strict=True):
+            made[before + row] = value
+        before += window.num_rows if done.last else 0
+    assert before == given.num_rows
+    return np.stack(made)  # type: ignore[arg-type]  # none of them is None
 
 
 def cosines(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
@@ -153,8 +155,8 @@ def test_graphs_go_on_after_one_that_cannot_be_recorded() -> None:
     assert graphed.counts["failed"] == graphed.counts["recorded"] == 1
     assert graphed.counts["replayed"] > 0
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    # what several streams use is free again
-    assert used[-1] == used[-2]
+    # what several streams use is free again: nothing more is held after each
+    assert used[-1] <= used[-2]
     # numbers are drawn as ever
     assert torch.randn(4, device="cuda").isfinite().all()
 
@@ -195,7 +197,8 @@ def test_a_row_that_breaks_the_context_is_rejected_alone(tmp_path: Path) -> None
     ("recipe", "least"),
     [
         (FewerLayers(1, steps=40), 0.82),
-        (Pruned("pruned-50", 50, 50, steps=40), 0.9),
+        (Narrow(8, steps=40), 0.9),
+        (Pruned("pruned-50", 0, 50, steps=40), 0.9),
         pytest.param(Int8Aware(steps=40), 0.99, marks=WITH_VNNI),
     ],
     ids=lambda value: getattr(value, "name", ""),
