@@ -1,5 +1,5 @@
-"""Artifacts: files of converted models, made once: compiled code, exported graphs, named by all
-that they depend on; and which sizes of their inputs vary."""
+"""Artifacts: files of converted models, made once: exported graphs, engines, named by all that they
+depend on; and which sizes of their inputs vary."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CODE_VERSION = 1
 
 
 class Folder:
-    """Where they are. What lies there is trusted, machine code included.
+    """Where they are. What lies there is trusted.
 
     Args:
         path: is made where it is not there.
@@ -135,8 +135,8 @@ def retained(folder: Path | None) -> Iterator[Folder]:
 
 
 def guarded(forward: Forward, name: str, batches: Sequence[Tensors]) -> Forward:
-    """The forward of a technique's file that was written for ``batches``: AOTInductor computes
-    something, whatever sizes it is given."""
+    """The forward of a technique's file that was written for ``batches``, and refuses other
+    sizes: a graph may compute something, whatever it is given."""
     same = constant(batches)
 
     def checked(*inputs: torch.Tensor) -> Any:
@@ -171,6 +171,5 @@ def _facts(model: TorchModel, batches: Sequence[Tensors], runtime: str) -> str:
         varying=sorted(varying(batches)),
         constant=constant(batches),
         versions=[torch.__version__, runtime],
-        # compiled code has the number of threads in it
-        machine=[dict(torch.cpu.get_capabilities()), torch.get_num_threads(), gpu],
+        machine=[dict(torch.cpu.get_capabilities()), gpu],
     )

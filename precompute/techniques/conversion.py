@@ -110,9 +110,9 @@ def convert(
             called for the reference itself. A dimension that differs between them is compiled as
             variable, so there should be two or more, of different sizes. For one that calibrates
             their rows give the scales: some hundred rows, of all lengths.
-        folder: keeps what took long to make (aoti, onnx), in files named by the model's
+        folder: keeps what took long to make (graphs, engines), in files named by the model's
             fingerprint, its weights, the versions and the CPU. A static one keeps its scales,
-            whatever the examples are later. What lies there is trusted, machine code included.
+            whatever the examples are later. What lies there is trusted.
             Without a folder it is made again each time.
 
     Raises:

@@ -31,8 +31,8 @@ FP8_STEP = 16
 
 
 class Eager(Technique):
-    """fp32, bf16 and fp16. In bfloat16 MiniLM reached 2.6 (AMX) to 4.7 times (AMD Zen) float32's
-    rate."""
+    """fp32, bf16 and fp16. In bfloat16 MiniLM reached 2.6 (AMX), 4.7 (AMD Zen) and 6.3 times (H100)
+    float32's rate."""
 
     convert_s = 0.5
 
@@ -72,7 +72,8 @@ class Tf32(Technique):
 class Fp8(Technique):
     """Linear layers in 8-bit floats on a GPU from Hopper on, everything else in bfloat16: a scale
     for each row of inputs, so that no row depends on its neighbours, and for each output. The
-    quantising costs as much as the products of a small model gain.
+    quantising costs more than the products of a small model gain: one of MiniLM's size had 0.79
+    (compiled) and 0.3 times (eager) bfloat16's rate on an H100.
     """
 
     convert_s = 1.0

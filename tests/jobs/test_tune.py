@@ -503,13 +503,13 @@ def test_what_cannot_be_converted_or_is_inaccurate_is_refused(
         "--only",
         "bf16-eager",
         "--only",
-        "fp32-aoti",
+        "fp32-compile",
     ]
     assert main([*command, "--json"]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert captured.err == ""
-    reference, bf16, aoti = found["measured"]
+    reference, bf16, compiled = found["measured"]
     x = drawn(project)
     recall = figures(project, torch.bfloat16, x)["vector"]["recall_at_10"]
     rank = figures(project, torch.bfloat16, x)["double"]["rank_correlation"]
@@ -517,10 +517,10 @@ def test_what_cannot_be_converted_or_is_inaccurate_is_refused(
     assert rank > 0.999
     assert bf16["refused"] == f"vector: recall@10 {recall:.5g} is below 0.985"
     assert bf16["speed"] == 9.0
-    del aoti["convert_s"], aoti["batch_ms"]
-    assert aoti == {
-        "name": "fp32-aoti",
-        "refused": "precision fp32-aoti: there is no C++ compiler 'no-such-compiler': install one, or name it in CXX",
+    del compiled["convert_s"], compiled["batch_ms"]
+    assert compiled == {
+        "name": "fp32-compile",
+        "refused": "precision fp32-compile: there is no C++ compiler 'no-such-compiler': install one, or name it in CXX",
         "rows_per_s": None,
         "speed": None,
     }
@@ -531,19 +531,19 @@ def test_what_cannot_be_converted_or_is_inaccurate_is_refused(
     captured = capsys.readouterr()
     assert [line for line in captured.err.splitlines() if "converting" in line] == [
         f"{name}: converting and comparing 120 rows"
-        for name in ("fp32-eager", "bf16-eager", "fp32-aoti")
+        for name in ("fp32-eager", "bf16-eager", "fp32-compile")
     ]
     lines = captured.out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == [
         "precision",
         "fp32-eager",
         "bf16-eager",
-        "fp32-aoti",
+        "fp32-compile",
         "fp32-eager",
     ]
     assert lines[2].endswith("picked")
     assert lines[3].endswith(f"refused: {bf16['refused']}")
-    assert lines[4].endswith(f"refused: {aoti['refused']}")
+    assert lines[4].endswith(f"refused: {compiled['refused']}")
 
 
 def test_a_vectors_length_is_judged(
@@ -605,7 +605,7 @@ def row(name: str, speed: float | None, refused: str | None = None) -> dict[str,
         ([row("bf16-eager", 1.5), row("fp32-onnx", 1.4)], "bf16-eager"),
         ([row("bf16-eager", 9.0, "too far off"), row("fp32-onnx", 1.4)], "fp32-onnx"),
         ([row("bf16-eager", 9.0, "too far off")], "fp32-eager"),
-        ([row("fp32-aoti", None, "no compiler"), row("bf16-eager", 0.1)], "fp32-eager"),
+        ([row("fp32-compile", None, "no compiler"), row("bf16-eager", 0.1)], "fp32-eager"),
     ],
 )
 def test_the_pick_is_the_fastest_that_passes_and_worth_it(
@@ -640,7 +640,7 @@ def test_by_default_the_candidates_of_this_machine_are_tried(
 def test_what_there_is_no_time_for_is_left_out_and_said(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ["fp32-eager", "bf16-eager", "fp32-aoti", "fp32-onednn"]
+    names = ["fp32-eager", "bf16-eager", "fp32-compile", "fp32-onednn"]
     monkeypatch.setattr(
         "precompute.techniques.conversion.candidates",
         lambda *_: [technique(name) for name in names],
@@ -652,9 +652,9 @@ def test_what_there_is_no_time_for_is_left_out_and_said(
     )  # compiling takes about a minute
     assert ([row["name"] for row in found["measured"]], found["left_out"]) == (
         [*names[:2], names[3]],
-        ["fp32-aoti"],
+        ["fp32-compile"],
     )
-    assert "fp32-aoti: left out, since it would take longer than there is time" in told
+    assert "fp32-compile: left out, since it would take longer than there is time" in told
     told.clear()
     found = tune(project, "numbers", within_s=0, announce=told.append)
     assert (len(found["measured"]), found["left_out"], found["picked"]) == (
@@ -770,7 +770,7 @@ def test_the_table_can_be_read() -> None:
         "picked": "bf16-eager",
         "budget": {"cosine": 0.999, "recall_at_10": 0.985},
         "file": "tuning/items.json",
-        "left_out": ["bf16-aoti", "fp32-aoti"],
+        "left_out": ["bf16-compile", "fp32-compile"],
         "within_s": 300.0,
         "measured": [
             {
@@ -789,7 +789,7 @@ def test_the_table_can_be_read() -> None:
                 "refused": None,
                 "accuracy": {"vector": vector},
             },
-            {"name": "fp32-aoti", "rows_per_s": None, "speed": None, "refused": "no compiler"},
+            {"name": "fp32-compile", "rows_per_s": None, "speed": None, "refused": "no compiler"},
             {
                 "name": "int8-dynamic-onednn",
                 "rows_per_s": 2.0,
@@ -807,11 +807,11 @@ def test_the_table_can_be_read() -> None:
         "  precision              rows/s   speed   p50 ms     p95     p99    MiB  accuracy against float32                                verdict",
         "  fp32-eager              1,234   1.00×     7.25     112   1,230  1,234  cosine 0.99999 · min 0.9 · recall@10 0.9912             passes",
         "  bf16-eager             98,765  80.00×        –       –       –      –  cosine 0.99999 · min 0.9 · recall@10 0.9912             picked",
-        "  fp32-aoti                   –       –        –       –       –      –  –                                                       refused: "
+        "  fp32-compile                –       –        –       –       –      –  –                                                       refused: "
         "no compiler",
         "  int8-dynamic-onednn         2   0.00×        –       –       –      –  vector: recall@10 0.5; score: rank 1 · max error 1e-07  refused: "
         "vector: recall@10 0.5 is below 0.985",
-        "left out, since 300 s are short for them: bf16-aoti, fp32-aoti",
+        "left out, since 300 s are short for them: bf16-compile, fp32-compile",
         "bf16-eager is the fastest within the view's accuracy (cosine 0.999, recall@10 0.985); written to tuning/items.json, "
         "which `precision: auto` reads.",
     ]

@@ -196,11 +196,11 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
     [
         (
             "fp32-encoder",
-            "precision fp32 has no backend encoder: it has eager, onednn, compile, aoti, autotune, graphs, onnx, openvino; encoder there is of bf16",
+            "precision fp32 has no backend encoder: it has eager, onednn, compile, autotune, graphs, onnx, openvino; encoder there is of bf16",
         ),
         (
             "fp16-onnx",
-            "precision fp16 has no backend onnx: it has eager, onednn, compile, aoti, autotune, graphs, tensorrt; onnx there is of fp32",
+            "precision fp16 has no backend onnx: it has eager, onednn, compile, autotune, graphs, tensorrt; onnx there is of fp32",
         ),
         (
             "int8-dynamic-onnx",
@@ -404,26 +404,22 @@ def test_every_pooling_is_compiled_and_exported(name: str, tmp_path: Path) -> No
     )
 
 
-def test_a_compiled_file_is_made_once_and_for_these_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[str] = []
-
-    def package(module: torch.nn.Module, examples: Sequence[Tensors], path: Path) -> None:
-        made.append(path.name)
-        path.write_bytes(b"compiled")
-
-    monkeypatch.setattr(inductor, "package", package)
-    monkeypatch.setattr(inductor, "load", lambda path: Mlp())
+def test_an_exported_file_is_made_once_and_for_these_weights(tmp_path: Path) -> None:
     first, other = mlp(), mlp()
-    convert(first, technique("fp32-aoti"), some_rows, tmp_path / "cache")
-    convert(first, technique("fp32-aoti"), some_rows, tmp_path / "cache")
     with torch.no_grad():
         other.module.get_parameter("out.weight").add_(1)
-    convert(other, technique("fp32-aoti"), some_rows, tmp_path / "cache")
-    assert len(made) == 2
-    assert len(set(made)) == 2
-    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == sorted(made)
+
+    def files(model: Arithmetic) -> dict[str, int]:
+        """When each was written, once the model is converted."""
+        convert(model, technique("fp32-onnx"), some_rows, tmp_path)
+        return {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+    made = files(first)
+    assert len(made) == 1
+    assert files(first) == made
+    of_both = files(other)
+    assert len(of_both) == 2
+    assert made.items() < of_both.items()
 
 
 def test_a_converted_file_has_its_bytes_when_it_has_its_name(tmp_path: Path) -> None:
@@ -450,16 +446,10 @@ class Variadic(Mlp):
         return super().forward(*inputs)
 
 
-@pytest.mark.parametrize("name", ["fp32-aoti", "fp32-onnx", "fp32-openvino"])
+@pytest.mark.parametrize("name", ["fp32-onnx", "fp32-openvino"])
 def test_a_module_of_any_number_of_inputs_is_exported(name: str, tmp_path: Path) -> None:
     model = Arithmetic(Variadic(), Device("cpu"))
-    # of the C++ compiler's time: headers for other modules to come, and what calls the kernels
-    quick = {
-        "aot_inductor.precompile_headers": False,
-        "aot_inductor.compile_wrapper_opt_level": "O0",
-    }
-    with torch._inductor.config.patch(quick):
-        check(model, name, [*some_rows(), rows(1)], 1e-5, tmp_path)
+    check(model, name, [*some_rows(), rows(1)], 1e-5, tmp_path)
 
 
 def test_a_size_that_no_example_showed_is_refused_and_not_computed(tmp_path: Path) -> None:
@@ -498,7 +488,7 @@ class Odd(torch.nn.Module):
         return x @ self.layer.weight.T
 
 
-@pytest.mark.parametrize("name", ["fp32-onednn", "fp32-aoti"])
+@pytest.mark.parametrize("name", ["fp32-onednn", "fp32-onnx"])
 def test_a_module_that_cannot_be_converted_computes_the_reference(name: str) -> None:
     model = Arithmetic(Odd(), Device("cpu"))
     before = outputs(model, rows(3))
@@ -551,7 +541,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match="precision fp32-compile: there is no C\\+\\+ compiler 'no-such-compiler'"
     ):
         convert(mlp(), technique("fp32-compile"), some_rows)
-    assert not {v.backend for v in candidates(Device("cpu"), mlp())} & {"compile", "aoti"}
+    assert not {v.backend for v in candidates(Device("cpu"), mlp())} & {"compile"}
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
