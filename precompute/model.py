@@ -380,7 +380,6 @@ def _is_passed_over(name: str) -> bool:
 
 
 def _unknown(value: Any) -> Any:
-    """What JSON has no form for."""
     if isinstance(value, bytes):
         return ["bytes", hashlib.sha256(value).hexdigest()]
     if isinstance(value, pa.Table):

@@ -26,7 +26,6 @@ from precompute.store.disk.lease import take
 from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
 from precompute.store.times import iso
 from precompute.students.lesson import MAX_ROWS, Lesson, Recipe
-from precompute.students.recipes import recipes
 from precompute.students.student import (
     CARD,
     FOLDER,
@@ -34,6 +33,7 @@ from precompute.students.student import (
     RECORD,
     Student,
     read_student,
+    recipes,
     student_bytes,
 )
 from precompute.techniques.table import REFERENCE, words
@@ -59,7 +59,7 @@ def optimize(
 
     Args:
         name: of a view that is published.
-        by: how, one of :data:`precompute.students.recipes.BY`; by default all that fit the model.
+        by: how, one of :data:`precompute.students.student.BY`; by default all that fit the model.
         purpose: ``batch`` or ``fallback``; by default both.
         within_s: seconds for making all of them; judging and measuring come on top.
         announce: called with what begins, and with progress.

@@ -18,7 +18,7 @@ from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.keys import key_column
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.times import Partition
-from precompute.students.held_out import grouped_by, is_held_out
+from precompute.students.student import grouped_by, is_held_out
 
 HASH, TIME = "input_hash", "computed_at"
 """Columns of a snapshot beside its key and features."""
@@ -42,7 +42,7 @@ class PublishedRows:
     """Rows that both the live snapshot and its source have, with equal inputs: ``learned`` and
     ``held_out`` ones, of which none has the inputs of a learned one. Columns are the source's, and
     the view's features. ``share`` of the rows is held out at random, those that are equal in the
-    columns ``grouped_by`` together (:mod:`precompute.students.held_out`); ``data`` is a digest of
+    columns ``grouped_by`` together (:mod:`precompute.students.student`); ``data`` is a digest of
     what is learned from."""
 
     snapshot: Snapshot

@@ -18,7 +18,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from precompute.models.images.image_file import check_installed
+from precompute.models.image_file import check_installed
 from precompute.sources.database import Database, quoted
 from precompute.sources.source import RESERVED as SOURCE_RESERVED
 from precompute.store.errors import ConfigError, SourceError, did_you_mean

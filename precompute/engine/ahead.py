@@ -38,10 +38,7 @@ class Ahead(Generic[Item], Iterator[Item]):
     """The items of ``items``, made ahead in a thread.
 
     Args:
-        name: of the stage, and of its thread.
         items: is advanced in the thread only, and closed there if it can be.
-        times: filled in as it goes.
-        size_of: bytes of an item.
         max_bytes: how much may lie ready; one item always may.
         max_items: how many may lie ready.
         before: the stage that ``items`` takes from; its waiting is this stage's starving.

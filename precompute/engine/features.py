@@ -57,11 +57,7 @@ class Misfit(Exception):
 
 class Declared:
     """What a view declares of its features, to check what a model returns against; made once,
-    since that takes as long as a small model does.
-
-    Args:
-        view: its features, and which of them is searched by cosine.
-    """
+    since that takes as long as a small model does."""
 
     def __init__(self, view: FeatureView) -> None:
         self._view, self._schema = view, view.feature_schema()
@@ -120,7 +116,6 @@ def _own(values: Any) -> Any:
 
 
 def _column(feature: Feature, kind: pa.DataType, values: Any, rows: int) -> pa.Array:
-    """A feature's values as a column of the type ``kind``."""
     if not hasattr(values, "__len__") or (isinstance(values, np.ndarray) and values.ndim == 0):
         raise Misfit(
             f"the model returned {type(values).__name__}, not one value for each of {rows} rows"
@@ -218,7 +213,6 @@ def _as(kind: pa.DataType, column: pa.Array) -> pa.Array:
 
 
 def _item(kind: pa.DataType) -> pa.DataType:
-    """The type of a list's items, or of a dictionary's values."""
     while hasattr(kind, "value_type"):
         kind = kind.value_type
     return kind

@@ -56,12 +56,7 @@ class Forward:
     """Runs the model over the batches of one stream.
 
     Args:
-        model: the loaded model.
-        staged: the same, where it is one.
-        view: declares the features.
-        meter: called with what was computed.
-        budget: called with what each batch cost and took.
-        pace: called with the same.
+        staged: the model, where it is one.
         hand_on_s: a window that takes longer is handed on in pieces, about this often.
         lanes: how many batches are computed at once, sharing ``threads`` compute threads.
     """

@@ -343,7 +343,6 @@ class MicroBatcher(Generic[Payload, Result]):
             del self._queues[owner]
 
     def _take(self, flight: _Flight[Payload, Result]) -> None:
-        """Take a flight out of the queues."""
         flight.begun = True
         for owner in list(flight.places):
             self._remove(flight, owner)

@@ -143,9 +143,7 @@ class Preparation:
     """Makes windows and batches for one model.
 
     Args:
-        model: the loaded model.
-        staged: the same, where it is one.
-        view: named in errors.
+        staged: the model, where it is one.
         next_budget: returns what the batch made now may cost, given the cost of what is left of its
             window.
     """
@@ -252,9 +250,6 @@ class Preparation:
     def _called(
         self, what: str, method: Callable[[pa.RecordBatch], Any], batch: pa.RecordBatch
     ) -> Any:
-        """Raises:
-        ModelError: the method raised; without its answer no row can be planned.
-        """
         try:
             return method(batch)
         except ModelError:
@@ -321,7 +316,6 @@ class Preparation:
             yield positions[chosen], budget
 
     def _inputs(self, window: Window, positions: Rows) -> Any:
-        """The inputs that the model takes."""
         if self._staged is None or window.prepared is None:
             return window.at(positions)
         try:

@@ -77,8 +77,6 @@ class Runner:
     """Runs one model for one view.
 
     Args:
-        model: the loaded model.
-        view: declares names, types and shapes of the features.
         meter: called with what every stage took; stored by the caller to report it.
         budget: what a batch may cost; by default it finds itself. Given, it is shared with an
             earlier runner of the same model.
@@ -164,7 +162,6 @@ class Runner:
         """Run the model over one window of rows; memory for their features must be at hand.
 
         Args:
-            batch: the rows.
             lanes: how many batches are computed at once, by a compute thread each, of a model that
                 is ``concurrent``; or one after the other, by all.
             go_on: called before each batch; may raise.
@@ -298,9 +295,6 @@ class Runner:
         ``mfu`` is the model's FLOP/s while it computed as a share of what matrix products of its
         shapes reach on the same device, measured here (model FLOPs utilisation, Chowdhery et al.
         2022, appendix B, with a measured instead of a data sheet's peak).
-
-        Args:
-            seconds: how long the run took.
         """
         figures = (
             self.meter.to_json(seconds)

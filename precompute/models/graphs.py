@@ -65,10 +65,6 @@ class _Recorded:
 class Graphed:
     """A forward whose inputs and outputs all have one entry for each row, by graphs where shapes
     repeat.
-
-    Args:
-        forward: computes on a GPU.
-        device: of its inputs.
     """
 
     def __init__(self, forward: Callable[..., Any], device: torch.device) -> None:

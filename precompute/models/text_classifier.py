@@ -44,12 +44,7 @@ NAMED = {
 
 
 class Classifier(torch.nn.Module):
-    """Token ids → scores [B, labels], float32, or [B] of one label.
-
-    Args:
-        transformer: its output has ``logits``.
-        activation: one of :data:`ACTIVATIONS`.
-    """
+    """Token ids → scores [B, labels], float32, or [B] of one label."""
 
     def __init__(self, transformer: Any, activation: str) -> None:
         super().__init__()

@@ -146,7 +146,8 @@ class TextEncoder(TorchModel):
         query_prompt: str | None = None,
         truncate_dim: int | None = None,
     ) -> None:
-        folder = self._folder = resolve_path(path)
+        folder = self.folder = resolve_path(path)
+        """What it was loaded from."""
         self._column, self._output, self.max_cost = column, output, max_cost
         if too_long not in ("cut", "bad"):
             raise ConfigError(f"text_encoder: too_long is cut or bad, got {too_long!r}")
@@ -203,7 +204,6 @@ class TextEncoder(TorchModel):
         return TokenCache(folder, digest(**facts))
 
     def _begin_with(self, prompt: str) -> None:
-        """Put this before every text from now on."""
         self._prefix = prompt
         self._prompt_tokens = (
             self._tokenizer.prompt_length(prompt) if prompt and self._leaves_out_prompt else 0
@@ -218,11 +218,6 @@ class TextEncoder(TorchModel):
     def has_prompt(self) -> bool:
         """Whether something is put before every text."""
         return self._prefix != ""
-
-    @property
-    def folder(self) -> Path:
-        """What it was loaded from."""
-        return self._folder
 
     def for_queries(self) -> TextEncoder:
         if self._prefix == self._query_prompt:

@@ -212,7 +212,6 @@ class TorchModule(TorchModel):
         return [name for argument in self._inputs for name in argument.columns]
 
     def _columns(self, batch: pa.RecordBatch) -> Columns:
-        """Those that the inputs name, checked."""
         schema = batch.schema
         if self._checked is None or not schema.equals(self._checked):
             for argument in self._inputs:

@@ -201,9 +201,6 @@ def train_two_tower(
         pairs: [n, 2] row numbers of (user, item).
         user_fields: column → whether it holds several tokens; the first one is the id.
         item_fields: likewise.
-        dim: length of the vectors.
-        epochs: passes over the pairs.
-        batch_pairs: pairs a step.
         learning_rate: of Adam, falling to 0 along a cosine.
         weight_decay: of Adam, decoupled.
         id_dropout: share of ids replaced by "unknown" while training.

@@ -255,7 +255,6 @@ class Database:
 
     Args:
         memory_mb: its memory limit; it spills to a temporary folder beyond.
-        threads: of its own.
         setup: what is opened before the settings are locked.
 
     Raises:
@@ -374,9 +373,7 @@ class Database:
         ``file_index`` and ``file_row_number`` are columns too.
 
         Args:
-            files: which.
             name: of the table of dead rows, made now.
-            columns: SQL.
             keys: typed nulls in place of the keys, where there are no files.
             ordered: whether the files' order counts.
         """

@@ -71,7 +71,6 @@ class Setup:
                 raise ConfigError(f"{where}: {_READ_ONLY}")
 
     def _filled(self, written: str, where: str) -> str:
-        """A statement with the environment's values and absolute paths in it."""
 
         def value(match: re.Match[str]) -> str:
             if match[1] not in os.environ:

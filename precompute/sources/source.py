@@ -127,7 +127,6 @@ class Source:
         return sql, files
 
     def _taken(self, sql: str) -> dict[str, datetime]:
-        """The bounds that the SQL takes, as it is run."""
         names = parameters(sql)
         return {name: at for name, at in self._bounds.items() if name in names}
 

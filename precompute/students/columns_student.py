@@ -3,7 +3,6 @@ rankers: a small MLP, or trees (LightGBM) of one score."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +15,12 @@ import pyarrow.compute as pc
 import torch
 from safetensors.torch import save
 
-from precompute.model import ReadingModel, digest, table_digest
+from precompute.model import ReadingModel, table_digest
 from precompute.models.exported_program import parse_inputs
 from precompute.store.errors import ModelError
 from precompute.students.lesson import Lesson, Made
 from precompute.students.mlp import Mlp
-from precompute.students.student import MLP
-from precompute.students.training import Course, train
+from precompute.students.training import course_of, train
 
 FILES = "model"
 MOST_VALUES = 300
@@ -76,21 +74,6 @@ class SmallMlp:
             for one in parse_inputs(columns.inputs, {})
         }
         wanted = _begun(mlp, inputs, targets)
-        course = Course(
-            self.name,
-            digest(
-                teacher=lesson.model.fingerprint(),
-                rows=table_digest(lesson.rows),
-                width=self.width,
-                steps=self.steps,
-                seed=lesson.seed,
-            ),
-            lesson.checkpoints / f"{self.name}.safetensors",
-            lesson.announce,
-            min(lesson.until, time.monotonic() + TRAINING_S),
-            self.steps,
-            learning_rate=LEARNING_RATE,
-        )
 
         def loss(step: int, _: float) -> torch.Tensor:
             chance = np.random.default_rng([lesson.seed, step])
@@ -98,15 +81,23 @@ class SmallMlp:
             found = mlp.standard({name: values[rows] for name, values in inputs.items()})
             return torch.nn.functional.mse_loss(found, wanted[rows])
 
-        trained = train(mlp, loss, course)
-        place = folder / FILES
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "mlp.safetensors").write_bytes(save(mlp.state_dict()))
-        course.checkpoint.unlink(missing_ok=True)
+        facts = {
+            "teacher": lesson.model.fingerprint(),
+            "rows": table_digest(lesson.rows),
+            "width": self.width,
+            "seed": lesson.seed,
+        }
+        with course_of(
+            lesson, self.name, self.steps, facts, TRAINING_S, learning_rate=LEARNING_RATE
+        ) as course:
+            trained = train(mlp, loss, course)
+            place = folder / FILES
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "mlp.safetensors").write_bytes(save(mlp.state_dict()))
         return Made(
             "torch_module",
             {
-                "module": MLP,
+                "module": f"{Mlp.__module__}:{Mlp.__name__}",
                 "args": {
                     "numbers": columns.numbers,
                     "categories": columns.categories,

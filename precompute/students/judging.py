@@ -19,6 +19,7 @@ from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
 from precompute.techniques.accuracy import (
     NEIGHBOURS,
+    metric_of,
     neighbour_recalls,
     neighbour_similarities,
     row_cosines,
@@ -52,8 +53,6 @@ def computed(
     """The rows that a model computes.
 
     Args:
-        model: teacher or student.
-        view: whose features they are.
         rows: which its teacher computed.
         judged: how many of them, the first, it is judged by.
         max_rejected: share of these that it may reject, and never more than half.
@@ -83,7 +82,6 @@ def index_recalls(
     :data:`TAIL` of the rows exceed.
 
     Args:
-        view: whose features they are.
         teacher, student: the features of the same rows, in one order.
         queries: how many of them, the first, are searched by; each is left out of its own answer.
     """
@@ -91,11 +89,7 @@ def index_recalls(
     for feature in view.features:
         if feature.dim is None or teacher.num_rows <= NEIGHBOURS:
             continue
-        metric = (
-            view.index.metric
-            if view.index is not None and view.index.on == feature.name
-            else "cosine"
-        )
+        metric = metric_of(feature, view)
         a, b = (
             np.asarray(batch.column(feature.name).flatten()).reshape(batch.num_rows, -1)
             for batch in (teacher, student)
@@ -158,8 +152,6 @@ def rates(
 
     Args:
         models: name → model, and what is called before it computes.
-        view: whose features they compute.
-        rows: that they compute.
         rounds: at most, and one at least; in each, a model computes the rows as often as makes
             :data:`ROUND_S`.
         until: of :func:`time.monotonic`: no round is begun that would end later.

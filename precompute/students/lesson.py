@@ -22,7 +22,6 @@ class Lesson:
     """What a student learns from.
 
     Args:
-        view: whose features they are.
         model: the teacher, loaded; it computes as its view says, and its module is float32.
         use, args: what made the teacher (``model`` of the view), its paths absolute.
         rows: the teacher's input columns and its features, by the view's names; only rows that the
@@ -30,7 +29,6 @@ class Lesson:
         seed: of all that is drawn by chance.
         until: when training ends at the latest, by :func:`time.monotonic`.
         checkpoints: folder for what a recipe needs to continue after it was stopped.
-        announce: takes a line of progress, now and then.
     """
 
     view: FeatureView

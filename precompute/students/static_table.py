@@ -25,12 +25,12 @@ from safetensors.torch import save
 from tokenizers import Tokenizer
 
 from precompute.engine.runner import Runner
-from precompute.model import digest, table_digest
+from precompute.model import table_digest
 from precompute.models.static_embedding import WINDOWS
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.errors import ModelError
 from precompute.students.lesson import Lesson, Made
-from precompute.students.training import Course, half_products, train
+from precompute.students.training import course_of, half_products, train
 from precompute.text.tokens import texts as as_python
 
 FILES = "model"
@@ -112,32 +112,22 @@ class StaticTable:
         some = [row for row, tokens in enumerate(ids) if len(tokens)]
         table = Table(self._first(lesson, coder, ids), lesson.seed)
         school = _TableLesson([ids[row] for row in some], vectors[some], lesson.seed)
-        course = Course(
-            self.name,
-            digest(
-                teacher=lesson.model.fingerprint(),
-                rows=table_digest(lesson.rows),
-                # not those that there was time for, which differ from one try to the next
-                pieces=self.pieces,
-                steps=self.steps,
-                seed=lesson.seed,
-                rate=LEARNING_RATE,
-            ),
-            lesson.checkpoints / f"{self.name}.safetensors",
-            lesson.announce,
-            min(lesson.until, time.monotonic() + TRAINING_S),
-            self.steps,
-            learning_rate=LEARNING_RATE,
-            weight_decay=0.0,
-        )
-        trained = train(table, lambda step, _: school.loss(table, step), course)
-        _write(folder / FILES, table, tokenizer, longest)
-        course.checkpoint.unlink(missing_ok=True)
+        facts = {
+            "teacher": lesson.model.fingerprint(),
+            "rows": table_digest(lesson.rows),
+            # not those that there was time for, which differ from one try to the next
+            "pieces": self.pieces,
+            "seed": lesson.seed,
+            "rate": LEARNING_RATE,
+        }
+        rates = {"learning_rate": LEARNING_RATE, "weight_decay": 0.0}
+        with course_of(lesson, self.name, self.steps, facts, TRAINING_S, **rates) as course:
+            trained = train(table, lambda step, _: school.loss(table, step), course)
+            _write(folder / FILES, table, tokenizer, longest)
         args = {name: lesson.args[name] for name in ("column", "output") if name in lesson.args}
         return Made("static_embedding", {**args, "path": f"./{FILES}"}, None, trained.earlier_s)
 
     def _texts(self, lesson: Lesson, whole: list[str]) -> tuple[list[str], _Floats]:
-        """The rows' texts and pieces of them, each with the teacher's vector."""
         pieces = _pieces(whole, min(self.pieces, PIECES_A_ROW * len(whole)), lesson.seed)
         lesson.announce(f"{self.name}: the teacher computes up to {len(pieces):,} pieces of texts")
         found = _in_time(lesson, pieces)
@@ -282,7 +272,6 @@ def _in_time(lesson: Lesson, texts: Sequence[str]) -> _Floats:
 
 
 def _pieces(texts: Sequence[str], count: int, seed: int) -> list[str]:
-    """Runs of words from anywhere in the texts."""
     words = [some for text in texts if (some := text.split())]
     if not words:
         raise ModelError("static: no text has a word")

@@ -1,10 +1,10 @@
 """Student: a cheaper model that approximates a view's own, its teacher; in a folder, with what it
-was made from and how well it agrees."""
+was made from and how well it agrees; and every way to make one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.model import Model, ReadingModel
 from precompute.store.disk.record import Record, field, read_record, replace, sealed
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.techniques.accuracy import neighbour_recalls, rank_correlation
+from precompute.students.lesson import Recipe
+from precompute.techniques.accuracy import metric_of, neighbour_recalls, rank_correlation
 from precompute.techniques.row_errors import is_measured, ordered_overlap
 
 FOLDER = "students"
@@ -95,7 +97,7 @@ class Student(Record, frozen=True):
         learned_rows, held_out_rows: how many rows it learned from, and how many it never saw, on
             which it was judged.
         grouped_by, held_out_share: the columns by which rows were held out together, and the share
-            of them that were at random: :mod:`precompute.students.held_out` tells which these are.
+            of them that were at random (:func:`is_held_out`).
         agreement: of each feature, on held-out rows.
         figures: of each feature, other figures on held-out rows, as ``optimize`` shows them.
         made_s: seconds that it took to make.
@@ -206,7 +208,6 @@ def agreement(
     value of it.
 
     Args:
-        view: whose features they are.
         teacher: the features of some rows; the first :data:`COMPARED_ROWS` count.
         student: those of the first of these, which it never learned from, in the same order; the
             others are there to be found as neighbours.
@@ -234,12 +235,7 @@ def comparable(
 
 
 def shortfalls(promised: Mapping[str, Agreement], found: Mapping[str, Agreement]) -> list[str]:
-    """Why a student does not keep its promise, in words; of each feature that does not.
-
-    Args:
-        promised: when it was made.
-        found: on rows of now.
-    """
+    """Why a student does not keep its promise, in words; of each feature that does not."""
     return [
         f"{name}: {one.figure.replace('_at_', '@').replace('_', ' ')} {found[name].value:.3f} is"
         f" below {one.least_of(found[name].rows):.3f}, which the student promised"
@@ -257,9 +253,8 @@ def _agreement(
             return _mean("recall_at_10", np.zeros(rows))
         a, b = (_vectors(column, feature.dim) for column in (teacher, student))
         b = np.concatenate([b, a[rows:]])
-        index = view.index
-        metric = index.metric if index is not None and index.on == feature.name else "cosine"
-        recall = _mean("recall_at_10", neighbour_recalls(a, b, metric, into=True, queries=rows))
+        recalls = neighbour_recalls(a, b, metric_of(feature, view), into=True, queries=rows)
+        recall = _mean("recall_at_10", recalls)
         return replace(recall, among=len(teacher))
     teacher = teacher.slice(0, rows)
     if feature.max_items is not None:
@@ -296,3 +291,55 @@ def _vectors(column: pa.Array, dim: int) -> npt.NDArray[np.float64]:
     there = np.asarray(column.is_valid())
     vectors[there] = np.asarray(column.drop_null().flatten()).reshape(-1, dim)
     return vectors
+
+
+# ---- Held out: which rows a student never learns from, so that it can be judged on them; rows that
+# are equal in what its teacher reads are on one side.
+
+
+def grouped_by(model: Model, view: FeatureView, columns: Sequence[str]) -> list[str]:
+    """The columns by which rows are on one side: those that the teacher reads, or all but the key
+    of one that does not say; of chunks, which overlap, those of the text's key."""
+    if view.definition.chunk is not None:
+        return list(view.entity[:-1])
+    named = set(model.reads()) if isinstance(model, ReadingModel) else set()
+    inputs = [name for name in columns if name not in view.entity]
+    return [name for name in columns if name in named] or inputs or list(view.entity)
+
+
+def is_held_out(groups: npt.NDArray[np.uint64], share: float) -> npt.NDArray[np.bool_]:
+    """Which rows are held out, bool [rows]: the same ones every time.
+
+    Args:
+        groups: of each row a number that is equal for the rows that are on one side, evenly
+            distributed (:meth:`precompute.sources.source.Source.rows`).
+        share: of the groups, 0 to 1.
+    """
+    found: npt.NDArray[np.bool_] = groups <= np.uint64(min(int(share * 2**64), 2**64 - 1))
+    return found
+
+
+# ---- Every way to make a student, by what it is for
+
+
+BY = ("distil", "prune", "qat", "cascade")
+"""Ways of making a student."""
+
+
+def recipes(by: str | None, purpose: str | None) -> list[Recipe]:
+    """The recipes to try, the quickest first.
+
+    Args:
+        by: one of :data:`BY`; None, or ``cascade``, for all: each may be first in a cascade.
+        purpose: ``batch`` for what may compute a view's rows, ``fallback`` for what answers misses
+            in a fraction of the teacher's time; None for both.
+    """
+    # torch takes a second to import
+    from precompute.students.columns_student import SmallMlp, Trees
+    from precompute.students.static_table import StaticTable
+    from precompute.students.text_student import RECIPES
+
+    behind_misses: list[Recipe] = [StaticTable(), SmallMlp(), Trees()]
+    in_batches = list(RECIPES)
+    found = {None: behind_misses + in_batches, "fallback": behind_misses, "batch": in_batches}
+    return [one for one in found[purpose] if by in (None, "cascade", one.by)]

@@ -12,17 +12,19 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
+from precompute.model import digest
 from precompute.store.disk.durable_file import disk_message, replace_durably
 from precompute.store.errors import ModelError
+from precompute.students.lesson import Lesson
 from precompute.techniques.machine import has_bf16
 
 WARM_UP = 0.05
@@ -45,10 +47,8 @@ class Course:
     """The settings of a training.
 
     Args:
-        name: of the student, for people.
         digest: of all that decides what is learned: a checkpoint of another digest is left alone.
         checkpoint: the file that training continues from; its folder is there.
-        announce: takes a line of progress.
         until: when it ends, by :func:`time.monotonic`.
         steps: how many there are; by default as many as there is time for.
         learning_rate: of AdamW (Loshchilov & Hutter 2017), the highest.
@@ -65,6 +65,31 @@ class Course:
     learning_rate: float = 6e-4
     weight_decay: float = 0.01
     checkpoint_s: float = CHECKPOINT_S
+
+
+@contextlib.contextmanager
+def course_of(
+    lesson: Lesson,
+    name: str,
+    steps: int | None,
+    facts: Mapping[str, Any],
+    longest_s: float = math.inf,
+    **rates: float,
+) -> Iterator[Course]:
+    """The course of a student's training, of ``longest_s`` seconds at most; its checkpoint is
+    removed at the end of the block, in which the model is written. ``facts`` are all that decides
+    what is learned, beside the ``steps``; ``rates`` those of a :class:`Course`."""
+    course = Course(
+        name,
+        digest(**facts, steps=steps),
+        lesson.checkpoints / f"{name}.safetensors",
+        lesson.announce,
+        min(lesson.until, time.monotonic() + longest_s),
+        steps,
+        **rates,
+    )
+    yield course
+    course.checkpoint.unlink(missing_ok=True)
 
 
 class Trained(NamedTuple):
@@ -86,7 +111,6 @@ def train(
     Args:
         module: its buffers, too, are part of a checkpoint.
         loss: (step from 0, share of the training that is done) → the loss of that step's batch.
-        course: how.
 
     Raises:
         ModelError: a loss is no finite number, a checkpoint cannot be written, or there was no time

@@ -104,12 +104,7 @@ class Accuracy:
         return {"rows": self.rows, "features": figures}
 
     def judged(self, limits: Limits, view: FeatureView) -> list[Judged]:
-        """The figures that have a limit, with it.
-
-        Args:
-            limits: the view's.
-            view: whose features they are.
-        """
+        """The figures that have a limit, with it."""
         judged = []
         for feature in view.features:
             name, f, of_rows = feature.name, self.features[feature.name], limits.of(feature)
@@ -167,9 +162,7 @@ def compare(
     entities.
 
     Args:
-        reference, other: the features.
-        view: whose they are.
-        limits: its bounds of row errors.
+        limits: the view's bounds of row errors.
         ends: how many of the rows, the first, were not drawn by chance: they count for the least
             cosine and the worst error alone.
 
@@ -196,10 +189,7 @@ def least(
 ) -> Accuracy | None:
     """Lower bounds of the figures of more rows like these: the means less :data:`SURE` standard
     errors, and recall less what it is higher by among fewer rows (:data:`EASIER`). The least cosine
-    and the row errors are those of these rows.
-
-    Args:
-        reference, other, view, limits, ends: as for :func:`compare`.
+    and the row errors are those of these rows. Arguments as for :func:`compare`.
 
     Returns:
         None where other features than vectors are to be compared, or rows are few: their figures
@@ -214,7 +204,7 @@ def least(
         a, b = (
             _matrix(table.column(feature.name), feature.dim)[ends:] for table in (reference, other)
         )
-        cosines, recalls = row_cosines(a, b), neighbour_recalls(a, b, _metric(feature, view))
+        cosines, recalls = row_cosines(a, b), neighbour_recalls(a, b, metric_of(feature, view))
         low = [
             float(values.mean() - SURE * values.std(ddof=1) / math.sqrt(rows))
             for values in (cosines, recalls)
@@ -225,7 +215,8 @@ def least(
     return Accuracy(rows, figures)
 
 
-def _metric(feature: Feature, view: FeatureView) -> str:
+def metric_of(feature: Feature, view: FeatureView) -> str:
+    """The metric that a vector is searched by: its index's, or else the cosine."""
     return (
         view.index.metric if view.index is not None and view.index.on == feature.name else "cosine"
     )
@@ -245,7 +236,7 @@ def _figures(
         a, b = (_matrix(column, feature.dim) for column in (reference, other))
         cosines = row_cosines(a, b)
         recall = (
-            neighbour_recall(a[ends:], b[ends:], _metric(feature, view))
+            neighbour_recall(a[ends:], b[ends:], metric_of(feature, view))
             if len(a) - ends >= MIN_ROWS
             else None
         )

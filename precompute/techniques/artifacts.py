@@ -98,10 +98,6 @@ class Folder:
         versions and the CPU.
 
         Args:
-            name: the technique's.
-            suffix: of the file, with its dot.
-            model: the model.
-            batches: its examples.
             runtime: version of what computes it, beside torch's own.
             write: writes it to a path, where it is not there yet; a file, or a folder of files.
         """
@@ -156,7 +152,6 @@ def guarded(forward: Forward, name: str, batches: Sequence[Tensors]) -> Forward:
 
 
 def _facts(model: TorchModel, batches: Sequence[Tensors], runtime: str) -> str:
-    """What a file depends on (hex digits of a SHA-256)."""
     weights = hashlib.sha256()
     for name, tensor in model.module.state_dict().items():
         weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

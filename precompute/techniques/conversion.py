@@ -42,8 +42,6 @@ def use_variant(
     computes by that already.
 
     Args:
-        model: must be a torch model.
-        variant: its name.
         sample: makes some hundred rows of the source: shapes to expect, and the scales of a static
             int8. The same rows each time.
         folder: as for :func:`convert`.
@@ -105,7 +103,6 @@ def convert(
 
     Args:
         model: its ``forward`` is replaced, see :meth:`TorchModel.use`.
-        wanted: which.
         examples: makes some batches as :meth:`TorchModel.tensors` does, for the reference; not
             called for the reference itself. A dimension that differs between them is compiled as
             variable, so there should be two or more, of different sizes. For one that calibrates
@@ -231,7 +228,6 @@ def is_proven(quick: Outcome, proof: Outcome, rows: Rows, view: FeatureView) -> 
         quick: of a sample, by :func:`quick_reference`.
         proof: of its rows ``rows``, by the module itself.
         rows: as of :func:`proof_rows`.
-        view: whose features they are.
     """
     wanted = np.intersect1d(quick.rows, rows)
     if not len(wanted) or not np.array_equal(rows[proof.rows], wanted):

@@ -75,7 +75,6 @@ class _Forward(torch.nn.Module):
 
 
 def _reason(model: TorchModel) -> str:
-    """Why this model is none for it, in words."""
     transformer, head = (getattr(model.module, name, None) for name in ("transformer", "head"))
     if transformer is None or head is None or not hasattr(transformer, "config"):
         return "this model is no text encoder"

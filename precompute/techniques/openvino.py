@@ -131,13 +131,7 @@ class Integers(Graph):
 
     @abstractmethod
     def quantise(self, graph: Any, layers: Sequence[Any], batches: Batches) -> None:
-        """Let layers of the graph multiply integers.
-
-        Args:
-            graph: in float32, changed in place.
-            layers: what :func:`linear_layers` found in it.
-            batches: the calibration's.
-        """
+        """Let layers of the graph multiply integers."""
 
 
 GROUP = 32

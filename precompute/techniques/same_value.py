@@ -111,7 +111,6 @@ def differing(
     Args:
         stored, computed: the same rows in the same order, tables or record batches, with a column
             for each feature of the view.
-        view: its features.
         precision: as for :func:`tolerance`.
 
     Returns:

@@ -32,12 +32,12 @@ TABLE: Mapping[str, str] = {
     "fp32-openvino": "openvino:Graph",
     "bf16-openvino": "openvino:Graph",
     "int8-static-openvino": "openvino:Static",
-    "tf32-tensorrt": "tensorrt:Engine",
-    "fp16-tensorrt": "tensorrt:Engine",
+    "tf32-tensorrt": "onnx:Engine",
+    "fp16-tensorrt": "onnx:Engine",
     "int8-dynamic-onednn": "onednn:PerRow",
     "int8-dynamic-openvino": "openvino:Grouped",
-    "int8-weights-eager": "weight_only:WeightOnly",
-    "int4-weights-eager": "weight_only:WeightOnly",
+    "int8-weights-eager": "eager:WeightOnly",
+    "int4-weights-eager": "eager:WeightOnly",
 }
 """Name, as tables and fingerprints have it → file and class. What stands before the last dash is a
 view's ``precision``, what stands behind it its ``backend``; the first of a precision is the one

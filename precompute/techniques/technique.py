@@ -34,9 +34,6 @@ class Technique(ABC):
     ``precision`` and ``backend`` are a view's words for it. ``dtype`` is what large products are
     computed in, and so what a model's FLOP/s are measured against. ``convert_s`` is about how long
     converting MiniLM took on two cores, in seconds.
-
-    Args:
-        name: as the table has it.
     """
 
     calibrates = False
@@ -69,7 +66,6 @@ class Technique(ABC):
         is.
 
         Args:
-            model: computes the reference now.
             batches: examples, at least one, on the model's device; see
                 :func:`precompute.techniques.conversion.convert`.
             folder: keeps what took long to make; None where nothing is stored.

@@ -85,7 +85,6 @@ class Bert(nn.Module):
     """Token ids → the last hidden state. Its weights have transformers' names, and no pooler.
 
     Args:
-        config: its settings.
         device: where its weights are made, at random.
     """
 
@@ -227,7 +226,6 @@ def load_bert(config: BertConfig, weights: Mapping[str, torch.Tensor]) -> tuple[
     """(model in float32, names of the weights that are missing).
 
     Args:
-        config: of the model.
         weights: by transformers' names, also below a head (``bert.…``) and as TensorFlow called a
             LayerNorm's (``gamma``, ``beta``); others are passed over.
 

@@ -388,10 +388,6 @@ def _settings(file: Path) -> tuple[str, str, int | None]:
 
 
 def _json(file: Path, kind: type) -> Any:
-    """Raises:
-    ConfigError: there is no such file.
-    ModelError: it is no JSON, or of another kind.
-    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as exc:
@@ -439,9 +435,6 @@ class Head(torch.nn.Module):
     but the products in float32, whatever the transformer's precision.
 
     Args:
-        hidden_size: numbers in a token's vector.
-        pooling: of the tokens.
-        layers: what comes after.
         truncate_dim: numbers retained of each vector; all by default. What is left is not
             normalised again.
 

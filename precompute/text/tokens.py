@@ -223,10 +223,6 @@ class PairTokens:
 class PairTokenizer:
     """A model's tokenizer, without padding; of two texts the longer loses its end first, as
     transformers cuts pairs.
-
-    Args:
-        tokenizer: transformers' own.
-        max_tokens: longest input, special tokens included.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:

@@ -310,9 +310,6 @@ class WordPieceTokenizer:
     """What is read of transformers' own tokenizers, under the same names.
 
     Args:
-        backend_tokenizer: texts → ids.
-        all_special_ids: ids of the five special tokens.
-        pad_token_id: the id of what fills a batch.
         model_max_length: longest input in tokens, 10³⁰ where the folder names none.
     """
 

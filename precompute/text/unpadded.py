@@ -110,14 +110,7 @@ def has_unpadded_attention(device: torch.device, dtype: torch.dtype, dim: int) -
 def computes_the_same(
     unpadded: UnpaddedTransformer, padded: Any, longest: int, device: torch.device
 ) -> bool:
-    """Whether two texts come out laid end to end as they do padded; by trying it.
-
-    Args:
-        unpadded: of the same weights.
-        padded: the transformer as it was.
-        longest: tokens that it takes at most.
-        device: of both.
-    """
+    """Whether two texts come out laid end to end as they do padded; by trying it."""
     lengths = (min(longest, PROBED_TOKENS), 2)
     tokens = torch.arange(sum(lengths)) % 7 + 5
     mask = torch.arange(lengths[0]) < torch.tensor(lengths)[:, None]

@@ -30,15 +30,15 @@ from precompute.store.disk.record import replace as changed
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError
 from precompute.store.feature_view import ChunkSpec, ModelUse
 from precompute.students import judging
-from precompute.students import recipes as recipes_module
 from precompute.students.columns_student import SmallMlp, Trees
-from precompute.students.held_out import grouped_by
 from precompute.students.lesson import Lesson, Made, Recipe
 from precompute.students.static_table import StaticTable
 from precompute.students.student import (
     agreement,
     comparable,
+    grouped_by,
     read_student,
+    recipes,
     shortfalls,
     student_bytes,
 )
@@ -788,11 +788,11 @@ def test_trees_learn_one_score(make_project: MakeProject, monkeypatch: pytest.Mo
 
 
 def test_recipes_go_by_purpose_and_way() -> None:
-    behind = [one.name for one in recipes_module.recipes(None, "fallback")]
+    behind = [one.name for one in recipes(None, "fallback")]
     assert behind == ["static", "mlp", "trees"]
-    every = {one.name for one in recipes_module.recipes(None, None)}
+    every = {one.name for one in recipes(None, None)}
     assert every >= set(behind)
-    assert {one.by for one in recipes_module.recipes("distil", None)} == {"distil"}
+    assert {one.by for one in recipes("distil", None)} == {"distil"}
 
 
 def test_an_agreement_promises_less_than_it_measured(make_project: MakeProject) -> None:

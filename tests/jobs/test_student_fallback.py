@@ -39,13 +39,13 @@ from precompute.store.online.online_store import Pointer
 from precompute.store.online.url import open_miss_cache
 from precompute.store.times import Partition
 from precompute.students import student as student_module
-from precompute.students.held_out import is_held_out
 from precompute.students.student import (
     MLP,
     USES,
     Agreement,
     Student,
     agreement,
+    is_held_out,
     student_bytes,
 )
 from tests.angles import Exact, angles

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from precompute.sources.database import hash_kind
 from precompute.sources.session import Setup
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, PrecomputeError, SourceError
@@ -122,6 +123,8 @@ def opened(sql: str, folder: Path, *setup: str) -> Source:
 
 def test_this_is_duckdb_1_5() -> None:
     assert duckdb.__version__ == "1.5.5"
+    # as that of the one that is installed: test_input_hash.py
+    assert hash_kind() == "duckdb-acd4fcd9eb6a123b"
 
 
 def test_a_view_runs_and_answers_misses_from_postgres(

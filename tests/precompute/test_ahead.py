@@ -3,7 +3,6 @@ when it is told to."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 
@@ -12,15 +11,8 @@ import pytest
 from precompute.engine.ahead import Ahead, StageTime
 
 
-def ahead(
-    items: Iterator[int],
-    *,
-    size: int = 1,
-    max_bytes: int = 3,
-    before: Ahead[int] | None = None,
-    max_items: int = 1000,
-) -> Ahead[int]:
-    return Ahead("test", items, StageTime(), lambda _: size, max_bytes, before, max_items)
+def ahead(items: Iterator[int], max_bytes: int = 3, max_items: int = 1000) -> Ahead[int]:
+    return Ahead("test", items, StageTime(), lambda _: 1, max_bytes, None, max_items)
 
 
 def wait_until(true: object) -> None:
@@ -30,30 +22,6 @@ def wait_until(true: object) -> None:
             return
         time.sleep(0.01)
     raise AssertionError("it never came true")
-
-
-@pytest.mark.parametrize("max_bytes", [1, 3, 10**9])
-def test_items_come_in_order_and_end(max_bytes: int) -> None:
-    made = ahead(iter(range(100)), max_bytes=max_bytes)
-    assert list(made) == list(range(100))
-    assert next(made, None) is None
-
-
-def test_no_more_is_made_than_the_bytes_allow() -> None:
-    made: list[int] = []
-
-    def items() -> Iterator[int]:
-        for number in range(100):
-            made.append(number)
-            yield number
-
-    stage = ahead(items(), size=10, max_bytes=30)
-    wait_until(lambda: len(made) == 4)  # three ready, one that waits for room
-    time.sleep(0.05)
-    assert len(made) == 4
-    assert next(stage) == 0
-    wait_until(lambda: len(made) == 5)
-    stage.close()
 
 
 def test_the_number_of_items_is_bounded_too() -> None:
@@ -69,37 +37,6 @@ def test_the_number_of_items_is_bounded_too() -> None:
     time.sleep(0.05)
     assert len(made) == 2
     stage.close()
-
-
-def test_an_error_comes_after_the_items_made_before_it_and_once() -> None:
-    def items() -> Iterator[int]:
-        yield 1
-        yield 2
-        raise KeyError("gone")
-
-    stage = ahead(items())
-    assert [next(stage), next(stage)] == [1, 2]
-    with pytest.raises(KeyError, match="gone"):
-        next(stage)
-    assert next(stage, None) is None
-
-
-def test_close_ends_the_threads_of_all_stages() -> None:
-    closed: list[str] = []
-
-    def items() -> Iterator[int]:
-        try:
-            yield from range(10**9)
-        finally:
-            closed.append(threading.current_thread().name)
-
-    first = ahead(items())
-    second = ahead(iter(first), before=first)
-    assert next(second) == 0
-    second.close()
-    wait_until(lambda: closed == ["test"])
-    assert [t for t in threading.enumerate() if t.name == "test"] == []
-    assert next(second, None) is None
 
 
 def test_an_error_while_closing_is_not_swallowed() -> None:

@@ -1,5 +1,5 @@
-"""Budget: it finds the best size by itself, halves when memory runs out, grows back, and never
-exceeds what memory allows."""
+"""Budget: batches become smaller near the end, halve when memory runs out, and grow back; and Pace:
+how large they may be for their time. What a search finds: test_overlap.py."""
 
 from __future__ import annotations
 
@@ -9,38 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.engine.budget import FILLED, GROW_AFTER, TRIES, Budget
+from precompute.engine.budget import GROW_AFTER, LONG_S, TRIES, Budget, Pace
 
 
-def search(budget: Budget, rate: Callable[[int], float], size_bytes: int = 0) -> int:
+def search(budget: Budget, rate: Callable[[int], float]) -> int:
     """Let it measure batches filled to the brim, until it has chosen."""
     for _ in range(1000):
         if budget.settled:
             return budget.cost
         asked = budget.next()
-        budget.done(asked, asked, asked / rate(asked), size_bytes * asked)
+        budget.done(asked, asked, asked / rate(asked))
     raise AssertionError("it never settles")
-
-
-@pytest.mark.parametrize(
-    ("rate", "chosen"),
-    [
-        (lambda cost: 1000.0, 512),  # all alike: the smallest takes least memory
-        (lambda cost: float(cost), 4096),  # large ones win
-        (lambda cost: 1e6 / cost, 512),  # small ones win
-        (lambda cost: 1000.0 if cost >= 1024 else 900.0, 1024),
-        (lambda cost: 1000.0 if cost >= 1024 else 980.0, 512),  # within 3 %
-    ],
-)
-def test_the_smallest_within_3_percent_of_the_best_is_chosen(
-    rate: Callable[[int], float], chosen: int
-) -> None:
-    assert search(Budget(1024, reach=4), rate) == chosen
-
-
-def test_candidates_take_turns() -> None:
-    budget = Budget(100, reach=2)
-    assert [budget.next() for _ in range(6)] == [100, 200, 50, 100, 200, 50]
 
 
 def test_near_the_end_batches_become_smaller_so_that_all_end_together() -> None:
@@ -83,13 +62,6 @@ def test_near_the_end_batches_become_smaller_so_that_all_end_together() -> None:
         assert max(ends(2, cost, Budget(8192, fixed=True))) > max(at)
 
 
-def test_what_somebody_fixed_is_not_searched() -> None:
-    budget = Budget(77, fixed=True)
-    assert (budget.settled, budget.next()) == (True, 77)
-    budget.done(77, 77, 1.0)
-    assert budget.next() == 77
-
-
 def test_batches_that_are_nearly_empty_tell_nothing_and_end_the_search() -> None:
     budget = Budget(100, reach=1)
     for _ in range(2 * TRIES - 2):
@@ -98,40 +70,6 @@ def test_batches_that_are_nearly_empty_tell_nothing_and_end_the_search() -> None
     budget.done(budget.next(), 3, 1.0)
     budget.done(budget.next(), 3, 1.0)
     assert (budget.settled, budget.next()) == (True, 100)
-
-
-def test_larger_ones_are_tried_as_long_as_they_are_better_and_filled() -> None:
-    assert search(Budget(1024, reach=64), lambda cost: float(cost)) == 65_536
-    assert search(Budget(1024, reach=64), lambda cost: float(min(cost, 5000))) == 8192
-    budget = Budget(1024, reach=64)
-    while not budget.settled:
-        asked = budget.next()
-        cost = min(asked, 5000)  # all the rows there are
-        budget.done(asked, cost, 1.0)
-    assert budget.cost == 8192
-    assert budget.cost * FILLED <= 5000
-
-
-def test_no_candidate_is_tried_that_memory_does_not_allow() -> None:
-    budget = Budget(1000, reach=64, free_bytes=lambda: 10_000_000)
-    asked = []
-    for _ in range(1000):
-        if budget.settled:
-            break
-        asked.append(budget.next())
-        budget.done(
-            asked[-1], asked[-1], 1e-9, 4000 * asked[-1]
-        )  # 4 kB a unit: 2,000 units are 80 % of what is free
-    assert budget.cost == 2000
-    assert max(asked[8:]) <= 2000  # the first turn knew nothing yet
-
-
-def test_out_of_memory_halves_and_is_remembered() -> None:
-    budget = Budget(4096, fixed=True)
-    budget.out_of_memory(4000)
-    assert (budget.next(), budget.ceiling, budget.failures) == (2000, 4000, 1)
-    budget.out_of_memory(2000)
-    assert (budget.next(), budget.ceiling) == (1000, 2000)
 
 
 def test_it_grows_back_in_small_steps_and_not_to_where_it_failed_at_once() -> None:
@@ -165,3 +103,61 @@ def test_it_is_always_at_least_1_and_never_more_than_asked(
             budget.out_of_memory(event)
             assert budget.cost <= max(1, event // 2)
     assert budget.cost >= 1
+
+
+# ---- Pace
+
+GOAL_S = 1.0
+
+
+def paced(
+    seconds_of: Callable[[int], float],
+    start: int | None,
+    asked: int = 4096,
+    times: int = 60,
+    ahead: int = 8,
+) -> list[int]:
+    """The rows of each batch, made as many ahead of the clock as the engine makes them."""
+    pace = Pace(start, GOAL_S)
+    made: list[int] = []
+    for _ in range(times):
+        made.append(min(asked, pace.limit))
+        if len(made) > ahead:
+            pace.done(made[-ahead - 1], seconds_of(made[-ahead - 1]))
+    return made
+
+
+@pytest.mark.parametrize("start", [8, None])
+@pytest.mark.parametrize("row_s", [1e-7, 1e-5, 1e-4, 1e-3, 0.05, 0.3, 1.0, 3.0])
+def test_batches_of_a_slow_model_are_as_large_as_its_time_allows(
+    row_s: float, start: int | None
+) -> None:
+    made = paced(lambda rows: rows * row_s, start)
+    best = min(4096, max(1, int(GOAL_S / row_s)))
+    assert best / 4 <= made[-1] <= 2 * best
+    if start is not None:
+        assert all(rows <= max(start, 4 * best) for rows in made)
+
+
+@pytest.mark.parametrize("start", [8, None])
+@pytest.mark.parametrize("call_s", [0.01, 0.4, 0.9, 1.9, 4.5, 6.0, 9.9, 12.0, 300.0])
+def test_a_model_that_takes_as_long_for_one_row_as_for_many_is_given_many(
+    call_s: float, start: int | None
+) -> None:
+    assert paced(lambda rows: call_s + rows * 1e-5, start, times=200)[-1] >= 512
+
+
+def test_one_pause_of_the_machine_is_soon_forgotten() -> None:
+    pace = Pace(None, GOAL_S)
+    for _ in range(5):
+        pace.done(4096, 0.01)
+    pace.done(4096, 60.0)
+    assert pace.limit < 100
+    for _ in range(3):
+        pace.done(pace.limit, pace.limit * 0.01 / 4096)
+    assert pace.limit > 4096
+
+
+def test_nothing_takes_longer_than_it_may_whatever_the_bargain() -> None:
+    made = paced(lambda rows: 9.0 + rows * 0.01, 8, times=200)
+    assert all(9.0 + rows * 0.01 <= 2 * LONG_S for rows in made[50:])

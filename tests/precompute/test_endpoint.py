@@ -158,6 +158,7 @@ GOOD = {
     "until the end": Answer(chat({"label": "long", "score": 1}), framed="end"),
     "closed": Answer(chat({"label": "long", "score": 1}), headers={"Connection": "close"}),
     "once lost": [Answer("", cut=0), chat({"label": "long", "score": 1})],
+    "a misfit": [chat("{"), chat({"label": "long", "score": 1})],
     "half a body": [
         Answer(chat({"label": "long", "score": 1}), cut=40),
         chat({"label": "long", "score": 1}),
@@ -189,7 +190,8 @@ def test_what_may_pass_is_tried_again(
         "precompute.models.endpoint.session.asyncio.new_event_loop", loop.new_event_loop
     )
     with StandIn(behave=scripted(GOOD)) as stand_in:
-        outcome = compute(labels(stand_in, limits={"timeout_s": 0.3}), LABELS, rows(*GOOD))
+        limits = {"timeout_s": 0.3, "answer_tries": 2}
+        outcome = compute(labels(stand_in, limits=limits), LABELS, rows(*GOOD))
         assert outcome.rejections == []
         assert computed(outcome) == {i: {"label": "long", "score": 1} for i in range(len(GOOD))}
         assert {text.removeprefix("Label: "): seen for text, seen in stand_in.seen.items()} == {

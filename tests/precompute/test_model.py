@@ -70,13 +70,10 @@ class Meanwhile(Doubler):
         ("", "unknown model ''"),
         ("tests.models", r"package\.module:Class"),
         ("tests.models.Doubler", r"package\.module:Class"),
-        (":Doubler", "unknown model"),
         ("tests.models:", "unknown model"),
         ("nowhere:Model", "no module 'nowhere'"),
         ("tests.nowhere:Model", r"no module 'tests\.nowhere'"),
-        ("tests.models.deeper:Model", "no module"),
         ("..:x", "no module"),
-        ("a..b:x", "no module"),
         ("a b:x", "no module"),
     ],
 )
@@ -128,8 +125,6 @@ def test_a_class_that_cannot_be_made_is_refused(
         ("def (:", "SyntaxError"),
         ("raise RuntimeError('no GPU here')", "no GPU here"),
         ("import package_that_is_not_there", "package_that_is_not_there"),
-        ("import os; os.nothing_of_this_name", "nothing_of_this_name"),
-        ("1 / 0", "division by zero"),
         ("import sys; sys.exit('no license')", "no license"),
     ],
 )
@@ -264,20 +259,17 @@ NAMED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", NAMED)
-def test_a_file_counts_with_its_content_however_it_is_named(weights: Path, how: str) -> None:
-    before = NAMED[how](weights)
-    assert NAMED[how](weights) == before
-    weights.write_bytes(b"two")
-    assert NAMED[how](weights) != before
-
-
-@pytest.mark.parametrize("how", NAMED)
-def test_where_a_file_lies_does_not_count(weights: Path, tmp_path: Path, how: str) -> None:
+def test_a_file_counts_with_its_content_and_not_with_its_place(
+    weights: Path, tmp_path: Path, how: str
+) -> None:
     before = NAMED[how](weights)
     copy = tmp_path / "other" / "place"
     shutil.copytree(weights.parents[1], copy, ignore=shutil.ignore_patterns("other"))
     shutil.rmtree(weights.parent)
-    assert NAMED[how](copy / "deep" / weights.name) == before
+    moved = copy / "deep" / weights.name
+    assert NAMED[how](moved) == before
+    moved.write_bytes(b"two")
+    assert NAMED[how](moved) != before
 
 
 def test_a_relative_name_starts_from_the_projects_folder(weights: Path, tmp_path: Path) -> None:

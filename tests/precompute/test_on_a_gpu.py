@@ -26,11 +26,8 @@ from precompute.models.top_k import TopK
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.vectors import faiss_index
-from precompute.students.distil import FewerLayers
 from precompute.students.lesson import Recipe
-from precompute.students.narrow import Narrow
-from precompute.students.prune import Pruned
-from precompute.students.qat import Int8Aware
+from precompute.students.text_student import FewerLayers, Int8Aware, Narrow, Pruned
 from precompute.techniques.conversion import convert, use_variant
 from precompute.techniques.same_value import tolerance
 from precompute.techniques.table import TABLE

@@ -15,7 +15,7 @@ import torch
 
 from precompute.models.device import Device
 from precompute.store.errors import ConfigError
-from precompute.techniques import onnx, tensorrt
+from precompute.techniques import onnx
 from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.technique import technique
 from tests.precompute.simulated_cuda import Machine, simulated_cuda
@@ -190,9 +190,9 @@ def test_engines_take_every_length_and_as_many_rows_as_memory_allows() -> None:
         (torch.ones(64, 16, dtype=torch.int64), torch.ones(64, 16, dtype=torch.int64)),
         (torch.ones(8, 300, dtype=torch.int64), torch.ones(8, 300, dtype=torch.int64)),
     ]
-    assert tensorrt.profile(texts, 512) == ([(1, 1)] * 2, [(8, 300)] * 2, [(256, 512)] * 2)
-    assert tensorrt.profile(texts, 0)[2] == [(2**17 // 300, 300)] * 2
-    assert tensorrt.profile_options(["ids", "mask"], tensorrt.profile(texts, 512)) == {
+    assert onnx.profile(texts, 512) == ([(1, 1)] * 2, [(8, 300)] * 2, [(256, 512)] * 2)
+    assert onnx.profile(texts, 0)[2] == [(2**17 // 300, 300)] * 2
+    assert onnx.profile_options(["ids", "mask"], onnx.profile(texts, 512)) == {
         "trt_profile_min_shapes": "ids:1x1,mask:1x1",
         "trt_profile_opt_shapes": "ids:8x300,mask:8x300",
         "trt_profile_max_shapes": "ids:256x512,mask:256x512",
@@ -207,10 +207,10 @@ def test_rows_beyond_an_engines_are_computed_in_parts() -> None:
         return x + y, x
 
     x = torch.arange(11.0)
-    found = tensorrt.in_parts(forward, 4)(x, 2 * x)
+    found = onnx.in_parts(forward, 4)(x, 2 * x)
     assert sizes == [4, 4, 3]
     assert [t.tolist() for t in found] == [(3 * x).tolist(), x.tolist()]
-    assert tensorrt.in_parts(lambda x: x, 4)(x).tolist() == x.tolist()
+    assert onnx.in_parts(lambda x: x, 4)(x).tolist() == x.tolist()
 
 
 def test_what_does_not_load_is_refused_and_not_computed_by_another(

@@ -79,18 +79,24 @@ def layers_of(path: Path) -> list[str]:
 # What is computed
 
 
-def test_float32_is_float32_whatever_the_cpu_has(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where each graph is made once."""
+    return tmp_path_factory.mktemp("openvino")
+
+
+def test_float32_is_float32_whatever_the_cpu_has(graphs: Path) -> None:
     """By itself OpenVINO takes bfloat16 where a CPU has it, and stores weights in float16."""
-    check(mlp(), "fp32-openvino", [*some_rows(), rows(1)], 1e-6, tmp_path)
-    check(bert(), "fp32-openvino", [*some_texts(), texts(1, 2), texts(3, 16)], 1e-5, tmp_path)
+    check(mlp(), "fp32-openvino", [*some_rows(), rows(1)], 1e-6, graphs)
+    check(bert(), "fp32-openvino", [*some_texts(), texts(1, 2), texts(3, 16)], 1e-5, graphs)
 
 
 @WITH_BF16
-def test_bfloat16_is_bfloat16() -> None:
-    check(bert(), "bf16-openvino", [*some_texts(), texts(1, 2), texts(3, 16)], 0.05)
+def test_bfloat16_is_bfloat16(graphs: Path) -> None:
+    check(bert(), "bf16-openvino", [*some_texts(), texts(1, 2), texts(3, 16)], 0.05, graphs)
     model = mlp()
-    (exact,) = outputs(model, rows(64))[:1]
-    convert(model, technique("bf16-openvino"), some_rows)
+    exact = outputs(model, rows(64))[0]
+    convert(model, technique("bf16-openvino"), some_rows, graphs)
     assert model.device.dtype == torch.bfloat16
     error = relative_errors(exact, outputs(model, rows(64))[0])
     assert 1e-4 < np.median(error) < 1e-2
@@ -139,13 +145,13 @@ def test_scales_stay_those_of_the_first_examples(tmp_path: Path) -> None:
     ]
 
 
-def test_threads_compute_side_by_side() -> None:
+def test_threads_compute_side_by_side(graphs: Path) -> None:
     """A request has room for one call."""
     model = bert()
     batches = [texts(1 + n % 7, 2 + n % 5) for n in range(60)]
     with torch.inference_mode():
         expected = [model.module(*batch) for batch in batches]
-    convert(model, technique("fp32-openvino"), some_texts)
+    convert(model, technique("fp32-openvino"), some_texts, graphs)
 
     def compute(batch: Tensors) -> Any:
         return model.forward(*batch)

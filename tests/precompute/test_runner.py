@@ -4,7 +4,6 @@ does not fit."""
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -173,23 +172,9 @@ def test_a_row_with_a_number_that_is_not_finite_is_rejected_alone(
 
 @pytest.mark.parametrize("feature", [Feature("f", "float16"), Feature("f", "float16", dim=1)])
 def test_a_number_too_large_for_the_declared_type_is_not_finite(feature: Feature) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        done = compute(
-            Returning(lambda x: {"f": x if feature.dim is None else x[:, None]}),
-            view(feature),
-            batch([1, 1e6, 3]),
-        )
+    made = Returning(lambda x: {"f": x if feature.dim is None else x[:, None]})
+    done = compute(made, view(feature), batch([1, 1e6, 3]))
     assert rejected(done) == [(1, "output", "f is not finite")]
-
-
-def test_a_vector_too_large_for_its_type_prints_no_warning() -> None:
-    done = compute(
-        Returning(lambda x: {"f": x[:, None]}),
-        view(Feature("f", "float16", dim=1)),
-        batch([1, 1e6, 3]),
-    )
-    assert done.rows.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -235,13 +220,11 @@ LIST = Feature("f", "int64", max_items=2)
     [
         (VECTOR, lambda x: {"f": np.zeros((len(x), 5))}, r"'f'.*vector of 2.*\[3, 5\].*`dim`"),
         (VECTOR, lambda x: {"f": np.zeros(len(x))}, r"'f'.*vector of 2.*\[3\]"),
-        (VECTOR, lambda x: {"f": np.zeros((len(x), 1, 2))}, r"'f'.*vector of 2.*\[3, 1, 2\]"),
         (
             VECTOR,
             lambda x: {"f": pa.array([[1.0, 2.0, 3.0]] * len(x), pa.list_(pa.float32(), 3))},
             r"'f'.*\[3\].*\[2\]",
         ),
-        (VECTOR, lambda x: {"f": pa.array([[1.0, 2.0], [1.0], [1.0, 2.0]])}, "'f'"),
         (
             VECTOR,
             lambda x: {"f": pa.array([[1.0, 2.0], None, [1.0, 2.0]], pa.list_(pa.float32(), 2))},
@@ -259,15 +242,11 @@ LIST = Feature("f", "int64", max_items=2)
         (SCALAR, lambda x: {"f": np.array(["a"] * len(x))}, "'f'.*float"),
         (SCALAR, lambda x: {"f": None}, "'f'"),
         (SCALAR, lambda x: {"f": np.float32(3)}, "'f'"),
-        (SCALAR, lambda x: {"f": iter(x)}, "'f'"),
         (SCALAR, lambda x: None, "numbers.*NoneType"),
-        (SCALAR, lambda x: [x], "numbers.*list"),
-        (SCALAR, lambda x: x, "numbers.*ndarray"),
         (LIST, lambda x: {"f": pa.array([[1], [1, 2, 3], []])}, "'f'.*3 items.*at most 2"),
         (LIST, lambda x: {"f": pa.array([[1], [None], []])}, "'f'.*null"),
         (LIST, lambda x: {"f": pa.array([["a"], [], []])}, "'f'.*int64"),
         (Feature("f", "int8"), lambda x: {"f": np.full(len(x), 300)}, "'f'.*int8.*300"),
-        (Feature("f", "int8", dim=2), lambda x: {"f": np.full((len(x), 2), 300)}, "'f'.*int8"),
         (Feature("f", "int8", dim=2), lambda x: {"f": np.full((len(x), 2), 1.7)}, "'f'.*int8"),
         (Feature("f", "int32", dim=2), lambda x: {"f": np.full((len(x), 2), 2**40)}, "'f'.*int32"),
         (
@@ -462,16 +441,17 @@ def kept_lists(buffer: npt.NDArray[np.float64]) -> npt.NDArray[np.object_]:
 @pytest.mark.parametrize("how", REUSED)
 def test_what_a_model_returned_may_be_used_again(how: str) -> None:
     feature, form = REUSED[how]
-    buffer = np.empty((100, 2))
+    buffer, made = np.empty((100, 2)), dict[str, Any]()
 
     def reusing(x: npt.NDArray[np.float64]) -> dict[str, Any]:
         buffer[: len(x)] = np.stack([x, -x], axis=1)
-        return {"f": form(buffer[: len(x)])}
+        made["f"] = form(buffer[: len(x)])
+        return made
 
-    made = Runner(Returning(reusing), view(feature))
+    again = Runner(Returning(reusing), view(feature))
     done = [
         row
-        for _, computed in made.stream([batch(range(100))])
+        for _, computed in again.stream([batch(range(100))])
         for row in computed.features.column("f").to_pylist()
     ]
     assert done == [[x, -x] for x in range(100)]

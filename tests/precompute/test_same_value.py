@@ -118,7 +118,7 @@ def test_a_precisions_noise_is_the_same_value_and_nothing_else_is(
     check(variant, encoded(TEXTS), np.concatenate([encoded([text]) for text in TEXTS]), wrong)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", {noise_of(name): name for name in TABLE}.values())
 def test_as_much_as_is_allowed_is_the_same_value_and_nothing_else_is(
     name: str, wrong: dict[str, Floats]
 ) -> None:
@@ -264,7 +264,7 @@ def test_a_score_near_zero_has_the_noise_of_the_others_where_most_are_zero() -> 
         (Feature("f", "float32", dim=2), [1.0, float("inf")], [[1.0, 1.0], [1.0, -float("inf")]]),
     ],
 )
-@pytest.mark.parametrize("precision", ["fp32-eager", "bf16-eager", "int8-static-openvino"])
+@pytest.mark.parametrize("precision", ["fp32-eager", "int8-static-openvino"])
 def test_what_is_equal_is_the_same_and_what_is_not_near_is_not(
     feature: Feature, value: Any, others: list[Any], precision: str
 ) -> None:

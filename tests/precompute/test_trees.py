@@ -345,6 +345,20 @@ def test_a_file_with_a_flaw_is_refused_or_computes(
     )
 
 
+def test_children_that_make_no_tree_are_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    data = lightgbm.Dataset(rng.random((300, 2)), rng.random(300))
+    text = lightgbm.train({"num_leaves": 5, "verbose": -1}, data, 1).model_to_string()
+    children = re.search(r"left_child=(\S+) (\S+)", text)
+    assert children is not None
+    # as long as it was, since trees have their sizes in bytes
+    twice = f"left_child={children[2]} {children[2]}".ljust(len(children[0]))
+    path = tmp_path / "model.txt"
+    path.write_text(text.replace(children[0], twice, 1))
+    with pytest.raises(ModelError, match="tree 0 of 1: its children are no tree"):
+        load_model("lightgbm", {"path": str(path)})
+
+
 def test_the_best_round_is_the_last_that_counts(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     data = xgboost.DMatrix(rng.random((300, 2)), rng.random(300))

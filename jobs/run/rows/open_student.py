@@ -20,7 +20,6 @@ from precompute.registry import load_with_fingerprint
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.feature_view import FeatureView, ModelUse, StudentUse
-from precompute.students.held_out import is_held_out
 from precompute.students.student import (
     COMPARED_ROWS,
     MIN_ROWS,
@@ -28,6 +27,7 @@ from precompute.students.student import (
     Student,
     agreement,
     comparable,
+    is_held_out,
     read_student,
 )
 from precompute.techniques.table import REFERENCE, words

@@ -12,10 +12,9 @@ from typing import Any
 import pyarrow as pa
 
 from precompute.model import Features, Verbatim, digest
-from precompute.models.endpoint.endpoint import BadAnswer
+from precompute.models.endpoint.endpoint import BadAnswer, Tokens, credible, estimated
 from precompute.models.endpoint.endpoint_model import EndpointModel, check_columns, text_of
 from precompute.models.endpoint.session import Input
-from precompute.models.endpoint.spending import Tokens, credible, estimated
 from precompute.store.errors import ConfigError
 
 
@@ -196,9 +195,6 @@ class ChatEndpoint(EndpointModel):
         return {one.key: content}
 
     def _read(self, envelope: Any, prompt_bytes: int) -> tuple[Tokens, bytes | BadAnswer]:
-        """Raises:
-        ValueError: it is no chat completion.
-        """
         try:
             choice = envelope["choices"][0]
             message, ended = choice["message"], choice.get("finish_reason")
@@ -237,9 +233,6 @@ class ChatEndpoint(EndpointModel):
         )
 
     def _value(self, content: bytes) -> Any:
-        """Raises:
-        ValueError: it does not fit the schema.
-        """
         text = content.decode()
         if self._schema is None:
             return text.strip()

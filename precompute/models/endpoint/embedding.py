@@ -14,10 +14,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.model import Features, Verbatim, digest
-from precompute.models.endpoint.endpoint import BadAnswer
+from precompute.models.endpoint.endpoint import BadAnswer, Tokens, credible, estimated
 from precompute.models.endpoint.endpoint_model import EndpointModel, check_columns, text_of
 from precompute.models.endpoint.session import Input
-from precompute.models.endpoint.spending import Tokens, credible, estimated
 from precompute.store.errors import ModelError
 
 CODE_VERSION = 1
@@ -148,9 +147,6 @@ class EmbeddingEndpoint(EndpointModel):
     def _read(
         self, envelope: Any, count: int, size_bytes: int
     ) -> tuple[Tokens, list[bytes] | BadAnswer]:
-        """Raises:
-        ValueError: it is no answer of embeddings.
-        """
         try:
             data, usage = envelope["data"], envelope.get("usage")
             found = {int(one["index"]): one["embedding"] for one in data}

@@ -15,9 +15,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.model import Features, Prepared
-from precompute.models.endpoint.endpoint import BadAnswer, Endpoint, Limits, base_url, key_from
+from precompute.models.endpoint.endpoint import (
+    BadAnswer,
+    Endpoint,
+    Limits,
+    Spending,
+    base_url,
+    key_from,
+)
 from precompute.models.endpoint.session import Input, Session
-from precompute.models.endpoint.spending import Spending
 from precompute.project_module import absolute_path
 from precompute.store.errors import ConfigError, ModelError
 
@@ -95,7 +101,7 @@ class EndpointModel(ABC):
         params: fields of the request's body beside ours, or in their place; null leaves one out.
         api_key_env: the environment variable that holds the API key; by default none is sent.
         limits: as of :class:`Limits`: how much at once, how often, how long.
-        budget, price: as of :class:`precompute.models.endpoint.spending.Spending`, for one run.
+        budget, price: as of :class:`precompute.models.endpoint.endpoint.Spending`, for one run.
         cache: folder of the answers; by default :data:`CACHE` in the project's folder.
         cache_days: how long an answer is stored.
         group: inputs of one request.

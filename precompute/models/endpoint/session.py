@@ -171,14 +171,8 @@ cached."""
 
 
 class Session:
-    """One endpoint's requests in this process. Its thread begins with the first.
-
-    Args:
-        endpoint: where they go.
-        cache_folder: of the answers.
-        cache_days: how long one is stored.
-        group: inputs of one request.
-    """
+    """One endpoint's requests in this process, of ``group`` inputs each. Its thread begins with the
+    first."""
 
     def __init__(
         self, endpoint: Endpoint, cache_folder: Path, cache_days: float, group: int
@@ -266,7 +260,6 @@ class Session:
         return [outcomes[i.key] for i in inputs]
 
     def _forget(self) -> None:
-        """Forget inputs without an answer that are old, or too many."""
         oldest = time.monotonic() - FAILED_S
         while self._failed and (
             len(self._failed) > MOST_FAILED or next(iter(self._failed.values()))[0] < oldest
@@ -373,7 +366,6 @@ def _close(
     cache: AnswerCache,
     writer: ThreadPoolExecutor,
 ) -> None:
-    """End what is under way, and close all."""
     if thread is threading.current_thread():
         # the last to hold the session was one of its own tasks, which is the last
         loop.call_soon(loop.stop)

@@ -138,12 +138,7 @@ class _Connection(asyncio.Protocol):
 
 
 class Transport:
-    """Sends in one event loop.
-
-    Args:
-        url: scheme, host and path before those of the API.
-        headers: of every request.
-    """
+    """Sends in one event loop."""
 
     def __init__(self, url: str, headers: Sequence[tuple[str, str]]) -> None:
         parts = urlsplit(url)

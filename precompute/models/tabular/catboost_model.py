@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.model import Prepared
-from precompute.models.tabular.host import installed
+from precompute.models.tabular.columns import installed
 from precompute.models.tabular.tree_model import TreeModel, Trees
 from precompute.store.errors import ModelError
 

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from precompute.models.tabular.columns import Matrix
-from precompute.models.tabular.host import installed
+from precompute.models.tabular.columns import Matrix, installed
 from precompute.models.tabular.tree_model import TreeModel, Trees
 from precompute.store.errors import ModelError
 
@@ -231,7 +230,6 @@ def _check_tree(tree: Block, features: int) -> None:
 
 
 def _categorical(tail: str, features: int) -> tuple[int, ...]:
-    """Numbers of the features that were trained as categories."""
     found = re.search(r"^\[categorical_feature: ([\d,]*)\]$", tail, re.MULTILINE)
     if found is None:
         raise ValueError("its parameter categorical_feature is missing, or none")
@@ -334,9 +332,7 @@ def fitted(
     Args:
         matrix: float64 [rows, columns]; NaN is a null.
         scores: float32 [rows].
-        names: of the columns.
         rounds: how many trees.
-        seed: of what is drawn by chance.
     """
     import lightgbm
 

@@ -14,8 +14,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.model import Features, Prepared, Verbatim, digest, resolve_path
-from precompute.models.tabular.columns import is_number, is_text, listed, numbers, unfit, value_type
-from precompute.models.tabular.host import Host, HostModel, installed
+from precompute.models.tabular.columns import (
+    Host,
+    HostModel,
+    installed,
+    is_number,
+    is_text,
+    listed,
+    numbers,
+    unfit,
+    value_type,
+)
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError, did_you_mean
 
 NUMBERS: dict[str, Any] = {
@@ -316,7 +325,6 @@ def _loaded(path: Path) -> tuple[list[Path], Any]:
 
 
 def _beside(path: Path, model: Any) -> list[Path]:
-    """Files of weights that the graph names: in its folder, or below."""
     named = set[str]()
     todo = [model.graph]
     while todo:

@@ -15,8 +15,7 @@ import pyarrow as pa
 
 from precompute.engine.window import side_by_side
 from precompute.model import Features, Prepared, Verbatim, digest, resolve_path
-from precompute.models.tabular.columns import Columns, Matrix
-from precompute.models.tabular.host import Host, HostModel
+from precompute.models.tabular.columns import Columns, Host, HostModel, Matrix
 from precompute.store.errors import ConfigError
 
 CODE_VERSION = 2

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from precompute.models.tabular.columns import Matrix, unfit
-from precompute.models.tabular.host import installed
+from precompute.models.tabular.columns import Matrix, installed, unfit
 from precompute.models.tabular.tree_model import TreeModel, Trees
 from precompute.store.errors import ConfigError, ModelError
 
@@ -211,7 +210,6 @@ def _tree(tree: Any, number: int, features: int) -> dict[str, Any]:
 def _splits(
     tree: Mapping[str, Any], split_type: npt.NDArray[Any], inner: npt.NDArray[Any]
 ) -> dict[str, Any]:
-    """What splits by category."""
     chosen = _integers(tree, "categories", None, 0, MOST_CATEGORIES)
     nodes = _integers(tree, "categories_nodes", None, 0, len(split_type))
     first, sizes = (
@@ -264,7 +262,6 @@ def _dict(of: Any, key: str) -> dict[str, Any]:
 
 
 def _texts(of: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts, and objects of texts."""
     for value in of.values():
         if isinstance(value, dict):
             _texts(value)
