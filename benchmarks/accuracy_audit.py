@@ -26,7 +26,7 @@ from benchmarks.common import numbers, report, write_project
 from benchmarks.engine_mlp import IDS, Scorer
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.job import Job, RunOptions
-from precompute.jobs.run.judge.sample import Sample
+from precompute.jobs.run.judge.audit import Sample
 from precompute.jobs.run.materialize import materialize
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.report import recorded

@@ -21,7 +21,7 @@ from benchmarks.common import child, report, run
 from benchmarks.store_plan import items
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.capacity import plan
-from precompute.jobs.run.usage import Overlapping, UsageMeter
+from precompute.jobs.run.report import Overlapping, UsageMeter
 from precompute.store.disk.record import plain
 from precompute.store.offline.runs import Report
 

@@ -100,7 +100,7 @@ SEAMS = {
     },
     "fsspec": {"store/disk/remote_files.py"},
     "pyiceberg": {"store/offline/iceberg_files.py"},
-    "ray": {"jobs/run/shards/ray_launcher.py"},
+    "ray": {"jobs/run/shards/launcher.py"},
     "redis": {"store/online/redis/connection.py"},
     "hiredis": {"store/online/redis/connection.py"},
     "xxhash": {

@@ -252,8 +252,7 @@ def _log(arguments: argparse.Namespace) -> int:
 
 
 def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[str]:
-    from precompute.jobs.run.report import engine_line
-    from precompute.jobs.run.usage import usage_line
+    from precompute.jobs.run.report import engine_line, usage_line
 
     number = "" if report.snapshot is None else f", snapshot {report.snapshot}"
     yield f"{report.run}: {report.command} of {report.view}, {report.status}{number}"

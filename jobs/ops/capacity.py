@@ -180,7 +180,7 @@ class Fitted:
         self.published: list[Point] = []
         for report in reports:
             why = _why_left_out(report, model)
-            of_kind = _kind_of(report) == kind
+            of_kind = report.usage.kind == kind
             if of_kind and why is None:
                 self.computed.append(Point(report))
             elif of_kind:
@@ -292,21 +292,11 @@ class Fitted:
         return max(rates, default=1.0) or 1.0
 
 
-def _kind_of(report: Report) -> str | None:
-    """Which rows a run computed, ``full`` or ``delta`` …; None of one that computed none."""
-    if report.usage.cores or not report.counts.get("written"):
-        return report.usage.kind
-    return "delta" if report.counts.get("unchanged") else "full"
-
-
 def _why_left_out(report: Report, model: str | None) -> str | None:
-    """Why a run is not fitted to; None where it is."""
     usage = report.usage
     rows = max(report.counts.get("source", 0), usage.loaded_rows)
     if not report.finished:
         return "failed"
-    if not usage.cores:
-        return "recorded before CPU seconds were"
     if report.model != model:
         return "of another model"
     if report.resumed:
@@ -347,15 +337,15 @@ def plan(
     model = next((r.model for r in reports if r.usage.kind and r.finished), None)
     kinds = {kind: Fitted(kind, reports, model) for kind in ("full", "delta")}
     cannot_tell = {kind: why for kind, of in kinds.items() if (why := of.why_not) is not None}
-    told = {kind: of for kind, of in kinds.items() if kind not in cannot_tell}
-    if not told:
+    fit = {kind: of for kind, of in kinds.items() if kind not in cannot_tell}
+    if not fit:
         raise PrecomputeError(
             f"what view {name!r} takes cannot be told: {cannot_tell['full']}. {_how_to(name, rows)}"
         )
-    newest = next(iter(told.values())).computed[0]
-    rows = rows or max(of.source_rows[-1] for of in told.values())
+    newest = next(iter(fit.values())).computed[0]
+    rows = rows or max(of.source_rows[-1] for of in fit.values())
     workers = workers or newest.workers
-    found = {kind: _predicted(of, rows, workers, price, project) for kind, of in told.items()}
+    found = {kind: _predicted(of, rows, workers, price, project) for kind, of in fit.items()}
     return {
         "view": name,
         "rows": rows,

@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from precompute.jobs.config.project import Project, read_tuning, write_tuning
-from precompute.jobs.ops.published_rows import PublishedRows, as_published, published_rows
-from precompute.jobs.ops.student_judge import SEED, Judge, Trial
+from precompute.jobs.ops.student_judge import (
+    SEED,
+    Judge,
+    PublishedRows,
+    Trial,
+    as_published,
+    published_rows,
+)
 from precompute.jobs.run.rows.open_view import OpenView
 from precompute.project_module import absolute_arguments, described, starting_from
 from precompute.store.disk.durable_file import (
@@ -79,7 +85,7 @@ def optimize(
 
     Raises:
         ConfigError: there is nothing to learn from, no such student, or next to no time; the tuning
-            file is damaged; see :func:`precompute.jobs.ops.published_rows.published_rows`.
+            file is damaged; see :func:`precompute.jobs.ops.student_judge.published_rows`.
         SnapshotError: nothing is live, or a file cannot be read or written.
         ConflictError: students of this view are being made.
         SourceError, ModelError: as a run would.
@@ -115,11 +121,6 @@ def optimize(
 
 
 def _wanted(by: str | None, purpose: str | None, within_s: float) -> list[Recipe]:
-    """The recipes to try.
-
-    Raises:
-        ConfigError: there are none, or there is next to no time.
-    """
     if within_s < LEAST_WITHIN_S:
         raise ConfigError(
             f"--within: {within_s:g} s: students learn next to nothing in less than"
@@ -173,11 +174,7 @@ def _refusal(workshop: Workshop, recipe: Recipe) -> str:
 
 def _tried(workshop: Workshop, judge: Judge, recipe: Recipe, until: float, refused: str) -> Trial:
     """A student on trial; one that cannot be made has the reason in its line, whatever it is: the
-    others are made all the same.
-
-    Raises:
-        SnapshotError: it cannot be written, and nor can others.
-    """
+    others are made all the same."""
     line = {"name": recipe.name, "by": recipe.by, "folder": None, "path": None, "make_s": None}
     try:
         if not refused:

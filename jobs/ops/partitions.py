@@ -36,9 +36,8 @@ def partitions_served(
         ``serve`` (newest or all, as what is live was published), ``served`` and ``computed``
         (partitions with rows), ``rows`` (computed in the newest snapshots of all these, a key
         counted in each partition that has it), ``left_out``: reason → how many partitions are not
-        served as they were computed last,
-        ``older``: partitions of another model or source than the view would be computed with now,
-            ``looked_at``: how many partitions' sources these runs
+        served as they were computed last, ``older``: partitions of another model or source than
+        the view would be computed with now, ``looked_at``: how many partitions' sources these runs
         read again to look for late rows, and ``late``: those of them that have other rows now.
 
     Raises:
@@ -109,7 +108,6 @@ def _older(config: ViewConfig, store: ViewStore, newest: Mapping[str, Entry]) ->
 
 
 def _made_by(view: FeatureView) -> tuple[Any, ...]:
-    """What of a definition makes its rows."""
     made_by = view.definition
     return (
         view.entity,

@@ -187,6 +187,8 @@ class StatusLine(TypedDict):
     attention: list[str]
 
 
+_NOTHING: dict[str, Any] = dict.fromkeys(StatusLine.__annotations__)
+"""Of which nothing is known, its fields in the order that they are shown in."""
 _ENDED_BADLY = ("failed", "killed", "rejected", "refused")
 
 
@@ -203,10 +205,15 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
     ref, reports = store.refs.live(), store.runs.reports(REPORTS)
     last, next_run = _last_run(store, reports), outlook(project, store, datetime.now(UTC))
     schedule = project.schedules().get(name)
-    line = _unpublished(name) | {
+    line = _NOTHING | {
+        "view": name,
+        "status": "unpublished",
+        "behind": [],
         "ttl_s": _ttl_s(project, name),
         "held": None if ref is None else ref.held,
-        "last_run": None if last is None else {field: getattr(last, field) for field in _LAST_RUN},
+        "last_run": None
+        if last is None
+        else {field: getattr(last, field) for field in LastRun.__annotations__},
         "schedule": None if schedule is None else schedule.when,
         "next_due": None if next_run.due is None else iso(next_run.due),
         "next_due_why": next_run.reason,
@@ -280,33 +287,6 @@ def _served(online: OnlineStore, name: str) -> dict[str, Any]:
     return {}
 
 
-def _unpublished(name: str) -> dict[str, Any]:
-    """The fields of a view of which nothing is live, in the order that they are shown in."""
-    return {
-        "view": name,
-        "status": "unpublished",
-        "snapshot": None,
-        "partition": None,
-        "rows": None,
-        "age_s": None,
-        "ttl_s": None,
-        "source_at": None,
-        "source_age_s": None,
-        "coverage": None,
-        "rejected": None,
-        "online": None,
-        "index": None,
-        "held": None,
-        "last_run": None,
-        "schedule": None,
-        "next_due": None,
-        "next_due_why": None,
-        "behind": [],
-        "partitions": None,
-        "checked": None,
-    }
-
-
 def _ttl_s(project: Project, name: str) -> float | None:
     """As configured; None where the view's file is wrong."""
     return None if name in project.broken else project.view(name).ttl
@@ -333,9 +313,6 @@ def _too_old(project: Project, name: str, source_age_s: float | None) -> list[st
         f"its source was last modified {duration(source_age_s)} ago, and source.max_age is"
         f" {duration(max_age)}"
     ]
-
-
-_LAST_RUN = ("run", "command", "status", "started_at", "seconds", "partition", "error")
 
 
 def _last_run(store: ViewStore, reports: Sequence[Report]) -> Report | None:
@@ -466,7 +443,8 @@ def project_status(project: Project) -> list[dict[str, Any]]:
             try:
                 line = view_status(project, offline.view(name), online)
             except PrecomputeError as exc:
-                line = _UNREADABLE | {"view": name, "ttl_s": _ttl_s(project, name)}
+                line = _NOTHING | {"view": name, "status": "unreadable"}
+                line["ttl_s"] = _ttl_s(project, name)
                 # an object store that gave no answer
                 line |= _served(online, name) if isinstance(exc, OSError) else {}
                 line["attention"] = [str(exc), *_behind_root(offline.view(name), why=False)]
@@ -490,7 +468,7 @@ def _unconfigured(project: Project, online: OnlineStore) -> list[dict[str, Any]]
         return []
     lines = []
     for name in names:
-        line = _UNREADABLE | {"view": name, "status": "unconfigured", "ttl_s": None}
+        line = _NOTHING | {"view": name, "status": "unconfigured"}
         served = _served(online, name)
         line |= served | ({"online": True} if served else {})
         why = (
@@ -499,6 +477,3 @@ def _unconfigured(project: Project, online: OnlineStore) -> list[dict[str, Any]]
         )
         lines.append(line | {"attention": [why]})
     return lines
-
-
-_UNREADABLE: dict[str, Any] = dict.fromkeys(StatusLine.__annotations__) | {"status": "unreadable"}

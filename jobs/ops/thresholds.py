@@ -1,10 +1,9 @@
 """Thresholds: for a view's semantic cache, how many calls of the model each threshold would save,
 and how many answers would be wrong, by the view's own rows.
 
-Each row of a sample is looked up as if it were missing: the nearest other stored input by the other
-    view's
-index, and whether the row of that one would have been the right answer. The same rows are drawn
-every time.
+Each row of a sample is looked up as if it were missing: the nearest other stored input by the
+other view's index, and whether the row of that one would have been the right answer. The same rows
+are drawn every time.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ CONFIDENCE = 0.95
 leaves it, so that one may be picked after looking at all."""
 
 
-class _Asked(NamedTuple):
+class _Answer(NamedTuple):
     """A sampled row: the cosine of its input and the nearest one that has a row, and how far that
     row is the right answer, from 0 to 1."""
 
@@ -153,7 +152,7 @@ def _nearest(
     index: VectorIndex,
     keys: Sequence[str],
     budget: AccuracyConfig,
-) -> list[_Asked]:
+) -> list[_Answer]:
     """What the nearest others with a row would have answered for each key that has a vector and a
     row."""
     near: dict[str, list[tuple[str, float]]] = {}
@@ -173,7 +172,7 @@ def _nearest(
         if key in stored and nearest is not None:
             other, score = nearest
             requested.append(
-                _Asked(
+                _Answer(
                     min(1.0, score), agreement_of(stored[key], stored[other], pointer.view, budget)
                 )
             )
@@ -222,7 +221,9 @@ def _is_no_value(column: pa.Array) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _judged(answered: Sequence[_Asked], threshold: float, rows: int, judged: int) -> dict[str, Any]:
+def _judged(
+    answered: Sequence[_Answer], threshold: float, rows: int, judged: int
+) -> dict[str, Any]:
     z = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / judged)
     agree = sum(one.agreement for one in answered) / len(answered) if answered else None
     return {

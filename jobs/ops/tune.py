@@ -457,11 +457,7 @@ def _check_fit(done: Outcome, view: str) -> None:
 
 
 def _sampled(opened: OpenView, rows: int, runner: Runner) -> Iterator[pa.RecordBatch]:
-    """Windows of the sample; reading it is the read stage's time.
-
-    Raises:
-        SourceError: there are no rows.
-    """
+    """Windows of the sample; reading it is the read stage's time."""
     started = time.monotonic()
     table = opened.source.sample(rows)
     runner.meter.stage("read").busy_s += time.monotonic() - started

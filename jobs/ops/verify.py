@@ -105,11 +105,7 @@ def _account(store: ViewStore, online: OnlineStore) -> str:
 
 
 def _live(store: ViewStore) -> tuple[LiveRef, Snapshot, str]:
-    """The live pointer, its snapshot, and in words, what that builds on.
-
-    Raises:
-        SnapshotError: one of them cannot be read, or nothing is live.
-    """
+    """The live pointer, its snapshot, and in words, what that builds on."""
     ref = store.refs.live()
     if ref is None:
         raise SnapshotError(f"nothing is live: precompute run {store.name}")

@@ -234,8 +234,6 @@ def show(text: str) -> None:
 
 
 class _NoPandas:
-    """An import finder that refuses pandas."""
-
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         if name == "pandas":

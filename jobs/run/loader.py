@@ -237,7 +237,6 @@ class Loader:
 
 
 def _same(found: Packed, wanted: Packed) -> bool:
-    """Whether both hold the same strings."""
     return np.array_equal(found.sizes, wanted.sizes) and np.array_equal(
         _bytes(found), _bytes(wanted)
     )

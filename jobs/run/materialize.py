@@ -30,8 +30,13 @@ from precompute.jobs.run.rows.compaction import (
     merged,
     write_deletes,
 )
-from precompute.jobs.run.rows.open_student import OpenStudent
-from precompute.jobs.run.rows.open_view import OpenView, iso_us, open_view, read_source_at
+from precompute.jobs.run.rows.open_view import (
+    OpenStudent,
+    OpenView,
+    iso_us,
+    open_view,
+    read_source_at,
+)
 from precompute.jobs.run.rows.plan import Plan, Planner, mark_if_damaged, now_us, recipe_of
 from precompute.jobs.run.shards.holder import attempts_of, compute_in_shards, shards_of
 from precompute.sources.frame import write_frame
@@ -137,14 +142,7 @@ def _open(job: Job, report: Report) -> OpenView:
 
 def _take_frame(config: ViewConfig, frame: object, project: Path, path: Path) -> None:
     """Store the rows that a program gave to a run, where the view's SQL reads them. Each run has a
-    file of its own, named by its snapshot: what is live still reads the one before.
-
-    Raises:
-        ConfigError: the view takes a frame and none was given, or one was given and the view takes
-            none.
-        SourceError: it lacks a column, or cannot be read.
-        SnapshotError: it cannot be written.
-    """
+    file of its own, named by its snapshot: what is live still reads the one before."""
     name, columns = config.name, config.source.frame
     if columns is None and frame is None:
         return
@@ -269,12 +267,6 @@ class Computed:
 def _compute(
     job: Job, opened: OpenView, plan: Plan, report: Report, progress: Progress
 ) -> Computed:
-    """Compute the rows of the plan.
-
-    Raises:
-        GateError: the view's precision is refused; nothing was written.
-        RejectedError, ModelError, ConfigError: too many rows are unusable, or none fits the view.
-    """
     config, store = job.config, job.store
     built_on = "compacting" if plan.compact else "delta"
     report.usage.kind = "full" if plan.parent is None else built_on
@@ -338,11 +330,7 @@ def _compute(
 
 class _Accuracy:
     """The verdict on the view's precision. There is none in float32, without rows, or for a delta:
-    its parent has the same precision, and was judged.
-
-    Raises:
-        GateError: it is refused, and that is not accepted; nothing was computed.
-    """
+    its parent has the same precision, and was judged."""
 
     def __init__(
         self,
@@ -362,11 +350,7 @@ class _Accuracy:
                 self._judge(self._check, "computed")
 
     def checked(self) -> list[Verdict]:
-        """Wait for the verdicts: called before anything is written.
-
-        Raises:
-            GateError: it is refused, and that is not accepted; nothing was written.
-        """
+        """Wait for the verdicts: called before anything is written."""
         if self._check is not None and not self._verdicts:
             # the rows are computed meanwhile
             with self._report.stage("accuracy", time.thread_time):
@@ -396,12 +380,7 @@ def _check_fit(
     chunks: Chunks,
     cause: RejectedError | ModelError | None = None,
 ) -> None:
-    """Refuse a run in which the model's output fits the view for no row.
-
-    Raises:
-        ModelError: the model or the view is wrong, not the rows.
-        ConfigError: for every row the model looked for a column that the source does not yield.
-    """
+    """Refuse a run in which the model's output fits the view for no row."""
     if chunks.fits or plan.diff.unchanged + plan.diff.resumed:
         return
     reason = str(cause) if isinstance(cause, ModelError) else chunks.rejections.only_reason
@@ -490,11 +469,7 @@ def _judge(
 @contextmanager
 def _marking_damage(store: ViewStore, parent: Snapshot | None) -> Iterator[None]:
     """Mark the parent bad if it cannot be read because it is damaged, so that the next run builds
-    on a whole snapshot.
-
-    Raises:
-        SnapshotError: something cannot be read; the message says what to do.
-    """
+    on a whole snapshot."""
     try:
         yield
     except SnapshotError as exc:

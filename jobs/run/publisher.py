@@ -237,11 +237,7 @@ class Publisher:
     def _loaded(self, snapshot: Snapshot, ref: LiveRef | None, epoch: int, reload: bool) -> Place:
         """Load a snapshot: as an overlay over what is live, or over its lower layers, where it
         builds on them and little changed since; else as a base. Nothing is loaded if no row
-        changed.
-
-        Raises:
-            SnapshotError, OnlineStoreError: as :meth:`publish`.
-        """
+        changed."""
         under = None if reload or ref is None else self._under(snapshot, ref)
         if under is not None:
             place, changes = under
@@ -422,20 +418,7 @@ class Publisher:
         values: bool = True,
     ) -> bool:
         """Whether generations and index are there and their rows are right; the caller loads again
-        what is not.
-
-        Args:
-            pointer: need not be live.
-            snapshot: what the pointer names.
-            unread: what to return where the snapshot's own files cannot be read, to compare: rows
-                in the store have checksums.
-            rows: how many are compared.
-            values: False checks keys and checksums only: what lies under an overlay was compared
-                when it was loaded.
-
-        Raises:
-            OnlineStoreError: the store does not answer.
-        """
+        what is not."""
         for index in (pointer.index, pointer.overlay_index):
             if index is not None and not is_there(self._store.offline.root / index):
                 log.warning(
@@ -457,11 +440,7 @@ class Publisher:
     def _drop_unused(self, ref: LiveRef | None, current: Pointer | None) -> None:
         """Remove generations and indexes except the live ones, the ones before (for a rollback),
         and those that the online pointer named until now, which requests that began before the flip
-        still read.
-
-        Raises:
-            FencedError: the lease was lost, and another run may be loading there.
-        """
+        still read."""
         self._lease.check()
         store, online, view = self._store, self._online, self._store.name
         keep = self._in_use(ref, current)

@@ -97,11 +97,7 @@ def rollback(
 
 def _mark_left(store: ViewStore, number: int, target: int) -> None:
     """Mark the snapshot that is rolled back from bad. For one of all partitions, mark the snapshots
-    of those partitions that differ from the target's, so that the next one is not made of them.
-
-    Raises:
-        SnapshotError: the file system failed.
-    """
+    of those partitions that differ from the target's, so that the next one is not made of them."""
     entries = store.catalog().entries
 
     def members(of: int) -> dict[str | None, int]:
@@ -132,11 +128,7 @@ def _mark_left(store: ViewStore, number: int, target: int) -> None:
 
 
 def _target(store: ViewStore, ref: LiveRef, to: int | None) -> int:
-    """Number of the snapshot to go back to, after a check that it may be published.
-
-    Raises:
-        SnapshotError, GateError: there is none, or not the one requested.
-    """
+    """Number of the snapshot to go back to, after a check that it may be published."""
     standing, name = Standing(store), store.name
     target = standing.before(ref) if to is None else to
     snapshot = store.snapshot(target)

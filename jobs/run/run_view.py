@@ -125,7 +125,6 @@ def run_view(
 
 
 def _run(job: Job, report: Report, progress: Progress) -> None:
-    """The steps of a run."""
     options = job.options
     if options.command == "run":
         check_before(
@@ -150,11 +149,7 @@ def _run(job: Job, report: Report, progress: Progress) -> None:
 
 
 def _run_lease(project: Project, store: ViewStore, options: RunOptions) -> Lease:
-    """The right to compute the partition; reports of dead runs of it are closed.
-
-    Raises:
-        ConflictError: another run has it, or the view is being dropped.
-    """
+    """The right to compute the partition; reports of dead runs of it are closed."""
     partition, name = options.partition_text, store.name
     whose = f"view {name!r}{'' if partition is None else f' and partition {partition}'}"
     busy = f"another run of {whose} is going on; wait for it, or look at `status`"
@@ -313,12 +308,7 @@ def _publish(job: Job, snapshot: Snapshot, report: Report, progress: Progress) -
 
 def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease, report: Report) -> Snapshot:
     """The snapshot of all partitions that is published in place of ``snapshot``, which is of one of
-    them; ``snapshot`` itself where none has rows.
-
-    Raises:
-        GateError: a gate refused ``snapshot``, or it was rolled back from.
-        SnapshotError: it is not the one of its partition that is served.
-    """
+    them; ``snapshot`` itself where none has rows."""
     store, options = job.store, job.options
     if not keeps_live(snapshot):
         Standing(store).check_publishable(snapshot)
@@ -349,13 +339,7 @@ def _go_live(
     publisher: Publisher,
     report: Report,
 ) -> bool:
-    """Make the snapshot live, or log why not; returns whether it stays unpublished.
-
-    Raises:
-        GateError: it stays unpublished since a gate refused it: the run must not look like a
-            success.
-        PrecomputeError: as :meth:`Publisher.publish`.
-    """
+    """Make the snapshot live, or log why not; returns whether it stays unpublished."""
     standing = Standing(store)
     requested = options.command == "publish" and options.backfill is None
     stays = None if requested else standing.why_unpublished(snapshot)

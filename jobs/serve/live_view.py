@@ -22,8 +22,7 @@ import pyarrow as pa
 from precompute.engine.features import with_null_rows
 from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.rows.open_student import OpenStudent
-from precompute.jobs.run.rows.open_view import OpenView, open_view
+from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, open_view
 from precompute.model import Model, QueryModel, ReadingModel
 from precompute.project_module import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint

@@ -16,8 +16,7 @@ from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.preflight import check_index, check_online, contract_verdict
-from precompute.jobs.run.rows.open_student import OpenStudent
-from precompute.jobs.run.rows.open_view import open_source, open_view
+from precompute.jobs.run.rows.open_view import OpenStudent, open_source, open_view
 from precompute.model import ReadingModel
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.storage import LOCAL, storage_of

@@ -15,11 +15,10 @@ import redis
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.rollback import reconcile
 from precompute.store.account import checker, rounds
-from precompute.store.account.account import Act, Turn, read_account
+from precompute.store.account.account import Act, read_account
 from precompute.store.account.checker import look, share_of
 from precompute.store.account.rounds import Rounds
-from precompute.store.disk.record import replace
-from precompute.store.errors import PrecomputeError, VectorIndexError
+from precompute.store.errors import PrecomputeError
 from tests.conftest import MakeProject, Prepared
 from tests.scene import Scene
 
@@ -127,12 +126,10 @@ def delete_rows(project: Scene) -> None:
 FILES: dict[str, Callable[[Scene], object]] = {
     "a bit of the index's vectors": lambda p: flip(index(p, 1, "vectors.faiss")),
     "a bit of the index's rows": lambda p: flip(index(p, 1, "rows.arrow")),
-    "a bit of the index's hashes": lambda p: flip(index(p, 1, "hashes.arrow")),
     "a bit of the index's record": lambda p: flip(index(p, 1, "meta.json")),
     "a bit of the overlay's index": lambda p: flip(index(p, 2, "vectors.faiss")),
     "a bit of what the overlay's index replaces": lambda p: flip(index(p, 2, "replaced.arrow")),
     "the index": lambda p: shutil.rmtree(p.store.index_folder(1)),
-    "the overlay's index": lambda p: shutil.rmtree(p.store.index_folder(2)),
     "a bit of the live pointer": lambda p: flip(p.store.refs.folder / "live.json"),
     "the live pointer": lambda p: (p.store.refs.folder / "live.json").unlink(),
 }
@@ -143,10 +140,8 @@ TABLES: dict[str, Callable[[Scene], object]] = {
     "a bit of the table's checksums": lambda p: flip(table(p, 1), 0.998),
     "a bit of the overlay": lambda p: flip(table(p, 2), 0.99),
     "the table": lambda p: table(p, 1).unlink(),
-    "the overlay": lambda p: table(p, 2).unlink(),
     "the table's end": lambda p: table(p, 1).write_bytes(table(p, 1).read_bytes()[:-512]),
     "a bit of the online pointer": lambda p: flip(p.folder / "online" / "numbers" / "live.json"),
-    "the online pointer": lambda p: (p.folder / "online" / "numbers" / "live.json").unlink(),
     "all that is online": lambda p: shutil.rmtree(p.folder / "online"),
 }
 REDIS: dict[str, Callable[[Scene], object]] = {
@@ -332,48 +327,9 @@ def test_a_window_moves_over_all_rows(project: Scene, monkeypatch: pytest.Monkey
         assert looked()[2] == []
 
 
-def test_what_a_reader_meets_is_looked_at_first(
-    project: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checker, "OFTEN_S", 1e9)
-    refs = project.store.refs.folder
-    with project.online_store() as online, project.lookup() as lookup:
-        assert look(project.store, online, budget_s=-1.0).trouble == []
-        flip(index(project, 1, "vectors.faiss"))
-        assert look(project.store, online, budget_s=-1.0).trouble == []
-        with pytest.raises(VectorIndexError):
-            lookup.search("numbers", key=7, k=2)
-        assert "differs from its checksum" in look(project.store, online, budget_s=-1.0).trouble[0]
-        # until it is healed, whether it is read again or not
-        assert "differs from its checksum" in look(project.store, online, budget_s=-1.0).trouble[0]
-        assert read_account(refs, "numbers").act is Act.LOAD
-
-
 def test_an_hours_share_is_read_whatever_time_it_takes() -> None:
     assert share_of(60.0) == pytest.approx(0.02)
     assert share_of(7200.0) == 0.99
-
-
-def test_what_was_looked_at_is_told(project: Scene) -> None:
-    refs = project.store.refs.folder
-    known = read_account(refs, "numbers")
-    now_us = known.at_us + 3_120_000_000
-    files = len(known.files)
-    told = replace(
-        known,
-        turn=Turn(1, 0, 0, 0, 0, known.at_us),
-        files=dict.fromkeys(known.files, known.at_us),
-        files_bytes=12_340_000,
-    )
-    assert (
-        told.looked_at(now_us)
-        == f"all 40 rows read in the last 52 min; {files} files, 12.3 MB, by their checksums in the last 52 min"
-    )
-    assert (
-        replace(told, turn=Turn(1, 0, 1, 38, known.at_us))
-        .looked_at(now_us)
-        .startswith("38 of 40 rows read in the last 52 min; ")
-    )
 
 
 def test_beside_a_server_somebody_looks_every_minute(

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from precompute.jobs.run.judge import audit as audit_module
-from precompute.jobs.run.judge import sample as sample_module
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.errors import GateError
 from tests.conftest import MakeProject
@@ -175,16 +174,16 @@ def test_a_row_that_depends_on_its_batch_is_refused(make_project: MakeProject, r
 def test_of_large_rows_fewer_are_held(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample_module, "HELD_BYTES", 20_000)
-    monkeypatch.setattr(sample_module, "TOGETHER_BYTES", 1)
+    monkeypatch.setattr(audit_module, "HELD_BYTES", 20_000)
+    monkeypatch.setattr(audit_module, "TOGETHER_BYTES", 1)
     held: list[int] = []
-    draw: Callable[..., None] = sample_module.Sample.draw
+    draw: Callable[..., None] = audit_module.Sample.draw
 
-    def drawing(sample: sample_module.Sample, *given: Any) -> None:
+    def drawing(sample: audit_module.Sample, *given: Any) -> None:
         draw(sample, *given)
         held.append(sum(map(len, sample._made)))
 
-    monkeypatch.setattr(sample_module.Sample, "draw", drawing)
+    monkeypatch.setattr(audit_module.Sample, "draw", drawing)
     rows = [(i, 1 + i / 7) for i in range(ROWS)]
     project = torch_project(make_project, rows, view={"precision": "bf16", "accuracy": LOOSE})
     project.run()

@@ -143,41 +143,6 @@ def test_a_model_whose_answer_fits_for_no_row_fails_the_run_in_words(
     assert (report.status, report.counts["rejected"]) == ("published", 1)
 
 
-class Kinds(Texts):
-    """A feature of every type and shape, all ones."""
-
-    def fingerprint(self) -> str:
-        return "kinds 1"
-
-    def compute(self, batch: pa.RecordBatch) -> dict[str, pa.Array]:
-        return {name: pa.array([value] * batch.num_rows) for name, (_, value) in KINDS.items()}
-
-
-def _kinds() -> dict[str, tuple[dict[str, Any], Any]]:
-    """Name → (as configured, value)."""
-    found: dict[str, tuple[dict[str, Any], Any]] = {}
-    for dtype in (
-        "float16",
-        "float32",
-        "float64",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "bool",
-        "string",
-    ):
-        one: Any = {"bool": True, "string": "é"}.get(dtype, 1.0 if dtype.startswith("float") else 1)
-        found[f"one_{dtype}"] = ({"dtype": dtype}, one)
-        if dtype not in ("bool", "string"):
-            found[f"vector_{dtype}"] = ({"dtype": dtype, "dim": 3}, [one] * 3)
-        if dtype != "bool":
-            found[f"list_{dtype}"] = ({"dtype": dtype, "max_items": 3}, [one] * 2)
-    return found
-
-
-KINDS = _kinds()
-
 VIEW: dict[str, Any] = {
     "model": {"use": f"{HERE}:Texts"},
     "features": {
@@ -332,30 +297,6 @@ def test_null_writes_unusable_rows_with_null_features_and_answers_them(
     assert all_is_well(project)[-2] == "4 vectors; 4 sampled ones find themselves"
 
 
-def test_reject_is_the_default_and_sets_them_aside(
-    make: Make, open_lookup: Callable[[Scene], Lookup]
-) -> None:
-    project = make(MIXED)
-    report = project.run()
-    assert stored(project, report) == expected(MIXED, nulls=False)
-    assert report.counts == {
-        "source": 8,
-        "written": 4,
-        "rejected": 4,
-        "unchanged": 0,
-        "removed": 0,
-        "duplicates": 0,
-    }
-    assert rejected(project, report) == sorted([*COMPUTED_BADLY, *UNUSABLE])
-    snapshot = project.snapshot_of(report)
-    assert ("nulls" in snapshot.quality, snapshot.quality["coverage"]) == (False, 0.5)
-    assert served(open_lookup(project), [1, 2]) == [fresh(MIXED)[0], missing(2, "unknown_entity")]
-    spelled_out = make(MIXED, bad_rows="reject")
-    view = spelled_out.view("numbers").feature_view()
-    assert view == snapshot.view
-    assert spelled_out.run().status == "current"
-
-
 def test_null_counts_nothing_against_max_rejected_but_coverage_does(
     make: Make, capsys: Captured
 ) -> None:
@@ -445,6 +386,7 @@ def test_from_reject_to_null_rejected_rows_are_written_and_back_they_leave(
 ) -> None:
     first = make(MIXED).run()
     project = make(MIXED, bad_rows="null")
+    assert rejected(project, first) == sorted([*COMPUTED_BADLY, *UNUSABLE])
     plan = project.plan()
     assert str(plan) == (
         "full: 8 of 8 rows to compute (8 new); every row, since the policy for bad rows changed, reject → null"
@@ -463,6 +405,7 @@ def test_from_reject_to_null_rejected_rows_are_written_and_back_they_leave(
     )
     assert stored(project, report) == expected(MIXED, nulls=False)
     assert served(open_lookup(project), [1, 2]) == [fresh(MIXED)[0], missing(2, "unknown_entity")]
+    assert make(MIXED, bad_rows="reject").run().status == "current", "it is the default"
 
 
 def test_to_fail_a_row_set_aside_before_with_the_same_input_ends_the_run(make: Make) -> None:
@@ -607,20 +550,46 @@ def test_gates_of_a_snapshot_without_a_single_vector(
     assert not project.snapshot_of(report).quality.keys() & {"norm", "drift"}
 
 
-def test_no_drift_is_measured_where_no_key_has_a_vector_in_both(make: Make) -> None:
-    options = {"bad_rows": "null", "gates": {"coverage": None, "duplicates": None}}
-    texts: Rows = {i: "d" * i for i in range(1, 31)}
-    make(texts | dict.fromkeys(range(31, 61)), **options).run()
-    project = make(
-        dict.fromkeys(range(1, 31)) | {30 + i: text for i, text in texts.items()}, **options
-    )
-    report = project.run()
-    assert (report.status, report.counts["nulls"]) == ("published", 30)
-    quality = project.snapshot_of(report).quality
-    assert ("drift" in quality, quality["norm"]) == (False, 0.0)
+# ---- every kind of feature
 
 
 # ---- every kind of feature
+
+
+class Kinds(Texts):
+    """A feature of every type and shape, all ones."""
+
+    def fingerprint(self) -> str:
+        return "kinds 1"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, pa.Array]:
+        return {name: pa.array([value] * batch.num_rows) for name, (_, value) in KINDS.items()}
+
+
+def _kinds() -> dict[str, tuple[dict[str, Any], Any]]:
+    """Name → (as configured, value)."""
+    found: dict[str, tuple[dict[str, Any], Any]] = {}
+    for dtype in (
+        "float16",
+        "float32",
+        "float64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+        "string",
+    ):
+        one: Any = {"bool": True, "string": "é"}.get(dtype, 1.0 if dtype.startswith("float") else 1)
+        found[f"one_{dtype}"] = ({"dtype": dtype}, one)
+        if dtype not in ("bool", "string"):
+            found[f"vector_{dtype}"] = ({"dtype": dtype, "dim": 3}, [one] * 3)
+        if dtype != "bool":
+            found[f"list_{dtype}"] = ({"dtype": dtype, "max_items": 3}, [one] * 2)
+    return found
+
+
+KINDS = _kinds()
 
 
 def test_a_null_of_every_kind_of_feature_is_answered(
@@ -646,23 +615,6 @@ def test_a_null_of_every_kind_of_feature_is_answered(
     assert lookup.row("numbers", 2)["features"] == nothing
     plain = lookup.row("numbers", 1)["features"]
     assert {name: list(v) if isinstance(v, tuple) else v for name, v in plain.items()} == full
-
-
-def test_without_a_vector_a_row_is_null_when_every_feature_is(make: Make) -> None:
-    two = {name: VIEW["features"][name] for name in ("note", "words")}
-    rows: Rows = {1: "a", 2: "d", 3: None, 4: "b c"}  # of 1 and 4 the model answers one null
-    project = make(rows, features=two, index=None, bad_rows="null")
-    report = project.run()
-    assert (report.status, report.counts["nulls"], report.counts["written"]) == ("published", 1, 4)
-    found = [
-        row
-        for batch in project.store.batches(project.snapshot_of(report))
-        for row in batch.to_pylist()
-    ]
-    assert [{name: row[name] for name in two} for row in found] == [
-        {name: features(text)[name] for name in two} for text in rows.values()
-    ]
-    all_is_well(project)
 
 
 # ---- the fallback
@@ -698,29 +650,6 @@ def test_the_fallback_answers_an_unusable_row_as_the_batch_job_does(
     assert (caught.value.status, caught.value.code) == (422, "model_error")
 
 
-@pytest.mark.parametrize("policy", ["reject", "fail"])
-def test_under_another_policy_the_fallback_says_what_is_wrong(
-    make: Make,
-    open_lookup: Callable[[Scene], Lookup],
-    policy: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    project = make({1: "a"}, bad_rows=policy, **FALLBACK)
-    project.run()
-    lookup = open_lookup(project)
-    given = {"99": {"x": ""}}
-    assert served(lookup, [99], inputs=given) == [missing(99, "model_error")]
-    # and not whose row it was
-    assert [record.getMessage() for record in caplog.records] == [
-        "fallback of view 'numbers': x is empty (rows since the last line: 1)"
-    ]
-    with pytest.raises(
-        RequestError, match="the inputs could not be embedded: the model cannot take them"
-    ) as caught:
-        lookup.search("numbers", inputs={"x": ""})
-    assert str(caught.value.__cause__) == "x is empty"
-
-
 def test_parity_notices_a_null_where_the_fallback_has_a_value(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -742,6 +671,3 @@ def test_parity_notices_a_null_where_the_fallback_has_a_value(
     report = project.materialize()
     assert (report.counts["nulls"], project.snapshot_of(report).quality["parity"]) == (30, 1.0)
     assert project.snapshot_of(report).refused_by == ["parity"]
-
-
-# ---- over HTTP

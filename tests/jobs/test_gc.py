@@ -25,6 +25,7 @@ from precompute.store.offline.gc import Garbage, collect
 from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
 from tests import REPOSITORY
 from tests.conftest import MakeProject, Prepared
+from tests.jobs.test_run_all import view as doubled
 from tests.scene import Scene
 
 LATER = 10.0**6
@@ -98,15 +99,6 @@ def test_live_previous_newest_pinned_and_young_stay(prepared: Prepared) -> None:
     assert gc(project) == []
 
 
-def test_the_newest_are_kept_and_bad_ones_do_not_count(prepared: Prepared) -> None:
-    project = prepared(published, [1.0, 2.0, 3.0, 4.0, 5.0], keep=2)
-    project.rollback()
-    project.rollback()  # 5 and 4 are bad; live 3, previous 4
-    gc(project)
-    assert {2, 3, 4} <= set(project.numbers())
-    assert 1 not in project.numbers()
-
-
 def test_of_two_rollbacks_in_a_row_all_that_recognises_the_bad_rows_stays(
     prepared: Prepared,
 ) -> None:
@@ -171,12 +163,7 @@ def test_what_others_were_computed_from_stays_and_their_fallback_works(
     assert project.numbers() == [4, 5]
 
 
-DERIVED = {
-    "entity": ["id"],
-    "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
-    "model": {"use": "tests.models:Doubler", "args": {"dim": 0}},
-    "features": {"double": {"dtype": "float64"}},
-    "ttl": "1h",
+DERIVED = doubled("numbers") | {
     "gates": {"rows": None},
     "fallback": {"enabled": True, "deadline": "20s"},
 }
@@ -191,19 +178,6 @@ def published_again(make_project: MakeProject, factor: float) -> Scene:
     )
     project.run()
     return project
-
-
-def test_an_unreadable_manifest_protects_what_it_may_need(make_project: MakeProject) -> None:
-    project = published_again(make_project, 1.0)
-    project.run("derived")
-    for factor in (2.0, 3.0, 4.0):
-        project = published_again(make_project, factor)
-    path = project.root / "derived" / "manifests" / f"{1:020d}.json"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:50])
-    gc(project)
-    path.write_bytes(whole)  # restored from a backup
-    assert 1 in project.numbers()
 
 
 def test_the_newest_of_every_partition_stays(make_project: MakeProject) -> None:
@@ -237,48 +211,7 @@ def test_without_a_readable_pointer_no_snapshot_goes(prepared: Prepared) -> None
     reads_well(project)
 
 
-def test_nothing_goes_while_a_manifest_cannot_be_read(
-    make_project: MakeProject, prepared: Prepared
-) -> None:
-    rows = {i: float(i) for i in range(100)}
-    for _ in range(3):
-        rows[0] += 1000
-        project = make(make_project, list(rows.items()))
-        project.run()
-    project = prepared(published, [1.0, 2.0], keep=1)
-    project.publish(number=3)  # a delta on 2 and 1
-    path = project.root / "numbers" / "manifests" / f"{3:020d}.json"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-10])
-    before = files(project)
-    gc(project)
-    assert {p for p in before if "data" in p.parts} <= files(project)
-    path.write_bytes(whole)  # restored: it must be readable as before, with all it builds on
-    store = project.store
-    assert sum(batch.num_rows for batch in store.batches(store.snapshot(3))) == 100
-
-
 # ---- what goes
-
-
-def test_a_dry_run_lists_exactly_what_then_goes(prepared: Prepared, capsys: Captured) -> None:
-    project = prepared(published, [1.0, 2.0, 3.0, 4.0])
-    orphan = (
-        project.root / "numbers" / "data" / "20000101T000000.000000Z-dead" / "part-00000.parquet"
-    )
-    orphan.parent.mkdir()
-    orphan.write_bytes(b"half a part")
-    before = files(project)
-    listed = gc(project, dry_run=True)
-    assert files(project) == before
-    gone = gc(project)
-    assert gone == listed
-    assert before - files(project) == {item.path for item in gone}
-    assert orphan in {item.path for item in gone}
-    kinds = ["manifests" if "manifests" in item.path.parts else "data" for item in gone]
-    assert kinds == sorted(kinds, reverse=True)  # manifests before data
-    assert not orphan.parent.exists()
-    reads_well(project)
 
 
 def test_the_command_lists_removes_and_reports(
@@ -359,30 +292,19 @@ def test_chunks_that_were_taken_over_belong_to_the_snapshot(
     assert project.faults() == []
 
 
-def test_temporary_files_of_killed_processes_go(prepared: Prepared) -> None:
-    project = prepared(published, [1.0])
-    folder = project.root / "numbers"
-    left = [
-        folder / "manifests" / ".20000101.tmp",
-        folder / "refs" / ".live.json.1.tmp",
-        folder / "refs" / "bad" / ".1.9.tmp",
-    ]
-    left.append(folder / "runs" / ".x.json.1.tmp")
-    (folder / "refs" / "bad").mkdir()
-    for path in left:
-        path.write_bytes(b"half")
-    assert gc(project, after_s=3600) == []
-    assert {item.path for item in gc(project)} == set(left)
-
-
 def test_what_nothing_names_goes_after_the_grace(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = prepared(published, [1.0])
     monkeypatch.setattr(gc_module, "KEPT_REPORTS", 1)
+    refs = project.store.refs.folder
     left = [
         project.store.data / "20000101T000000.000000Z-killed" / "part-00000.parquet",
-        project.store.refs.folder / "running" / "20000101T000000.000000Z-killed",
+        project.store.manifest_path(1).with_name(".20000101.tmp"),
+        refs / ".live.json.1.tmp",
+        refs / "bad" / ".1.9.tmp",
+        project.store.runs.folder / ".x.json.1.tmp",
+        refs / "running" / "20000101T000000.000000Z-killed",
         project.store.runs.folder / "20000101T000000.000000Z-older.json",
     ]
     for path in left:
@@ -458,18 +380,6 @@ def test_what_a_killed_run_left_stays_while_another_may_take_it_over(
     assert files(project) == before - {item.path for item in gone}
 
 
-def test_the_lease_of_a_process_that_died_does_not_count(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    project = killed(make_project, monkeypatch)
-    folder = project.store.leases
-    script = "import os, sys; from pathlib import Path; from precompute.store.disk.lease import take; take(Path(sys.argv[1]), 'run', 'a test'); os._exit(9)"
-    assert (
-        subprocess.run([sys.executable, "-c", script, str(folder)], cwd=REPOSITORY).returncode == 9
-    )
-    assert len(gc(project)) > 2
-
-
 @pytest.mark.usefixtures("impatient")
 def test_one_at_a_time(prepared: Prepared, capsys: Captured) -> None:
     project = prepared(published, [1.0, 2.0, 3.0, 4.0], grace="0s")
@@ -509,13 +419,7 @@ def test_who_lost_a_lease_removes_nothing_more(
 
 
 def test_a_view_at_work_holds_up_no_other(make_project: MakeProject, capsys: Captured) -> None:
-    other = {
-        "entity": ["id"],
-        "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
-        "model": {"use": "tests.models:Doubler", "args": {"dim": 0}},
-        "features": {"double": {"dtype": "float64"}},
-        "ttl": "1h",
-    }
+    other = doubled()
     for factor in (1.0, 2.0, 3.0, 4.0):
         rows = [(i, i * factor) for i in (1, 2, 3)]
         retention = {"retention": {"keep": 1, "grace": "1d"}}
@@ -553,17 +457,6 @@ def test_what_cannot_be_removed_does_not_undo_a_publishing(
         report = project.run()
         assert report.status == "published"
     assert project.numbers() == [1, 2, 3]
-
-
-def test_a_thousand_reports_are_kept(prepared: Prepared) -> None:
-    project = prepared(published, [1.0])
-    folder = project.root / "numbers" / "runs"
-    for n in range(1005):
-        (folder / f"20000101T{n:06d}.000000Z-abcdef.json").write_text("{}")
-    assert len(gc(project)) == 6
-    assert len(list(folder.iterdir())) == 1000
-    assert (folder / "20000101T000006.000000Z-abcdef.json").exists()
-    assert not (folder / "20000101T000005.000000Z-abcdef.json").exists()
 
 
 # ---- damage

@@ -44,11 +44,10 @@ def status(corpus: Corpus, capsys: Captured) -> tuple[dict[str, Any], list[str]]
     return partitions, re.findall(r"`precompute (backfill [^`]+)`", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("serve", ["newest", "all"])
 def test_late_rows_are_found_by_the_next_run_and_healed_as_status_says(
-    corpus: Corpus, capsys: Captured, serve: str
+    corpus: Corpus, capsys: Captured
 ) -> None:
-    corpus.write(partition=serving(serve=serve))
+    corpus.write(partition=serving(serve="all"))
     assert (corpus.run(2).looked_at, corpus.run(2).late) == ([NAMES[1], NAMES[0]], [])
     corpus.write(0, corpus.days[0] | {5: 5.0})
     corpus.write(1, corpus.days[1] | {11: 7.0})
@@ -66,8 +65,7 @@ def test_late_rows_are_found_by_the_next_run_and_healed_as_status_says(
     assert corpus.scene.cli(*shlex.split(commands[0])) == 0
     assert status(corpus, capsys)[1] == []
     assert corpus.run(2).late == []
-    if serve == "all":
-        assert corpus.served(30) == {0: 1.0, 1: 2.0, 5: 5.0, 10: 1.0, 11: 7.0, 20: 1.0, 21: 2.0}
+    assert corpus.served(30) == {0: 1.0, 1: 2.0, 5: 5.0, 10: 1.0, 11: 7.0, 20: 1.0, 21: 2.0}
 
 
 def test_partitions_of_an_older_model_are_counted_and_mended(
@@ -82,13 +80,6 @@ def test_partitions_of_an_older_model_are_counted_and_mended(
     assert corpus.scene.cli(*shlex.split(commands[0])) == 0
     partitions, commands = status(corpus, capsys)
     assert (partitions["older"], commands) == ([], [])
-
-
-def test_another_source_makes_partitions_older(corpus: Corpus, capsys: Captured) -> None:
-    corpus.write(source={"sql": SQL + " AND x < 2"})
-    assert status(corpus, capsys)[0]["older"] == NAMES[:3]
-    corpus.run(2)
-    assert status(corpus, capsys)[0]["older"] == NAMES[:2]
 
 
 def test_looking_ends_with_its_time(

@@ -143,6 +143,7 @@ def test_a_row_that_is_again_as_before_an_interruption_is_of_the_base(
     assert project.live().place == Place(1, 1, ((2, 2),))
 
 
+@ON_TABLES
 def test_each_publish_loads_what_changed_and_small_overlays_are_merged(published: Any) -> None:
     table = dict(BASE)
     published(table)
@@ -236,18 +237,18 @@ def test_many_deltas_end_where_one_full_run_does(published: Any) -> None:
     random_number = random.Random(7)
     table, indexed = dict(BASE), {"index": {"on": "vector"}}
     bases, most = set(), 0
-    for step in range(16):
+    for step in range(12):
         for _ in range(random_number.choice((1, 1, 2, 5)) if step else 0):
             key = random_number.randrange(ROWS + 10)
             if key in table and random_number.random() < 0.4:
                 del table[key]
             else:
                 table[key] = random_number.random()
-        project = published(table, **(indexed if step > 11 else {}))
+        project = published(table, **(indexed if step > 8 else {}))
         place = project.live().place
         bases.add(place.generation)
         most = max(most, len(place.overlays))
-        if step > 11:
+        if step > 8:
             top, _ = place.layers[-1]
             index = VectorIndex(
                 project.store.index_folder(place.generation),
@@ -317,20 +318,6 @@ def test_a_store_that_may_drop_rows_gets_no_overlay(
         assert lookup.row("numbers", 999)["reason"] == "not_in_store"
 
 
-def test_deltas_that_lie_under_no_overlay_are_merged(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is a base of its own where rows may be dropped, so no chain is lengthened for what is
-    loaded there."""
-    monkeypatch.setattr(TableStore, "prepare", lambda *_: Terms(lossy=True))
-    for x in range(1, MOST_OVERLAYS + 5):
-        project = make_project(
-            [(i, -1.0 if i == x else float(i)) for i in range(ROWS)], view=UNJUDGED
-        )
-        project.run()
-    assert len(project.store.chain(project.live_snapshot())) <= MOST_OVERLAYS + 1
-
-
 @ON_TABLES
 def test_a_base_of_another_run_lies_under_no_overlay(
     published: Any, monkeypatch: pytest.MonkeyPatch
@@ -345,14 +332,6 @@ def test_a_base_of_another_run_lies_under_no_overlay(
 
     monkeypatch.setattr(store, "generations", of_another)
     assert published(BASE | {1: -1.0}).live().place == Place(2, 2)
-
-
-@ON_TABLES
-def test_an_overlay_of_a_view_with_other_features_is_a_base(published: Any) -> None:
-    published(BASE)
-    features = {"double": {"dtype": "float64"}, "vector": {"dtype": "float64", "dim": 4}}
-    project = published(BASE | {1: -1.0}, features=features)
-    assert project.live().place == Place(2, 2)
 
 
 @ON_TABLES

@@ -137,15 +137,6 @@ def test_another_packing_computes_nothing_and_loads_a_base(
     assert (project.live().snapshot, served(project, KEYS)) == (2, kept("int8", KEYS))
 
 
-def test_a_delta_of_packed_rows_is_an_overlay(make_project: MakeProject, online: str) -> None:
-    make_project(DATA, view=view("int8"), project={"online": online}).run()
-    project = make_project([*DATA[:-1], (59, 77.0)], view=view("int8"), project={"online": online})
-    assert project.run().counts["written"] == 1
-    assert project.live().place == Place(1, 1, ((2, 2),))
-    assert served(project, [5, 59]) == kept("int8", [5, 77])
-    assert project.faults() == []
-
-
 @pytest.mark.parametrize("packed", ["int8", "binary"])
 def test_what_the_fallback_computes_is_packed_as_what_is_stored(
     make_project: MakeProject, packed: str
@@ -225,19 +216,6 @@ def test_a_limit_of_ones_own_and_none(make_project: MakeProject) -> None:
     assert "packed" not in [verdict.gate for verdict in project.snapshot().gates]
 
 
-@pytest.mark.parametrize(("rows", "judged"), [(11, False), (19, False), (20, True)])
-def test_of_few_rows_it_is_measured_and_not_judged(
-    make_project: MakeProject, rows: int, judged: bool
-) -> None:
-    project = make_project(DATA[:rows], view=view("int8"))
-    project.run()
-    assert ("packed" in [verdict.gate for verdict in project.snapshot().gates]) is judged
-    assert ("recall_at_10" in figures(project), "mean_cosine" in figures(project)) == (
-        rows >= 12,
-        True,
-    )
-
-
 def test_what_is_null_or_not_finite_is_not_what_it_judges() -> None:
     feature = Feature("vector", "float32", dim=DIM, packed="int8")
     good: list[Any] = [direction(i) for i in range(ROWS)]
@@ -251,16 +229,3 @@ def test_what_is_null_or_not_finite_is_not_what_it_judges() -> None:
         told.append((verdicts.quality, verdicts.all))
     assert told[0] == told[1]
     assert (len(told[0][1]), told[2]) == (1, ({}, []))
-
-
-def test_nulls_are_no_vectors_to_judge(make_project: MakeProject) -> None:
-    half = [(i, -1.0 if i < 30 else x) for i, x in DATA]
-    gates = dict.fromkeys(("rows", "coverage", "norm"))
-    project = make_project(half, view=view("int8", bad_rows="null", gates=gates))
-    assert project.run().status == "published"
-    assert figures(project)["min_cosine"] > 0.9999
-    assert served(project, [3, 40]) == [None, *kept("int8", [40])]
-    project = make_project(
-        [(i, -1.0) for i, _ in DATA], view=view("int8", bad_rows="null", gates=gates)
-    )
-    assert (project.run().status, figures(project)) == ("published", {})

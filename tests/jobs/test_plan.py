@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,13 +18,13 @@ from hypothesis import strategies as st
 
 from precompute.jobs.ops.status import project_status
 from precompute.jobs.run.rows import chunks, plan
-from precompute.jobs.run.rows.plan import Plan
 from precompute.sources.diff import Diff
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.errors import PrecomputeError, RejectedError, SnapshotError
 from precompute.store.offline.view_store import ViewStore
 from tests.conftest import MakeProject
+from tests.jobs.test_run_all import view as doubled
 from tests.models import Doubler
 from tests.scene import Scene
 
@@ -146,19 +145,6 @@ def test_a_dry_run_writes_nothing_and_says_the_same_as_the_run(
     )
 
 
-def test_full_computes_every_row(make_project: MakeProject) -> None:
-    project = make_project(ROWS, view=COUNTING)
-    project.materialize()
-    computed.clear()
-    assert (
-        str(project.plan(full=True))
-        == "full: 8 of 8 rows to compute (8 new); every row was requested"
-    )
-    report = project.materialize(full=True)
-    assert sorted(computed)[-8:] == [x for _, x in ROWS]
-    assert (project.snapshot_of(report).kind, report.snapshot) == ("full", 2)
-
-
 OTHER: dict[str, tuple[dict[str, Any], Any]] = {
     "the model's fingerprint": (
         {"model": {"use": "tests.models:Doubler", "args": {"version": 2}}},
@@ -170,10 +156,6 @@ OTHER: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "a feature": (
         {"features": {"double": {"dtype": "float32"}, "vector": {"dtype": "float32", "dim": 4}}},
-        "features or the entity changed",
-    ),
-    "one feature less": (
-        {"features": {"double": {"dtype": "float64"}}},
         "features or the entity changed",
     ),
 }
@@ -193,35 +175,6 @@ def test_another_recipe_computes_every_row_and_says_why(
     assert (project.snapshot_of(report).kind, report.counts["written"]) == ("full", 8)
 
 
-def test_another_table_of_the_model_computes_every_row(make_project: MakeProject) -> None:
-    items = {
-        "entity": ["id"],
-        "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
-        "model": {
-            "use": f"{HERE}:WithTable",
-            "args": {
-                "table": {"sql": "SELECT max(x) AS m FROM read_parquet('${data}/data.parquet')"}
-            },
-        },
-        "features": {"double": {"dtype": "float64"}},
-        "ttl": "1h",
-    }
-    make_project(ROWS, views={"tabled": items}).materialize("tabled")
-    project = make_project([*ROWS[:7], (8, 80.0)], views={"tabled": items})
-    found = project.plan("tabled")
-    assert found.reason.startswith(
-        "every row, since the model (or its tokenizer or tables) changed"
-    )
-    assert found.diff.compute == 8
-
-
-class WithTable(Doubler):
-    """A doubler that is given a table."""
-
-    def __init__(self, table: pa.Table) -> None:
-        super().__init__(dim=0)
-
-
 def test_another_column_type_computes_every_row(make_project: MakeProject) -> None:
     make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int32())})).materialize()
     project = make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int64())}))
@@ -234,16 +187,6 @@ def test_another_column_type_computes_every_row(make_project: MakeProject) -> No
     assert (
         "since the type or order of columns changed, of the key perhaps: 'id', int16 now"
         in project.plan().reason
-    )
-
-
-def test_two_changes_are_both_said(make_project: MakeProject) -> None:
-    make_project(ROWS).materialize()
-    change = OTHER["the SQL"][0] | OTHER["a feature"][0]
-    reason = make_project(ROWS, view=change).plan().reason
-    assert (
-        reason
-        == "every row, since the source's SQL changed, and the features or the entity changed"
     )
 
 
@@ -391,36 +334,7 @@ def test_more_than_half_of_the_base_compacts(make_project: MakeProject) -> None:
     assert project.doubles(4) == {i: 2 * (x + 100 if i < 11 else x) for i, x in rows}
 
 
-def test_removed_rows_count_towards_compaction(make_project: MakeProject) -> None:
-    make_project(ROWS, view=GATES_OFF).materialize()
-    project = make_project(ROWS[:3], view=GATES_OFF)
-    report = project.materialize()
-    assert project.snapshot_of(report).kind == "full"
-    assert report.counts["removed"] == 5
-    assert report.counts["written"] == 0
-    assert set(project.doubles(2)) == {1, 2, 3}
-
-
 # ---- only what must be
-
-
-def test_unchanged_rows_keep_computed_at_through_deltas_and_compaction(
-    make_project: MakeProject,
-) -> None:
-    rows = {i: float(i) for i in range(50)}
-    project = make_project(list(rows.items()))
-    project.materialize()
-    first = {row["id"]: row["computed_at"] for row in project.rows(1)}
-    for step in range(10):
-        rows[step] += 100
-        project = make_project(list(rows.items()))
-        project.materialize()
-        now = {row["id"]: row["computed_at"] for row in project.rows(step + 2)}
-        assert {i for i in now if now[i] != first[i]} == set(range(step + 1))
-    snapshot = project.store.snapshot(11)
-    ages = [int(row["computed_at"].timestamp() * 1e6) for row in project.rows(11)]
-    assert abs((snapshot.computed_at_min or 0) - min(ages)) <= 1
-    assert abs((snapshot.computed_at_max or 0) - max(ages)) <= 1
 
 
 # ---- any sequence of changes
@@ -614,14 +528,8 @@ def test_going_back_to_computing_at_ttl_computes_what_was_only_renewed(
 def test_views_that_read_a_delta_chain_see_its_rows_and_no_others(
     make_project: MakeProject,
 ) -> None:
-    derived = {
-        "entity": ["id"],
-        "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
-        "model": {"use": f"{HERE}:Counting", "args": {"dim": 0}},
-        "features": {"double": {"dtype": "float64"}},
-        "ttl": "1h",
-        "gates": {"rows": None},
-    }
+    model = {"use": f"{HERE}:Counting", "args": {"dim": 0}}
+    derived = doubled("numbers") | GATES_OFF | {"model": model}
     base = {i: float(i) for i in range(40)}
     project = make_project(list(base.items()), view=GATES_OFF, views={"derived": derived})
     project.run()
@@ -677,17 +585,6 @@ def test_top_k_ranks_the_items_of_a_delta_chain(make_project: MakeProject) -> No
 # ---- a parent that cannot be used
 
 
-def test_a_torn_parent_is_passed_over(make_project: MakeProject) -> None:
-    make_project(ROWS).materialize()
-    project = make_project([(1, 10.0), *ROWS[1:]])
-    project.materialize()
-    path = project.root / "numbers" / "manifests" / f"{2:020d}.json"
-    path.write_bytes(path.read_bytes()[:-40])
-    report = project.materialize()
-    assert (report.snapshot, project.snapshot_of(report).parent) == (3, 1)
-    assert project.doubles(3) == {i: 2 * x for i, x in ROWS} | {1: 20.0}
-
-
 def test_a_parent_whose_part_is_gone_is_passed_over(make_project: MakeProject) -> None:
     project = make_project(ROWS)
     project.materialize()
@@ -696,15 +593,6 @@ def test_a_parent_whose_part_is_gone_is_passed_over(make_project: MakeProject) -
     assert project.plan().diff == Diff(new=8)
     assert project.materialize().snapshot == 2
     assert project.doubles(2) == {i: 2 * x for i, x in ROWS}
-
-
-def test_the_plan_says_nothing_of_compaction_where_there_is_nothing_to_do(
-    make_project: MakeProject,
-) -> None:
-    project = make_project(ROWS)
-    project.materialize()
-    found: Plan = replace(project.plan(), compact=True)
-    assert str(found).startswith("nothing to do: 0 of 8 rows")
 
 
 def run_to_the_commit(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,27 +34,12 @@ from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.online.packed import Rows
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.conftest import MakeProject
+from tests.jobs.test_overlay import UNJUDGED
 from tests.memory_store import MemoryStore
 from tests.online import batch_of
 from tests.scene import Scene
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}}
-UNJUDGED: dict[str, Any] = {
-    "gates": dict.fromkeys(
-        (
-            "rows",
-            "norm",
-            "duplicates",
-            "drift",
-            "moved",
-            "constant",
-            "shift",
-            "mass",
-            "agreement",
-            "contract",
-        )
-    )
-}
 
 
 def epochs(project: Scene) -> tuple[int, int]:
@@ -259,26 +244,10 @@ def test_a_generations_number_is_never_used_again(make_project: MakeProject) -> 
     assert Lookup(memory).get("numbers", [1])["double"].to_pylist() == [4.0]
 
 
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [(99, r"no snapshot 99.*it has: 1"), (0, "no snapshot 0"), (-1, "no snapshot")],
-)
-def test_a_snapshot_that_is_not_there_is_refused(
-    make_project: MakeProject, number: int, message: str
-) -> None:
-    project = make_project([(1, 1.0)])
-    with pytest.raises(SnapshotError, match=r"no snapshot yet.*precompute run numbers"):
-        project.publish()
-    project.run()
-    with pytest.raises(SnapshotError, match=message):
-        project.publish(number=number)
-    assert epochs(project) == (1, 1)
-
-
 def test_old_generations_and_indexes_are_dropped_but_the_last_is_kept(
     make_project: MakeProject, online: str
 ) -> None:
-    for n in range(1, 6):
+    for n in range(1, 4):
         project = make_project([(1, float(n))], project={"online": online}, view=INDEXED)
         project.run()
         kept = [epoch for epoch in (n - 1, n) if epoch > 0]
@@ -363,23 +332,6 @@ class Flips(Alters):
         return {key: row[:-1] + bytes([row[-1] ^ 1]) for key, row in table.items()}
 
 
-class Swaps(Alters):
-    """Gives every key its neighbour's row."""
-
-    @staticmethod
-    def altered(table: Table) -> Table:
-        rows = list(table.values())
-        return dict(zip(table, [*rows[1:], rows[0]], strict=True))
-
-
-class Cuts(Alters):
-    """Keeps all but the last byte."""
-
-    @staticmethod
-    def altered(table: Table) -> Table:
-        return {key: row[:-1] for key, row in table.items()}
-
-
 class Raises(MemoryStore):
     """Stops answering half-way through a load."""
 
@@ -397,8 +349,6 @@ class Raises(MemoryStore):
         (Loses, "holds 2 of 3 rows.*evicting"),
         (LosesAndLies, "'3' of view 'numbers' is missing"),
         (Flips, "'1' of view 'numbers' has other bytes"),
-        (Swaps, "'1' of view 'numbers' has other bytes"),
-        (Cuts, "'1' of view 'numbers' has other bytes"),
         (Raises, "gone"),
     ],
 )
@@ -460,11 +410,7 @@ def flip(part: Path, other: Path) -> None:
     part.write_bytes(bytes(body))
 
 
-def swap(part: Path, other: Path) -> None:
-    part.write_bytes(other.read_bytes())
-
-
-@pytest.mark.parametrize("damage", [cut, flip, swap, lambda part, other: part.unlink()])
+@pytest.mark.parametrize("damage", [cut, flip, lambda part, other: part.unlink()])
 def test_a_damaged_snapshot_is_never_published(
     make_project: MakeProject, damage: Callable[[Path, Path], None]
 ) -> None:
@@ -481,7 +427,7 @@ def test_a_damaged_snapshot_is_never_published(
     assert project.served([1, 2]) == (1, [2.0, 4.0])
 
 
-@pytest.mark.parametrize("text", ["", "{}", "not JSON"])
+@pytest.mark.parametrize("text", ["", "{}"])
 def test_a_torn_manifest_is_never_published(make_project: MakeProject, text: str) -> None:
     project = make_project([(1, 1.0)])
     project.run()
@@ -496,7 +442,7 @@ def test_a_torn_manifest_is_never_published(make_project: MakeProject, text: str
     assert project.served([1]) == (3, [10.0])
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"not JSON", b'{"epoch": 1}', b"\xff"])
+@pytest.mark.parametrize("text", [b"", b"{}", b"\xff"])
 @pytest.mark.parametrize("where", ["offline", "online"])
 def test_a_damaged_pointer_is_mended_by_publishing_again(
     make_project: MakeProject, where: str, text: bytes
@@ -518,23 +464,6 @@ def test_a_damaged_pointer_is_mended_by_publishing_again(
 
 
 # ---- pointers that disagree
-
-
-def test_a_lost_online_store_is_restored_by_publish(make_project: MakeProject, online: str) -> None:
-    project = make_project([(1, 1.0), (2, 2.0), (3, 3.0)], project={"online": online}, view=INDEXED)
-    project.run()
-    if online.startswith("table"):
-        shutil.rmtree(project.folder / "online")
-    else:
-        client = redis.Redis.from_url(online)
-        client.flushdb()
-        client.close()
-    assert epochs(project) == (1, 0)
-    report = project.publish()
-    assert (report.status, report.snapshot, report.epoch) == ("published", 1, 2)
-    assert project.served() == (1, [2.0, 4.0, 6.0])
-    assert project.nearest(3.0) == (1, "3")
-    assert epochs(project) == (2, 2)
 
 
 def test_a_lost_root_goes_past_the_online_epoch(make_project: MakeProject, online: str) -> None:
@@ -626,7 +555,7 @@ def test_what_was_not_read_back_is_never_published(
     with monkeypatch.context() as failing:
         failing.setattr(Loader, "_verify", fails)
         for _ in range(3):
-            with pytest.raises(OnlineStoreError, match="other bytes"):
+            with pytest.raises(OnlineStoreError, match=r"^view 'numbers': other bytes$"):
                 project.publish(reload=True)
     assert generations(project) == [1]
     report = project.publish(reload=True)
@@ -655,15 +584,3 @@ def test_what_a_reload_replaced_is_there_until_the_next_publishing(
     assert generations(project) == [1, 3]
     assert "load" not in project.rollback().stages_s
     assert project.served([1, 2]) == (1, [2.0, 2.0])
-
-
-def test_a_damaged_pointer_over_a_lost_generation_is_published_again(
-    make_project: MakeProject,
-) -> None:
-    project = make_project([(1, 1.0)], project={"online": "table:./online"})
-    project.run()
-    folder = project.folder / "online" / "numbers"
-    (folder / "live.json").write_bytes(b"{")
-    (folder / f"{1:020d}.table").unlink()
-    assert project.publish().status == "published"
-    assert project.served([1]) == (1, [2.0])

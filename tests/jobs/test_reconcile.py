@@ -228,15 +228,6 @@ def test_what_is_marked_degraded_and_is_whole_is_cleared_without_a_load(project:
     assert (project.pointer().degraded, said(project)) == (False, None)
 
 
-def test_a_renewal_outlives_what_was_lost(project: Scene) -> None:
-    project.run()
-    renewed = project.pointer().renewed_at_us
-    assert renewed > 0
-    lose_all(project)
-    assert reconcile(project, "numbers", Silent()) is not None
-    assert project.pointer().renewed_at_us == renewed
-
-
 def test_another_projects_view_is_left_alone(project: Scene) -> None:
     foreign = replace(project.pointer(), owner="somebody", took_over=project.pointer().owner)
     with project.online_store() as online:
@@ -266,12 +257,6 @@ def test_while_somebody_publishes_nothing_is_lost(project: Scene) -> None:
         assert reconcile(project, "numbers", Silent()) is None
 
 
-def test_a_root_that_is_older_than_what_is_served_lost_nothing(project: Scene) -> None:
-    with project.online_store() as online:
-        online.flip(replace(project.pointer(), epoch=9))
-        assert look(project.store, online).trouble == []
-
-
 def test_all_views_are_reconciled_though_one_cannot_be(
     make_project: MakeProject, online: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,9 +284,9 @@ def test_all_views_are_reconciled_though_one_cannot_be(
     assert capsys.readouterr().out == nothing
 
 
-def test_the_scheduler_brings_back_what_was_lost(make_project: MakeProject, online: str) -> None:
-    make_project(ROWS, project={"online": online}).run()
-    project = make_project(ROWS, project={"online": online, "reconcile": "1s"})
+def test_the_scheduler_brings_back_what_was_lost(make_project: MakeProject) -> None:
+    make_project(ROWS).run()
+    project = make_project(ROWS, project={"reconcile": "1s"})
     said: list[str] = []
     scheduler = Scheduler(project, announce=said.append)
     thread = threading.Thread(target=scheduler.run)

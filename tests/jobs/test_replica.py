@@ -79,23 +79,20 @@ def test_a_replica_serves_what_is_published_and_what_it_has_when_cut_off(
     assert other.served([1, 39]) == (3, [24.0, 784.0])
 
 
-def test_two_servers_follow_one_root(
+def test_a_server_follows_the_root(
     bucket: ObjectStore, make_project: MakeProject, tmp_path: Path
 ) -> None:
     project = project_on(bucket, make_project, [(i, i * 10) for i in range(40)])
     project.run()
-    folders = [host(project, tmp_path / name).folder for name in ("one", "two")]
-    with Server(folders[0]) as one, Server(folders[1]) as two:
+    with Server(host(project, tmp_path / "other").folder) as server:
 
-        def answers() -> list[tuple[str, int, float]]:
-            rows = [server.lookup("numbers", [39])[0] for server in (one, two)]
-            return [(row["status"], row["snapshot"], row["features"]["double"]) for row in rows]
+        def answer() -> tuple[str, int, float]:
+            (row,) = server.lookup("numbers", [39])
+            return row["status"], row["snapshot"], row["features"]["double"]
 
-        until(lambda: answers() == [("fresh", 1, 780.0)] * 2)
+        until(lambda: answer() == ("fresh", 1, 780.0))
         project_on(bucket, make_project, [(i, i * 10 + 1) for i in range(40)]).run()
-        until(lambda: answers() == [("fresh", 2, 782.0)] * 2)
-        project.rollback()
-        until(lambda: answers() == [("fresh", 1, 780.0)] * 2)
+        until(lambda: answer() == ("fresh", 2, 782.0))
 
 
 def test_a_server_follows_says_that_it_is_cut_off_and_catches_up(
@@ -136,9 +133,8 @@ def test_a_file_collected_while_it_is_fetched_leaves_what_is_served(
     with other.online_store() as online:
         replica = Replica(other.store, online)
         replica.follow()
-        for changed in (1, 2):
-            project = project_on(bucket, make_project, [(i, i * 10 + changed) for i in range(40)])
-            project.run()
+        project = project_on(bucket, make_project, [(i, i * 10 + 1) for i in range(40)])
+        project.run()
         table = next(
             name
             for name in sorted(project.store.storage.names(project.store.folder / "online"))[::-1]
@@ -152,7 +148,7 @@ def test_a_file_collected_while_it_is_fetched_leaves_what_is_served(
         path.write_bytes(kept)
         project.store.storage.put([path])
         assert replica.follow()
-        assert other.served([1]) == (3, [24.0])
+        assert other.served([1]) == (2, [22.0])
 
 
 # ---- damage on a replica's own disk
@@ -258,19 +254,14 @@ def check_whole(following: Host) -> tuple[list[Any], list[Any]]:
 
 DAMAGE: dict[str, tuple[Callable[[Scene], object], int]] = {
     "a bit of a row": (lambda s: flip(table(s, 1), ROW), 1),
-    "a bit of the table's index": (lambda s: flip(table(s, 1), 0.9), 1),
-    "a bit of the table's header": (lambda s: flip(table(s, 1), 0.01), 1),
-    "a bit of the table's checksums": (lambda s: flip(table(s, 1), 0.998), 1),
     "a bit of the overlay": (lambda s: flip(table(s, 2), 0.99), 1),
     "the table": (lambda s: table(s, 1).unlink(), 0),
-    "the table's end": (lambda s: os.truncate(table(s, 1), table(s, 1).stat().st_size - 512), 1),
     "more at the table's end": (lambda s: append(table(s, 1)), 1),
     "a bit of a copy on another disk": (lambda s: copied(table(s, 1)), 0),
     "all that is online": (lambda s: shutil.rmtree(s.folder / "online"), 0),
     "all that was fetched": (lambda s: shutil.rmtree(s.store.folder), 11),
     "a bit of the online pointer": (lambda s: flip(table(s, 1).with_name("live.json"), 0.5), 0),
     "a bit of the index's vectors": (lambda s: flip(index(s, 1, "vectors.faiss"), 0.5), 1),
-    "a bit of the index's record": (lambda s: flip(index(s, 1, "meta.json"), 0.5), 1),
     "a bit of the overlay's index": (lambda s: flip(index(s, 2, "rows.arrow"), 0.5), 1),
     "the index": (lambda s: shutil.rmtree(s.store.index_folder(1)), 4),
 }
@@ -500,7 +491,7 @@ def test_a_late_publisher_removes_nothing_of_a_newer_publishing(
     bucket: ObjectStore, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_storage, "FRESH_S", 0.05)
-    for changed in (0, 1, 2):
+    for changed in (0, 1):
         project = project_on(bucket, make_project, [(i, i + changed) for i in range(9)])
         project.run()
     folder, storage = project.store.folder / "online", project.store.storage
@@ -511,12 +502,12 @@ def test_a_late_publisher_removes_nothing_of_a_newer_publishing(
 
     with project.online_store() as online:
         replica = Replica(project.store, online)
-        assert numbers() == [2, 3]
-        # who published 1 goes on only now
+        assert numbers() == [1, 2]
+        # the publisher of 1 goes on only now
         replica.drop_all_but({1}, 1)
-        assert numbers() == [2, 3]
-        replica.drop_all_but({3}, 3)
-        assert numbers() == [3]
+        assert numbers() == [1, 2]
+        replica.drop_all_but({2}, 2)
+        assert numbers() == [2]
 
 
 def test_a_file_of_equal_size_that_lay_there_before_is_not_believed(

@@ -16,7 +16,6 @@ import pytest
 from precompute.jobs.ops.run_all import Outcome, Selection, selected, worst
 from precompute.jobs.ops.status import WAITING, never_began, project_status
 from precompute.jobs.schedule.dependencies import Dependencies
-from precompute.store.errors import ConfigError
 from precompute.store.times import shown_time
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -71,12 +70,6 @@ def test_selectors_name_views_in_the_order_they_run(
     make_project: MakeProject, selectors: list[str], chosen: list[str]
 ) -> None:
     assert selected(make(make_project), Selection(selectors)) == chosen
-
-
-def test_a_selector_of_no_view_names_the_nearest(make_project: MakeProject) -> None:
-    for selector in ("midle+", "+midle", "+midle+", "midle"):
-        with pytest.raises(ConfigError, match=r"no view 'midle'.*did you mean 'middle'"):
-            selected(make(make_project), Selection([selector]))
 
 
 def test_the_graph_is_a_tree_and_a_flowchart(make_project: MakeProject, capsys: Captured) -> None:

@@ -29,17 +29,14 @@ from precompute.jobs.run.shards.worker import Worked, work
 from precompute.store.disk import lease as lease_module
 from precompute.store.errors import (
     ConfigError,
-    ConflictError,
     ModelError,
     PrecomputeError,
-    RejectedError,
     SnapshotError,
 )
 from precompute.store.offline.gc import collect
 from precompute.store.times import containing
 from tests import REPOSITORY
 from tests.conftest import MakeProject
-from tests.faults.harness import small_chunks
 from tests.models import Doubler
 from tests.scene import Scene
 
@@ -185,32 +182,6 @@ def test_rejected_rows_are_those_of_one_run(make_project: MakeProject) -> None:
     found = pq.read_table(scene.store.folder / part.path).to_pylist()
     assert scene.snapshot().counts == counts
     assert sorted(found, key=str) == sorted(wanted, key=str)
-
-
-def test_rejected_rows_are_counted_over_all_shards(make_project: MakeProject) -> None:
-    # four in each of five shards, and ten may be
-    rows = [(i, float(i)) for i in range(100)]
-    view = {"model": {"use": "tests.jobs.test_shards:FifthsFail"}, "max_rejected": 0.1}
-    scene = sharded(make_project, rows, 5, **view)
-    with workers(scene), pytest.raises(RejectedError, match=r"rows rejected so far"):
-        scene.run()
-    assert (scene.report().status, scene.numbers()) == ("rejected", [])
-
-
-class FifthsFail(Doubler):
-    """Raises where a row's x is a multiple of 5."""
-
-    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
-        if any(x % 5 == 0 for x in batch.column("x").to_pylist()):
-            raise ValueError("a multiple of 5")
-        return super().compute(batch)
-
-
-def test_a_model_that_fits_no_row_is_named(make_project: MakeProject) -> None:
-    features = {"doubel": {"dtype": "float64"}}
-    scene = sharded(make_project, features=features)
-    with workers(scene), pytest.raises(ModelError, match=r"features\.doubel.*no row of the model"):
-        scene.run()
 
 
 def test_tables_of_arguments_come_along(make_project: MakeProject) -> None:
@@ -472,18 +443,6 @@ def test_a_worker_that_slept_past_its_lease_changes_nothing(
     assert scene.doubles() == {i: 2 * x for i, x in ROWS}
 
 
-def test_a_second_run_is_refused(make_project: MakeProject) -> None:
-    scene = sharded(make_project)
-    run = threading.Thread(target=scene.run)
-    run.start()
-    _until(lambda: any(_plans(scene)))
-    with pytest.raises(ConflictError, match="another run"):
-        scene.reread().run()
-    with workers(scene):
-        run.join(20)
-    assert scene.doubles() == {i: 2 * x for i, x in ROWS}
-
-
 @pytest.mark.parametrize("what", ["rows-00001.arrow", "plan.json"])
 def test_damage_is_said(what: str, make_project: MakeProject) -> None:
     scene = sharded(make_project, shards=2)
@@ -515,20 +474,6 @@ def test_damage_is_said(what: str, make_project: MakeProject) -> None:
     assert "rows-00001.arrow is damaged: it differs from its checksum" in str(errors[0])
 
 
-def test_what_changes_after_the_rows_were_written_waits(make_project: MakeProject) -> None:
-    scene = sharded(make_project)
-    run = threading.Thread(target=scene.run)
-    run.start()
-    _until(lambda: any(_plans(scene)))
-    sharded(make_project, [(i, x + 1) for i, x in ROWS])
-    with workers(scene):
-        run.join(20)
-    assert scene.doubles() == {i: 2 * x for i, x in ROWS}
-    with workers(scene):
-        scene.run()
-    assert scene.doubles() == {i: 2 * x + 2 for i, x in ROWS}
-
-
 def test_without_a_run_a_worker_says_so(make_project: MakeProject) -> None:
     scene = sharded(make_project)
     with pytest.raises(ConfigError, match=r"no run of view 'numbers' wants workers now"):
@@ -537,15 +482,6 @@ def test_without_a_run_a_worker_says_so(make_project: MakeProject) -> None:
         ConfigError, match=r"run xyz of view 'numbers' wants no workers, or is over"
     ):
         work(scene, "numbers", run="xyz")
-
-
-def test_a_run_of_few_rows_starts_no_workers(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(holder_module, "FEW_ROWS", 101)
-    scene = sharded(make_project)
-    assert "shards" not in scene.run().engine
-    assert scene.doubles() == {i: 2 * x for i, x in ROWS}
 
 
 def test_partitions_are_sharded_like_all(make_project: MakeProject) -> None:
@@ -564,17 +500,8 @@ def test_partitions_are_sharded_like_all(make_project: MakeProject) -> None:
     }
 
 
-def test_collection_leaves_what_workers_write(make_project: MakeProject) -> None:
-    scene = sharded(make_project, shards=2)
-    with small_chunks(), workers(scene):
-        scene.run()
-    before = scene.doubles()
-    collect(scene.store, keep=1, grace_s=0)
-    assert scene.doubles() == before == {i: 2 * x for i, x in ROWS}
-
-
-def test_each_recipe_of_the_documents_is_a_worker(make_project: MakeProject) -> None:
-    """Of Kubernetes, Slurm, shells, Airflow and Dagster what they start, as plain processes."""
+def test_each_recipe_of_the_documents_is_a_worker() -> None:
+    """Of Kubernetes, Slurm, shells, Airflow and Dagster."""
     text = (REPOSITORY / "docs/cluster.md").read_text(encoding="utf-8")
     section = text[text.index("### Workers, wherever") : text.index("**Ray**")]
     recipes = re.findall(r"precompute(?: -c configs/docs|,) (work[ ,][^'\"\]\n]+)", section)
@@ -582,31 +509,3 @@ def test_each_recipe_of_the_documents_is_a_worker(make_project: MakeProject) -> 
     assert commands == [["work", "doc_embedding", "--wait", "30m"]] * 5
     for code in re.findall(r"```python\n(.+?)```", section, re.DOTALL):
         compile(code, "cluster.md", "exec")
-    view = {
-        "entity": ["id"],
-        "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
-        "model": {"use": "tests.models:Doubler", "args": {"sleep_s": 0.2}},
-        "features": {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}},
-        "ttl": "1h",
-        "shards": 10,
-    }
-    scene = make_project(ROWS, project=ELSEWHERE, views={"doc_embedding": view})
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "precompute.jobs.cli", "-c", str(scene.folder), *command],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for command in commands
-    ]
-    scene.run("doc_embedding")
-    said = [process.communicate(timeout=30)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 5
-    rows = sum(int(line.split(" shards and ")[1].split()[0]) for line in said)
-    assert rows == 100
-    assert {row["id"]: row["double"] for row in scene.rows(view="doc_embedding")} == {
-        i: 2 * x for i, x in ROWS
-    }

@@ -17,15 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.run.judge import sample as sample_module
-from precompute.jobs.run.judge.sample import Sample
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.shards import holder as holder_module
 from precompute.jobs.run.shards import worker as worker_module
 from precompute.jobs.run.shards.launcher import LocalLauncher
-from precompute.jobs.run.shards.pinned import pinned_batches
 from precompute.jobs.run.shards.shard_folder import ShardFolder
-from precompute.jobs.run.shards.worker import Worked, work
+from precompute.jobs.run.shards.worker import work
 from precompute.store.disk.lease import Lease
 from precompute.store.errors import (
     ConfigError,
@@ -38,15 +35,12 @@ from precompute.store.offline.gc import collect
 from precompute.store.offline.runs import Finished, Journals
 from tests.conftest import MakeProject
 from tests.faults.harness import small_chunks
-from tests.jobs import test_shards
 from tests.jobs.test_shards import (
     ROWS,
-    SMALL,
     Workers,
     _plans,
     _until,
     sharded,
-    worker_process,
     workers,
 )
 from tests.models import Doubler
@@ -233,35 +227,23 @@ def test_an_operator_is_told_that_all_workers_are_gone(
     assert "precompute work numbers --run" in caplog.text
 
 
-def test_a_run_that_ends_takes_its_rows_from_nobody_with_a_traceback(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It ends between a worker's look at a shard's file and the reading of it."""
-    scene, begun, over = sharded(make_project), threading.Event(), threading.Event()
+class FifthsFail(Doubler):
+    """Raises where a row's x is a multiple of 5."""
 
-    def read(*arguments: Any) -> Any:
-        begun.set()
-        assert over.wait(20)
-        return pinned_batches(*arguments)
-
-    monkeypatch.setattr(worker_module, "pinned_batches", read)
-    monkeypatch.setattr(holder_module, "CHECK_S", 0.0)
-    monkeypatch.setattr(Lease, "check", _fenced_when(begun))
-    with running(scene) as errors:
-        crew = Workers(scene, 1)
-    over.set()
-    crew.join()
-    assert isinstance(errors[0], FencedError)
-    assert [type(done) for done in crew.done] == [Worked]
-    assert not [name for name in os.listdir(scene.store.data) if "failed" in name]
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        if any(x % 5 == 0 for x in batch.column("x").to_pylist()):
+            raise ValueError("a multiple of 5")
+        return super().compute(batch)
 
 
 def test_too_many_rejected_in_all_shards_says_why(make_project: MakeProject) -> None:
     rows = [(i, float(i)) for i in range(100)]
-    model = {"use": "tests.jobs.test_shards:FifthsFail"}
+    model = {"use": f"{HERE}:FifthsFail"}
     scene = sharded(make_project, rows, 5, model=model, max_rejected=0.1)
-    with workers(scene), pytest.raises(RejectedError, match="a multiple of 5"):
+    # four in each of five shards, and ten may be
+    with workers(scene), pytest.raises(RejectedError, match=r"rows rejected so far.*multiple of 5"):
         scene.run()
+    assert (scene.report().status, scene.numbers()) == ("rejected", [])
 
 
 def test_a_host_that_cannot_convert_the_model_ends_alone(
@@ -345,13 +327,6 @@ def test_a_budget_is_spent_in_one_process(make_project: MakeProject) -> None:
     assert scene.doubles() == {i: 2 * x for i, x in ROWS}
 
 
-def test_a_worker_for_a_view_that_is_not_there(make_project: MakeProject) -> None:
-    scene, began = sharded(make_project), time.monotonic()
-    with pytest.raises(ConfigError, match="did you mean 'numbers'"):
-        work(scene, "numbrs", wait_s=30)
-    assert time.monotonic() < began + 10
-
-
 def test_a_worker_that_is_told_to_end_while_it_waits(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,65 +345,6 @@ def test_a_worker_that_is_told_to_end_while_it_waits(
     # and its process, where it goes on, is not ended later
     time.sleep(0.4)
     assert not ended
-
-
-class Waiting(Doubler):
-    """Computes nothing as long as a file is there, and writes another one."""
-
-    def __init__(self, file: str) -> None:
-        super().__init__()
-        self._file = Path(file)
-
-    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
-        while self._file.exists():
-            self._file.with_name("began").touch()
-            time.sleep(0.02)
-        return super().compute(batch)
-
-
-def test_a_batch_longer_than_a_signal_leaves_it_is_nobodys_fault(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Else machines that are taken away three times would count for a row that ends its worker."""
-    file = tmp_path / "wait"
-    model = {"use": f"{HERE}:Waiting", "args": {"file": str(file)}}
-    scene = sharded(make_project, shards=1, model=model)
-    monkeypatch.setattr(test_shards, "SMALL", SMALL.replace(*AT_ONCE))
-    with running(scene):
-        file.touch()
-        worker = worker_process(scene)
-        _until(file.with_name("began").exists)
-        worker.terminate()
-        _, said = worker.communicate(timeout=20)
-        attempts = [name for name in scene.store.journals.runs() if "-s00000-" in name]
-        file.unlink()
-        crew = Workers(scene, 1)
-    crew.join()
-    assert (worker.returncode, attempts) == (143, []), said
-
-
-AT_ONCE = ("worker.BEAT_S = 0.0", "worker.BEAT_S, worker.STOP_S = 0.0, 0.2")
-
-
-def test_a_sample_of_all_shards_is_bounded(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    view = make_project(ROWS).view("numbers").feature_view()
-    monkeypatch.setattr(sample_module, "HELD_BYTES", 20_000)
-    made = pa.RecordBatch.from_pylist(
-        [{"double": float(i), "vector": [0.0] * 4} for i in range(100)], view.feature_schema()
-    )
-    shown = pa.RecordBatch.from_pydict({"id": list(range(100)), "x": [0.5] * 100})
-    part = Sample(view, 100, 100, ends=False)
-    part._inputs, part._made = [shown], [made]
-    assert part.write(tmp_path / "sample.arrow")
-    whole = Sample(view, 5000, 5000, ends=False)
-    for _ in range(50):
-        whole.add(tmp_path / "sample.arrow", 100)
-    drawn = whole.rows_drawn()
-    assert drawn is not None
-    assert drawn[0].nbytes + drawn[1].nbytes <= 20_000
-    assert len(drawn[0]) == len(drawn[1]) > 100
 
 
 class Launched(LocalLauncher):

@@ -14,17 +14,11 @@ from precompute.sources.source import Source
 from precompute.store.offline.runs import Report
 from precompute.store.times import iso
 from tests.conftest import MakeProject
+from tests.jobs.test_run_all import view as doubled
 from tests.scene import Scene
 
 DAY_S = 86400.0
 FILE = "SELECT * FROM read_parquet('${data}/data.parquet')"
-READER = {
-    "entity": ["id"],
-    "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
-    "model": {"use": "tests.models:Doubler"},
-    "features": {"double": {"dtype": "float64"}},
-    "ttl": "2h",
-}
 
 
 def ago(days: float) -> datetime:
@@ -158,7 +152,7 @@ def test_times_ahead_of_the_clock_are_reported(
 
 
 def test_a_view_of_another_view_is_as_old_as_what_that_one_read(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)], views={"reader": READER})
+    project = make_project([(1, 1.0)], views={"reader": doubled("numbers")})
     frozen, written = ago(30), ago(2)
     set_back(project.folder / "data.parquet", frozen)
     project.run()
@@ -182,10 +176,3 @@ def test_past_max_age_it_needs_attention(make_project: MakeProject) -> None:
     ):
         line = make_project(view={"source": {"sql": FILE, "max_age": max_age}}).status()
         assert (line["status"], line["attention"]) == ("fresh", attention)
-
-
-def test_an_age_that_is_limited_and_not_known_needs_attention(make_project: MakeProject) -> None:
-    project = make_project(view={"source": {"sql": "SELECT 1 AS id, 1.0 AS x", "max_age": "7d"}})
-    project.run()
-    (attention,) = project.status()["attention"]
-    assert "is not known: name a column of it as source.updated_at" in attention

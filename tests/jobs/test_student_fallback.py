@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from precompute.jobs.run.judge.audit import ALONE_ROWS, Audit
-from precompute.jobs.run.rows.open_student import OpenStudent
-from precompute.jobs.run.rows.open_view import open_view
+from precompute.jobs.run.rows.open_view import OpenStudent, open_view
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.jobs.serve.lookup_worker import Warmer
 from precompute.jobs.setup.validate import validate

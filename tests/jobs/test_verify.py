@@ -171,18 +171,6 @@ def test_a_view_that_is_not_published(make_project: MakeProject) -> None:
 # ---- offline
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_flipped_byte_is_found_wherever_it_is(prepared: Prepared, which: int) -> None:
-    project = prepared(chain)
-    path = parts(project)[which]
-    whole = path.read_bytes()
-    for at in range(0, len(whole), max(1, len(whole) // 12)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
-        assert f"{path} differs from its checksum" in bad(project)["checksums"], at
-    path.write_bytes(whole)
-    assert bad(project) == {}
-
-
 def gone(path: Path) -> None:
     path.unlink()
 
@@ -209,8 +197,7 @@ def test_a_damaged_file_of_the_chain_is_found_and_named(
     assert str(path) in bad(project)["checksums"]
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("damage", [gone, cut, flipped])
+@pytest.mark.parametrize(("number", "damage"), [(1, gone), (2, cut), (3, flipped)])
 def test_a_damaged_manifest_of_the_chain_is_found(
     prepared: Prepared, number: int, damage: Callable[[Path], None]
 ) -> None:
@@ -219,13 +206,6 @@ def test_a_damaged_manifest_of_the_chain_is_found(
     found = bad(project)
     assert list(found) == ["manifest"]
     assert f"{number}.json" in found["manifest"] or f"no snapshot {number}" in found["manifest"]
-
-
-def test_a_damaged_live_pointer_is_found(prepared: Prepared) -> None:
-    project = prepared(chain)
-    path = project.root / "numbers" / "refs" / "live.json"
-    path.write_bytes(b"{")
-    assert "live.json is damaged" in bad(project)["manifest"]
 
 
 # ---- online
@@ -322,31 +302,6 @@ def test_an_online_pointer_that_is_behind_is_found(prepared: Prepared, online: s
     assert bad(project) == {}
 
 
-def test_an_emptied_online_store_is_found(prepared: Prepared) -> None:
-    project = prepared(chain)
-    shutil.rmtree(project.folder / "online")
-    assert "serves nothing" in bad(project)["online pointer"]
-
-
-@pytest.mark.parametrize("damage", ["gone", "cut", "pointer"])
-def test_a_damaged_table_file_is_found(prepared: Prepared, damage: str) -> None:
-    project = prepared(chain)
-    folder = project.folder / "online" / "numbers"
-    path = folder / ("live.json" if damage == "pointer" else f"{3:020d}.table")
-    gone(path) if damage == "gone" else path.write_bytes(
-        path.read_bytes()[:4097] if damage == "cut" else b"{"
-    )
-    assert list(bad(project)) == ["online pointer" if damage == "pointer" else "online rows"]
-
-
-def test_a_redis_that_does_not_answer_is_told(
-    make_project: MakeProject, prepared: Prepared, redis_url: str
-) -> None:
-    project = prepared(chain, redis_url)
-    project = make_project(project={"online": "redis://127.0.0.1:1/0"}, view=INDEXED)
-    assert "does not answer" in bad(project)["online pointer"]
-
-
 # ---- the index
 
 
@@ -380,8 +335,7 @@ def test_another_generations_index_in_its_place_is_found(
     assert "(it is the index numbers/00000000000000000001)" in bad(project)["index"]
 
 
-@pytest.mark.parametrize("metric", ["cosine", "dot", "l2"])
-@pytest.mark.parametrize("rows", [6, 60])
+@pytest.mark.parametrize(("metric", "rows"), [("cosine", 6), ("dot", 60), ("l2", 6)])
 def test_an_index_of_another_snapshot_with_as_many_rows_is_found(
     make_project: MakeProject, metric: str, rows: int
 ) -> None:

@@ -40,8 +40,7 @@ from precompute.jobs.run.judge.vector_gates import (
 )
 from precompute.jobs.run.rows.chunks import computed
 from precompute.jobs.run.rows.compaction import Replaced
-from precompute.jobs.run.rows.open_student import OpenStudent
-from precompute.jobs.run.rows.open_view import OpenView, files_of
+from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, files_of
 from precompute.jobs.run.rows.plan import recipe_of
 from precompute.sources.database import Files
 from precompute.sources.diff import returned_rows
@@ -50,7 +49,7 @@ from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
 from precompute.store.offline.part_file import Layers, dead_rows
-from precompute.store.offline.row_figures import RowFigures, count
+from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.selection import all_rows
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.standing import ROLLED_BACK, Standing
@@ -250,11 +249,7 @@ def _readable(store: ViewStore, number: int) -> Snapshot | None:
 
 def _whole_files(store: ViewStore, snapshot: Snapshot) -> Files:
     """The files of a damaged snapshot whose keys and hashes can be read. If its deletes cannot be
-    read, their rows count as alive.
-
-    Raises:
-        SnapshotError: a manifest cannot be read.
-    """
+    read, their rows count as alive."""
     chain = store.chain(snapshot)
     parts = {part.path: (layer, part) for layer in chain for part in layer.parts}
     deletes: list[Path] = []
@@ -371,7 +366,8 @@ class Judge:
                 the delta before compaction, which shares parts with ``live``.
             served: the snapshot that readers have now, if it is another partition's.
         """
-        gates, view, figures = self.config.gates, snapshot.view, _figures(self.store, snapshot)
+        gates, view, figures = self.config.gates, snapshot.view, snapshot.figures
+        assert figures is not None
         nulls = figures.valueless if view.definition.bad_rows == "null" else 0
         verdicts = Verdicts(gates, snapshot.rows - nulls)
         if view.definition.bad_rows == "null":
@@ -501,13 +497,6 @@ def _measure(store: ViewStore, snapshot: Snapshot) -> Snapshot | None:
     return None if live is not None and live.number == snapshot.number else live
 
 
-def _figures(store: ViewStore, snapshot: Snapshot) -> RowFigures:
-    """The figures of all rows; counted now if the manifest has none."""
-    return snapshot.figures or count(
-        store.batches(snapshot, snapshot.view.feature_names), snapshot.view
-    )
-
-
 def _valued(figures: RowFigures, view: FeatureView) -> RowFigures:
     """The figures of the rows that have a value: nulls in place of rejected rows are judged by
     ``coverage`` alone."""
@@ -522,9 +511,8 @@ def _live_figures(store: ViewStore, live: Snapshot) -> RowFigures | None:
     """The figures of what is live; None where they cannot be read. For a snapshot of all partitions
     those of the newest one: a day is compared with a day."""
     try:
-        return _figures(
-            store, store.snapshot(live.members[max(live.members)]) if live.members else live
-        )
+        newest = store.snapshot(live.members[max(live.members)]) if live.members else live
+        return newest.figures
     except SnapshotError as exc:
         # a damaged live snapshot is to be replaced, so it refuses nothing
         log.warning("%s", exc)

@@ -20,17 +20,15 @@ from precompute.engine.runner import Runner
 from precompute.engine.window import MISFIT, Outcome
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.run.progress import Progress
+from precompute.jobs.run.report import Overlapping
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.rows.plan import Plan, now_us
-from precompute.jobs.run.usage import Overlapping
 from precompute.sources.diff import Diff, refused_rows
 from precompute.sources.source import Source
 from precompute.store.errors import RejectedError
 from precompute.store.keys import bad_keys, key_column
-from precompute.store.offline.part_file import Layers
-from precompute.store.offline.row_figures import RowCounter, RowFigures, count
+from precompute.store.offline.row_figures import RowCounter, RowFigures
 from precompute.store.offline.runs import Finished, Report
-from precompute.store.offline.selection import all_rows
 from precompute.store.offline.snapshot import Part
 from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.table import REFERENCE
@@ -322,13 +320,9 @@ class Chunks:
         """Add the computed rows of a chunk that was finished elsewhere."""
         if chunk.part is not None:
             self.parts.append(chunk.part)
-            self.figures[chunk.part.path] = chunk.figures or self._counted(chunk.part)
+            assert chunk.figures is not None
+            self.figures[chunk.part.path] = chunk.figures
             self.written += chunk.part.rows
-
-    def _counted(self, part: Part) -> RowFigures:
-        """The figures of a chunk whose run stored none."""
-        rows = all_rows(Layers([self._store.folder / part.path], [part.rows], {}))
-        return count(rows.batches(self._opened.view.feature_names), self._opened.view)
 
     def compute(
         self,

@@ -85,10 +85,8 @@ def figures_of(
         alone = replace(snapshot, parent=None, deletes=None, own_deletes=0)
         figures = _without(figures, Replaced(store, alone, snapshot, view.feature_names), view)
     if replaced is not None:
-        of_parent = replaced.old.figures or count(
-            store.batches(replaced.old, view.feature_names), view
-        )
-        figures = figures.plus(_without(of_parent, replaced, view))
+        assert replaced.old.figures is not None
+        figures = figures.plus(_without(replaced.old.figures, replaced, view))
     return figures
 
 

@@ -321,7 +321,6 @@ def recipe_of(opened: OpenView, *, hashed: bool = True) -> str:
 def _why_full(
     previous: Snapshot | None, opened: OpenView, recipe: str, *, first: bool
 ) -> str | None:
-    """Why the run cannot build on ``previous``; None when it can."""
     if previous is None:
         return (
             "the first snapshot" if first else "no earlier snapshot is whole and good, to build on"

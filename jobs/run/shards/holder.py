@@ -27,14 +27,16 @@ from precompute.jobs.run.progress import Progress
 from precompute.jobs.run.rows.chunks import Chunks
 from precompute.jobs.run.rows.open_view import OpenView
 from precompute.jobs.run.rows.plan import Plan
-from precompute.jobs.run.shards.launcher import Ended, Launcher, LocalLauncher, Order
-from precompute.jobs.run.shards.pinned import pin, pin_table, pinned_path
+from precompute.jobs.run.shards.launcher import Ended, Launcher, Order, launcher_of
 from precompute.jobs.run.shards.shard_folder import (
     Beat,
     ShardFolder,
     ShardPlan,
     ShardResult,
     error_of,
+    pin,
+    pin_table,
+    pinned_path,
 )
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.record import read_record, sealed
@@ -216,7 +218,7 @@ class _Holder:
                 for result in results.values():
                     if result.error is not None:
                         raise self._failed(result)
-                self._tell(results)
+                self._show(results)
                 self._see_to(launcher, ended)
         finally:
             self._end(launcher)
@@ -243,13 +245,7 @@ class _Holder:
         return Order(argv, environment, engine.cpus, engine.gpus, self._settings.memory_mb)
 
     def _see_to(self, launcher: Launcher, ended: list[Ended]) -> None:
-        """Start a worker for each that ended, unless they end for nothing.
-
-        Raises:
-            ConfigError: no worker can work as configured.
-            ModelError: one after the other ends before it has computed anything.
-            FencedError: another run took over.
-        """
+        """Start a worker for each that ended, unless they end for nothing."""
         for worker in ended:
             log.warning("a worker %s", worker.how)
             # another host may have the model that this one lacks
@@ -268,12 +264,8 @@ class _Holder:
             self._job.lease.check()
             self._checked = time.monotonic()
 
-    def _tell(self, results: Mapping[int, ShardResult]) -> None:
-        """Report progress: what is done, and what workers report of shards that are not.
-
-        Raises:
-            RejectedError: more rows are rejected than may be.
-        """
+    def _show(self, results: Mapping[int, ShardResult]) -> None:
+        """Report progress: what is done, and what workers report of shards that are not."""
         beats: dict[int, Beat] = {}
         workers = self._folder.beats()
         for beat in workers:
@@ -342,20 +334,11 @@ class _Holder:
         launcher.stop(STOP_GRACE_S if end_signal() is None else HASTE_S)
 
     def _failed(self, result: ShardResult) -> PrecomputeError:
-        """The error of a shard, after the rows that it rejected were added to the run's.
-
-        Raises:
-            RejectedError: these are too many.
-        """
+        """The error of a shard, after the rows that it rejected were added to the run's."""
         self._add_rejected(result.chunks)
         return error_of(result)
 
     def _take(self, result: ShardResult) -> None:
-        """Take what a shard's worker finished.
-
-        Raises:
-            SnapshotError: rows are missing, or a file cannot be read.
-        """
         shard = self._plan.shards[result.shard]
         if result.rows + result.rejected != shard.rows:
             raise SnapshotError(
@@ -396,16 +379,3 @@ class _Holder:
             "retries": sum(int(result.engine.get("retries", 0)) for result in done),
             "attempts": sum(result.attempt for result in done),
         }
-
-
-def launcher_of(engine: EngineConfig, workers: int) -> Launcher:
-    """The launcher of a run's workers.
-
-    Raises:
-        ConfigError: Ray is not installed, or there is no cluster.
-    """
-    if engine.on == "ray":
-        from precompute.jobs.run.shards.ray_launcher import RayLauncher
-
-        return RayLauncher()
-    return LocalLauncher(workers)

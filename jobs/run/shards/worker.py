@@ -27,12 +27,20 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from precompute.jobs.config.project import EngineConfig, Project
-from precompute.jobs.run.judge.sample import Sample
+from precompute.jobs.run.judge.audit import Sample
 from precompute.jobs.run.progress import Progress
 from precompute.jobs.run.rows.chunks import Chunks
 from precompute.jobs.run.rows.open_model import OpenModel, open_model
-from precompute.jobs.run.shards.pinned import part_of, pinned_batches, pinned_path, pinned_table
-from precompute.jobs.run.shards.shard_folder import Beat, ShardFolder, ShardPlan, ShardResult
+from precompute.jobs.run.shards.shard_folder import (
+    Beat,
+    ShardFolder,
+    ShardPlan,
+    ShardResult,
+    part_of,
+    pinned_batches,
+    pinned_path,
+    pinned_table,
+)
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.lease import Lease, release_leases
 from precompute.store.disk.record import replace
@@ -217,8 +225,6 @@ def _ends_by_signal() -> Iterator[_Ending]:
 
 
 class _Worker:
-    """One process at work."""
-
     def __init__(
         self,
         project: Project,
@@ -236,12 +242,7 @@ class _Worker:
         self._opened = _open(project, store, plan)
 
     def work(self) -> None:
-        """Compute shards until the run is over.
-
-        Raises:
-            Stopped: it is to end.
-            PrecomputeError: shards failed here, one after the other.
-        """
+        """Compute shards until the run is over."""
         while True:
             self._check()
             # looked for once: in an object store each look costs money
@@ -334,13 +335,6 @@ class _Worker:
     # ---- one attempt
 
     def _computed(self, known: ShardResult, lease: Lease) -> ShardResult:
-        """Compute a shard.
-
-        Raises:
-            Stopped: it is to end; what was computed is in the journal.
-            FencedError: another worker has the shard by now.
-            PrecomputeError: it failed.
-        """
         plan, opened, shard = self._plan, self._opened, known.shard
         part, name = plan.shards[shard], self._folder.attempt(shard, known.attempt)
         # where an attempt ended without a word a row may have ended it: the engine's own workers
@@ -518,11 +512,6 @@ class _Pace(Progress):
 
 
 def _open(project: Project, store: ViewStore, plan: ShardPlan) -> OpenModel:
-    """The run's model, loaded here.
-
-    Raises:
-        ConfigError: it is another one, or this host cannot convert it.
-    """
     tables = {name: pinned_table(pinned_path(store, part)) for name, part in plan.tables.items()}
     columns = pinned_table(pinned_path(store, plan.columns)).schema
     examples = (
