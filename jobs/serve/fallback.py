@@ -7,6 +7,8 @@ import contextlib
 import json
 import logging
 import math
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -20,15 +22,15 @@ from typing import Any, NamedTuple
 from precompute.engine.memory import is_device_lost
 from precompute.engine.microbatch import MicroBatcher, Refusal, Wanted, longest_s
 from precompute.jobs.serve.live_view import REFUSED_S, InputRows, LiveView, Opener, Request, compute
-from precompute.jobs.serve.miss_cache_writer import MissCacheWriter
-from precompute.jobs.serve.suspects import row_hash
+from precompute.jobs.serve.supervised_process import Watch
 from precompute.store.answers.fallback import CLIENT, Computed, Fallback, Miss
 from precompute.store.errors import PrecomputeError
 from precompute.store.http.telemetry.caller import Caller
-from precompute.store.http.telemetry.instruments import Batches, Meter, Tell
+from precompute.store.http.telemetry.instruments import CACHE, Batches, Meter, Tell
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.codec import rekeyed
-from precompute.store.online.miss_cache import MissCache, input_names
+from precompute.store.online.kernels import hash_of
+from precompute.store.online.miss_cache import CachedMiss, MissCache, input_names
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason
 
@@ -60,6 +62,80 @@ _WARM_UP = ""
 """Key of the request that opens a view and computes a row of it: no entity has an empty key."""
 
 
+MOST_WAITING = 4096
+"""Rows; beyond, they are not cached."""
+
+JUST_S = 1.0
+MOST_LATEST = 4096
+"""How long, and how many rows, are at hand after they were computed: they are written behind, and
+the caller may have looked before."""
+
+BEHIND_S = 0.005
+"""Seconds before what came is written: its answers leave first, and what is computed together is
+written together."""
+
+
+class MissCacheWriter:
+    """Writes as fast as the store takes it. Rows come from one thread.
+
+    Args:
+        cache: the miss cache that is written to.
+        meter: counts what was cached, and what was not.
+    """
+
+    def __init__(self, cache: MissCache, meter: Meter) -> None:
+        self._cache = cache
+        self._stored, self._dropped = (
+            meter.counter(CACHE, "miss_cache", outcome) for outcome in ("stored", "dropped")
+        )
+        self._waiting: queue.Queue[tuple[Pointer, CachedMiss]] = queue.Queue(MOST_WAITING)
+        self._latest: dict[tuple[str, tuple[int, str], str], tuple[float, Computed | Miss]] = {}
+        """View, publishing and key → what came last, in order, with its time (monotonic)."""
+        threading.Thread(target=self._write, name="miss-cache", daemon=True).start()
+
+    def put(self, pointer: Pointer, key: str, result: Computed | Miss) -> None:
+        """Keep what was computed under a pointer, as the view wants it stored; a miss says that
+        there is no such entity. Returns at once."""
+        row = result.row if isinstance(result, Computed) else None
+        if (pointer.view.keep_missing_s if row is None else pointer.view.keep_s) <= 0:
+            return
+        which = (pointer.view.name, pointer.publishing, key)
+        self._latest.pop(which, None)
+        self._latest[which] = time.monotonic(), result
+        while len(self._latest) > MOST_LATEST:
+            self._latest.pop(next(iter(self._latest)))
+        try:
+            self._waiting.put_nowait((pointer, CachedMiss(key, row)))
+        except queue.Full:
+            self._dropped.add()
+
+    def just_now(self, pointer: Pointer, key: str) -> Computed | Miss | None:
+        """What was put so lately that the caller may not have seen it stored yet."""
+        at, result = self._latest.get(
+            (pointer.view.name, pointer.publishing, key), (-math.inf, None)
+        )
+        return result if time.monotonic() - at <= JUST_S else None
+
+    def _write(self) -> None:
+        while True:
+            taken = [self._waiting.get()]
+            time.sleep(BEHIND_S)
+            while not self._waiting.empty() and len(taken) < MOST_WAITING:
+                taken.append(self._waiting.get())
+            of_pointer: dict[int, tuple[Pointer, list[CachedMiss]]] = {}
+            for pointer, row in taken:
+                of_pointer.setdefault(id(pointer), (pointer, []))[1].append(row)
+            for pointer, rows in of_pointer.values():
+                cache = 0
+                try:
+                    cache = self._cache.write(pointer, rows)
+                except Exception:
+                    # or nothing would be cached from now on
+                    log.exception("rows of view %r cannot be cached", pointer.view.name)
+                self._stored.add(cache)
+                self._dropped.add(len(rows) - cache)
+
+
 class ViewFallback(Fallback):
     """The models of the views that are live, each loaded on first use and again when its view was
     published again.
@@ -70,14 +146,10 @@ class ViewFallback(Fallback):
             live are, wherever it was published.
         memory_mb: DuckDB's memory, for each view.
         miss_cache: where rows that were computed are written, and which keys are of no entity.
-        watch: called before anything that may hang, with the time (:func:`time.monotonic`) by which
-            it should be done and the hashes of the rows in hand; with infinity once nothing goes
-            on.
+        watch: set before anything that may hang, and infinity once nothing goes on; says whether
+            a suspect may be tried now.
         meter: counts.
         tell: as of :class:`precompute.store.http.telemetry.instruments.Batches`.
-        suspects: hashes of rows that may have ended a process, and from when on (monotonic) each
-            may be tried alone; one that came through is treated as any other.
-        may_try: whether one may be tried now at all.
     """
 
     def __init__(
@@ -85,23 +157,21 @@ class ViewFallback(Fallback):
         store: OfflineStore,
         folder: Path,
         memory_mb: int = 256,
-        watch: Callable[[float, Sequence[int]], None] = lambda done_by, rows: None,
         miss_cache: MissCache | None = None,
+        watch: Watch | None = None,
         meter: Meter | None = None,
         tell: Tell | None = None,
-        suspects: Mapping[int, float] | None = None,
-        may_try: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._suspects, self._may_try = dict(suspects or {}), may_try
-        """Rows that are refused for now, or tried alone."""
-        self._held = list[int]()
-        """Rows in hand, or in hand when the GPU was lost."""
+        self._watch = watch or Watch(may_try=True)
+        self.suspects = dict[int, float]()
+        """Hashes of rows that may have ended a process, and from when on (monotonic) each may be
+        tried, alone; one that came through is treated as any other."""
         self._postponed: deque[_Postponed] = deque()
         """Rows that may end the process, until a spare stands by."""
         meter = meter or Meter()
         self._batches = Batches(meter, tell)
         self._writer = None if miss_cache is None else MissCacheWriter(miss_cache, meter)
-        self._opener, self._watch = Opener(store, folder.absolute(), memory_mb), watch
+        self._opener = Opener(store, folder.absolute(), memory_mb)
         self._opened: dict[tuple[str, tuple[int, str]], LiveView] = {}
         self._lost = False
         self._row_s: dict[str, float] = {}
@@ -129,13 +199,13 @@ class ViewFallback(Fallback):
                 futures[i] = _resolved(just_now)
                 continue
             given, whose = _inputs_text(values), group
-            suspect = row_hash(view, key, given) if self._suspects else 0
-            if suspect in self._suspects:
-                if self._suspects[suspect] > time.monotonic():
+            suspect = row_hash(view, key, given) if self.suspects else 0
+            if suspect in self.suspects:
+                if self.suspects[suspect] > time.monotonic():
                     why = "the model's process ended with it in hand"
                     futures[i] = _resolved(Miss(Reason.MODEL_ERROR, why, broken=None))
                     continue
-                if not self._may_try():
+                if not self._watch.may_try:
                     again = partial(self.submit, pointer, [key], inputs, deadline, query=query)
                     begin, futures[i] = partial(copy_context().run, again), Future()
                     self._postponed.append((deadline, begin, futures[i]))
@@ -175,17 +245,11 @@ class ViewFallback(Fallback):
             name = names[opened is None or opened.reads_key]
             self._writer.put(pointer, name, _renamed(result, key, name))
 
-    def warm(self, pointer: Pointer) -> None:
-        """Open the view and compute one row, waiting for it, so that the first miss does not pay
-        for loading.
-
-        Failures are logged and leave :meth:`ready` false; hits can be served all the same.
-        """
-        self.begin_warm(pointer, time.monotonic() + LOAD_S).exception()
-
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
-        """As :meth:`warm`, without waiting; the future never has a row: it ends in an error once
-        opening was tried, or at the deadline."""
+        """Begin to open the view and compute one row, so that the first miss does not pay for
+        loading. The future never has a row: it ends in an error once that was tried, or at the
+        deadline. Failures are logged and leave :meth:`ready` false; hits can be served all the
+        same."""
         flight = (pointer.view.name, pointer.publishing)
         return self._batcher.submit(
             _WARM_UP, flight, Request(_WARM_UP, None, pointer), deadline, _WARM_UP
@@ -207,7 +271,7 @@ class ViewFallback(Fallback):
             deadline, begin, future = self._postponed.popleft()
             if deadline < time.monotonic():
                 _end(future, _resolved(Miss(Reason.DEADLINE)))
-            elif not self._may_try():
+            elif not self._watch.may_try:
                 self._postponed.append((deadline, begin, future))
             elif not future.cancelled():
                 begin()[0].add_done_callback(partial(_end, future))
@@ -215,10 +279,6 @@ class ViewFallback(Fallback):
     def open_pointers(self) -> list[Pointer]:
         """The pointers of all publishings for which :meth:`ready` is true."""
         return [opened.pointer for opened in list(self._opened.values())]
-
-    def suspect(self, rows: Mapping[int, float]) -> None:
-        """Take over the rows that may have ended another process, as in the constructor."""
-        self._suspects = dict(rows)
 
     def refused(self) -> bool:
         """Whether a model was loaded and was not the live snapshot's, and none is open."""
@@ -265,12 +325,11 @@ class ViewFallback(Fallback):
                     # also of what was opened before
                     deadlines = [request.pointer.view.fallback_deadline_s for request in requests]
                     row_s = self._row_s.get(requests[0].pointer.miss_model)
-                    if not self._lost:
-                        self._held = [
-                            row_hash(one.pointer.view.name, one.key, _inputs_text(one.values))
-                            for one in requests
-                        ]
-                    self._watch(time.monotonic() + longest_s(deadlines, row_s), self._held)
+                    rows_in_hand = [
+                        row_hash(one.pointer.view.name, one.key, _inputs_text(one.values))
+                        for one in requests
+                    ]
+                    self._due_in(longest_s(deadlines, row_s), rows_in_hand)
                     with self._batches.inputs([requests[i].caller for i in numbers]):
                         wanted = opened.rows_of({i: requests[i] for i in numbers}, results)
                     if wanted:
@@ -289,12 +348,10 @@ class ViewFallback(Fallback):
                 ):
                     compute(rows, query, requests, results)
         finally:
-            if not self._lost:
-                self._held = []
-            self._watch(math.inf, self._held)
+            self._due_in(math.inf, [])
         # with whatever result, it was computed
         if alike and isinstance(group, _Group) and group.suspect is not None and not self._lost:
-            self._suspects.pop(group.suspect, None)
+            self.suspects.pop(group.suspect, None)
         for request, result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
                 if not result.broken:
@@ -303,10 +360,15 @@ class ViewFallback(Fallback):
                 self._cache(request, result)
         return results
 
+    def _due_in(self, seconds: float, rows: Sequence[int] | None = None) -> None:
+        """Show when the call that begins now should be over, and which rows are in hand (None: as
+        before); those in hand when the GPU was lost stay."""
+        self._watch.set(time.monotonic() + seconds, None if self._lost else rows)
+
     def _warm_up(self, opened: LiveView) -> None:
         """Compute a row of the source twice, and discard it: the first call in a thread takes
         several times as long as the next, whose time is noted as the model's pace."""
-        self._watch(time.monotonic() + LOAD_S, self._held)
+        self._due_in(LOAD_S)
         view = opened.view
         for batch in view.source.head(1).combine_chunks().to_batches():
             opened.runner.compute(batch)
@@ -360,7 +422,7 @@ class ViewFallback(Fallback):
         opened = self._opened.get((name, pointer.publishing))
         if opened is not None:
             return opened
-        self._watch(time.monotonic() + LOAD_S, self._held)
+        self._due_in(LOAD_S)
         opened = self._opened[name, pointer.publishing] = LiveView.of(
             self._opener.open(pointer), pointer
         )
@@ -378,6 +440,12 @@ def _renamed(result: Computed | Miss, name: str, other: str) -> Computed | Miss:
         if isinstance(result, Computed)
         else result
     )
+
+
+def row_hash(view: str, key: str, given: str | None) -> int:
+    """What a row of a view is known by: by ``given``, the inputs that came with the request, as
+    JSON, under whatever key; else by its key."""
+    return hash_of(f"{view}\0{key}".encode() if given is None else f"{view}\0\0{given}".encode())
 
 
 def _inputs_text(values: Mapping[str, Any] | None) -> str | None:

@@ -50,6 +50,8 @@ from precompute.store.online.online_store import Pointer
 from precompute.store.online.url import open_miss_cache, open_online_store
 from precompute.store.times import parsed_time
 
+log = logging.getLogger(__name__)
+
 _THRESHOLDS = 50_000, 50, 100
 """New objects before the young are looked through, and how often before the older are."""
 _KEPT_BYTES, _MAPPED_BYTES = 128 * 2**20, 32 * 2**20
@@ -77,8 +79,6 @@ def settle() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-log = logging.getLogger(__name__)
-
 WARM_EVERY_S = 5.0
 """How often new publishings are looked for."""
 
@@ -88,7 +88,6 @@ that are not there yet may come."""
 
 OPEN_S = 600.0
 """How long opening may take: see :data:`precompute.jobs.serve.fallback.LOAD_S`."""
-
 
 COMING_S = 1800.0
 """Seconds for which what was computed may yet be published; what a gate refused lies there for
@@ -265,7 +264,7 @@ END_S = 2.0
 
 def main() -> None:
     """Serve until SIGTERM, then finish the requests at hand."""
-    spec = begin()
+    spec, _ = begin()
     # the least there may be: a number of 4,000 takes 80 µs to read, and a body holds a thousand
     sys.set_int_max_str_digits(640)
     meter, watch = Meter(Path(spec["runtime"]), f"worker-{spec['number']}"), Watch.of(spec["watch"])

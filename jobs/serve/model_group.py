@@ -9,31 +9,22 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from precompute.engine.memory import available_bytes
 from precompute.jobs.serve.remote_fallback import socket_path
-from precompute.jobs.serve.supervised_process import (
-    AGAIN,
-    STILL_S,
-    SupervisedProcess,
-)
-from precompute.jobs.serve.suspects import Suspects
+from precompute.jobs.serve.supervised_process import AGAIN, STILL_S, SupervisedProcess
 from precompute.store.disk.sql import sweep
 from precompute.store.errors import PrecomputeError
 from precompute.store.http.telemetry.instruments import Meter
+from precompute.store.times import doubled_s
 from precompute.workers.process import ChildProcess
 
 log = logging.getLogger(__name__)
-
-SPINS = "10000"
-"""Times that a compute thread looks for work before it sleeps, about 0.1 ms: longer than from one
-layer to the next. GNU's OpenMP has it look 300,000 times, for milliseconds in which those that it
-waits for may have no core: beside busy processes on two cores one text took MiniLM 140 to 1,100 ms
-so, and 60 to 300 with this; of CPU 92 to 281 and 53 to 73."""
 
 MEMORY_EVERY_S = 1.0
 """How often a process's memory is looked at."""
@@ -44,6 +35,47 @@ SPARE_AFTER_S = 10.0
 SPARE_ROOM = 3
 """Times the memory of the process that serves that must be free for another one to be started by
 itself; ended again is it where less than once is."""
+
+LEFT_ALONE_S, LONGEST_ALONE_S = 60.0, 3600.0
+"""How long a row is left alone that a process ended with alone in its hands, and twice as long each
+time that it does again."""
+
+TRIALS, TRIALS_S = 3, 60.0
+"""Trials that may end a process within so long; no row is tried then until that is over."""
+
+MOST_SUSPECTS = 1024
+"""Rows that are remembered, the latest."""
+
+
+class Suspects:
+    """Rows, by their hashes, that a process was computing when it ended. Each is tried alone before
+    it is computed among others again; one that was alone when a process ended is left alone. Times
+    are :func:`time.monotonic`."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, float]] = {}
+        """How often it was alone, and until when it is left alone."""
+        self._trials: deque[float] = deque(maxlen=TRIALS)
+        """When the latest trials ended a process."""
+
+    def add(self, rows: Collection[int], now: float) -> None:
+        """A process ended with these in its hands."""
+        for row in rows:
+            known = row in self._known
+            times, until = self._known.pop(row, (0, now))
+            if len(rows) == 1:
+                times, until = times + 1, now + doubled_s(LEFT_ALONE_S, times, LONGEST_ALONE_S)
+                if known:
+                    self._trials.append(now)
+            self._known[row] = times, until
+        while len(self._known) > MOST_SUSPECTS:
+            self._known.pop(next(iter(self._known)))
+
+    def until(self) -> dict[int, float]:
+        """Each of them, and from when on it may be tried, alone."""
+        ended_enough = len(self._trials) == TRIALS and self._trials[-1] - self._trials[0] < TRIALS_S
+        none_before = self._trials[0] + TRIALS_S if ended_enough else 0.0
+        return {row: max(until, none_before) for row, (_, until) in self._known.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,41 +91,13 @@ class ModelLimits:
 
 class ModelProcess(SupervisedProcess):
     """One of a model's two processes: it serves, or stands by with the same views open until the
-    other one has ended.
-
-    Args:
-        spec: what it is given, for :mod:`precompute.jobs.serve.model_server`.
-        watch: path of its own.
-        limits: beyond which it is killed.
-        meter: counts how often it is replaced.
-        suspects: what it must try alone when it serves.
-    """
+    other one has ended."""
 
     def __init__(
-        self,
-        spec: Mapping[str, Any],
-        watch: Path,
-        limits: ModelLimits,
-        meter: Meter,
-        suspects: Suspects,
+        self, spec: Mapping[str, Any], runtime: Path, limits: ModelLimits, meter: Meter
     ) -> None:
-        spins = os.environ.get("GOMP_SPINCOUNT", SPINS)
-        module = "precompute.jobs.serve.model_server"
-        super().__init__("model", "", module, spec, watch, meter, GOMP_SPINCOUNT=spins)
-        self._limits, self._suspects = limits, suspects
-        self.serves = False
-        self._memory_at = time.monotonic()
-
-    def spec(self) -> dict[str, Any]:
-        return self._spec | {"serves": self.serves} | self._alone()
-
-    def serve(self) -> None:
-        """Have this process answer from now on."""
-        self.serves = True
-        self.tell(self._alone())
-
-    def _alone(self) -> dict[str, Any]:
-        return {"suspects": list(self._suspects.until().items())}
+        super().__init__("model", "", "precompute.jobs.serve.model_server", spec, runtime, meter)
+        self._limits, self._memory_at = limits, time.monotonic()
 
     def stands_by(self, now: float) -> bool:
         """Whether it could take over at once."""
@@ -111,9 +115,8 @@ class ModelProcess(SupervisedProcess):
             )
         if self.watch.is_still(now):
             return f"was killed: it gave no sign of life for {STILL_S:g} s, with nothing to do"
-        if now - self._memory_at > MEMORY_EVERY_S:
+        if self.process is not None and now - self._memory_at > MEMORY_EVERY_S:
             self._memory_at = now
-            assert self.process is not None
             if (taken_mb := memory_mb(self.process.pid)) > self._limits.memory_mb:
                 return f"was killed: it took {taken_mb} MB of memory, of {self._limits.memory_mb}"
         return None
@@ -148,12 +151,9 @@ class ModelGroup:
         self._model, self._views = model, set[str]()
         self.number, self._runtime, self._limits = number, runtime, limits
         self._path = path = socket_path(runtime, model)
-        self._counted = [f"model-{number}", f"model-{number}-2"]
         self._suspects = Suspects()
         with contextlib.ExitStack() as unless_made:
-            self._listener = unless_made.enter_context(
-                socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            )
+            self._listener = unless_made.enter_context(socket.socket(socket.AF_UNIX))
             # of a life that had no room
             path.unlink(missing_ok=True)
             self._listener.bind(str(path))
@@ -164,15 +164,12 @@ class ModelGroup:
                 "open": str(path.with_suffix(".open")),
                 "listeners": [self._listener.fileno()],
             }
-            both = []
-            for name, suffix in zip(self._counted, (".watch", ".watch2"), strict=True):
-                own, watch = spec | {"process": name}, path.with_suffix(suffix)
-                both.append(ModelProcess(own, watch, limits, meter, self._suspects))
-                unless_made.callback(both[-1].close)
+            self.serving, self.spare = (
+                ModelProcess(spec | {"process": name}, runtime, limits, meter)
+                for name in self._counted()
+            )
             unless_made.pop_all()
-        self.serving, self.spare = both
-        self.serving.serve()
-        self._name_both()
+        self._assign()
         self.wanted_at = time.monotonic()
         """When a worker last said that it has a view of this model."""
         self._spare_from, self._room_at, self._has_room = math.inf, 0.0, False
@@ -180,7 +177,7 @@ class ModelGroup:
     def serves(self, views: Iterable[str]) -> None:
         """Note some views of this model, by which people know it."""
         self._views |= set(views)
-        self._name_both()
+        self._assign()
 
     @property
     def name(self) -> str:
@@ -217,11 +214,15 @@ class ModelGroup:
         for one in (self.serving, self.spare):
             one.close()
         # begun again, they have nothing in hand, and take nothing
-        for name in self._counted:
+        for name in self._counted():
             with contextlib.suppress(PrecomputeError):
                 Meter(self._runtime, name).close()
         for path in self._runtime.glob(f"{self._path.stem}.*"):
             path.unlink(missing_ok=True)
+
+    def _counted(self) -> tuple[str, str]:
+        """Under which names they count."""
+        return f"model-{self.number}", f"model-{self.number}-2"
 
     def _replace(self, now: float) -> None:
         """Replace the process that served and has ended: the rows it had in hand are suspect, and
@@ -238,11 +239,20 @@ class ModelGroup:
             # what the other one has loaded is as old
             self.spare.end()
         elif self.spare.process is not None:
-            self.serving.serves = False
             self.serving, self.spare = self.spare, self.serving
-            self.serving.serve()
             log.info("%s: the one that stood by serves", self.name)
-        self._name_both()
+            self.serving.tell({"suspects": self._assign()})
+            return
+        self._assign()
+
+    def _assign(self) -> list[tuple[int, float]]:
+        """Note what each is from now on, and what its next life must know; returns the suspects,
+        and from when on each may be tried."""
+        suspects = list(self._suspects.until().items())
+        for one in (self.serving, self.spare):
+            one.spec |= {"serves": one is self.serving, "suspects": suspects}
+        self.serving.name, self.spare.name = self.name, f"{self.name}, standing by,"
+        return suspects
 
     def _wants_spare(self, now: float) -> bool:
         wishes = {self._limits.spares.get(view, "auto") for view in self._views}
@@ -251,14 +261,9 @@ class ModelGroup:
         if now >= self._room_at and self.serving.process is not None:
             self._room_at = now + MEMORY_EVERY_S
             taken_mb, free_mb = memory_mb(self.serving.process.pid), available_bytes() // 2**20
-            self._has_room = (
-                free_mb > taken_mb * (1 if self.spare.process is not None else SPARE_ROOM)
-                and not _has_gpu()
-            )
+            room = 1 if self.spare.process is not None else SPARE_ROOM
+            self._has_room = free_mb > taken_mb * room and not _has_gpu()
         return self._has_room
-
-    def _name_both(self) -> None:
-        self.serving.name, self.spare.name = self.name, f"{self.name}, standing by,"
 
 
 def memory_mb(pid: int) -> int:

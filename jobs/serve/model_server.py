@@ -40,7 +40,7 @@ from precompute.workers.frames import framed, read_message
 from precompute.workers.process import be_nicer
 
 # From a worker:
-#   {"ask": [i, …], "view": …, "keys": […], "inputs": {key: …}, "deadline": t, "query": …,
+#   {"compute": [i, …], "view": …, "keys": […], "inputs": {key: …}, "deadline": t, "query": …,
 #    "client": on whose account, "trace": the traceparent of a request that is traced}
 #       body: the view's pointer, where it is another than before on this connection;
 #       the key null: open the view; it is answered as missing once that was tried
@@ -57,6 +57,12 @@ NICER = 3
 a model goes on, and beside a busy session it has a third of a core in place of a half. With 2 a
 hit's p99 beside misses was 5 times as long as alone, with 3 and 5 it was 1.4 and 1.0 times; with 5
 a lone miss took 2 times as long beside a busy session."""
+
+SPINS = "10000"
+"""Times that a compute thread looks for work before it sleeps, about 0.1 ms: longer than from one
+layer to the next. GNU's OpenMP has it look 300,000 times, for milliseconds in which those that it
+waits for may have no core: beside busy processes on two cores one text took MiniLM 140 to 1,100 ms
+so, and 60 to 300 with this; of CPU 92 to 281 and 53 to 73."""
 
 STAND_BY_S = 0.5
 """How often a process that stands by looks what the other one has open."""
@@ -107,7 +113,7 @@ class Conversation:
             futures = self._fallback.submit(
                 pointer, keys, header["inputs"], deadline, query=header["query"]
             )
-        for number, future in zip(header["ask"], futures, strict=True):
+        for number, future in zip(header["compute"], futures, strict=True):
             self._pending[number] = future
             future.add_done_callback(partial(self._done, number))
 
@@ -124,31 +130,25 @@ class Conversation:
 
     def _write(self) -> None:
         with contextlib.suppress(OSError), self._connection:
-            while (first := self._outbox.get()) is not None:
-                answers = [first]
-                while len(answers) < MOST_AT_ONCE:
-                    try:
-                        more = self._outbox.get_nowait()
-                    except queue.Empty:
-                        break
-                    if more is None:
+            while (answer := self._outbox.get()) is not None:
+                answers = [answer]
+                while not self._outbox.empty() and len(answers) < MOST_AT_ONCE:
+                    if (answer := self._outbox.get()) is None:
                         return
-                    answers.append(more)
+                    answers.append(answer)
                 self._send(answers)
 
     def _send(self, answers: list[tuple[int, Future[Computed]]]) -> None:
         rows, missed, data = [], [], []
         for number, future in answers:
-            error = future.exception()
-            if error is None:
+            if (error := future.exception()) is None:
                 computed = future.result()
                 rows.append((number, computed.computed_at_us, len(computed.row)))
                 data.append(computed.row)
             else:
-                reason = error.reason if isinstance(error, Miss) else Reason.MODEL_ERROR
-                missed.append(
-                    (number, str(reason), str(error), not isinstance(error, Miss) or error.broken)
-                )
+                if not isinstance(error, Miss):
+                    error = Miss(Reason.MODEL_ERROR, str(error), broken=True)
+                missed.append((number, str(error.reason), str(error), error.broken))
         header: dict[str, Any] = {"rows": rows, "missed": missed}
         if (opened := self._fallback.open_publishings()) != self._reported:
             header["open"] = self._reported = opened
@@ -156,70 +156,54 @@ class Conversation:
         self._connection.sendall(framed(header, len(body)) + body)
 
 
-def _serve(listener: socket.socket, fallback: ViewFallback) -> None:
-    while True:
-        connection, _ = listener.accept()
-        Conversation(connection, fallback)
-
-
-class OpenFile:
-    """The file with what the process that serves has open, for the one that stands by: pointers, a
-    line each."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._written: list[tuple[str, tuple[int, str]]] = []
-
-    def write(self, fallback: ViewFallback) -> None:
-        """Write what is open, if it has changed. A full disk is reported elsewhere."""
-        if (opened := fallback.open_publishings()) != self._written:
-            lines = [pointer.to_bytes() for pointer in fallback.open_pointers()]
-            with contextlib.suppress(OSError):
-                coming = self._path.with_suffix(".coming")
-                coming.write_bytes(b"\n".join(lines))
-                coming.replace(self._path)
-                self._written = opened
-
-    def read(self) -> list[Pointer]:
-        """The pointers that were written last."""
-        with contextlib.suppress(OSError):
-            return [Pointer.from_bytes(line) for line in self._path.read_bytes().splitlines()]
-        return []
+def _write_open(path: Path, fallback: ViewFallback) -> None:
+    """Write what is open, for the process that stands by: pointers, a line each."""
+    coming = path.with_suffix(".coming")
+    coming.write_bytes(b"\n".join(pointer.to_bytes() for pointer in fallback.open_pointers()))
+    coming.replace(path)
 
 
 def _stand_by(
     fallback: ViewFallback,
-    opened: OpenFile,
+    opened: Path,
     orders: queue.SimpleQueue[dict[str, Any]],
     watch: Watch,
-) -> None:
-    """Open what the process that serves has open, until this one is to serve."""
+) -> dict[str, Any]:
+    """Open what the process that serves has open, until this one is to serve; returns what it is
+    sent then."""
     opening: dict[tuple[str, tuple[int, str]], Future[Computed]] = {}
     while True:
-        pointers = {(pointer.view.name, pointer.publishing): pointer for pointer in opened.read()}
+        pointers = {}
+        # nothing is open yet, or the disk was full
+        with contextlib.suppress(OSError):
+            lines = opened.read_bytes().splitlines()
+            pointers = {(p.view.name, p.publishing): p for p in map(Pointer.from_bytes, lines)}
         # what could not be opened is tried again when it is requested
         opening = {which: future for which, future in opening.items() if which in pointers}
         for which in pointers.keys() - opening.keys():
             opening[which] = fallback.begin_warm(pointers[which], time.monotonic() + LOAD_S)
         watch.is_open = watch.is_open or any(
-            future.done() and fallback.ready(pointers[w]) for w, future in opening.items()
+            future.done() and fallback.ready(pointers[which]) for which, future in opening.items()
         )
         with contextlib.suppress(queue.Empty):
-            fallback.suspect(dict(orders.get(timeout=STAND_BY_S)["suspects"]))
-            return
+            return orders.get(timeout=STAND_BY_S)
 
 
-def _look(fallback: ViewFallback, meter: Meter, opened: OpenFile, watch: Watch) -> None:
+def _look(fallback: ViewFallback, meter: Meter, opened: Path, watch: Watch) -> None:
     """Report every second what the process takes, and end it when the model that it loaded has not
     been what is live for a while: what is on disk may be by now, and modules are imported once in a
     process; or when its GPU is lost to it."""
-    since = math.inf
+    since, written = math.inf, list[Any]()
     while time.monotonic() - since < REFUSED_S and not fallback.lost():
         time.sleep(1.0)
         meter.process_figures()
-        opened.write(fallback)
+        if (publishings := fallback.open_publishings()) != written:
+            # a full disk is reported elsewhere
+            with contextlib.suppress(OSError):
+                _write_open(opened, fallback)
+                written = publishings
         fallback.look()
-        watch.is_open = bool(fallback.open_publishings())
+        watch.is_open = bool(publishings)
         since = min(since, time.monotonic()) if fallback.refused() else math.inf
     why = (
         "its GPU is lost to this one" if fallback.lost() else "it may be the live snapshot's by now"
@@ -248,35 +232,32 @@ def _tell(spec: Mapping[str, Any]) -> Tell | None:
 
 def main() -> None:
     """Serve until the supervisor ends it."""
-    orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    spec = begin(orders.put)
+    spec, orders = begin()
+    # before any library starts its threads
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     be_nicer(NICER)
     # 32 texts cost a thread of MiniLM's 4,000 page faults and 7 % of its time without
     keep_freed_memory()
     watch = Watch.of(spec["watch"])
     threading.Thread(target=watch.pulse, name="pulse", daemon=True).start()
-    store, folder = OfflineStore(Path(spec["root"])), Path(spec["folder"])
-    miss_cache = open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"]))
-    meter = _meter(spec)
-    suspects = dict(spec["suspects"])
+    meter, opened = _meter(spec), Path(spec["open"])
     fallback = ViewFallback(
-        store,
-        folder,
+        OfflineStore(Path(spec["root"])),
+        Path(spec["folder"]),
         spec["duckdb_mb"],
-        watch.set,
-        miss_cache,
+        open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"])),
+        watch,
         meter,
         _tell(spec),
-        suspects,
-        lambda: watch.may_try,
     )
-    opened = OpenFile(Path(spec["open"]))
-    if not spec["serves"]:
-        _stand_by(fallback, opened, orders, watch)
+    order = spec if spec["serves"] else _stand_by(fallback, opened, orders, watch)
+    fallback.suspects = dict(order["suspects"])
     threading.Thread(
         target=_look, args=(fallback, meter, opened, watch), name="look", daemon=True
     ).start()
-    _serve(socket.socket(fileno=spec["listeners"][0]), fallback)
+    listener = socket.socket(fileno=spec["listeners"][0])
+    while True:
+        Conversation(listener.accept()[0], fallback)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -136,28 +136,12 @@ the reply that it is set aside."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """What the rows of one request have in common."""
+    """What the rows of one request have in common; ``header``: what is sent of all of them."""
 
     pointer: Pointer
     inputs: Mapping[str, Mapping[str, Any]]
     deadline: float
-    query: bool
-    client: str
-    trace: str | None
-
-    def header(self, numbers: Sequence[int], keys: Sequence[str | None]) -> dict[str, Any]:
-        """The message that requests some of its rows."""
-        given = {key: self.inputs[key] for key in keys if key is not None and key in self.inputs}
-        return {
-            "ask": numbers,
-            "view": self.pointer.view.name,
-            "keys": keys,
-            "inputs": given,
-            "deadline": self.deadline,
-            "query": self.query,
-            "client": self.client,
-            "trace": self.trace,
-        }
+    header: dict[str, Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -204,22 +188,27 @@ class ModelLink:
             threading.Thread(target=self._run, name="model link", daemon=True).start()
             unless_made.pop_all()
 
-    def ask(
+    def submit(
         self,
         pointer: Pointer,
-        keys: Sequence[str],
+        keys: Sequence[str | None],
         inputs: Mapping[str, Mapping[str, Any]],
         deadline: float,
         query: bool = False,
     ) -> list[Future[Computed]]:
-        """As :meth:`precompute.store.answers.fallback.Fallback.submit`."""
-        request = _Request(pointer, inputs, deadline, query, CLIENT.get(), TRACE.get())
-        return self._submit([_Row(request, key) for key in keys])
-
-    def warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
-        """Have the process open what a pointer names; the future always ends in an error, once that
-        was tried."""
-        return self._submit([_Row(_Request(pointer, {}, deadline, False, "", None), None)])[0]
+        """As :meth:`precompute.store.answers.fallback.Fallback.submit`; for the key None the
+        process opens what the pointer names: that future always ends in an error, once it was
+        tried."""
+        header = {"view": pointer.view.name, "deadline": deadline, "query": query}
+        header |= {"client": CLIENT.get(), "trace": TRACE.get()}
+        request = _Request(pointer, inputs, deadline, header)
+        rows = {next(self._numbers): _Row(request, key) for key in keys}
+        with self._lock:
+            self._outbox |= rows
+        self._wake()
+        for number, row in rows.items():
+            row.future.add_done_callback(partial(self._drop, number))
+        return [row.future for row in rows.values()]
 
     def is_open(self, pointer: Pointer) -> bool:
         """Whether the process has said that it has this publishing open."""
@@ -233,31 +222,17 @@ class ModelLink:
         return all(row.key is None for row in rows)
 
     def close(self) -> None:
-        """Send nothing more; rows that were sent end as if the process had ended, and so do those
-        submitted from now on."""
-        with self._lock:
-            self._closed = True
+        """Send nothing more, and take no rows from now on; those that are waited for end as if the
+        process had ended."""
+        self._closed = True
         self._wake()
-
-    def _submit(self, rows: Sequence[_Row]) -> list[Future[Computed]]:
-        with self._lock:
-            closed, numbered = self._closed, {next(self._numbers): row for row in rows}
-            self._outbox |= {} if closed else numbered
-        if closed:
-            _fail(rows, _ended())
-        self._wake()
-        for number, row in numbered.items():
-            row.future.add_done_callback(partial(self._drop, number))
-        return [row.future for row in rows]
 
     def _drop(self, number: int, future: Future[Computed]) -> None:
         if not future.cancelled():
             return
         with self._lock:
-            unsent = self._outbox.pop(number, None) is not None
-            if unsent or self._sent.pop(number, None) is None:
-                return
-            self._cancelled.append(number)
+            if self._outbox.pop(number, None) is None and self._sent.pop(number, None) is not None:
+                self._cancelled.append(number)
         self._wake()
 
     def _wake(self) -> None:
@@ -275,7 +250,8 @@ class ModelLink:
                 # the process is gone
                 with contextlib.suppress(OSError), connection:
                     self._converse(connection)
-                self._resend()
+                if not self._closed:
+                    self._resend()
         with self._lock:
             rows = [*self._outbox.values(), *self._sent.values()]
         _fail(rows, _ended())
@@ -284,11 +260,13 @@ class ModelLink:
 
     def _connected(self) -> socket.socket | None:
         """A connection; None, after a pause, where no process listens yet."""
-        with contextlib.ExitStack() as unless_connected, contextlib.suppress(OSError):
-            connection = unless_connected.enter_context(socket.socket(socket.AF_UNIX))
-            connection.connect(str(self._path))
-            unless_connected.pop_all()
-            return connection
+        with contextlib.suppress(OSError):
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(str(self._path))
+                return connection
+            except OSError:
+                connection.close()
         self._want()
         with self._lock:
             soon = time.monotonic() + TRY_EVERY_S
@@ -325,16 +303,17 @@ class ModelLink:
         messages = [framed({"cancel": cancelled})] if cancelled else []
         for request, some in itertools.groupby(rows.items(), lambda item: item[1].request):
             numbers, sent = zip(*some, strict=True)
+            keys = [row.key for row in sent]
+            inputs = {key: request.inputs[key] for key in keys if key in request.inputs}
             view, publishing = request.pointer.view.name, request.pointer.publishing
             pointer = b"" if publishings.get(view) == publishing else request.pointer.to_bytes()
             try:
-                header = request.header(numbers, [row.key for row in sent])
-                messages += framed(header, len(pointer)), pointer
+                rows_of = {"compute": numbers, "keys": keys, "inputs": inputs}
+                messages += framed(request.header | rows_of, len(pointer)), pointer
             except (RuntimeError, TypeError, ValueError) as exc:
                 # inputs that are no JSON, which come from no request over HTTP
-                _fail(
-                    [row for number in numbers for row in self._pop_sent(number)], _unreachable(exc)
-                )
+                unsent = [row for number in numbers for row in self._pop_sent(number)]
+                _fail(unsent, _unreachable(exc))
                 continue
             publishings[view] = publishing
         connection.sendall(b"".join(messages))
@@ -361,8 +340,6 @@ class ModelLink:
     def _resend(self) -> None:
         """Send again what was sent over a connection that is gone."""
         with self._lock:
-            if self._closed:
-                return
             self._open, now = frozenset(), time.monotonic()
             sent, self._sent, self._cancelled = self._sent, {}, []
             again = {
@@ -441,15 +418,15 @@ class RemoteFallback(Fallback):
 
     def __init__(self, runtime: Path, meter: Meter) -> None:
         self._runtime, self._meter = runtime, meter
-        self._breakers: dict[str, Breaker] = {}
+        self._breakers: defaultdict[str, Breaker] = defaultdict(Breaker)
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._control.setblocking(False)
         self._lock = threading.Lock()
         self._links: dict[str, ModelLink] = {}
-        self._views: dict[str, set[str]] = {}
+        self._views: defaultdict[str, set[str]] = defaultdict(set)
         """Model with a link → the views that it is needed for."""
         self._in_flight: Counter[str] = Counter()
-        self._shares: dict[tuple[str, str], _Share] = {}
+        self._shares: defaultdict[tuple[str, str], _Share] = defaultdict(_Share)
         """(View, client) → its share of the keys in flight; ``_in_flight`` counts those of a
         view."""
         self.on_lost: Callable[[], None] = lambda: None
@@ -467,7 +444,7 @@ class RemoteFallback(Fallback):
         view, client = pointer.view.name, CLIENT.get()
         with self._lock:
             now = time.monotonic()
-            admitted, retry_s = self._breaker(view).admit(len(keys), now)
+            admitted, retry_s = self._breakers[view].admit(len(keys), now)
             share = self._share(view, client, now)
             taken = min(admitted, share.room(MOST_IN_FLIGHT - self._in_flight[view], now))
             try:
@@ -475,7 +452,9 @@ class RemoteFallback(Fallback):
             except (OSError, RuntimeError) as exc:
                 futures = [_missed(_unreachable(exc)) for _ in keys[:taken]]
             else:
-                futures = link.ask(pointer, keys[:taken], inputs, deadline, query) if link else []
+                futures = (
+                    link.submit(pointer, keys[:taken], inputs, deadline, query) if link else []
+                )
             self._in_flight[view] += taken
             share.in_flight += taken
         self._meter.gauge(FALLBACK_QUEUE, view).add(taken)
@@ -489,7 +468,7 @@ class RemoteFallback(Fallback):
         """Have what a pointer names opened; the future always ends in an error, once that was tried
         or the deadline is over."""
         with self._lock:
-            return self._link(pointer).warm(pointer, deadline)
+            return self._link(pointer).submit(pointer, [None], {}, deadline)[0]
 
     def ready(self, pointer: Pointer) -> bool:
         """Whether a process has the view open for the pointer's publishing."""
@@ -516,18 +495,17 @@ class RemoteFallback(Fallback):
     def _link(self, pointer: Pointer) -> ModelLink:
         """The lock is held until the request is sent: none is closed between."""
         model = pointer.miss_model
-        self._views.setdefault(model, set()).add(pointer.view.name)
-        link = self._links.get(model)
-        if link is None:
+        self._views[model].add(pointer.view.name)
+        if model not in self._links:
             path, want = socket_path(self._runtime, model), partial(self._want, model)
-            link = self._links[model] = ModelLink(path, want, self._lost)
-        return link
+            self._links[model] = ModelLink(path, want, self._lost)
+        return self._links[model]
 
     def _lost(self, views: set[str]) -> None:
         """Count the end of a process as one failure of the model, however many waited."""
         with self._lock:
             for view in views:
-                self._breaker(view).count(True, time.monotonic())
+                self._breakers[view].count(True, time.monotonic())
         self.on_lost()
 
     def _want(self, model: str) -> None:
@@ -537,22 +515,13 @@ class RemoteFallback(Fallback):
             self._control.sendto(message.encode(), str(self._runtime / CONTROL))
 
     def _share(self, view: str, client: str, now: float) -> _Share:
-        share = self._shares.get((view, client))
-        if share is None:
-            if len(self._shares) >= MOST_SHARES:
-                self._shares = {
-                    whose: one
-                    for whose, one in self._shares.items()
-                    if one.in_flight or now < one.until
-                }
-            share = self._shares[view, client] = _Share()
-        return share
-
-    def _breaker(self, view: str) -> Breaker:
-        breaker = self._breakers.get(view)
-        if breaker is None:
-            breaker = self._breakers[view] = Breaker()
-        return breaker
+        whose = view, client
+        if whose not in self._shares and len(self._shares) >= MOST_SHARES:
+            left = {
+                who: one for who, one in self._shares.items() if one.in_flight or now < one.until
+            }
+            self._shares = defaultdict(_Share, left)
+        return self._shares[whose]
 
     def _count(self, view: str, share: _Share, future: Future[Computed]) -> None:
         broken = None if future.cancelled() else _broken(future.exception())
@@ -560,11 +529,11 @@ class RemoteFallback(Fallback):
             self._in_flight[view] -= 1
             now = time.monotonic()
             share.count(future, now)
-            breaker = self._breaker(view)
-            breaker.count(broken, now)
+            self._breakers[view].count(broken, now)
+            is_open = self._breakers[view].is_open
         self._meter.gauge(FALLBACK_QUEUE, view).add(-1)
         self._meter.counter(FALLBACK_ROWS, view, outcome_of(future)).add()
-        self._meter.gauge(BREAKER_OPEN, view).set(breaker.is_open)
+        self._meter.gauge(BREAKER_OPEN, view).set(is_open)
 
 
 def _broken(error: BaseException | None) -> bool | None:

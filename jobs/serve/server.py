@@ -4,7 +4,6 @@ API, lookup workers and model processes."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import select
@@ -20,17 +19,9 @@ from typing import Any
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.replica import Follower
-from precompute.jobs.serve.model_group import (
-    ModelGroup,
-    ModelLimits,
-    machine_memory_mb,
-)
+from precompute.jobs.serve.model_group import ModelGroup, ModelLimits, machine_memory_mb
 from precompute.jobs.serve.remote_fallback import CONTROL, check_runtime
-from precompute.jobs.serve.supervised_process import (
-    DRAIN_S,
-    STILL_S,
-    SupervisedProcess,
-)
+from precompute.jobs.serve.supervised_process import DRAIN_S, STILL_S, SupervisedProcess
 from precompute.store.account.rounds import Rounds
 from precompute.store.answers.service import Service
 from precompute.store.disk.sql import SpillFolder
@@ -65,7 +56,6 @@ WORKER_WAIT_S = 5.0
 """Seconds before a worker is restarted, at most: where a request ends it, all others wait for the
 next."""
 
-
 DRAIN_STILL_S = 5.0
 """A worker whose loop stands still for so long, once it was signalled to end, answers no
 request any more."""
@@ -82,23 +72,17 @@ class LookupWorker(SupervisedProcess):
             f"lookup worker {number}",
             "precompute.jobs.serve.lookup_worker",
             spec | {"number": number},
-            Path(spec["runtime"]) / f"worker-{number}.watch",
+            Path(spec["runtime"]),
             meter,
         )
         self.has_answered = False
         """Whether it was ever ready to answer."""
 
-    def look(self, now: float) -> None:
-        if self.process is not None and self.watch.has_begun(now):
-            self.has_answered = True
-        super().look(now)
-
     def judged(self, now: float) -> str | None:
-        return (
-            f"was killed: its loop stood still for {STILL_S:g} s"
-            if self.watch.is_still(now)
-            else None
-        )
+        self.has_answered |= self.watch.has_begun(now)
+        if self.watch.is_still(now):
+            return f"was killed: its loop stood still for {STILL_S:g} s"
+        return None
 
     def is_stuck(self, now: float) -> bool:
         """Whether it was ordered to end, and does nothing for it."""
@@ -120,9 +104,10 @@ class Supervisor:
     ) -> None:
         self._runtime, self._project, self._limits = Path(worker["runtime"]), project, limits
         self._meter, self._figures_at = Meter(self._runtime, "supervisor"), 0.0
-        for process, why in itertools.product(("worker", "model"), ("ended", "killed")):
-            # reported as 0 before the first: Prometheus sees its increase then
-            self._meter.counter(RESTARTS, process, why)
+        for process in ("worker", "model"):
+            for why in ("ended", "killed"):
+                # reported as 0 before the first: Prometheus sees its increase then
+                self._meter.counter(RESTARTS, process, why)
         self._workers = [LookupWorker(number, worker, self._meter) for number in range(workers)]
         self._groups: dict[str, ModelGroup] = {}
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -168,7 +153,8 @@ class Supervisor:
             self._drain()
             log.info("ended by %s, after %.1f s", self._stopping.name, time.monotonic() - began)
         finally:
-            self._end()
+            self._end(self._all())
+            self._control.close()
 
     def _all(self) -> list[LookupWorker | ModelGroup]:
         return [*self._workers, *self._groups.values()]
@@ -188,10 +174,8 @@ class Supervisor:
                     self._groups[model].serves(views)
 
     def _make(self, model: str) -> None:
+        number = min(set(range(MOST_MODELS)) - {one.number for one in self._groups.values()})
         try:
-            number = min(
-                set(range(MOST_MODELS)) - {group.number for group in self._groups.values()}
-            )
             self._groups[model] = ModelGroup(
                 model, self._project, self._runtime, self._limits, self._meter, number
             )
@@ -207,9 +191,7 @@ class Supervisor:
         for model, group in list(self._groups.items()):
             if now - group.wanted_at > RETIRE_S:
                 log.info("%s is ended: its model is live no more", group.name)
-                del self._groups[model]
-                _end([group])
-                group.close()
+                self._end([self._groups.pop(model)])
 
     def _drain(self) -> None:
         """Have the workers end once their requests are answered; the models go on meanwhile."""
@@ -234,16 +216,11 @@ class Supervisor:
                 group.look(now)
             select.select([self._control], [], [], TICK_S)
 
-    def _end(self) -> None:
-        _end(self._all())
-        for each in self._all():
-            each.close()
-        self._control.close()
-
-
-def _end(processes: Sequence[LookupWorker | ModelGroup]) -> None:
-    """Kill what is left of these: they have nothing that must be saved."""
-    end_all([process for one in processes for process in one.running()], grace_s=0.2, kill_s=5.0)
+    def _end(self, all_of: Sequence[LookupWorker | ModelGroup]) -> None:
+        """Kill what is left of these: they have nothing that must be saved."""
+        end_all([process for one in all_of for process in one.running()], grace_s=0.2, kill_s=5.0)
+        for one in all_of:
+            one.close()
 
 
 def serve(project: Project, announce: Callable[[str], None], workers: int | None = None) -> None:
@@ -322,16 +299,8 @@ def _services_file(project: Project, runtime: Path) -> Path:
     logged, and do not stop the rest from being served."""
     for line in project.service_mistakes():
         log.warning("%s", line)
-    path = runtime / "services.json"
-    path.write_text(
-        json.dumps(
-            [
-                service.to_json()
-                for service in project.services.values()
-                if isinstance(service, Service)
-            ]
-        )
-    )
+    path, services = runtime / "services.json", project.services.values()
+    path.write_text(json.dumps([one.to_json() for one in services if isinstance(one, Service)]))
     return path
 
 

@@ -9,13 +9,15 @@ import logging
 import math
 import mmap
 import os
+import queue
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from precompute.jobs.run.command_process import log_to_stderr
 from precompute.store.answers.answer import MAX_DEADLINE_S
@@ -55,6 +57,10 @@ AGAIN = 75
 MOST_HELD = 64
 """Rows that a process may have in hand."""
 
+DRAIN_S = MAX_DEADLINE_S + 1
+"""How long the requests at hand may take once a server was ordered to end: no request's deadline is
+further off."""
+
 
 class Watch(ctypes.Structure):
     """What a process and the supervisor share, in memory that both have: one that keeps
@@ -85,15 +91,17 @@ class Watch(ctypes.Structure):
 
     def begin(self) -> None:
         """Begin a life: a process is about to be started."""
-        self.set(math.inf)
+        self.set(math.inf, ())
         self.is_open = self.may_try = False
         self.alive_at = time.monotonic() + START_S
 
-    def set(self, done_by: float, rows: Sequence[int] = ()) -> None:
-        """Note when the process should be done, and which rows (by their hashes) are in hand."""
+    def set(self, done_by: float, rows: Collection[int] | None = None) -> None:
+        """Note when the process should be done, and which rows (by their hashes) are in hand from
+        now on; None: those that were."""
         self.beat()
-        self._held = min(len(rows), MOST_HELD)
-        self._rows[: self._held] = rows[:MOST_HELD]
+        if rows is not None:
+            self._held = min(len(rows), MOST_HELD)
+            self._rows[: self._held] = list(rows)[:MOST_HELD]
         self.done_by = done_by
 
     def held(self) -> list[int]:
@@ -132,10 +140,9 @@ class SupervisedProcess:
         name: which of them, for people.
         module: whose ``main()`` it runs.
         spec: plain JSON, what :func:`begin` returns there, which adds ``watch``; it has the
-            descriptors ``listeners``, too.
-        watch: path for what it shows of itself.
+            descriptors ``listeners``, too. Its next life begins with what is put in here.
+        runtime: folder for what it shows of itself.
         meter: counts how often it is replaced.
-        variables: of its environment, beside ours.
 
     Raises:
         OSError: there is no room for it.
@@ -150,31 +157,22 @@ class SupervisedProcess:
         name: str,
         module: str,
         spec: Mapping[str, Any],
-        watch: Path,
+        runtime: Path,
         meter: Meter,
-        **variables: str,
     ) -> None:
-        self.name = name
-        self._kind, self._module, self._meter, self._variables = kind, module, meter, variables
-        with contextlib.ExitStack() as unless_made:
-            self._file = os.open(watch, os.O_RDWR | os.O_CREAT, 0o600)
-            unless_made.callback(os.close, self._file)
-            os.truncate(self._file, WATCH_BYTES)
-            unless_made.pop_all()
-        self.watch = Watch.of(self._file)
-        self._spec = {**spec, "watch": self._file}
+        self.name, self._kind, self._module, self._meter = name, kind, module, meter
+        self._file = tempfile.TemporaryFile(dir=runtime)  # noqa: SIM115
+        self._file.truncate(WATCH_BYTES)
+        self.watch = Watch.of(self._file.fileno())
+        self.spec = {**spec, "watch": self._file.fileno()}
         self.process: ChildProcess | None = None
+        self.status: int | None = None
+        """Exit status of the process that ended last."""
         self.ends_quickly = 0
         """How often in a row it has ended soon after it was started."""
         self._started_at = self._start_at = self._judged_from = -math.inf
         self._looked_at = math.inf
         self._killed = ""
-        self.status: int | None = None
-        """Exit status of the process that ended last."""
-
-    def spec(self) -> dict[str, Any]:
-        """What its next life is given."""
-        return self._spec
 
     def start(self) -> ChildProcess:
         """Start a new life of it.
@@ -184,14 +182,12 @@ class SupervisedProcess:
         """
         self.watch.begin()
         command, environment = python_module(self._module)
-        files = [*self._spec["listeners"], self._file]
-        child = ChildProcess(
-            command, output="piped", environment=environment | self._variables, files=files
-        )
+        files = [*self.spec["listeners"], self.spec["watch"]]
+        child = ChildProcess(command, output="piped", environment=environment, files=files)
         # what is printed there goes to stderr
         child.pipes()[1].close()
         # into the pipe, which holds more than that: no wait for a process to start
-        write_frame(child.pipes()[0], self.spec())
+        write_frame(child.pipes()[0], self.spec)
         return child
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -203,7 +199,7 @@ class SupervisedProcess:
     def judged(self, now: float) -> str | None:
         """Why it must be killed, as the end of a sentence that starts with its name; None while it
         does well."""
-        return None
+        raise NotImplementedError
 
     def was_at_work(self) -> bool:
         """Whether a request may have ended it: it is restarted at once then, however often that
@@ -216,7 +212,7 @@ class SupervisedProcess:
 
     def close(self) -> None:
         """Start it no more: give back what it needed for that."""
-        os.close(self._file)
+        self._file.close()
 
     def look(self, now: float) -> None:
         """Start it where it is due, and kill it where it must be; ``now`` is
@@ -226,7 +222,12 @@ class SupervisedProcess:
         self._looked_at = now
         if self.process is None:
             if now >= self._start_at:
-                self._start(now)
+                self._started_at, self._killed = now, ""
+                try:
+                    self.process = self.start()
+                except OSError as exc:
+                    self._start_at = now + self.longest_wait_s
+                    log.error("%s cannot be started: %s", self.name, exc)
             return
         if not self._killed and now >= self._judged_from and (why := self.judged(now)) is not None:
             self._killed = why
@@ -236,37 +237,24 @@ class SupervisedProcess:
 
     def end(self) -> None:
         """Kill it; :meth:`look` starts it again."""
-        for process in self.running():
-            end_all([process], grace_s=0.0, kill_s=1.0)
-            _close_input(process)
+        if self.process is not None:
+            end_all([self.process], grace_s=0.0, kill_s=1.0)
+            _close_input(self.process)
         self.process, self._start_at = None, -math.inf
-
-    def _start(self, now: float) -> None:
-        self._started_at, self._killed = now, ""
-        try:
-            self.process = self.start()
-        except OSError as exc:
-            self._start_at = now + self.longest_wait_s
-            log.error("%s cannot be started: %s", self.name, exc)
 
     def _note_end(self, process: ChildProcess, now: float) -> None:
         steady = now - self._started_at > STEADY_S or self.was_at_work()
         self.ends_quickly = 0 if steady else self.ends_quickly + 1
         wait_s = doubled_s(FIRST_WAIT_S, max(0, self.ends_quickly - 1), self.longest_wait_s)
-        self._start_at, self.process = now + wait_s, None
+        self._start_at, self.process, self.status = now + wait_s, None, process.status
         self._meter.counter(RESTARTS, self._kind, "killed" if self._killed else "ended").add()
-        self.status = process.status
         # waits until all that it said stands above, whatever that was about
         process.last_words()
         if process.status == AGAIN and not self._killed:
             log.info("%s ended to begin again, in %g s", self.name, wait_s)
         else:
-            log.error(
-                "%s %s; it is restarted in %g s",
-                self.name,
-                self._killed or process.how_it_ended(),
-                wait_s,
-            )
+            how = self._killed or process.how_it_ended()
+            log.error("%s %s; it is restarted in %g s", self.name, how, wait_s)
         _close_input(process)
 
 
@@ -276,29 +264,20 @@ def _close_input(process: ChildProcess) -> None:
         process.pipes()[0].close()
 
 
-DRAIN_S = MAX_DEADLINE_S + 1
-"""How long the requests at hand may take once a server was ordered to end: no request's deadline is
-further off."""
-
-
-def begin(on_message: Callable[[dict[str, Any]], None] = lambda message: None) -> dict[str, Any]:
-    """Read, in the child and first of all, what it is to be. It ends with the supervisor.
-
-    Args:
-        on_message: called in a thread of its own with all that it is sent later.
-    """
+def begin() -> tuple[dict[str, Any], queue.SimpleQueue[dict[str, Any]]]:
+    """Read, in the child and first of all, what it is to be, and take up what it is sent later, in
+    a thread of its own. It ends with the supervisor."""
     source, _ = take_pipes()
     log_to_stderr()
-    message = read_message(source)
-    if message is None:
+    spec = read_message(source)
+    if spec is None:
         sys.exit(1)
-    threading.Thread(
-        target=_end_with, args=(source, on_message), name="parent", daemon=True
-    ).start()
-    return message[0]
+    later: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
+    def read() -> None:
+        while (message := read_message(source)) is not None:
+            later.put(message[0])
+        os._exit(1)
 
-def _end_with(source: IO[bytes], on_message: Callable[[dict[str, Any]], None]) -> None:
-    while (message := read_message(source)) is not None:
-        on_message(message[0])
-    os._exit(1)
+    threading.Thread(target=read, name="parent", daemon=True).start()
+    return spec[0], later

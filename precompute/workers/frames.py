@@ -48,11 +48,7 @@ def write_frame(
 
 
 def read_frame(file: IO[bytes]) -> tuple[dict[str, Any], pa.RecordBatchReader] | None:
-    """Read one message; None at the end of the file, also when it ends within a message.
-
-    Returns:
-        the header, and a reader of the body's batches (None, where the body is empty).
-    """
+    """As :func:`read_message`, with a reader of the body's batches (None, where it is empty)."""
     message = read_message(file)
     if message is None:
         return None
@@ -61,7 +57,8 @@ def read_frame(file: IO[bytes]) -> tuple[dict[str, Any], pa.RecordBatchReader] |
 
 
 def read_message(file: IO[bytes]) -> tuple[dict[str, Any], pa.Buffer] | None:
-    """As :func:`read_frame`, the body as it came."""
+    """The header and the body of one message; None at the end of the file, also when it ends within
+    a message."""
     lengths = file.read(_LENGTHS.size)
     if len(lengths) < _LENGTHS.size:
         return None

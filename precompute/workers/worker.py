@@ -59,41 +59,11 @@ SAMPLE = "__sample__"
 """Name of the table that is no argument of the model, but rows to show a conversion."""
 
 
-def prepare_model(model: Model, convert: Mapping[str, Any] | None, sample: pa.Table | None) -> None:
-    """Convert the loaded model as the run requires, before the first window.
-
-    Args:
-        model: as loaded.
-        convert: the spec's: ``variant`` and ``folder`` of
-            :func:`precompute.techniques.conversion.use_variant`, or None.
-        sample: rows of the source.
-
-    Raises:
-        ConfigError: as there.
-    """
-    if convert is None:
-        return
-    # imports torch
-    from precompute.techniques.conversion import use_variant
-
-    use_variant(model, convert["variant"], lambda: sample, Path(convert["folder"]))
-
-
-def check_fingerprint(
+def _check_fingerprint(
     model: Model, spec: Mapping[str, Any], tables: Mapping[str, pa.Table], folder: Path | None
 ) -> None:
-    """Refuse a model that is not the one the run began with: its rows would stand beside those of
-    the other in one snapshot.
-
-    Args:
-        model: as loaded, before any conversion.
-        spec: the header of the first message.
-        tables: the model's.
-        folder: the project's.
-
-    Raises:
-        ConfigError: its fingerprint is not the spec's.
-    """
+    """Refuse a model, as loaded, before any conversion, that is not the one the run began with: its
+    rows would stand beside those of the other in one snapshot."""
     if spec["fingerprint"] is None:
         return
     with starting_from(folder):
@@ -146,10 +116,13 @@ class _Worker:
             if folder is not None:
                 args = absolute_arguments(args, folder)
             model = load_model(spec["use"], {**args, **tables}, folder)
-            check_fingerprint(model, spec, tables, folder)
-            prepare_model(model, spec["convert"], sample)
-            runner = Runner(model, view, self._meter)
-            self._runner = runner
+            _check_fingerprint(model, spec, tables, folder)
+            if (convert := spec["convert"]) is not None:
+                # imports torch
+                from precompute.techniques.conversion import use_variant
+
+                use_variant(model, convert["variant"], lambda: sample, Path(convert["folder"]))
+            self._runner = runner = Runner(model, view, self._meter)
             self._send({"kind": "ready", "device": runner.device_figures()})
             for _, done in runner.stream(
                 iter(self._waiting.get, None), memory_mb=spec["memory_mb"]

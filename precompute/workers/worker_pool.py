@@ -5,6 +5,7 @@ runs."""
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -105,11 +106,7 @@ class PoolStream:
         with self._changed:
             while True:
                 now = time.monotonic()
-                due = [
-                    window
-                    for window in self._order
-                    if window.waits_since is not None and now - window.waits_since >= HAND_ON_S
-                ]
+                due = [one for one in self._order if now - one.waits_since >= HAND_ON_S]
                 if self._order and not self._order[0].open_rows:
                     due.insert(0, self._order[0])
                 if due:
@@ -126,10 +123,8 @@ class PoolStream:
                     if self._source_error is not None:
                         raise self._source_error
                     return None
-                waiting = [
-                    window.waits_since for window in self._order if window.waits_since is not None
-                ]
-                self._changed.wait(min(waiting) + HAND_ON_S - now if waiting else None)
+                first = min((one.waits_since for one in self._order), default=math.inf)
+                self._changed.wait(first + HAND_ON_S - now if first < math.inf else None)
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""
@@ -184,7 +179,7 @@ class PoolStream:
             self._order.append(window)
             self._held_bytes += window.size_bytes
             if batch.num_rows:
-                self._fresh.append(Task.of(window, np.arange(batch.num_rows)))
+                self._fresh.append(Task(window, np.arange(batch.num_rows)))
             self._changed.notify_all()
             return not self._closed
 
@@ -383,7 +378,7 @@ class PoolStream:
         # models that name no costs take rows in order: the first of those left are the likeliest,
         # and by the others is measured how long to wait for them
         for part in reversed(np.array_split(rows, parts)):
-            again = Task.of(
+            again = Task(
                 task.window, part, suspect=True, hung=hung, deaths=deaths if parts == 1 else 0
             )
             (
@@ -392,7 +387,6 @@ class PoolStream:
         return False
 
     def _end(self) -> None:
-        """Ask all to end, then kill."""
         end_all(self._processes, END_S, REAP_S)
         for process in self._processes:
             process.reap()
@@ -459,21 +453,21 @@ class WorkerPool:
         if self.meter.workers_replaced:
             figures["workers_replaced"] = self.meter.workers_replaced
         figures["cost_unit"] = states[0]["cost_unit"] if states else "rows"
-        figures["peak_memory_bytes"] = ResidentPeak().bytes() + sum(
-            state.get("peak_memory_bytes", 0) for state in states
-        )
-        figures["worker_peak_memory_bytes"] = max(
-            (state.get("peak_memory_bytes", 0) for state in states), default=0
-        )
+
+        def reported(name: str) -> list[Any]:
+            return [state[name] for state in states if name in state]
+
+        peaks_bytes = reported("peak_memory_bytes")
+        figures["peak_memory_bytes"] = ResidentPeak().bytes() + sum(peaks_bytes)
+        figures["worker_peak_memory_bytes"] = max(peaks_bytes, default=0)
         for name in ("budget", "device_peak_memory_bytes"):
-            if values := [state[name] for state in states if name in state]:
+            if values := reported(name):
                 figures[name] = max(values)
-        if lanes := [state["lanes"] for state in states if "lanes" in state]:
+        if lanes := reported("lanes"):
             figures["lanes"] = lanes[0]
-        if graphs := [state["graphs"] for state in states if "graphs" in state]:
+        if graphs := reported("graphs"):
             figures["graphs"] = {name: sum(counts[name] for counts in graphs) for name in graphs[0]}
-        peaks = [state["peak_flops"] for state in states if "peak_flops" in state]
-        if peaks and self.meter.flops:
+        if (peaks := reported("peak_flops")) and self.meter.flops:
             figures |= self.meter.peak_figures(sum(peaks) / len(peaks))
         return figures
 

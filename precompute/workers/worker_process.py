@@ -1,5 +1,5 @@
 """Worker process: one life of a worker, as the pool sees it: which rows it was given, and how long
-it may be silent. Which rows it was given, and how long it may be silent."""
+it may be silent."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class HeldWindow:
     pieces: list[tuple[Rows, pa.RecordBatch]] = field(default_factory=list)
     """Row numbers and features of each part that was computed, and not handed on."""
     rejections: list[RejectedRow] = field(default_factory=list)
-    waits_since: float | None = None
-    """When the first of these pieces came; None without any."""
+    waits_since: float = math.inf
+    """When the first of these pieces came; infinity without any."""
     pieces_bytes: int = 0
 
     def add(
@@ -57,15 +57,15 @@ class HeldWindow:
             self.pieces_bytes += int(features.nbytes)
         self.rejections += rejections
         self.open_rows -= done
-        if done and self.waits_since is None:
-            self.waits_since = time.monotonic()
+        if done:
+            self.waits_since = min(self.waits_since, time.monotonic())
 
     def outcome(self, view: FeatureView) -> Outcome:
         """The outcome of the rows that were not handed on before; they are from now on."""
         self.rejections.sort(key=lambda rejection: rejection.row)
         rows, features = in_order(view, self.pieces)
         made = Outcome(rows, features, self.rejections, self.number, not self.open_rows)
-        self.pieces, self.rejections, self.waits_since, self.pieces_bytes = [], [], None, 0
+        self.pieces, self.rejections, self.waits_since, self.pieces_bytes = [], [], math.inf, 0
         return made
 
 
@@ -76,27 +76,17 @@ class Task:
     window: HeldWindow
     rows: Rows
     """Row numbers of the window, ascending."""
-    left: npt.NDArray[np.bool_]
-    """Which of them have neither features nor a rejection."""
     suspect: bool = False
     """Whether it was with a worker that died, and so is tried alone."""
     hung: bool = False
     """Whether it was with one that was given up, too, for being silent or finishing no batch."""
     deaths: int = 0
     """Deaths of workers that had no other rows."""
+    left: npt.NDArray[np.bool_] = field(init=False)
+    """Which of the rows have neither features nor a rejection: all, at first."""
 
-    @classmethod
-    def of(
-        cls,
-        window: HeldWindow,
-        rows: Rows,
-        *,
-        suspect: bool = False,
-        hung: bool = False,
-        deaths: int = 0,
-    ) -> Task:
-        """The task of some rows, of which none is done."""
-        return cls(window, rows, np.ones(len(rows), np.bool_), suspect, hung, deaths)
+    def __post_init__(self) -> None:
+        self.left = np.ones(len(self.rows), np.bool_)
 
 
 TIMES = 4.0
@@ -163,7 +153,8 @@ class WorkerSpec:
     ``args`` and ``convert`` are plain JSON, ``tables`` further arguments.
 
     ``folder`` is the project's, where its own modules lie and the relative paths in ``args`` start
-    from; ``convert`` is handed to :func:`precompute.workers.worker.prepare_model`. ``fingerprint``
+    from; ``convert`` has the ``variant`` and ``folder`` of
+    :func:`precompute.techniques.conversion.use_variant`, or is None. ``fingerprint``
     is what :func:`precompute.model.model_fingerprint` must say of the model that a worker loaded,
     in ``precision``; None: any.
     """

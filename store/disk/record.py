@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -35,6 +36,10 @@ never changes."""
 
 _R = TypeVar("_R")
 _SEAL = "seal"
+
+_resolved: set[Any] = set()
+"""Types whose fields msgspec knows."""
+_resolving = threading.Lock()
 
 
 def plain(record: Any) -> Any:
@@ -69,6 +74,12 @@ def record_of(kind: type[_R], data: object) -> _R:
     Raises:
         ValueError: a field is missing that always was there, or is of another type; says which.
     """
+    if kind not in _resolved:
+        # msgspec 0.22 resolves a type's fields as it is first used, and ends the process (SIGSEGV)
+        # where another thread reads by the same type meanwhile
+        with _resolving:
+            msgspec.json.Decoder(kind)
+            _resolved.add(kind)
     return msgspec.convert(data, kind, str_keys=True)
 
 

@@ -20,7 +20,18 @@ from typing import Any
 import pytest
 
 from precompute.jobs.serve import model_group
-from precompute.jobs.serve.model_group import ModelGroup, ModelLimits, ModelProcess
+from precompute.jobs.serve.fallback import row_hash
+from precompute.jobs.serve.model_group import (
+    LEFT_ALONE_S,
+    LONGEST_ALONE_S,
+    MOST_SUSPECTS,
+    TRIALS,
+    TRIALS_S,
+    ModelGroup,
+    ModelLimits,
+    ModelProcess,
+    Suspects,
+)
 from precompute.jobs.serve.model_server import Conversation
 from precompute.jobs.serve.remote_fallback import (
     MOST_IN_FLIGHT,
@@ -38,15 +49,6 @@ from precompute.jobs.serve.supervised_process import (
     STILL_S,
     SupervisedProcess,
     Watch,
-)
-from precompute.jobs.serve.suspects import (
-    FIRST_S,
-    LONGEST_S,
-    MOST,
-    TRIALS,
-    TRIALS_S,
-    Suspects,
-    row_hash,
 )
 from precompute.store.answers.fallback import CLIENT, Computed, Miss, places
 from precompute.store.http.telemetry.instruments import Meter
@@ -219,6 +221,34 @@ def soon() -> float:
     return time.monotonic() + 30
 
 
+TWO_READERS = """
+import threading
+from precompute.store.disk.record import Record, record_of
+begun, read = threading.Event(), threading.Event()
+def slowly():
+    begun.set()
+    read.wait(0.3)
+    return int
+class Inner(Record):
+    x: "slowly()"
+class Outer(Record):
+    first: int
+    inner: Inner
+data = {"first": 1, "inner": {"x": 2}}
+other = threading.Thread(target=record_of, args=(Outer, data))
+other.start()
+begun.wait(20)
+assert record_of(Outer, data).inner.x == 2
+read.set()
+other.join()
+"""
+
+
+def test_two_workers_first_pointers_at_once_do_not_end_a_process() -> None:
+    """A record's type is resolved as it is first read: by one thread."""
+    subprocess.run([sys.executable, "-c", TWO_READERS], cwd=REPOSITORY, timeout=60, check=True)
+
+
 def test_a_request_is_answered_by_the_model_it_saw(
     process: Process, fallback: RemoteFallback, pointer: Pointer
 ) -> None:
@@ -231,15 +261,6 @@ def test_a_request_is_answered_by_the_model_it_saw(
     # and its connection goes once nobody waits
     fallback.want({"the next"})
     eventually(lambda: process.connections[0].fileno() == -1)
-
-
-def test_what_is_asked_of_a_link_that_was_closed_ends_too(
-    process: Process, runtime: Path, pointer: Pointer
-) -> None:
-    link = ModelLink(socket_path(runtime, pointer.model), lambda: None, lambda views: None)
-    link.close()
-    (future,) = link.ask(pointer, ["a"], {}, soon())
-    assert isinstance(future.exception(5), Miss)
 
 
 def test_misses_end_where_a_link_has_no_thread_or_cannot_send_them(
@@ -265,7 +286,7 @@ def test_a_lost_process_has_its_requests_sent_to_the_next_one(
     lost: list[set[str]] = []
     link = ModelLink(socket_path(runtime, pointer.model), lambda: None, lost.append)
     for key in ("a", "b"):
-        (future,) = link.ask(pointer, [key], {}, soon())
+        (future,) = link.submit(pointer, [key], {}, soon())
         eventually(lambda: key in process.model.asked)  # noqa: B023
         if not lost:
             del process.model.asked[key]
@@ -275,7 +296,7 @@ def test_a_lost_process_has_its_requests_sent_to_the_next_one(
         assert future.result(5) == computed_row(pointer, key, Row(2.0))
     assert lost == [{pointer.view.name}]
     # and no oftener than it takes to find what ended it
-    (often,) = link.ask(pointer, ["often"], {"often": {"x": 1}}, soon())
+    (often,) = link.submit(pointer, ["often"], {"often": {"x": 1}}, soon())
     for times in range(1, MOST_SENT + 1):
         eventually(lambda: len(lost) == times and "often" in process.model.asked)  # noqa: B023
         del process.model.asked["often"]
@@ -318,43 +339,31 @@ def test_what_a_model_process_had_on_disk_goes_with_it(
 
 
 def test_what_a_process_had_in_its_hands_is_known_to_the_next_one(
-    group: ModelGroup, runtime: Path
+    group: ModelGroup,
 ) -> None:
-    with (next(runtime.glob("*.watch"))).open("r+b") as file:
-        watch = Watch.of(file.fileno())
-    ours = group.serving.watch
+    ours, watch = group.serving.watch, Watch.of(group.serving.spec["watch"])
     assert ours.held() == []
     for done_by, rows in ((5.0, [2**64 - 1, 7]), (6.0, list(range(MOST_HELD))), (math.inf, [])):
         watch.set(done_by, rows + [1] * (len(rows) // MOST_HELD))
         assert (ours.done_by, ours.held()) == (done_by, rows)
 
 
-def test_suspected_rows_are_tried_alone_and_killers_left_alone() -> None:
+def test_suspects_are_tried_alone_and_killers_left_alone() -> None:
     suspects = Suspects()
     suspects.add([1, 2, 3], 0.0)
     assert suspects.until() == {1: 0.0, 2: 0.0, 3: 0.0}
     suspects.add([2], 1.0)
-    assert suspects.until() == {1: 0.0, 2: 1 + FIRST_S, 3: 0.0}
+    assert suspects.until() == {1: 0.0, 2: 1 + LEFT_ALONE_S, 3: 0.0}
     suspects.add([2], 100.0)
-    assert suspects.until() == {1: 0.0, 2: 100 + 2 * FIRST_S, 3: 0.0}
+    assert suspects.until() == {1: 0.0, 2: 100 + 2 * LEFT_ALONE_S, 3: 0.0}
     for _ in range(100):
         suspects.add([4], 1000.0)
-    assert suspects.until()[4] == 1000 + LONGEST_S
-    suspects.add(range(10, 10 + MOST), 2000.0)
-    assert len(suspects.until()) == MOST
+    assert suspects.until()[4] == 1000 + LONGEST_ALONE_S
+    suspects.add(range(10, 10 + MOST_SUSPECTS), 2000.0)
+    assert len(suspects.until()) == MOST_SUSPECTS
     assert 1 not in suspects.until()
-
-
-def test_inputs_are_known_under_whatever_key_they_come() -> None:
-    given = '{"text": "poison"}'
-    assert row_hash("films", "1", given) == row_hash("films", "2", given)
-    others = [row_hash("tags", "1", given), *(row_hash("films", key, None) for key in "12")]
-    assert len({row_hash("films", "1", given), *others}) == 4
-
-
-def test_trials_that_end_process_after_process_are_suspended() -> None:
+    # trials that end process after process are suspended; alone from the first, it was no trial
     suspects = Suspects()
-    # alone from the first, it was no trial
     suspects.add([9], 0.0)
     suspects.add(range(1, 9), 0.0)
     for row in range(1, TRIALS):
@@ -362,9 +371,13 @@ def test_trials_that_end_process_after_process_are_suspended() -> None:
     assert suspects.until()[8] == 0.0
     suspects.add([TRIALS], 10.0 * TRIALS)
     assert suspects.until()[8] == 10 + TRIALS_S
-    # a while later it is no longer so many
     suspects.add([8], 20.0 + TRIALS_S)
     assert suspects.until()[7] == 0.0
+    # inputs are known under whatever key they come
+    given = '{"text": "poison"}'
+    others = [row_hash("tags", "1", given), *(row_hash("films", key, None) for key in "12")]
+    assert row_hash("films", "1", given) == row_hash("films", "2", given) not in others
+    assert len(set(others)) == 3
 
 
 def test_a_worker_whose_loop_stands_still_is_killed(runtime: Path) -> None:
@@ -393,22 +406,22 @@ class Still(SupervisedProcess):
 
 def test_who_was_stopped_itself_lets_a_process_show_first_that_it_lives(runtime: Path) -> None:
     """As in a container that was paused: nothing in it could show anything."""
-    kept = Still("model", "it", "", {}, runtime / "watch", Meter())
+    still = Still("model", "it", "", {}, runtime, Meter())
     now = time.monotonic()
-    kept.look(now)
-    process = kept.process
+    still.look(now)
+    process = still.process
     assert process is not None
-    with contextlib.closing(process.pipes()[1]):
-        kept.look(now + 0.1)
+    with contextlib.closing(still), contextlib.closing(process.pipes()[1]):
+        still.look(now + 0.1)
         for late_s in (0.0, 0.1, HELD_UP_S - 0.1):
-            kept.look(now + STILL_S + 20 + late_s)
+            still.look(now + STILL_S + 20 + late_s)
         assert not process.wait(0.2)
-        kept.look(now + STILL_S + 20 + HELD_UP_S)
+        still.look(now + STILL_S + 20 + HELD_UP_S)
         assert process.wait(10)
         # which buries it, where the last look did not see its end yet; a later one would start the
         # next
-        kept.look(now + STILL_S + 20 + HELD_UP_S)
-        assert kept.process is None
+        still.look(now + STILL_S + 20 + HELD_UP_S)
+        assert still.process is None
 
 
 def shell(line: str) -> ChildProcess:
@@ -473,7 +486,7 @@ def test_a_spare_takes_over_unless_what_it_has_loaded_is_as_old(
     process.pipes()[0].close()
     eventually(process.ended)
     group.look(time.monotonic())
-    assert (group.serving is spare, spare.serves) == (status != AGAIN,) * 2
+    assert (group.serving is spare, spare.spec["serves"]) == (status != AGAIN,) * 2
     for one in group.running():
         one.pipes()[0].close()
         assert one.wait(10)

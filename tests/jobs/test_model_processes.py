@@ -20,15 +20,14 @@ import pyarrow as pa
 import pytest
 
 from precompute.jobs.serve.model_group import ModelLimits
-from precompute.jobs.serve.server import FUTILE, LookupWorker, Supervisor
-from precompute.jobs.serve.supervised_process import STILL_S, Watch
+from precompute.jobs.serve.server import LookupWorker, Supervisor
 from precompute.store.errors import PrecomputeError
 from precompute.workers.process import AdoptedProcess, ChildProcess
 from tests.models import Doubler
 from tests.server import Server, View, eventually, make_folder, read_reply, write_numbers
 
 HERE = "tests.jobs.test_model_processes"
-HANG, EXIT, GROW, LOSE, AMONG, *SPIN = BAD = range(100, 108)
+HANG, EXIT, GROW, LOSE, AMONG, *SPIN = BAD = range(100, 107)
 """Inputs that a :class:`Faulty` model cannot take."""
 
 DEADLINE_S, GRACE_S = 2, 0.3
@@ -68,8 +67,10 @@ FAULTY: View = {
 
 AT_ONCE = """
 from precompute.jobs.serve.supervised_process import SupervisedProcess
+from precompute.jobs.serve import server
 from precompute.jobs.serve.server import LookupWorker
 SupervisedProcess.longest_wait_s = LookupWorker.longest_wait_s = 0.1
+server.FUTILE = 2
 """
 """What ended is restarted at once, however often it does: it ends some twenty times here, which
 were 40 s of waiting."""
@@ -128,12 +129,11 @@ def ask(server: Server, path: str) -> Any:
     ("bad", "deadline_ms", "code"),
     [
         (HANG, 100, "deadline"),
-        (SPIN[0], 100, "deadline"),
         (GROW, 9000, "model_error"),
         (EXIT, 9000, "model_error"),
         (LOSE, 9000, "model_error"),
     ],
-    ids=["hangs", "spins", "grows", "ends", "loses its GPU"],
+    ids=["hangs", "grows", "ends", "loses its GPU"],
 )
 def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(
     server: Server, bad: int, deadline_ms: int, code: str
@@ -161,23 +161,6 @@ def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(
     assert {row["status"] for row in server.lookup("faulty", list(range(20, 60)))} == {"computed"}
     assert server.get("/v1/views/numbers/rows/10").json["features"] == other["features"]
     eventually(lambda: server.get("/readyz").json["fallback"]["faulty"] == "ready")
-
-
-def test_only_the_row_to_blame_for_an_ended_process_is_left_alone(server: Server) -> None:
-    eventually(lambda: server.get("/v1/views/faulty/rows/13").status == 200)
-    first = process_of(server, 13)
-    # others try each alone, for whoever still waits, and refuse what ended one then
-    *innocents, guilty = server.lookup("faulty", [20, 21, AMONG], deadline_ms=30_000)
-    assert ({row["status"] for row in innocents}, guilty["reason"]) == ({"computed"}, "model_error")
-    eventually(lambda: server.get("/v1/views/faulty/rows/13").status == 200)
-    assert (third := process_of(server, 13)) != first
-    rows = server.lookup("faulty", [20, 21, AMONG, 22], deadline_ms=9000)
-    assert [row["features"] and int(row["features"]["double"]) for row in rows] == [
-        third,
-        third,
-        None,
-        third,
-    ]
 
 
 STANDING_BY = (
@@ -211,7 +194,15 @@ def test_a_spare_takes_over_and_what_ended_the_first_ends_no_other(tmp_path: Pat
             {"computed"},
             "model_error",
         )
-        assert process_of(server, 10) not in (first, second)
+        third = process_of(server, 10)
+        assert third not in (first, second)
+        rows = server.lookup("faulty", [20, 21, AMONG, 22], deadline_ms=9000)
+        assert [row["features"] and int(row["features"]["double"]) for row in rows] == [
+            third,
+            third,
+            None,
+            third,
+        ]
 
 
 def spares(server: Server) -> int:
@@ -228,19 +219,18 @@ def alive(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("bad", "patience_ms"), [(SPIN[1], 1000), (SPIN[2], 60_000)])
-def test_a_call_is_abandoned_by_its_views_limit_not_a_clients_patience(
-    server: Server, bad: int, patience_ms: int
-) -> None:
+def test_a_call_is_abandoned_by_its_views_limit_not_a_clients_patience(server: Server) -> None:
     # the last one may still be ending
     eventually(lambda: server.get("/v1/views/faulty/rows/12").status == 200)
     before = process_of(server, 12)
     started = time.monotonic()
-    with ask(server, f"/v1/views/faulty/rows/{bad}?deadline_ms={patience_ms}") as waiting:
-        if patience_ms < 1000 * DEADLINE_S:
-            read_reply(waiting).check_problem(504, "deadline")
-            assert time.monotonic() - started >= 1.0
-            assert alive(before)
+    with (
+        ask(server, f"/v1/views/faulty/rows/{SPIN[0]}?deadline_ms=1000") as hasty,
+        ask(server, f"/v1/views/faulty/rows/{SPIN[1]}?deadline_ms=60000"),
+    ):
+        read_reply(hasty).check_problem(504, "deadline")
+        assert time.monotonic() - started >= 1.0
+        assert alive(before)
         eventually(lambda: not alive(before))
         assert DEADLINE_S + GRACE_S <= time.monotonic() - started < 20
 
@@ -308,8 +298,9 @@ def test_a_worker_killed_under_load_loses_only_what_it_had_in_hand(server: Serve
 
 
 def test_workers_that_end_are_replaced_as_often_as_it_takes(server: Server) -> None:
+    """More often than a server whose workers never came up goes on."""
     seen: set[int] = set()
-    for _ in range(FUTILE):
+    for _ in range(2):
         eventually(lambda: len(set(workers_of(server)) - seen) == 2)  # noqa: B023
         # once it listens, as one does that a request ends
         assert server.get("/v1/views/numbers/rows/1").status == 200
@@ -320,24 +311,11 @@ def test_workers_that_end_are_replaced_as_often_as_it_takes(server: Server) -> N
     assert server.get("/v1/views/numbers/rows/1").json["status"] == "fresh"
 
 
-def test_a_workers_loop_shows_that_it_lives(server: Server) -> None:
-    links = {link.resolve().name: link for link in Path(f"/proc/{server.process.pid}/fd").iterdir()}
-    for name in ("worker-0.watch", "worker-1.watch"):
-        with links[name].open("r+b") as file:
-            watch = Watch.of(file.fileno())
-        began = time.monotonic()
-        # later than it began, and none of what a process that was started has leave for
-        eventually(
-            lambda watch=watch, began=began: (  # type: ignore[misc]
-                not watch.is_still(began + STILL_S) and watch.has_begun(time.monotonic())
-            )
-        )
-
-
 def test_where_no_worker_comes_up_the_server_says_so_and_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LookupWorker, "longest_wait_s", 0.1)
+    monkeypatch.setattr("precompute.jobs.serve.server.FUTILE", 2)
     supervisor = Supervisor(
         {"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64)
     )

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def test_what_only_the_online_store_says_is_served_and_not_run(
     ):
         pointer = lookup.online.live("numbers")
         assert pointer is not None
-        fallback.warm(pointer)
+        fallback.begin_warm(pointer, time.monotonic() + 20).exception()
         assert not fallback.ready(pointer)
 
 

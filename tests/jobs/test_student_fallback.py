@@ -32,8 +32,7 @@ from precompute.store.client import Client
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError
 from precompute.store.feature_view import StudentUse
-from precompute.store.http.app import create_app
-from precompute.store.online.miss_cache import CachedMiss, MissCacheLimits
+from precompute.store.online.miss_cache import MissCacheLimits
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.url import open_miss_cache
 from precompute.store.times import Partition
@@ -48,7 +47,6 @@ from precompute.students.student import (
     student_bytes,
 )
 from tests.angles import Exact, angles
-from tests.asgi import call
 from tests.conftest import MakeProject
 from tests.jobs.test_tune import LOOSE, expected, torch_model, torch_project
 from tests.jobs.test_warmer import Models
@@ -246,38 +244,6 @@ def test_a_miss_is_the_students_until_the_next_run(scene: Scene) -> None:
     assert not {"approximates", "agreement"} & row.keys()
 
 
-def test_over_http_rows_and_searches_say_so(scene: Scene) -> None:
-    student, teacher = scene.pointer().student, scene.pointer().model
-    assert student is not None
-    write_rows(scene, ROWS + 1)
-    said = {"approximates": teacher, "agreement": student.least, "model": student.fingerprint}
-    with answering(scene) as lookup:
-        app = create_app(lookup)
-        rows = [call(app, "GET", f"/v1/views/numbers/rows/{key}").json for key in (7, 101)]
-        rows += call(app, "POST", "/v1/views/numbers/lookup", {"keys": [7, 101]}).json["rows"]
-        for of_model, of_student in (rows[:2], rows[2:]):
-            assert {name: of_student.get(name) for name in said} == said
-            assert {name: of_model.get(name) for name in said} == {
-                "approximates": None,
-                "agreement": None,
-                "model": teacher,
-            }
-            assert of_student["features"]["score"] == pytest.approx(rough(70.7)["score"])
-        by_inputs = call(
-            app, "POST", "/v1/views/numbers/search", {"inputs": {"x": 35.0}, "k": 1}
-        ).json
-        by_key = call(app, "POST", "/v1/views/numbers/search", {"key": "50", "k": 1}).json
-    # into the model's index, by the student's vector
-    nearest = round(rough(35.0)["score"] / 0.7)
-    assert (by_inputs["rows"][0]["key"], by_inputs["model"]) == (str(nearest), teacher)
-    assert nearest != 50
-    assert (by_inputs["query_model"], by_inputs["agreement"]) == (
-        student.fingerprint,
-        student.least,
-    )
-    assert not {"query_model", "agreement"} & by_key.keys()
-
-
 def test_a_service_says_whose_rows_they_are(scene: Scene, make: Make) -> None:
     (scene.folder / "services").mkdir()
     (scene.folder / "services" / "all.yaml").write_text(
@@ -356,27 +322,6 @@ def test_of_few_rows_nothing_is_judged(make: Make) -> None:
     assert "parity" not in [verdict.gate for verdict in scene.snapshot().gates]
 
 
-def test_only_a_student_of_the_views_own_model_is_taken(make: Make) -> None:
-    make().run()
-    scene = make({"fallback": FALLBACK})
-    write_student(scene, teacher="f" * 64)
-    before = Exact.computed
-    with pytest.raises(ConfigError) as raised:
-        scene.run(full=True)
-    assert f"approximates model {'f' * 12}, and the view's is {scene.snapshot().model[:12]}" in str(
-        raised.value
-    )
-    assert "fallback.model: students/rough: " in str(raised.value)
-    assert (Exact.computed, scene.live().snapshot) == (before, 1)
-    # another model is another teacher
-    write_student(scene)
-    scene.run()
-    other = {"use": f"{HERE}:Exact", "args": {"path": "./teacher", "version": 2}}
-    scene = make({"fallback": FALLBACK, "model": other})
-    with pytest.raises(ConfigError, match=f"approximates model {scene.snapshot().model[:12]}"):
-        scene.run()
-
-
 def _damaged(scene: Scene) -> None:
     path = scene.home / "students/rough/student.json"
     path.write_bytes(path.read_bytes().replace(b'"promised": 0.6', b'"promised": 0.1'))
@@ -399,6 +344,10 @@ MISTAKES: dict[str, tuple[Callable[[Scene], object], str]] = {
     "another view": (
         lambda scene: write_student(scene, view="others"),
         "it is a student of view 'others'",
+    ),
+    "another teacher": (
+        lambda scene: write_student(scene, teacher="f" * 64),
+        f"approximates model {'f' * 12}, and the view's is ",
     ),
     "another feature": (
         lambda scene: write_student(scene, judged=["vector"]),
@@ -494,37 +443,31 @@ def test_another_student_goes_live_and_no_row_is_computed(scene: Scene, make: Ma
     assert scene.pointer().student == second.student
 
 
+FIRST, SECOND = (
+    Partition.parse(f"2026-01-0{day}T00:00Z/2026-01-0{day + 1}T00:00Z") for day in (1, 2)
+)
+
+
+def days(**partition: str) -> dict[str, Any]:
+    sql = "SELECT * FROM read_parquet('${data}/data.parquet') WHERE day >= $start AND day < $end"
+    by_day = {"by": "day", "start": "2026-01-01"} | partition
+    return {"source": {"sql": sql}, "partition": by_day, "ttl": "3650d"}
+
+
 def test_all_partitions_have_the_student_of_the_newest(make: Make) -> None:
-    days = {
-        "source": {
-            "sql": "SELECT * FROM read_parquet('${data}/data.parquet') WHERE day >= $start AND"
-            " day < $end"
-        },
-        "partition": {"by": "day", "start": "2026-01-01", "serve": "all"},
-        "ttl": "3650d",
-    }
-    table = pa.table(
-        {
-            "id": list(range(2 * ROWS)),
-            "x": [7 * (i % ROWS) / 10 for i in range(2 * ROWS)],
-            "day": pa.array(
-                [np.datetime64(f"2026-01-0{1 + i // ROWS}", "us") for i in range(2 * ROWS)]
-            ),
-        }
-    )
-    scene = make(days)
+    numbers = range(2 * ROWS)
+    day = [np.datetime64(f"2026-01-0{1 + i // ROWS}", "us") for i in numbers]
+    table = pa.table({"id": numbers, "x": [7 * (i % ROWS) / 10 for i in numbers], "day": day})
+    scene = make(days(serve="all"))
     pq.write_table(table, scene.folder / "data.parquet")
-    scene.run(partition=Partition.parse("2026-01-01T00:00Z/2026-01-02T00:00Z"))
-    scene = make(days | {"fallback": FALLBACK})
+    scene.run(partition=FIRST)
+    scene = make(days(serve="all") | {"fallback": FALLBACK})
     write_student(scene)
-    scene.run(partition=Partition.parse("2026-01-02T00:00Z/2026-01-03T00:00Z"))
+    scene.run(partition=SECOND)
     pointer = scene.pointer()
-    assert (pointer.rows, pointer.partition) == (2 * ROWS, "2026-01-02T00:00Z/2026-01-03T00:00Z")
-    (of_second,) = (
-        snapshot.student
-        for snapshot in map(scene.snapshot, scene.numbers())
-        if snapshot.partition == pointer.partition
-    )
+    assert (pointer.rows, pointer.partition) == (2 * ROWS, str(SECOND))
+    snapshots = map(scene.snapshot, scene.numbers())
+    (of_second,) = (one.student for one in snapshots if one.partition == pointer.partition)
     assert of_second is not None
     assert pointer.student == of_second
 
@@ -620,23 +563,14 @@ def test_a_model_behind_no_miss_is_audited_among_other_rows(make: Make) -> None:
 
 
 def test_a_partition_without_rows_has_its_student(make: Make) -> None:
-    days = {
-        "source": {
-            "sql": "SELECT * FROM read_parquet('${data}/data.parquet') WHERE day >= $start AND"
-            " day < $end"
-        },
-        "partition": {"by": "day", "start": "2026-01-01", "empty": "publish"},
-        "index": None,
-        "gates": {"duplicates": None, "rows": None, "contract": None},
-        "fallback": FALLBACK,
-        "ttl": "3650d",
-    }
+    fallback = {"index": None, "fallback": FALLBACK}
+    gates = {"gates": {"duplicates": None, "rows": None, "contract": None}}
     make().run()
-    scene = make(days)
+    scene = make(days(empty="publish") | fallback | gates)
     student = write_student(scene)
     table = pa.table({"id": [1], "x": [7.0], "day": pa.array([np.datetime64("2026-01-02", "us")])})
     pq.write_table(table, scene.folder / "data.parquet")
-    scene.run(partition=Partition.parse("2026-01-01T00:00Z/2026-01-02T00:00Z"))
+    scene.run(partition=FIRST)
     pointer = scene.pointer()
     assert (pointer.rows, pointer.miss_model) == (0, published(student))
     with answering(scene) as lookup:
@@ -714,15 +648,6 @@ def _cached(scene: Scene, pointer: Pointer, keys: list[str]) -> set[str]:
         return {key for key, row in cache.read(pointer, keys).items() if row is not None}
 
 
-def test_what_another_model_computed_is_no_cached_row(scene: Scene) -> None:
-    """Though it were of one publishing and one snapshot."""
-    pointer = scene.pointer()
-    with contextlib.closing(open_miss_cache(scene.online, MissCacheLimits())) as cache:
-        assert cache.write(pointer, [CachedMiss("7", None)]) == 1
-        assert cache.read(pointer, ["7"]) == {"7": None}
-        assert cache.read(replace(pointer, student=None), ["7"]) == {}
-
-
 def test_where_the_student_fails_an_expired_row_is_the_models(make: Make) -> None:
     make().run()
     scene = make({"fallback": FALLBACK | {"stale_if_error": "2d"}})
@@ -774,8 +699,7 @@ FORGED: dict[str, Callable[[StudentUse, Path], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
-@pytest.mark.parametrize("manifest", [True, False], ids=["by manifest", "by its folder"])
+@pytest.mark.parametrize(("name", "manifest"), [*zip(FORGED, (True, False, True), strict=True)])
 def test_a_student_that_only_the_online_store_names_is_not_run(
     scene: Scene,
     make: Make,
@@ -839,11 +763,18 @@ def test_a_server_needs_no_teacher(
             teacher,
             student.least,
         )
+        of_model, of_student = server.lookup("numbers", [7, 101])
+        assert (said(of_model), said(of_student)) == (("fresh", "store", False), BY_STUDENT)
+        assert of_student["agreement"] == student.least
+        by_key = server.post("/v1/views/numbers/search", {"key": "50", "k": 1}).json
+        assert not {"query_model", "agreement"} & by_key.keys()
         with Client(server.url) as client:
             table = client.get("numbers", [7, 101])
             found = client.search("numbers", inputs={"x": 35.0}, k=1)
         assert table["approximates"].to_pylist() == [None, teacher]
         assert found.query_model == student.fingerprint
+        # into the model's index, by the student's vector
+        assert found.rows[0].key == str(round(rough(35.0)["score"] / 0.7)) != "50"
         page = server.get("/").body.decode()
         assert "a student answers misses" in page
         assert f"agreement {student.least:.3f}" in page

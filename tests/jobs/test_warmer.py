@@ -13,7 +13,6 @@ import pytest
 from precompute.jobs.serve.lookup_worker import Warmer
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.record import replace
-from precompute.store.feature_view import ModelUse, StudentUse
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.table_store import TableStore
@@ -85,19 +84,6 @@ def test_an_unreadable_view_keeps_no_other_from_being_opened(
     eventually(lambda: ("right", 3) in models.opened)
     eventually(lambda: len(wanted) > 2)
     assert all(models == BOTH for models in wanted)
-
-
-def test_of_a_view_with_a_student_that_one_is_wanted(
-    house: House, models: Models, wanted: list[set[str]]
-) -> None:
-    pointer = house.publish({"a": Row(1.0)}, name="left")
-    house.online.flip(replace(pointer, epoch=2, student=StudentUse(ModelUse(), "student of left")))
-    warmer = Warmer(Lookup(house.online), models, wanted.append, OfflineStore(house.root))
-    try:
-        eventually(lambda: ("left", 2) in models.opened)
-    finally:
-        warmer.stop()
-    assert wanted[-1] == {"student of left"}
 
 
 def test_indexes_are_opened_before_they_are_searched(

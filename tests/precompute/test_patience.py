@@ -15,7 +15,7 @@ BATCH = pa.record_batch({"x": [1.0, 2.0, 3.0]})
 
 
 def task(rows: int, *, hung: bool = True, deaths: int = 0) -> Task:
-    return Task.of(
+    return Task(
         HeldWindow(0, BATCH, BATCH, 3, 24), np.arange(rows), suspect=True, hung=hung, deaths=deaths
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.serve.miss_cache_writer import MissCacheWriter
+from precompute.jobs.serve.fallback import MissCacheWriter
 from precompute.store.answers.fallback import Miss
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.record import replace
@@ -468,7 +468,7 @@ def test_where_the_model_fails_an_expired_row_is_served_as_stale(
 def test_the_writer_writes_behind_and_drops_what_the_store_is_too_slow_for(
     pointer: Pointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.jobs.serve.miss_cache_writer.MOST_WAITING", 5)
+    monkeypatch.setattr("precompute.jobs.serve.fallback.MOST_WAITING", 5)
     gate, written = threading.Event(), list[str]()
 
     class Slow:
