@@ -21,8 +21,8 @@ import yaml
 
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online.codec import RowCodec
+from precompute.store.online.kernels import Rows
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
-from precompute.store.online.packed import Rows
 
 if TYPE_CHECKING:
     from precompute.jobs.config.project import Project

@@ -32,8 +32,8 @@ from precompute.store.answers.lookup import Lookup
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
+from precompute.store.online.kernels import Packed, RowBatch
 from precompute.store.online.online_store import Generation, Pointer
-from precompute.store.online.packed import Packed, RowBatch
 from precompute.store.online.redis.redis_store import RedisStore
 from tests.redis_process import RedisCluster, RedisProcess
 

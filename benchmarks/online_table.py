@@ -24,7 +24,7 @@ from benchmarks.common import DIM, VIEW, cpu_s, fill, median_us, report
 from precompute.store.answers.lookup import Lookup
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
-from precompute.store.online.packed import RowBatch
+from precompute.store.online.kernels import RowBatch
 from precompute.store.online.table_file import TableFile, TableWriter
 from precompute.store.online.table_store import TableStore
 

@@ -15,8 +15,8 @@ from precompute.store.disk.record import replace
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.online import kernels
 from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.kernels import Packed, RowBatch, Rows
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
-from precompute.store.online.packed import Packed, RowBatch, Rows
 from precompute.store.online.redis import redis_store
 
 
@@ -160,13 +160,8 @@ def torn(table: dict[bytes, bytes], error: Exception) -> Rows:
 
 DAMAGED_POINTERS = [
     b"",
-    b"{",
-    b"null",
     b"[]",
     b"{}",
-    b"7",
-    b'"x"',
     b"\xff\xfe",
-    b"\0" * 50,
     pointer(1).to_bytes()[:-1],
 ]

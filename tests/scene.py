@@ -27,8 +27,8 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import RowCodec
+from precompute.store.online.kernels import Packed
 from precompute.store.online.online_store import OnlineStore, Pointer
-from precompute.store.online.packed import Packed
 from precompute.store.online.url import open_online_store
 
 

@@ -94,7 +94,6 @@ SEAMS = {
     },
     "httpcore2": {"store/client/client.py", "store/client/transport.py"},
     "obstore": {
-        "store/disk/object_client.py",
         "store/disk/object_storage.py",
         "store/disk/remote_files.py",
     },

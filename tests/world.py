@@ -16,8 +16,8 @@ from precompute.store.answers.lookup import Lookup
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.http.app import create_app
 from precompute.store.online.codec import RowCodec
+from precompute.store.online.kernels import Packed, RowBatch
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
-from precompute.store.online.packed import Packed, RowBatch
 from precompute.store.times import Reason
 from precompute.store.vectors.index_build import build_index
 from tests.asgi import call

@@ -172,7 +172,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def describe_diff(found: SnapshotDiff) -> str:
     """Two snapshots beside each other, for people."""
-    from precompute.store.history.compared import shown_figure
+    from precompute.store.history.changes import shown_figure
 
     first, second = found.first, found.second
     lines = [

@@ -23,7 +23,7 @@ from precompute.store.disk.durable_file import disk_message, replace_undurably
 from precompute.store.disk.record import plain, record_of
 from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
-from precompute.store.history.compared import beside, figures_of, shown_figure
+from precompute.store.history.changes import beside, figures_of, shown_figure
 from precompute.store.http.page.figures import REPORT, RUNS
 from precompute.store.http.page.run_page import (
     COMMONEST_VALUES,
@@ -37,7 +37,7 @@ from precompute.store.http.page.run_page import (
     run_page,
 )
 from precompute.store.keys import key_column
-from precompute.store.offline.publishings import Publishing
+from precompute.store.offline.refs import Publishing
 from precompute.store.offline.row_figures import quantiles
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot

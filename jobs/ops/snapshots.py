@@ -22,7 +22,7 @@ from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.history import snapshot_at
-from precompute.store.history.compared import Beside, Joined, beside, joined_rows, plain
+from precompute.store.history.changes import Beside, Joined, beside, joined_rows
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.row_errors import MOST, row_errors
@@ -88,7 +88,7 @@ class SnapshotDiff:
                 "changed": f.changed,
                 "mean_off": f.mean,
                 "most_off": f.most,
-                "figures": plain(f.figures),
+                "figures": [line._asdict() for line in f.figures],
             }
             for name, f in self.features.items()
         }

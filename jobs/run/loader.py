@@ -20,8 +20,8 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import RowCodec
+from precompute.store.online.kernels import U1, Packed, RowBatch, Rows
 from precompute.store.online.online_store import Generation, OnlineStore, Terms
-from precompute.store.online.packed import U1, Packed, RowBatch, Rows
 from precompute.store.online.row_values import is_variable
 from precompute.store.times import microseconds
 from precompute.store.vectors.index_build import build_index, build_overlay

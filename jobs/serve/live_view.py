@@ -36,8 +36,8 @@ from precompute.store.keys import split_key
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
+from precompute.store.online.kernels import Packed
 from precompute.store.online.online_store import Pointer
-from precompute.store.online.packed import Packed
 from precompute.store.times import Partition, Reason
 from precompute.techniques.table import REFERENCE
 

@@ -20,8 +20,8 @@ from precompute.store.feature_view import StudentUse, status_of
 from precompute.store.keys import parts_hint
 from precompute.store.online.codec import State
 from precompute.store.online.found_rows import FoundRows, PackedKeys, WholeColumns
+from precompute.store.online.kernels import Buffer, Packed
 from precompute.store.online.online_store import Pointer
-from precompute.store.online.packed import Buffer, Packed
 from precompute.store.times import (
     AHEAD_US,
     AnswerSource,

@@ -36,9 +36,9 @@ from precompute.store.feature_view import NAME, FeatureView, status_of
 from precompute.store.keys import key_list, key_text, plain_key
 from precompute.store.online.codec import State
 from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.kernels import Buffer
 from precompute.store.online.miss_cache import MissCache
 from precompute.store.online.online_store import OnlineStore, Pointer
-from precompute.store.online.packed import Buffer
 from precompute.store.online.url import open_online_store
 from precompute.store.times import Sighting, microseconds
 from precompute.store.wire.lookup_options import (

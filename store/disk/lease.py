@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from precompute.store.disk.durable_file import disk_message, locked, make_folder, replace_durably
-from precompute.store.disk.record import Record, read_record, replace, sealed
+from precompute.store.disk.record import Record, replace, sealed, whole_record
 from precompute.store.disk.storage import LOCAL, Storage, read_record_file, storage_of
 from precompute.store.errors import ConflictError, FencedError, SnapshotError
 
@@ -167,7 +167,7 @@ class _Swapped:
             new = replace(self._last, beats=self._last.beats + 1, free=free)
 
             def changed(data: bytes | None) -> bytes:
-                found = _sign_of(data)
+                found = whole_record(_Sign, data)
                 if found is None or found.holder != new.holder:
                     raise ConflictError("somebody else took it")
                 return sealed(new)
@@ -230,7 +230,7 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
             return _take_swapped(storage, folder, name, by, ttl_s, busy, force)
         make_folder(folder)
         with locked(folder / ".lock"):
-            last = _read(folder, name)
+            last = holder(folder, name)
             if last is not None and not force and _is_held(folder, name, last):
                 raise _held_error(last, name, busy)
             record = Holder(1 if last is None else last.fence + 1, by, _host(), os.getpid(), ttl_s)
@@ -255,7 +255,7 @@ def _take_swapped(
     """As :func:`take`, in an object store."""
     path = _record_path(folder, name)
     before = _read_or_none(storage, path) if force else _free_record(storage, path, name, busy)
-    last = _sign_of(before)
+    last = whole_record(_Sign, before)
     # the fence of a damaged one is not known: past any that was given
     fence = last.holder.fence if last else 0 if before is None else time.time_ns() // 1000
     record = Holder(fence + 1, by, f"{_host()} {_namespace()}", os.getpid(), ttl_s)
@@ -263,7 +263,7 @@ def _take_swapped(
 
     def swapped(data: bytes | None) -> bytes:
         if data != before:
-            found = _sign_of(data)
+            found = whole_record(_Sign, data)
             raise _held_error(record if found is None else found.holder, name, busy)
         return sealed(sign)
 
@@ -279,7 +279,7 @@ def _free_record(storage: Storage, path: Path, name: str, busy: str) -> bytes | 
         ConflictError: a process holds it.
     """
     before = _read_or_none(storage, path)
-    last = _sign_of(before)
+    last = whole_record(_Sign, before)
     if last is None or last.free or _is_dead(last):
         return before
     if _seems_alive(storage, path, last):
@@ -289,7 +289,7 @@ def _free_record(storage: Storage, path: Path, name: str, busy: str) -> bytes | 
         time.sleep(last.holder.ttl_s / 20)
         found = _read_or_none(storage, path)
         if found != before:
-            sign = _sign_of(found)
+            sign = whole_record(_Sign, found)
             if sign is None or sign.free:
                 return found
             raise _held_error(sign.holder, name, busy)
@@ -304,13 +304,6 @@ def _read_or_none(storage: Storage, path: Path) -> bytes | None:
     try:
         return storage.read(path)
     except FileNotFoundError:
-        return None
-
-
-def _sign_of(data: bytes | None) -> _Sign | None:
-    try:
-        return None if data is None else read_record(_Sign, data)
-    except ValueError:
         return None
 
 
@@ -351,24 +344,19 @@ def release_leases() -> None:
         lease.release()
 
 
-def holder(folder: Path, name: str) -> Holder | None:
-    """Who took the lease last, alive or not; None when none ever did."""
-    return _read(folder, name)
-
-
 def is_held(folder: Path, name: str) -> bool:
     """Whether a process holds the lease now; of a holder on another host, as far as clocks tell."""
     storage, path = storage_of(folder), _record_path(folder, name)
     if storage is not LOCAL:
         try:
-            sign = _sign_of(_read_or_none(storage, path))
+            sign = whole_record(_Sign, _read_or_none(storage, path))
             item = None if sign is None or sign.free else storage.stat(path)
         except OSError as exc:
             raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         if sign is None or item is None or _is_dead(sign):
             return False
         return time.time() < item.modified_ns / 1e9 + sign.holder.ttl_s
-    last = _read(folder, name)
+    last = holder(folder, name)
     return last is not None and _is_held(folder, name, last)
 
 
@@ -390,9 +378,9 @@ def _is_held(folder: Path, name: str, last: Holder) -> bool:
         raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
 
 
-def _read(folder: Path, name: str) -> Holder | None:
-    """Who took it last. Where the record is damaged, a holder whom the newest lock stands for:
-    the kernel knows of every process that holds it."""
+def holder(folder: Path, name: str) -> Holder | None:
+    """Who took the lease last, alive or not; None when none ever did. Where the record is damaged,
+    a holder whom the newest lock stands for: the kernel knows of every process that holds it."""
     storage, path = storage_of(folder), _record_path(folder, name)
     remedy = "who holds it is known from its lock alone"
     try:

@@ -1,5 +1,5 @@
-"""A root in an object store (S3, GCS, Azure), by obstore; the folder that it is mounted at is the
-cache of its files. Credentials, region and endpoint come from the environment alone.
+"""Object storage: a root in an object store (S3, GCS, Azure), by obstore; the folder that it is
+mounted at is the cache of its files. Credentials, region and endpoint come from the environment.
 
 When a reply is lost, the retry finds one's own write and takes it for another writer's. So every
 record that is swapped begins with a line of its own, a nonce: a writer that is refused reads it,
@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
     NotFoundError,
+    PermissionDeniedError,
     PreconditionError,
+    UnauthenticatedError,
 )
+from obstore.store import from_url
 
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import restore
-from precompute.store.disk.object_client import failure, open_store
 from precompute.store.disk.storage import File, Item
 from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
 
@@ -164,9 +167,9 @@ class ObjectStorage:
                 # it may be another by now
                 fresh_s = 0.0
                 continue
-            if data is None and not fresh_s:
-                return self.delete(path)
             if data is None:
+                if not fresh_s:
+                    return self.delete(path)
                 # nothing that came meanwhile is removed
                 fresh_s = 0.0
                 continue
@@ -198,10 +201,8 @@ class ObjectStorage:
             with self._changing(path):
                 obstore.put(self._records, self._key(path), data, mode=mode, use_multipart=False)
                 return True
-        except (AlreadyExistsError, PreconditionError):
-            return False
-        except FileNotFoundError:
-            # removed since it was read
+        except (AlreadyExistsError, PreconditionError, FileNotFoundError):
+            # it changed, or was removed, since it was read
             return False
         except StorageError:
             # it may be there all the same
@@ -315,9 +316,7 @@ class ObjectStorage:
 
     @staticmethod
     def _at_once(do: Callable[[Any], None], things: Sequence[Any]) -> None:
-        if len(things) == 1:
-            do(things[0])
-        elif things:
+        if things:
             with ThreadPoolExecutor(min(AT_ONCE, len(things))) as pool:
                 # each of them is tried, whatever became of those before
                 done = [pool.submit(do, thing) for thing in things]
@@ -398,7 +397,6 @@ class ObjectStorage:
     # ---- names and errors
 
     def shown(self, path: Path) -> str:
-        """Where it lies, for people."""
         return f"{self.url}/{self._key(path)}".rstrip("/")
 
     def _key(self, path: Path) -> str:
@@ -544,3 +542,59 @@ def _is_here(file: File) -> bool:
 
 def _item(path: Path, meta: Any) -> Item:
     return Item(path, meta["size"], int(meta["last_modified"].timestamp() * 1e6) * 1000)
+
+
+# ---- Client: obstore's client of a bucket, and what its errors mean to an operator.
+
+
+def failure(url: str, exc: BaseException) -> str:
+    """The message of a failed request to a URL: what failed, and where to look."""
+    if isinstance(exc, (PermissionDeniedError, UnauthenticatedError)):
+        return (
+            f"{url}: the object store refuses these credentials ({_first_line(exc)}): look at"
+            " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (GCS: GOOGLE_APPLICATION_CREDENTIALS,"
+            " Azure: AZURE_STORAGE_…), and at the rights they give on the bucket"
+        )
+    return (
+        f"{url}: the object store gave no answer that can be used ({_first_line(exc)}): look at the"
+        " endpoint (AWS_ENDPOINT_URL), the region and the network, and run again"
+    )
+
+
+def open_store(url: str, retry_s: float, request_s: float) -> Any:
+    """obstore's client of a bucket and prefix.
+
+    Args:
+        url: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``.
+        retry_s: how long a request is tried again.
+        request_s: how long one may take.
+
+    Raises:
+        ConfigError: the URL or the environment cannot be right.
+    """
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    endpoint = next(filter(None, map(os.environ.get, names)), "")
+    try:
+        return from_url(
+            url,
+            client_options={
+                "timeout": f"{request_s:.0f}s",
+                "connect_timeout": "5s",
+                "allow_http": endpoint.startswith("http://"),
+            },
+            retry_config={
+                "max_retries": 8,
+                "retry_timeout": timedelta(seconds=retry_s),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=100),
+                    "max_backoff": timedelta(seconds=3),
+                    "base": 2,
+                },
+            },
+        )
+    except (BaseError, ValueError) as exc:
+        raise ConfigError(f"{url}: {_first_line(exc)}") from exc
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).strip().partition("\n")[0][:300]

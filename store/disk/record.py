@@ -28,6 +28,7 @@ __all__ = [
     "replace",
     "schema_of",
     "sealed",
+    "whole_record",
 ]
 
 Record = msgspec.Struct
@@ -90,6 +91,14 @@ def read_record(kind: type[_R], data: bytes) -> _R:
         ValueError: no JSON, not what its seal was made for, or as :func:`record_of` raises it.
     """
     return record_of(kind, content_of(data))
+
+
+def whole_record(kind: type[_R], data: bytes | None) -> _R | None:
+    """As :func:`read_record`; None where there is none, and where it is damaged."""
+    try:
+        return None if data is None else read_record(kind, data)
+    except ValueError:
+        return None
 
 
 def content_of(data: bytes) -> dict[str, Any]:

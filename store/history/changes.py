@@ -1,18 +1,22 @@
-"""Changes: how a snapshot differs from one that it builds on: rows written since, and keys without
-a row now. What an overlay is loaded from."""
+"""Changes: how a snapshot differs from one that it builds on, which is what an overlay is loaded
+from; and any two compared, rows by key in DuckDB, and the figures of each feature."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
-from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from precompute.store.errors import SnapshotError
+from precompute.store.disk.sql import SpillFolder, open_duckdb
+from precompute.store.feature_view import Feature
+from precompute.store.history.versions import reading
 from precompute.store.keys import key_column
+from precompute.store.offline.row_figures import RowFigures, ValueFigures, VectorFigures, distance
+from precompute.store.offline.selection import Selection, reading_file, rows_beside
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 
@@ -109,9 +113,178 @@ class Changes:
 
     def _read(self, layer: Snapshot, columns: list[str] | None) -> pa.Table:
         assert layer.deletes is not None
-        path: Path = self._store.checked_path(layer, layer.deletes)
-        try:
-            with pq.ParquetFile(path) as file:
-                return file.read(columns)
-        except (pa.ArrowException, OSError) as exc:
-            raise SnapshotError(f"{path} cannot be read ({exc}); publish another snapshot") from exc
+        with reading_file(self._store.checked_path(layer, layer.deletes)) as file:
+            return file.read(columns)
+
+
+# ---- Compared: the rows of two snapshots side by side.
+
+
+WINDOW_ROWS = 16_384
+
+
+class Joined(NamedTuple):
+    """Some keys: their texts, string [rows]; whether each has a row in the first and in the second
+    snapshot, bool [rows]; and its features there, null where it has none. Numbers of 16 bits come
+    as float32."""
+
+    keys: pa.Array
+    in_first: pa.Array
+    in_second: pa.Array
+    first: pa.RecordBatch
+    second: pa.RecordBatch
+
+
+def joined_rows(
+    store: ViewStore, first: Snapshot, second: Snapshot, features: Sequence[Feature], memory_mb: int
+) -> Iterator[Joined]:
+    """The rows of two snapshots of one entity, but for those that both have from the same place of
+    the same file.
+
+    Args:
+        store: of their view.
+        first: a snapshot.
+        second: another.
+        features: that both have, of one type.
+        memory_mb: DuckDB's memory limit.
+
+    Raises:
+        SnapshotError: a file is missing or damaged.
+    """
+    layers = [store.layers(snapshot) for snapshot in (first, second)]
+    sides = (rows_beside(layers[0], layers[1]), rows_beside(layers[1], layers[0]))
+    spill = SpillFolder()
+    with reading(store.name), closing(spill), closing(open_duckdb(spill, memory_mb)) as connection:
+        for side, rows, snapshot in zip("ab", sides, (first, second), strict=True):
+            connection.register(side, _reader(rows, snapshot.view.entity, features))
+        columns = ", ".join(
+            f"{side}.f{n} AS {side}{n}" for side in "ab" for n in range(len(features))
+        )
+        # read as it comes: neither side is sorted
+        query = (
+            "SELECT coalesce(a.k, b.k) AS k, a.k IS NOT NULL AS in_a, b.k IS NOT NULL AS in_b,"
+            f" {columns} FROM a FULL OUTER JOIN b ON a.k = b.k"
+        )
+        names = [feature.name for feature in features]
+        for batch in connection.sql(query).to_arrow_reader(WINDOW_ROWS):
+            of = [batch.columns[3 + at * len(names) : 3 + (at + 1) * len(names)] for at in (0, 1)]
+            first_rows, second_rows = (
+                pa.RecordBatch.from_arrays(columns, names=names) for columns in of
+            )
+            yield Joined(batch.column(0), batch.column(1), batch.column(2), first_rows, second_rows)
+
+
+def _reader(
+    rows: Selection, entity: Sequence[str], features: Sequence[Feature]
+) -> pa.RecordBatchReader:
+    """Key texts ``k``, and the features as ``f0``, ``f1``, … of types that DuckDB has."""
+    types = [readable(feature.arrow_type) for feature in features]
+    schema = pa.schema([("k", pa.string()), *((f"f{n}", kind) for n, kind in enumerate(types))])
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for batch in rows.batches([*entity, *(feature.name for feature in features)]):
+            columns = [
+                pc.cast(batch.column(feature.name), kind)
+                for feature, kind in zip(features, types, strict=True)
+            ]
+            yield pa.RecordBatch.from_arrays([key_column(batch, entity), *columns], schema=schema)
+
+    return pa.RecordBatchReader.from_batches(schema, batches())
+
+
+def readable(kind: pa.DataType) -> pa.DataType:
+    """The type in which DuckDB reads values: it has no numbers of 16 bits with a point."""
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(readable(kind.value_type), kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(readable(kind.value_type))
+    return pa.float32() if pa.types.is_float16(kind) else kind
+
+
+# ---- Feature figures: what is counted of each feature of a snapshot, by name, so that two
+# stand side by side.
+
+
+_SHARES = {"p1": 0.01, "median": 0.5, "p99": 0.99}
+
+
+class Beside(NamedTuple):
+    """One figure of a feature in two snapshots; None where it is not known."""
+
+    figure: str
+    first: float | str | None
+    second: float | str | None
+
+
+def beside(feature: Feature, first: Snapshot, second: Snapshot) -> list[Beside]:
+    """The figures of a feature in two snapshots, as they were counted of all rows when these were
+    written."""
+    one, two = (figures_of(feature, snapshot) for snapshot in (first, second))
+    lines = [Beside(name, one.get(name), two.get(name)) for name in dict.fromkeys((*one, *two))]
+    moved = moved_by(feature, first, second)
+    return lines + ([] if moved is None else [Beside("moved by", None, moved)])
+
+
+def figures_of(feature: Feature, snapshot: Snapshot) -> dict[str, float | str]:
+    """Name → figure; empty where nothing was counted."""
+    figures = snapshot.figures
+    if figures is None or not any(f.name == feature.name for f in snapshot.view.features):
+        return {}
+    found: dict[str, float | str] = {"nulls": figures.nulls.get(feature.name, 0)}
+    if feature.name in figures.vectors:
+        return found | _of_vectors(figures.vectors[feature.name])
+    return found | (
+        _of_values(feature, figures.values[feature.name]) if feature.name in figures.values else {}
+    )
+
+
+def _of_vectors(vectors: VectorFigures) -> dict[str, float | str]:
+    lengths = vectors.norm_quantiles([*_SHARES.values()])
+    found: dict[str, float | str] = {"zero vectors": vectors.zero, "mean length": vectors.mean_norm}
+    return found | {f"length {name}": value for name, value in zip(_SHARES, lengths, strict=True)}
+
+
+def _of_values(feature: Feature, values: ValueFigures) -> dict[str, float | str]:
+    found: dict[str, float | str] = {"distinct": values.distinct}
+    if values.buckets and feature.dtype != "bool":
+        found |= {"mean": values.mean, "spread": values.spread, "zero": values.zero}
+        found |= dict(zip(_SHARES, values.quantiles([*_SHARES.values()]), strict=True))
+    if feature.max_items is not None or feature.dtype == "string":
+        found["empty"] = values.empty
+    if feature.max_items is not None and values.rows:
+        found["mean items"] = values.items / values.rows
+    if values.common:
+        value, times = max(values.common.items(), key=lambda item: item[1])
+        found["commonest"] = f"{value} ({times / max(values.looked_at, 1):.1%})"
+    return found
+
+
+def shown_figure(value: float | str | None) -> str:
+    """A figure for people, in a few letters."""
+    if value is None:
+        return "–"
+    return (
+        value
+        if isinstance(value, str)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:.4g}"
+    )
+
+
+def buckets_of(feature: Feature, figures: RowFigures | None) -> Mapping[int, int]:
+    """Bucket → rows of what is plotted of a feature: numbers; lengths of texts and lists; squared
+    lengths of vectors."""
+    if figures is None:
+        return {}
+    if feature.name in figures.vectors:
+        return figures.vectors[feature.name].norms
+    values = figures.values.get(feature.name, ValueFigures())
+    return values.buckets or values.lengths
+
+
+def moved_by(feature: Feature, first: Snapshot, second: Snapshot) -> float | None:
+    """How far apart a feature's values are in two snapshots: the Kolmogorov–Smirnov distance, from
+    0 to 1; None where nothing was counted."""
+    buckets = [buckets_of(feature, snapshot.figures) for snapshot in (first, second)]
+    return distance(*buckets) if all(buckets) else None

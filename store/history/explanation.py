@@ -16,8 +16,15 @@ import pyarrow.parquet as pq
 
 from precompute.store.errors import RequestError, SnapshotError
 from precompute.store.history.point_in_time import manifests_of
-from precompute.store.history.timeline import Period, served_periods
-from precompute.store.history.versions import Span, Versions, key_names, reading, rows_at
+from precompute.store.history.versions import (
+    Period,
+    Span,
+    Versions,
+    key_names,
+    reading,
+    rows_at,
+    served_periods,
+)
 from precompute.store.keys import key_text, split_key
 from precompute.store.offline.runs import run_of_folder
 from precompute.store.offline.snapshot import Snapshot

@@ -12,9 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.store.disk.sql import SpillFolder, open_duckdb, parquet_sql
-from precompute.store.errors import SnapshotError
-from precompute.store.history.versions import key_names, reading, rows_at
+from precompute.store.disk.sql import parquet_sql
+from precompute.store.history.versions import Tables, key_kinds, key_names, reading, rows_at
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Part, Snapshot
 from precompute.store.offline.view_store import ViewStore
 
@@ -113,8 +112,8 @@ def newest_rows(
         return rows.compared()
 
 
-class _Rows:
-    """The comparison, in a DuckDB of its own: table ``winner`` has the newest rows of the keys,
+class _Rows(Tables):
+    """The comparison: table ``winner`` has the newest rows of the keys,
     ``held`` those that are served, ``come`` those that are not."""
 
     def __init__(
@@ -129,15 +128,7 @@ class _Rows:
         self._files, self._keys = _Files(store), key_names(entity)
         self._listed = ", ".join(self._keys)
         self._semi = ""
-        self._spill = SpillFolder()
-        self._connection = open_duckdb(self._spill, memory_mb)
-
-    def __enter__(self) -> _Rows:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-        self._spill.close()
+        super().__init__(memory_mb)
 
     def narrow(self, snapshots: Sequence[Snapshot]) -> None:
         """Compare only keys of these snapshots."""
@@ -207,7 +198,7 @@ class _Rows:
         oldest, newest = run(
             f"SELECT min(us), max(us) FROM ({stay} UNION ALL SELECT us FROM come)"
         ).fetchall()[0]
-        come = self._number("SELECT count(*) FROM come")
+        (come,) = run("SELECT count(*) FROM come").fetchall()[0]
         rows = come + (0 if self._served is None else self._served.rows) - gone.num_rows
         parts, names = self._files.parts, self._files.names()
         removed = int(np.asarray(gone.column("removed")).sum())
@@ -246,10 +237,11 @@ class _Rows:
         """SQL of file, row, key, ``computed_at`` (µs) and input hash of the rows of some files but
         for those in a table of dead ones."""
         if not files:
+            part = self._store.part_paths(self._ordered[-1])[0]
+            kinds = key_kinds(part, self._entity)
             nothing = ", ".join(f"NULL::BIGINT AS {name}" for name in ("r", "us", "hash"))
             typed = ", ".join(
-                f"NULL::{kind} AS {key}"
-                for key, kind in zip(self._keys, self._kinds(), strict=True)
+                f"NULL::{kind} AS {key}" for key, kind in zip(self._keys, kinds, strict=True)
             )
             return f"SELECT NULL::INTEGER AS f, {typed}, {nothing} WHERE false"
         numbers = ", ".join(map(str, files))
@@ -262,24 +254,3 @@ class _Rows:
             f" {parquet_sql([self._files.path(f) for f in files])}"
         )
         return read if dead is None else f"SELECT * FROM ({read}) ANTI JOIN {dead} USING (f, r)"
-
-    def _kinds(self) -> list[str]:
-        schema = pq.read_schema(self._store.part_paths(self._ordered[-1])[0])
-        return [
-            "BIGINT" if pa.types.is_integer(schema.field(column).type) else "VARCHAR"
-            for column in self._entity
-        ]
-
-    def _register(self, name: str, table: pa.Table) -> None:
-        self._connection.register("registered", table)
-        self._connection.execute(f"CREATE TEMP TABLE {name} AS SELECT * FROM registered")
-        self._connection.unregister("registered")
-
-    def _query(self, sql: str) -> pa.Table:
-        return self._connection.sql(sql).to_arrow_table()
-
-    def _number(self, sql: str) -> int:
-        found = self._connection.execute(sql).fetchone()
-        if found is None:
-            raise SnapshotError(f"{sql} counted nothing")
-        return int(found[0])

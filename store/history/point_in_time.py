@@ -18,8 +18,16 @@ from precompute.store.answers.plan import fits
 from precompute.store.answers.service import Service, column_of
 from precompute.store.errors import RequestError, SnapshotError, did_you_mean
 from precompute.store.feature_view import FeatureView
-from precompute.store.history.timeline import Period, Values, newest, timeline
-from precompute.store.history.versions import Versions, key_names, reading, rows_at
+from precompute.store.history.versions import (
+    Period,
+    Values,
+    Versions,
+    key_names,
+    newest,
+    reading,
+    rows_at,
+    timeline,
+)
 from precompute.store.keys import bad_keys, key_column
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore

@@ -1,4 +1,5 @@
-"""Versions: each version of each row once, with the snapshots that it is in; in DuckDB."""
+"""Versions: which snapshot of a view answers for which time, the one that was served then or the
+best known; and each version of each row once, with the snapshots that it is in, in DuckDB."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import duckdb
 import numpy as np
@@ -15,10 +16,191 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.store.disk.sql import SpillFolder, open_duckdb, parquet_sql
-from precompute.store.errors import SnapshotError
-from precompute.store.history.timeline import Period
+from precompute.store.errors import RequestError, SnapshotError
+from precompute.store.offline.refs import Publishing
 from precompute.store.offline.snapshot import Part, Snapshot
+from precompute.store.offline.standing import Standing, keeps_live
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import Partition, Sighting, as_us, microseconds
+
+Values = Literal["served", "best_known"]
+"""Which values count at a time: those that a lookup then was ``served`` from the store; or those
+that are ``best_known`` of it now, whenever they were computed and whether or not they were
+published."""
+
+
+class Period(NamedTuple):
+    """A period of history: from ``since_us`` (µs since 1970) until the next one ``snapshot``
+    answers; None where nothing that is retained does, and ``why`` says what there was.
+
+    Ages count from ``published_us`` at the latest, and from ``renewed_us`` at the earliest, as
+    :class:`precompute.store.times.Sighting` has it; a row older than ``longest_s`` answers no
+    more (None: whatever its age).
+    """
+
+    since_us: int
+    snapshot: Snapshot | None
+    published_us: int
+    renewed_us: int
+    longest_s: float | None
+    why: str = ""
+
+    def answers(self, computed_us: npt.NDArray[np.int64], now_us: int) -> npt.NDArray[np.bool_]:
+        """Which rows still answer, by the times that they were computed at (int64 [rows], µs since
+        1970)."""
+        if self.longest_s is None:
+            return np.ones(len(computed_us), np.bool_)
+        ages_us = Sighting(self.published_us, self.renewed_us, 0).ages_us(computed_us, now_us)
+        young: npt.NDArray[np.bool_] = ages_us / 1e6 <= self.longest_s
+        return young
+
+    def ends_us(self, computed_us: int, until_us: int | None) -> int | None:
+        """The time until which a row computed then answers, in a period that lasts until
+        ``until_us``; None: as long as the period."""
+        if self.longest_s is None:
+            return until_us
+        expires_us = (
+            max(min(computed_us, self.published_us), self.renewed_us)
+            + int(self.longest_s * 1e6)
+            + 1
+        )
+        return expires_us if until_us is None else min(expires_us, until_us)
+
+
+def timeline(store: ViewStore, manifests: Mapping[int, Snapshot], values: Values) -> list[Period]:
+    """The periods of a view, in their order; the first begins with the first snapshot that can be
+    read.
+
+    Args:
+        store: of the view.
+        manifests: all that are retained, by number.
+        values: which count.
+
+    Raises:
+        SnapshotError: no snapshot that is retained counts, or the log of publishings is damaged.
+        RequestError: there are no such values.
+    """
+    if values == "best_known":
+        return _best_known(store, manifests)
+    if values != "served":
+        raise RequestError(f"values are 'served' or 'best_known', not {values!r}")
+    periods = served_periods(store, manifests)
+    if not periods:
+        why = (
+            "none of the snapshots that were published is retained"
+            if store.refs.publishings()
+            else "it was never published"
+        )
+        raise SnapshotError(
+            f"view {store.name!r} has nothing that was served under {store.offline.root}: {why};"
+            " see its name, run it, or ask for values='best_known'"
+        )
+    return periods
+
+
+def served_periods(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Period]:
+    """As :func:`timeline` of what was served; empty where that was nothing, or nothing of it is
+    retained.
+
+    Raises:
+        SnapshotError: the log of publishings is damaged.
+    """
+    publishings = store.refs.publishings()
+    retained = [
+        manifests[entry.snapshot]
+        for entry in publishings
+        if entry.snapshot is not None and entry.snapshot in manifests
+    ]
+    periods: list[Period] = []
+    for entry in publishings if retained else ():
+        period = _period(entry, manifests, retained[-1].view.entity)
+        # Epochs say what came after what, whatever the clocks said.
+        since_us = max(period.since_us, periods[-1].since_us if periods else period.since_us)
+        if periods and periods[-1].since_us == since_us:
+            periods.pop()
+        if periods or period.snapshot is not None:
+            periods.append(period._replace(since_us=since_us))
+    return periods
+
+
+def newest(periods: Sequence[Period]) -> Snapshot:
+    """The snapshot of the last period that has one: its view names key and features of all."""
+    return next(period.snapshot for period in reversed(periods) if period.snapshot is not None)
+
+
+def _period(
+    entry: Publishing, manifests: Mapping[int, Snapshot], entity: tuple[str, ...]
+) -> Period:
+    since_us, published_us = microseconds(entry.since), microseconds(entry.published_at)
+    assert since_us is not None
+    assert published_us is not None
+    snapshot = manifests.get(entry.snapshot or 0)
+    if snapshot is None or snapshot.view.entity != entity:
+        why = f"snapshot {entry.snapshot}, which was live from {entry.since} on, is not retained"
+        if entry.snapshot is None:
+            why = f"it was dropped at {entry.since}"
+        elif snapshot is not None:
+            why = (
+                f"snapshot {snapshot.number}, which was live from {entry.since} on, had another"
+                f" key: {', '.join(snapshot.view.entity)}"
+            )
+        return Period(since_us, None, 0, 0, None, why)
+    renewed_us = max(snapshot.renewed_at or 0, entry.renewed_at or 0)
+    return Period(
+        since_us,
+        snapshot,
+        published_us,
+        renewed_us,
+        snapshot.view.ttl_s + snapshot.view.stale_for_s,
+    )
+
+
+def _best_known(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Period]:
+    snapshots = [manifests[number] for number in sorted(manifests)]
+    standing = Standing(store, manifests)
+    # what is served of several partitions holds nothing that these have not
+    good = [
+        snapshot
+        for snapshot in snapshots
+        if not snapshot.members and standing.why_void(snapshot) is None
+    ]
+    if not good:
+        raise SnapshotError(
+            f"view {store.name!r} has no snapshot under {store.offline.root} that counts"
+            + (
+                f": all {len(snapshots)} were rolled back from or refused by a gate"
+                if snapshots
+                else "; see its name, or run it"
+            )
+        )
+    last = good[-1]
+    good = [
+        s
+        for s in good
+        if (s.partition is None) == (last.partition is None) and s.view.entity == last.view.entity
+    ]
+    if last.partition is not None:
+        good = [s for _, s in sorted({s.partition or "": s for s in good}.items())]
+        # As in publishing: a day without rows takes the place of nothing.
+        good = [s for s in good if not keeps_live(s)] or good
+    periods: list[Period] = []
+    for snapshot in good:
+        begins_us = _begins_us(snapshot)
+        if periods and begins_us <= periods[-1].since_us:
+            begins_us = periods.pop().since_us
+        # of a partition all values are as old as its end
+        renewed_us = 0 if snapshot.partition is None else begins_us
+        periods.append(Period(begins_us, snapshot, begins_us, renewed_us, None))
+    return periods
+
+
+def _begins_us(snapshot: Snapshot) -> int:
+    """The time from which its values count: its partition's end, or its commit; µs since 1970."""
+    if snapshot.partition is not None:
+        return as_us(Partition.parse(snapshot.partition).end)
+    committed_us = microseconds(snapshot.created_at)
+    assert committed_us is not None
+    return committed_us
 
 
 def key_names(entity: Sequence[str]) -> list[str]:
@@ -47,7 +229,38 @@ class Span(NamedTuple):
     end: int
 
 
-class Versions:
+class Tables:
+    """Tables in a DuckDB of its own, which are gone when it is closed.
+
+    Args:
+        memory_mb: its memory limit; it spills to a temporary folder beyond.
+    """
+
+    def __init__(self, memory_mb: int) -> None:
+        self._spill = SpillFolder()
+        self._connection = open_duckdb(self._spill, memory_mb)
+
+    def _register(self, name: str, table: pa.Table, columns: str = "*") -> None:
+        self._connection.register("registered", table)
+        self._connection.execute(f"CREATE TEMP TABLE {name} AS SELECT {columns} FROM registered")
+        self._connection.unregister("registered")
+
+    def _query(self, sql: str) -> pa.Table:
+        return self._connection.sql(sql).to_arrow_table()
+
+    def close(self) -> None:
+        """Drop all tables and what was spilled of them."""
+        self._connection.close()
+        self._spill.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Versions(Tables):
     """The rows of some keys in all files of some snapshots, in DuckDB: ``span`` has one line for
     each unbroken run of snapshots, ``order[a]`` to ``order[b - 1]``, that a row lives in. Every
     file is read once, however many snapshots share it.
@@ -58,7 +271,7 @@ class Versions:
         manifests: all of the view's.
         requested: the entity's columns, named by :func:`key_names`; for :meth:`known_at` also
             ``us`` (time, µs since 1970) and ``i`` (position).
-        memory_mb: DuckDB's memory limit; it spills to a temporary folder beyond.
+        memory_mb: as of :class:`Tables`.
     """
 
     def __init__(
@@ -73,7 +286,7 @@ class Versions:
         self.entity = order[0].view.entity
         parts, deletes = _held(store, order, manifests)
         checked = {path: store.checked_path(held.writer, held.part) for path, held in parts.items()}
-        kinds = {path: _key_kinds(file, self.entity) for path, file in checked.items()}
+        kinds = {path: key_kinds(file, self.entity) for path, file in checked.items()}
         names = sorted(parts, key=lambda path: kinds[path])
         self.paths = [checked[path] for path in names]
         self.writers = [parts[path].writer for path in names]
@@ -83,8 +296,7 @@ class Versions:
         self._keys = key_names(self.entity)
         self._listed = ", ".join(self._keys)
         delete_paths = [store.checked_path(held.writer, held.part) for held in deletes.values()]
-        self._spill = SpillFolder()
-        self._connection = open_duckdb(self._spill, memory_mb)
+        super().__init__(memory_mb)
         try:
             self._load_rows(requested)
             self._load_spans(names, delete_paths)
@@ -108,7 +320,7 @@ class Versions:
         ]
         rest = [name for name in requested.column_names if name not in self._keys]
         compared = [f"TRY_CAST({key} {cast}" for key, cast in zip(self._keys, casts, strict=True)]
-        self._register("asked", requested, ", ".join(compared + rest))
+        self._register("request", requested, ", ".join(compared + rest))
         compared = [
             f'TRY_CAST("{column}" {cast}' for column, cast in zip(self.entity, casts, strict=True)
         ]
@@ -124,11 +336,11 @@ class Versions:
         if not scans:
             scans.append(
                 f"SELECT 0::INTEGER AS f, 0::BIGINT AS r, {self._listed}, 0 AS us, 0 AS hash FROM"
-                " asked WHERE false"
+                " request WHERE false"
             )
         self._connection.execute(
             f"CREATE TEMP TABLE found AS SELECT * FROM ({' UNION ALL '.join(scans)}) SEMI JOIN"
-            f" asked USING ({self._listed})"
+            f" request USING ({self._listed})"
         )
 
     def _load_spans(self, names: Sequence[str], deletes: Sequence[Path]) -> None:
@@ -206,9 +418,9 @@ class Versions:
         )
         return self._query(
             f"SELECT CASE WHEN {answers} THEN f END AS f, CASE WHEN {answers} THEN r END AS r FROM"
-            " (SELECT asked.* EXCLUDE (us), asked.us AS at_us, place.* FROM asked ASOF LEFT JOIN"
-            f" place ON asked.us >= place.since) at_time ASOF LEFT JOIN span ON {same_key} AND"
-            " at_time.s >= span.a ORDER BY i"
+            " (SELECT request.* EXCLUDE (us), request.us AS at_us, place.* FROM request ASOF LEFT"
+            " JOIN place ON request.us >= place.since) at_time ASOF LEFT JOIN span ON"
+            f" {same_key} AND at_time.s >= span.a ORDER BY i"
         )
 
     def spans(self) -> list[Span]:
@@ -217,25 +429,6 @@ class Versions:
             Span(*line.values())
             for line in self._query("SELECT f, r, us, hash, a, b FROM span ORDER BY a").to_pylist()
         ]
-
-    def _register(self, name: str, table: pa.Table, columns: str = "*") -> None:
-        self._connection.register("registered", table)
-        self._connection.execute(f"CREATE TEMP TABLE {name} AS SELECT {columns} FROM registered")
-        self._connection.unregister("registered")
-
-    def _query(self, sql: str) -> pa.Table:
-        return self._connection.sql(sql).to_arrow_table()
-
-    def close(self) -> None:
-        """Drop all tables and what was spilled of them."""
-        self._connection.close()
-        self._spill.close()
-
-    def __enter__(self) -> Versions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _held(
@@ -265,7 +458,8 @@ def _chain(
     return layers[::-1]
 
 
-def _key_kinds(path: Path, entity: Sequence[str]) -> tuple[str, ...]:
+def key_kinds(path: Path, entity: Sequence[str]) -> tuple[str, ...]:
+    """The types of the key's columns in a file, as DuckDB names them."""
     schema = pq.read_schema(path)
     return tuple(
         "BIGINT" if pa.types.is_integer(schema.field(column).type) else "VARCHAR"

@@ -363,7 +363,8 @@ def _orphans(
     listed = {name: sorted(storage.items(folder / name)) for name in (*names, "refs/running")}
     for name in names:
         for item in listed[name]:
-            if _is_temporary(item.path.name) and _modified_s(item) <= young_s:
+            temporary = item.path.name.startswith(".") and item.path.suffix == ".tmp"
+            if temporary and _modified_s(item) <= young_s:
                 yield Garbage(*item[:2], "a process was killed while writing it")
     reports = {
         item.path.name: item
@@ -376,10 +377,6 @@ def _orphans(
     for item in [*reports.values()][KEPT_REPORTS:]:
         if _modified_s(item) <= young_s:
             yield Garbage(*item[:2], f"{KEPT_REPORTS} newer reports")
-
-
-def _is_temporary(name: str) -> bool:
-    return name.startswith(".") and name.endswith(".tmp")
 
 
 def _modified_s(item: Item) -> float:

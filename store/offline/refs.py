@@ -1,8 +1,8 @@
-"""Refs: what points at a view's snapshots – the live pointer, the epochs, the marks of bad ones and
-of pinned ones.
+"""Refs: what points at a view's snapshots – the live pointer, the log of what was live, the epochs,
+the marks of bad ones and of pinned ones.
 
-<root>/<view>/refs/live.json          {epoch, snapshot, generation, …}: moved by compare-and-swap
-only <root>/<view>/refs/epoch.json         the last epoch that was claimed
+<root>/<view>/refs/live.json    {epoch, snapshot, place, …}: moved by compare-and-swap only
+<root>/<view>/refs/epoch.json   the last epoch that was claimed
 <root>/<view>/refs/{bad,pins}/<number>.json
 """
 
@@ -10,17 +10,200 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.lease import Lease
-from precompute.store.disk.record import Record, read_record, replace, sealed
+from precompute.store.disk.record import Record, read_record, replace, sealed, whole_record
 from precompute.store.disk.storage import read_record_file, storage_of
 from precompute.store.errors import ConflictError, SnapshotError
-from precompute.store.offline.publishings import NAME, Publishing, PublishingLog
 from precompute.store.times import utc_now
+
+LOG_NAME = "publishings.jsonl"
+
+NEWEST_BYTES = 1 << 16
+"""Size of the file that is rewritten with every publishing, about: 250 lines."""
+MOST_AGAIN = 12
+"""Lines at its end that are compared: what one of them says is not written again."""
+THINNED_BYTES = 1 << 20
+"""A log below that is not worth thinning: 4,000 publishings."""
+
+
+class Publishing(Record, frozen=True):
+    """What readers are served from ``since`` (ISO 8601 in UTC) until the next one.
+
+    ``snapshot`` is None where the view was dropped. ``published_at`` is when the pointer of this
+    ``epoch`` moved, which is ``since`` unless a later run found nothing changed: then
+    ``renewed_at`` says when (µs since 1970), and ``since`` when readers were given.
+    """
+
+    epoch: int
+    snapshot: int | None
+    since: str
+    published_at: str
+    renewed_at: int | None = None
+    reason: str = ""
+
+
+class _Older(Record, frozen=True):
+    """The first line of a log whose older lines lie in files of their own, numbered from ``first``
+    to ``last``."""
+
+    first: int
+    last: int
+
+
+class PublishingLog:
+    """The log of one view. A writer holds the lock of its refs.
+
+        <folder>/publishings.jsonl            the newest lines, and which files are older
+        <folder>/publishings-<number>.jsonl   older ones, a few hundred each, never changed
+
+    Args:
+        folder: of the view's refs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._storage = folder / LOG_NAME, storage_of(folder)
+
+    def entries(self) -> list[Publishing]:
+        """All that was written, the oldest first.
+
+        Raises:
+            SnapshotError: the log cannot be read, or a line is damaged.
+        """
+        lines = _lines(self._read(self._path))
+        older = _older(lines)
+        found = [
+            entry
+            for number in range(older.first, older.last + 1)
+            for entry in self._parsed(number, _lines(self._read(self._older_path(number))))
+        ]
+        # a crash may have left some of them in two files
+        return list(dict.fromkeys([*found, *self._parsed(0, lines)]))
+
+    def _read(self, path: Path) -> bytes:
+        try:
+            return self._storage.read(path, immutable=path != self._path)
+        except FileNotFoundError as exc:
+            if path == self._path:
+                return b""
+            raise SnapshotError(f"{path} is not there: restore it; it has what was live") from exc
+        except SnapshotError:
+            # of an object store, which says where
+            raise
+        except OSError as exc:
+            raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+
+    def _parsed(self, number: int, lines: list[bytes]) -> Iterator[Publishing]:
+        """The entries of a file's lines; ``number`` 0 is the newest file."""
+        first = 1 if _older(lines).last else 0
+        for at, line in enumerate(lines[first:], start=1 + first):
+            try:
+                yield read_record(Publishing, line)
+            except ValueError as exc:
+                path = self._older_path(number) if number else self._path
+                raise SnapshotError(
+                    f"{path}: line {at} is damaged ({exc}), so nobody knows what was live then:"
+                    " restore the file, or remove the line, and what was live before counts until"
+                    " the next one"
+                ) from exc
+
+    def _older_path(self, number: int) -> Path:
+        return self._path.with_name(f"publishings-{number:06d}.jsonl")
+
+    def add(self, *publishings: Publishing, durably: bool = True) -> None:
+        """Append publishings, but those that stand at the end already.
+
+        Args:
+            publishings: what is live, or the end of it; none makes sure that there is a file.
+            durably: False leaves it to the next call that is: what is live now stands in
+                ``live.json``, too.
+
+        Raises:
+            OSError: the file system failed.
+        """
+
+        def added(data: bytes | None) -> bytes:
+            lines = _lines(data or b"")
+            # what is damaged among them says nothing: what is live is written once more
+            last = (whole_record(Publishing, line) for line in lines[-MOST_AGAIN:])
+            known = [publishing for publishing in last if publishing is not None]
+            for publishing in publishings:
+                # a drop that is done again ends nothing more
+                ended = publishing.snapshot is None and bool(known) and known[-1].snapshot is None
+                if publishing not in known and not ended:
+                    lines.append(sealed(publishing))
+                    known.append(publishing)
+            return self._written(lines, cut=durably)
+
+        self._storage.update(self._path, added, durably=durably)
+        if durably:
+            crashpoint("live.log", self._path)
+
+    def _written(self, lines: list[bytes], *, cut: bool) -> bytes:
+        """The newest file, of all lines of it; where these are many, all but the last go into a
+        file of their own first."""
+        older = _older(lines)
+        body = lines[1:] if older.last else lines
+        if cut and sum(map(len, body)) > NEWEST_BYTES:
+            number, data = older.last, b"".join(line + b"\n" for line in body[:-MOST_AGAIN])
+            created = False
+            while not created:
+                number += 1
+                # one that is there was left by a crash
+                with contextlib.suppress(FileExistsError):
+                    self._storage.create(self._older_path(number), data)
+                    created = True
+            older, body = _Older(older.first, number), body[-MOST_AGAIN:]
+        head = [sealed(older)] if older.last else []
+        return b"".join(line + b"\n" for line in (*head, *body))
+
+    def thin(self, snapshots: Collection[int]) -> None:
+        """Forget what cannot be read any more: of publishings in a row whose snapshots are gone,
+        the first one stays, so that its time does not count for the publishing before it.
+
+        Args:
+            snapshots: numbers of those that are there.
+
+        Raises:
+            OSError: the file system failed.
+            SnapshotError: as :meth:`entries`.
+        """
+        newest = self._read(self._path)
+        before = _older(_lines(newest))
+        files = range(before.first, before.last + 1)
+        if len(newest) + NEWEST_BYTES * len(files) < THINNED_BYTES:
+            return
+
+        def thinned(_: bytes | None) -> bytes:
+            stay: list[Publishing] = []
+            for entry in self.entries():
+                if not (stay and is_gone(entry) and is_gone(stay[-1])):
+                    stay.append(entry)
+            head = [sealed(_Older(before.last + 1, before.last))] if before.last else []
+            return self._written([*head, *map(sealed, stay)], cut=True)
+
+        def is_gone(entry: Publishing) -> bool:
+            return entry.snapshot is not None and entry.snapshot not in snapshots
+
+        self._storage.update(self._path, thinned)
+        for number in files:
+            self._storage.delete(self._older_path(number))
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """The whole lines of a file: what follows the last newline was torn."""
+    return data.split(b"\n")[:-1]
+
+
+def _older(lines: list[bytes]) -> _Older:
+    """Which files are older than one of these lines; none where it does not say."""
+    return whole_record(_Older, lines[0] if lines else None) or _Older(1, 0)
+
 
 log = logging.getLogger(__name__)
 
@@ -174,13 +357,9 @@ class Refs:
 
         def claimed(data: bytes | None) -> bytes:
             nonlocal epoch
-            try:
-                last = 0 if data is None else read_record(_Claimed, data).last
-            except ValueError:
-                # the pointers, and what lies online, are numbered as well
-                last = 0
-            ref = self.readable_live()
-            epoch = max(last, above, 0 if ref is None else ref.epoch) + 1
+            # where it is damaged, the pointers, and what lies online, are numbered as well
+            last, ref = whole_record(_Claimed, data) or _Claimed(0), self.readable_live()
+            epoch = max(last.last, above, 0 if ref is None else ref.epoch) + 1
             return sealed(_Claimed(epoch))
 
         try:
@@ -223,30 +402,20 @@ class Refs:
                     f"the live pointer of {self._view!r} moved from epoch {expected_epoch} to"
                     f" {last} meanwhile; look at `status` and publish again if still wanted"
                 )
-            previous, before = (
-                (None, None) if current is None else (current.snapshot, current.place)
+            new = LiveRef(
+                epoch, snapshot, None, reason, utc_now(), place or Place(epoch, snapshot), held=held
             )
-            renewed_at = None
+            if current is None:
+                return new
+            if current.snapshot != snapshot:
+                return replace(new, previous=current.snapshot, previous_place=current.place)
             # Loaded again: what was before it is still what to go back to, and its rows are as they
             # were found to be.
-            if current is not None and current.snapshot == snapshot:
-                previous, before, renewed_at = (
-                    current.previous,
-                    current.previous_place,
-                    current.renewed_at,
-                )
-            new = Place(epoch, snapshot) if place is None else place
-            at = utc_now()
-            return LiveRef(
-                epoch,
-                snapshot,
-                previous,
-                reason,
-                at,
-                renewed_at=renewed_at,
-                held=held,
-                place=new,
-                previous_place=before,
+            return replace(
+                new,
+                previous=current.previous,
+                previous_place=current.previous_place,
+                renewed_at=current.renewed_at,
             )
 
         return self._swap_live(moved, lease)
@@ -294,7 +463,8 @@ class Refs:
             nonlocal new
             if lease is not None:
                 lease.check()
-            old = _readable_ref(data)
+            # one that is damaged is replaced
+            old = whole_record(LiveRef, data)
             new = change(old)
             self.log.add(*(() if old is None else (old.publishing(),)))
             return sealed(new)
@@ -314,7 +484,7 @@ class Refs:
             self.log.add(ref.publishing(), durably=False)
         except OSError as exc:
             # The pointer has moved; the next one that moves it writes what this could not.
-            log.warning("%s", disk_message(self.folder / NAME, exc, "the pointer moved"))
+            log.warning("%s", disk_message(self.folder / LOG_NAME, exc, "the pointer moved"))
 
     def end_live(self) -> None:
         """Remove the live pointer: the view is published no more, its snapshots stay. One that is
@@ -326,7 +496,7 @@ class Refs:
         path = self.folder / "live.json"
 
         def ended(data: bytes | None) -> None:
-            ref = _readable_ref(data)
+            ref = whole_record(LiveRef, data)
             if ref is not None:
                 now = utc_now()
                 self.log.add(ref.publishing(), Publishing(ref.epoch, None, now, now, reason="drop"))
@@ -347,7 +517,7 @@ class Refs:
         try:
             self.log.thin(snapshots)
         except OSError as exc:
-            raise SnapshotError(disk_message(self.folder / NAME, exc)) from exc
+            raise SnapshotError(disk_message(self.folder / LOG_NAME, exc)) from exc
 
     # ---- marks
 
@@ -355,10 +525,9 @@ class Refs:
         """Numbers of the snapshots that are never to be published → why."""
         marks = {}
         for number in self.marked("bad"):
-            try:
+            marks[number] = BadMark("its mark cannot be read")
+            with contextlib.suppress(OSError, ValueError):
                 marks[number] = read_record(BadMark, self._storage.read(self.bad_path(number)))
-            except (OSError, ValueError):
-                marks[number] = BadMark("its mark cannot be read")
         return marks
 
     def bad_path(self, number: int) -> Path:
@@ -412,11 +581,3 @@ class Refs:
                 self._storage.create(path, sealed(note))
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
-
-
-def _readable_ref(data: bytes | None) -> LiveRef | None:
-    """The live pointer; None where there is none, and where it is damaged: it is replaced."""
-    try:
-        return None if data is None else read_record(LiveRef, data)
-    except ValueError:
-        return None

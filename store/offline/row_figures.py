@@ -7,7 +7,7 @@ type, too.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,14 +84,7 @@ class ValueFigures(Record, frozen=True):
     def with_others(self, other: ValueFigures, sign: int, times: float) -> ValueFigures:
         """These figures with ``times`` as much as ``other`` has added (``sign`` 1) or taken off
         (-1)."""
-
-        def count(a: int, b: int) -> int:
-            return max(0, a + sign * round(b * times))
-
-        def counts(a: Mapping[Any, int], b: Mapping[Any, int]) -> dict[Any, int]:
-            sums = {name: count(a.get(name, 0), b.get(name, 0)) for name in dict.fromkeys((*a, *b))}
-            return {name: n for name, n in sums.items() if n}
-
+        count, counts = _sums(sign, times)
         return ValueFigures(
             count(self.rows, other.rows),
             count(self.empty, other.empty),
@@ -113,15 +106,39 @@ class ValueFigures(Record, frozen=True):
         return quantiles(self.buckets, shares)
 
 
+def _sums(
+    sign: int, times: float
+) -> tuple[
+    Callable[[int, int], int], Callable[[Mapping[Any, int], Mapping[Any, int]], dict[Any, int]]
+]:
+    """How a count, and counts by name, are added up: ``times`` as much of the second added
+    (``sign`` 1) or taken off (-1)."""
+
+    def count(a: int, b: int) -> int:
+        return max(0, a + sign * round(b * times))
+
+    def counts(a: Mapping[Any, int], b: Mapping[Any, int]) -> dict[Any, int]:
+        sums = {name: count(a.get(name, 0), b.get(name, 0)) for name in sorted({*a, *b})}
+        return {name: n for name, n in sums.items() if n}
+
+    return count, counts
+
+
 def quantiles(buckets: Mapping[int, int], shares: Sequence[float]) -> list[float]:
     """What these shares of the values in the buckets do not exceed, each within 0.8 %; zeros of
     none."""
-    order = np.array(sorted(buckets), np.int64)
-    if not len(order):
+    if not buckets:
         return [0.0] * len(shares)
+    return [_middle(int(bucket)) for bucket in _buckets_at(buckets, shares)]
+
+
+def _buckets_at(buckets: Mapping[int, int], shares: Sequence[float]) -> I8:
+    """The bucket up to which each of these shares of all lie; ``buckets`` are not empty."""
+    order = np.array(sorted(buckets), np.int64)
     filled = np.cumsum([buckets[bucket] for bucket in order.tolist()])
-    places = np.searchsorted(filled, np.asarray(shares) * filled[-1]).clip(max=len(order) - 1)
-    return [_middle(int(bucket)) for bucket in order[places]]
+    places = np.searchsorted(filled, np.asarray(shares) * filled[-1])
+    found: I8 = order[places.clip(max=len(order) - 1)]
+    return found
 
 
 def distance(a: Mapping[int, int], b: Mapping[int, int]) -> float:
@@ -320,17 +337,15 @@ class VectorFigures(Record, frozen=True):
         Args:
             shares: between 0 and 1.
         """
-        buckets = np.array(sorted(self.norms), np.int64)
-        if not len(buckets):
+        if not self.norms:
             return [0.0] * len(shares)
-        filled = np.cumsum([self.norms[bucket] for bucket in buckets.tolist()])
-        places = np.searchsorted(filled, np.asarray(shares) * filled[-1]).clip(max=len(buckets) - 1)
+        buckets = _buckets_at(self.norms, shares)
         low, high = (
-            (buckets[places] + step << _SHIFT).astype(np.int32).view(np.float32) for step in (0, 1)
+            (buckets + step << _SHIFT).astype(np.int32).view(np.float32) for step in (0, 1)
         )
         with np.errstate(over="ignore", invalid="ignore"):
             middle = np.where(np.isfinite(high), (low.astype(np.float64) + high) / 2, low)
-        return [float(value) for value in np.where(buckets[places] == 0, 0.0, np.sqrt(middle))]
+        return [float(value) for value in np.where(buckets == 0, 0.0, np.sqrt(middle))]
 
 
 class RowFigures(Record, frozen=True):
@@ -365,13 +380,7 @@ class RowFigures(Record, frozen=True):
         )
 
     def _with(self, other: RowFigures, sign: int, times: float) -> RowFigures:
-        def count(a: int, b: int) -> int:
-            return max(0, a + sign * round(b * times))
-
-        def counts(a: Mapping[Any, int], b: Mapping[Any, int]) -> dict[Any, int]:
-            sums = {name: count(a.get(name, 0), b.get(name, 0)) for name in sorted({*a, *b})}
-            return {name: n for name, n in sums.items() if n}
-
+        count, counts = _sums(sign, times)
         vectors = {}
         for name in dict.fromkeys((*self.vectors, *other.vectors)):
             a, b = (figures.vectors.get(name, VectorFigures()) for figures in (self, other))

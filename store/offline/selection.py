@@ -161,7 +161,7 @@ class Selection:
         files = []
         for file in self.files:
             if file.count:
-                with _reading(file.path) as opened:
+                with reading_file(file.path) as opened:
                     rare = rare_rows(opened)
                 numbers = file.within(0, file.rows)
                 files.append(
@@ -186,7 +186,7 @@ class Selection:
         for file in self.files:
             if not file.count:
                 continue
-            with _reading(file.path, columns or ()) as opened:
+            with reading_file(file.path, columns or ()) as opened:
                 groups = list(_groups(file, opened))
                 tables = _tables(file.path, opened, [group for group, _, _ in groups], columns)
                 for (_, _, numbers), table in zip(groups, tables, strict=True):
@@ -208,7 +208,7 @@ class Selection:
             chosen = self.files[number]
             if not chosen.count:
                 continue
-            with _reading(chosen.path, columns) as opened:
+            with reading_file(chosen.path, columns) as opened:
                 for at, _, numbers in _groups(chosen, opened):
                     if number > file or at >= group:
                         table = opened.read_row_group(at, list(columns))
@@ -244,7 +244,7 @@ class Selection:
         for position, file in enumerate(self.files):
             if not file.count:
                 continue
-            with _reading(file.path, entity) as opened:
+            with reading_file(file.path, entity) as opened:
                 for group, first, numbers in _groups(file, opened):
                     if wanted is not None and not _may_hold(opened, group, entity[0], wanted):
                         continue
@@ -310,7 +310,7 @@ def seed_of(layers: Layers) -> int:
     return zlib.crc32("\n".join("/".join(path.parts[-2:]) for path in layers.paths).encode())
 
 
-class _reading:
+class reading_file:
     """One Parquet file, open; what cannot be read is named.
 
     Args:
@@ -348,7 +348,7 @@ class _reading:
 
 def _bounds(path: Path) -> Numbers:
     """Number of the first row of each row group, and of all rows."""
-    with _reading(path) as opened:
+    with reading_file(path) as opened:
         metadata = opened.metadata
         return np.concatenate(
             [

@@ -188,10 +188,13 @@ class ViewStore:
         """
         if number is None:
             runs = (self.data / name / FRAME for name in self.storage.names(self.data))
-            newest = max((path for path in runs if self.storage.stat(path)), default=None)
-            return newest if newest is None else self._frame(newest)
-        given = self.snapshot(number).frame
-        return None if given is None else self._frame(self.folder / given)
+            path = max((path for path in runs if self.storage.stat(path)), default=None)
+        else:
+            given = self.snapshot(number).frame
+            path = None if given is None else self.folder / given
+        if path is not None:
+            self.is_here(path)
+        return path
 
     def is_here(self, path: Path) -> bool:
         """Whether a file is there; it is fetched where it lies elsewhere. It is checked by its name
@@ -200,10 +203,6 @@ class ViewStore:
         if item is not None:
             self.storage.fetch([File(path, item.size_bytes, "")])
         return path.is_file()
-
-    def _frame(self, path: Path) -> Path:
-        self.is_here(path)
-        return path
 
     def chain(self, snapshot: Snapshot) -> list[Snapshot]:
         """The snapshot and all it builds on, the full one first.

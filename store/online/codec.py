@@ -16,7 +16,7 @@ import pyarrow as pa
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.keys import key_column
 from precompute.store.online import kernels
-from precompute.store.online.packed import I8, U1, U8, Buffer, Packed, RowBatch
+from precompute.store.online.kernels import I8, U1, U8, Buffer, Packed, RowBatch
 from precompute.store.online.row_values import (
     NUMPY_TYPES,
     STRUCT_TYPES,

@@ -14,8 +14,17 @@ import pyarrow as pa
 from precompute.store.feature_view import Feature
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec, State
-from precompute.store.online.kernels import DAMAGED, FOUND, LINE_BYTES, Records
-from precompute.store.online.packed import I8, U1, U8, Buffer, Packed
+from precompute.store.online.kernels import (
+    DAMAGED,
+    FOUND,
+    I8,
+    LINE_BYTES,
+    U1,
+    U8,
+    Buffer,
+    Packed,
+    Records,
+)
 from precompute.store.online.row_values import (
     NUMPY_TYPES,
     fixed_array,

@@ -24,7 +24,7 @@ from precompute.store.errors import (
 from precompute.store.feature_view import FeatureView, StudentUse
 from precompute.store.online.codec import schema_tag
 from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.packed import Rows
+from precompute.store.online.kernels import Rows
 
 
 class Generation(Record, frozen=True):

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from precompute.store.errors import OnlineStoreError, RowsLostError
 from precompute.store.feature_view import Feature
 from precompute.store.online import kernels
-from precompute.store.online.packed import I8, U1, U8, Packed
+from precompute.store.online.kernels import I8, U1, U8, Packed
 
 NUMPY_TYPES = {
     "float16": "<f2",

@@ -22,10 +22,15 @@ import xxhash
 from precompute.store.disk.durable_file import disk_message, limit_of, sync_folder
 from precompute.store.errors import OnlineStoreError
 from precompute.store.online.kernels import (
+    I8,
     LINE_BYTES,
     LINE_SLOTS,
+    U1,
+    U8,
     Layout,
+    Packed,
     Records,
+    RowBatch,
     hash_of,
     homes,
     lay_out,
@@ -33,7 +38,6 @@ from precompute.store.online.kernels import (
     send,
     slots_of,
 )
-from precompute.store.online.packed import I8, U1, U8, Packed, RowBatch
 
 FORMAT_VERSION = 1
 

@@ -30,6 +30,7 @@ from precompute.store.errors import DamagedPointerError, OnlineStoreError, RowsL
 from precompute.store.feature_view import NAME
 from precompute.store.online import kernels
 from precompute.store.online.found_rows import ColumnReader, FoundRows, PackedKeys, WholeColumns
+from precompute.store.online.kernels import Packed, Rows
 from precompute.store.online.online_store import (
     FileCheck,
     Generation,
@@ -40,7 +41,6 @@ from precompute.store.online.online_store import (
     check_not_live,
     check_taken,
 )
-from precompute.store.online.packed import Packed, Rows
 from precompute.store.online.table_file import TableFile, TableWriter
 
 WARM_BYTES = 2**30

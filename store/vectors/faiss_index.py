@@ -78,11 +78,6 @@ def threads(count: int) -> Iterator[None]:
         faiss.omp_set_num_threads(before)
 
 
-def cores() -> int:
-    """Threads that FAISS takes by itself here."""
-    return int(faiss.omp_get_max_threads())
-
-
 class FlatFile:
     """A flat index's file, written in a stream, so that no more than a batch is in memory; FAISS
     maps it.

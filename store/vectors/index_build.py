@@ -45,7 +45,13 @@ from precompute.store.vectors.index_record import (
     read_index_record,
     write_index_record,
 )
-from precompute.store.vectors.index_rows import IndexRows, RowsWriter, hashes_of
+from precompute.store.vectors.index_rows import (
+    IndexRows,
+    RowsWriter,
+    hashes_of,
+    read_table,
+    write_table,
+)
 
 _EXACT_VECTORS = "exact.faiss"
 """The float32 vectors, until it is known that another file takes their place."""
@@ -157,26 +163,20 @@ def build_overlay(
         stored_dtype = base.dtype if dtype == "float16" else "float32"
         _keep_flat(temporary, dim, stored_dtype, l2=spec.metric == "l2")
         replaced = [base_rows.find_all(hashes_of(part), part) for part in (*keys, *removed)]
-        _write_replaced(
-            temporary, np.unique(np.concatenate(replaced)) if replaced else np.zeros(0, np.int64)
+        gone = np.unique(np.concatenate([np.zeros(0, np.int64), *replaced]))
+        write_table(temporary / REPLACED, pa.table({"row": gone}))
+        # nothing is approximate in it, and what was promised is the base's
+        figures = IndexFigures(
+            promised=base.figures.promised,
+            build_s=round(time.monotonic() - began, 3),
+            why="the rows that changed since the base, compared with one by one",
         )
-        figures = overlay_figures(base.figures, round(time.monotonic() - began, 3))
         return _sealed(
             temporary,
             IndexRecord(
                 base.metric, dim, 0, stored_dtype, model, {}, figures, mark, name_of(folder)
             ),
         )
-
-
-def overlay_figures(base: IndexFigures, build_s: float) -> IndexFigures:
-    """An overlay's own figures: nothing is approximate in it, and what was promised is the
-    base's."""
-    return IndexFigures(
-        promised=base.promised,
-        build_s=build_s,
-        why="the rows that changed since the base, compared with one by one",
-    )
 
 
 def _write_rows(
@@ -274,15 +274,6 @@ def _write_float16(folder: Path, dim: int, *, l2: bool) -> None:
         flat.abandon()
 
 
-def _write_replaced(folder: Path, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
-    table = pa.table({"row": rows})
-    with (
-        pa.OSFile(str(folder / REPLACED), "wb") as sink,
-        pa.ipc.new_file(sink, table.schema) as writer,
-    ):
-        writer.write_table(table)
-
-
 def _sealed(folder: Path, record: IndexRecord) -> IndexFigures:
     """Sync every file, and write the record that vouches for them."""
     files: dict[str, FileMark] = {}
@@ -290,8 +281,7 @@ def _sealed(folder: Path, record: IndexRecord) -> IndexFigures:
         if (folder / name).is_file():
             sync_file(folder / name)
             files[name] = mark_of(folder / name)
-    with pa.memory_map(str(folder / HASHES)) as source, pa.ipc.open_file(source) as reader:
-        rows = reader.read_all().num_rows
+    rows = read_table(folder / HASHES).num_rows
     figures = replace(record.figures, size_bytes=sum(file.size_bytes for file in files.values()))
     write_index_record(folder, replace(record, rows=rows, files=files, figures=figures))
     sync_folder(folder)

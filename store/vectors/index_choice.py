@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.store.vectors import nearest_rows
+from precompute.store.vectors import vector_index
 from precompute.store.vectors.faiss_index import (
     FLOAT,
     ROWS,
@@ -31,7 +31,7 @@ from precompute.store.vectors.faiss_index import (
     trained_codes,
 )
 from precompute.store.vectors.index_record import Codes, QueryRecall
-from precompute.store.vectors.nearest_rows import Admitted, NearestRows
+from precompute.store.vectors.vector_index import Admitted, NearestRows
 
 NEIGHBOURS = 10
 CONFIDENCE_Z = 2.326
@@ -505,7 +505,7 @@ class Chooser:
         start = min((codes._replace(rescored=rescored) for rescored in _RESCORED), key=cost)
         tuned = _first([start._replace(margin=margin) for margin in _MARGINS], good)
         pays = (
-            tuned is not None and cost(tuned) <= _WORTH * nearest_rows.STREAMED * everything.total
+            tuned is not None and cost(tuned) <= _WORTH * vector_index.STREAMED * everything.total
         )
         return tuned if pays else None
 

@@ -40,6 +40,18 @@ def index_columns(view: FeatureView) -> list[str]:
     return [*view.entity, view.index.on, *filterable(view), "computed_at"]
 
 
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table as an Arrow file."""
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def read_table(path: Path) -> pa.Table:
+    """The table of an Arrow file, mapped."""
+    with pa.ipc.open_file(pa.memory_map(str(path))) as reader:
+        return reader.read_all()
+
+
 class RowsWriter:
     """Writes the rows beside an index, in the order they are added.
 
@@ -99,11 +111,7 @@ class RowsWriter:
         table = pa.table(
             {"hash": every[order], "row": order.astype(np.int64), "time": (every ^ times)[order]}
         )
-        with (
-            pa.OSFile(str(self._folder / HASHES), "wb") as sink,
-            pa.ipc.new_file(sink, table.schema) as writer,
-        ):
-            writer.write_table(table)
+        write_table(self._folder / HASHES, table)
 
     def abandon(self) -> None:
         """Close the file as it is."""
@@ -122,10 +130,7 @@ class IndexRows:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with pa.ipc.open_file(pa.memory_map(str(folder / ROWS))) as reader:
-            self.table: pa.Table = reader.read_all()
-        with pa.ipc.open_file(pa.memory_map(str(folder / HASHES))) as reader:
-            found = reader.read_all()
+        self.table, found = read_table(folder / ROWS), read_table(folder / HASHES)
         self._hashes = found.column("hash").to_numpy()
         self._row_of = found.column("row").to_numpy()
         self._times = found.column("time").to_numpy()

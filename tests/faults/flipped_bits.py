@@ -8,7 +8,7 @@ The scheduler's reconciler looks again and again, and heals by processes of its 
 never rest: every row and every neighbour that they are given is compared with what was computed. A
 flip counts as *seen* when the account, ``status`` or a refusal tells of it; as *rewritten* when
 nobody minds and the file is another by the next run; as *unseen* when neither: then `verify` is
-asked, and the script ends with 1 where it finds damage that nobody told. Prints a line for each
+asked, and the script ends with 1 where it finds damage that nobody reported. Prints a line for each
 kind of file.
 """
 
@@ -201,7 +201,7 @@ class Flipper:
 
     def trouble(self) -> list[str]:
         """What ``status`` minds."""
-        return [told for line in project_status(self.project) for told in line["attention"]]
+        return [said for line in project_status(self.project) for said in line["attention"]]
 
     def flip(self) -> bool:
         """One bit somewhere, each kind as likely as the other; whether all is well again after it,
@@ -219,9 +219,9 @@ class Flipper:
         return self._wait_until_well(place)
 
     def _outcome(self, place: Place, damaged: bytes) -> str:
-        told = len(self.said)
+        before = len(self.said)
         self.reconciler.look()
-        if len(self.said) > told:
+        if len(self.said) > before:
             return "seen"
         if self.trouble():
             return "seen"

@@ -1,5 +1,5 @@
-"""Fault harness: small real projects over an arithmetic model, child processes that die as told,
-and the oracle.
+"""Fault harness: small real projects over an arithmetic model, child processes that die where a
+test has them die, and the oracle.
 
 The oracle is arithmetic. Every state the source was ever in is remembered, so every snapshot must
 equal one of these states as a whole: a row that is lost, doubled, or of another state than its
@@ -455,7 +455,7 @@ def read_snapshot(scene: FaultScene, number: int) -> dict[int, tuple[float, tupl
     )
     rows = table.num_rows
     assert len(found) == rows == snapshot.rows, (
-        f"snapshot {number}: {rows} rows, {len(found)} keys, {snapshot.rows} told"
+        f"snapshot {number}: {rows} rows, {len(found)} keys, {snapshot.rows} in the manifest"
     )
     return found
 

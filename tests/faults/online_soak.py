@@ -29,8 +29,8 @@ from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import OnlineStoreError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online.codec import RowCodec
+from precompute.store.online.kernels import RowBatch
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
-from precompute.store.online.packed import RowBatch
 from precompute.store.online.url import open_online_store
 from precompute.store.times import utc_now
 
@@ -150,7 +150,7 @@ def _without(rows: Iterator[RowBatch], first: int) -> Iterator[RowBatch]:
 
 
 class Reader:
-    """Reads and checks until told to stop."""
+    """Reads and checks until it is to stop."""
 
     def __init__(self, url: str, seed: int) -> None:
         self.rows = self.wrong = self.lost = 0

@@ -54,7 +54,7 @@ GROWN_MB = 40.0
 what misses leave in cycles is looked for seldom (measured: up to 15 MB, then no more)."""
 CUT_BY_ONE = 8
 """Connections that a killed worker may have had, of as many clients."""
-MOST_TOLD = 20
+MOST_PRINTED = 20
 
 
 class Versioned(Doubler):
@@ -210,13 +210,13 @@ class Soak:
             with self.lock:
                 self.seconds[int(time.monotonic() - began)].cut += 1
 
-    def found(self, began: float, kind: str, told: str) -> None:
+    def found(self, began: float, kind: str, detail: str) -> None:
         """Something that must not be."""
         with self.lock:
             second = self.seconds[int(time.monotonic() - began)]
             setattr(second, kind, getattr(second, kind) + 1)
-            self.wrong.append(f"{time.monotonic() - began:.2f} s: {kind}: {told}")
-            if len(self.wrong) <= MOST_TOLD:
+            self.wrong.append(f"{time.monotonic() - began:.2f} s: {kind}: {detail}")
+            if len(self.wrong) <= MOST_PRINTED:
                 print(self.wrong[-1], file=sys.stderr, flush=True)
 
     def ask(self, connection: Connection, began: float, rng: random.Random) -> None:
@@ -231,8 +231,8 @@ class Soak:
             path, body = "/v1/views/numbers/lookup", json.dumps({"keys": keys}).encode()
             accept = accept if kind == "json" else "application/vnd.apache.arrow.stream"
         elif kind == "several":
-            asked = [{"view": "numbers", "keys": some} for some in (keys[:10], keys[10:])]
-            path, body = "/v1/lookup", json.dumps({"requests": asked}).encode()
+            requests = [{"view": "numbers", "keys": some} for some in (keys[:10], keys[10:])]
+            path, body = "/v1/lookup", json.dumps({"requests": requests}).encode()
         elif kind == "search":
             path, body = (
                 "/v1/views/numbers/search",
@@ -306,11 +306,11 @@ def rows_of(kind: str, answer: bytes) -> Iterable[Sequence[dict[str, Any]]]:
     if kind == "arrow":
         yield arrow.decode_arrow(answer).to_pylist()
         return
-    told = json.loads(answer)
+    body = json.loads(answer)
     if kind == "row":
-        yield [told]
+        yield [body]
         return
-    for one in told["responses"] if kind == "several" else [told]:
+    for one in body["responses"] if kind == "several" else [body]:
         if "problem" in one:
             yield [
                 {
@@ -394,18 +394,18 @@ def memory(seconds: dict[int, Second], warm_s: float) -> dict[str, list[float]]:
         (at, second.resident_mb) for at, second in sorted(seconds.items()) if second.resident_mb
     ]
     warm = min(warm_s, looked[-1][0] / 2)
-    told = {}
+    resident_mb = {}
     for name in ("supervisor", "worker"):
         of_it = [(at, mb[name]) for at, mb in looked if name in mb]
-        told[name] = [of_it[0][1], next(mb for at, mb in of_it if at >= warm), of_it[-1][1]]
+        resident_mb[name] = [of_it[0][1], next(mb for at, mb in of_it if at >= warm), of_it[-1][1]]
     for name in ("other worker", "model"):
-        told[f"{name}, at most"] = [
+        resident_mb[f"{name}, at most"] = [
             max(
                 max((mb for whose, mb in found.items() if whose.startswith(name)), default=0.0)
                 for _, found in looked
             )
         ]
-    return {name: [round(mb, 1) for mb in figures] for name, figures in told.items()}
+    return {name: [round(mb, 1) for mb in figures] for name, figures in resident_mb.items()}
 
 
 def report(soak: Soak, name: str, out: Path, seconds: float, capacity: float, rate: float) -> None:
@@ -428,17 +428,17 @@ def report(soak: Soak, name: str, out: Path, seconds: float, capacity: float, ra
         [ms for second in total for ms in getattr(second, of)] for of in ("times_ms", "misses_ms")
     )
     p50, p99 = np.percentile(times, [50, 99]).round(3)
-    told = {
+    sums = {
         "hits": len(times),
         "capacity_per_s": round(capacity),
         "hits_per_s": round(rate),
         "p50_ms": p50,
         "p99_ms": p99,
     }
-    told |= {"misses": len(misses), "miss_p50_ms": np.percentile(misses or [0.0], 50).round(3)}
-    print(json.dumps({**told, **figures, **events, "resident_mb": resident_mb}))
+    sums |= {"misses": len(misses), "miss_p50_ms": np.percentile(misses or [0.0], 50).round(3)}
+    print(json.dumps({**sums, **figures, **events, "resident_mb": resident_mb}))
     if soak.wrong:
-        sys.exit(f"WRONG, {len(soak.wrong)} times:\n" + "\n".join(soak.wrong[:MOST_TOLD]))
+        sys.exit(f"WRONG, {len(soak.wrong)} times:\n" + "\n".join(soak.wrong[:MOST_PRINTED]))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

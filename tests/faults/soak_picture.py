@@ -80,8 +80,8 @@ def write_svg(
         return MEMORY[1] - (MEMORY[1] - MEMORY[0]) * mb / most_mb
 
     def line(points: Sequence[tuple[float, float]], colour: str) -> str:
-        told = " ".join(f"{x(at):.1f},{y:.1f}" for at, y in points)
-        return f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{told}"/>'
+        line = " ".join(f"{x(at):.1f},{y:.1f}" for at, y in points)
+        return f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{line}"/>'
 
     def quantile(share: float, colour: str) -> str:
         # the last second is no whole one
@@ -139,8 +139,8 @@ def _legend(seconds: Mapping[int, Second], events: Sequence[tuple[float, str]]) 
             f'<path d="M{at} 32h18" stroke="{colour}" stroke-width="2.5"{dash}/>{_text(at + 23, 36, words)}'
         )
         at += 45 + 7 * len(words)
-    told = f"{sum(len(s.times_ms) for s in total):,} answers: {sum(s.failed for s in total)} failed, {sum(s.mixed for s in total)} of two models; {sum(s.cut for s in total)} connections cut"
-    return _text(LEFT, 16, told) + "".join(parts)
+    summary = f"{sum(len(s.times_ms) for s in total):,} answers: {sum(s.failed for s in total)} failed, {sum(s.mixed for s in total)} of two models; {sum(s.cut for s in total)} connections cut"
+    return _text(LEFT, 16, summary) + "".join(parts)
 
 
 def _mark(x: float, colour: str) -> str:

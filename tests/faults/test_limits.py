@@ -46,7 +46,7 @@ def limit_file_size(size_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
 
 
-@pytest.mark.parametrize("size_bytes", [0, 700, 2500, 6000, 20_000, 40_000])
+@pytest.mark.parametrize("size_bytes", [0, 2500, 20_000])
 def test_a_run_whose_files_cannot_grow(size_bytes: int, delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
     ended = Child(scene, before=partial(limit_file_size, size_bytes)).ended()
@@ -96,7 +96,7 @@ def test_a_run_on_a_full_disk(small_disk: Path) -> None:
     scene = FaultScene(small_disk / "project").write(ROWS)
     recover(scene)
     statuses = []
-    for left_bytes in (0, 8192, 60_000, 150_000, 400_000):
+    for left_bytes in (0, 60_000, 400_000):
         scene.write(changed(scene.rows, range(0, 200, 7)))
         filler = small_disk / "filler"
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
@@ -115,9 +115,7 @@ def test_a_run_on_a_full_disk(small_disk: Path) -> None:
 # ---- models
 
 
-@pytest.mark.parametrize(
-    ("how", "at"), [*(("raise_at", at) for at in (1, 2, 3)), ("memory_at", 2), ("nan_at", 3)]
-)
+@pytest.mark.parametrize(("how", "at"), [("raise_at", 1), ("memory_at", 2), ("nan_at", 3)])
 def test_a_model_that_fails_once(how: str, at: int, delta_to_come: MakeScene) -> None:
     """A batch it raises on is halved and tried again; a row it makes NaN of is refused, and one is
     more than this view allows."""
@@ -139,8 +137,8 @@ def test_a_model_that_fails_once(how: str, at: int, delta_to_come: MakeScene) ->
     check_everything(scene)
 
 
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_model_that_kills_its_process(at: int, delta_to_come: MakeScene) -> None:
+def test_a_model_that_kills_its_process(delta_to_come: MakeScene) -> None:
+    at = 2
     scene = delta_to_come()
     scene.write(kill_at=at)
     assert Child(scene).ended() == Ended(signal=9)
@@ -190,15 +188,7 @@ def test_a_run_without_memory(delta_to_come: MakeScene) -> None:
 # ---- the input
 
 
-@pytest.mark.parametrize(
-    ("point", "what"),
-    [
-        ("part.write", "replaced"),
-        ("online.load", "replaced"),
-        ("part.write", "deleted"),
-        ("verify", "truncated"),
-    ],
-)
+@pytest.mark.parametrize(("point", "what"), [("part.write", "replaced"), ("verify", "truncated")])
 def test_an_input_that_changes_during_the_run(
     point: str, what: str, delta_to_come: MakeScene
 ) -> None:
@@ -210,8 +200,6 @@ def test_an_input_that_changes_during_the_run(
     later = changed(scene.rows, change=[1, 2], new=[400], gone=[3])
     if what == "replaced":
         scene.write(later)
-    elif what == "deleted":
-        (scene.folder / "data.parquet").unlink()
     else:
         os.truncate(scene.folder / "data.parquet", 100)
     assert child.go_on() == Ended("published")
@@ -367,7 +355,7 @@ def test_a_full_disk_can_be_gone_back_from(
     check_everything(scene)
 
 
-@pytest.mark.parametrize("left", [0, 1, 7, 20])
+@pytest.mark.parametrize("left", [0, 7])
 @pytest.mark.parametrize("full", ["real"], indirect=True)
 def test_a_disk_without_inodes_can_be_gone_back_from_and_freed(
     scene_on_disk: FaultScene,
@@ -396,6 +384,7 @@ def inodes(folder: Path) -> int:
     return stat.f_files - stat.f_ffree
 
 
+@pytest.mark.parametrize("full", ["real"], indirect=True)
 def test_a_full_disk_can_be_freed(
     scene_on_disk: FaultScene,
     full: Callable[[FaultScene], contextlib.AbstractContextManager[None]],
@@ -413,6 +402,7 @@ def test_a_full_disk_can_be_freed(
     check_everything(scene)
 
 
+@pytest.mark.parametrize("full", ["played"], indirect=True)
 def test_a_view_can_be_dropped_on_a_full_disk(
     scene_on_disk: FaultScene,
     full: Callable[[FaultScene], contextlib.AbstractContextManager[None]],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from precompute.store.errors import PrecomputeError
-from precompute.store.offline import publishings
+from precompute.store.offline import refs
 from precompute.store.offline.standing import Standing
 from precompute.store.online.url import open_online_store
 from tests.faults.conftest import MakeScene
@@ -128,8 +128,8 @@ def test_what_is_live_and_what_was_committed_outlasts_a_loss_of_power(
     delta_to_come: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log's older files, too: with each publishing there is another."""
-    monkeypatch.setattr(publishings, "NEWEST_BYTES", 1)
-    monkeypatch.setattr(publishings, "MOST_AGAIN", 1)
+    monkeypatch.setattr(refs, "NEWEST_BYTES", 1)
+    monkeypatch.setattr(refs, "MOST_AGAIN", 1)
     scene = delta_to_come()
     images = images_of(scene)
     assert {image.disk for image in images} == set(DISKS)
@@ -163,8 +163,9 @@ def test_a_run_after_a_loss_of_power_mends_everything(delta_to_come: MakeScene) 
     scene = delta_to_come()
     to_compute = 24
     images = images_of(scene)
+    assert max(image.chunks for image in images) == to_compute // WINDOW_ROWS
     for image in (
-        image for disk in DISKS for image in [image for image in images if image.disk == disk][::9]
+        image for disk in DISKS for image in [image for image in images if image.disk == disk][::18]
     ):
         after = check(scene, image)
         after.computed()

@@ -3,7 +3,6 @@ never anything else."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def interrupted(scene: FaultScene, chunks: int, **options: Any) -> FaultScene:
     return scene
 
 
-@pytest.mark.parametrize("finished", [1, 3, 5])
+@pytest.mark.parametrize("finished", [1, 5])
 def test_a_killed_run_is_taken_over(finished: int, scene: FaultScene) -> None:
     interrupted(scene.write(FEW), finished)
     report = recover(scene)
@@ -47,9 +46,7 @@ def test_a_killed_run_is_taken_over(finished: int, scene: FaultScene) -> None:
     check_everything(scene)
 
 
-@pytest.mark.parametrize(
-    ("window_rows", "part_bytes"), [(3, 1), (16, 1), (8192, 64 * 2**20), (7, 500)]
-)
+@pytest.mark.parametrize(("window_rows", "part_bytes"), [(3, 1), (8192, 64 * 2**20)])
 def test_chunks_of_another_size_are_taken_over(
     window_rows: int, part_bytes: int, scene: FaultScene
 ) -> None:
@@ -61,27 +58,12 @@ def test_chunks_of_another_size_are_taken_over(
 
 
 def test_a_source_that_changed_since_is_taken_over_where_it_did_not(scene: FaultScene) -> None:
+    """In another order, too."""
     interrupted(scene.write(FEW), 3)
-    scene.write(changed(FEW, change=[0, 30], new=[99], gone=[1, 31]))
+    scene.write(dict(reversed(changed(FEW, change=[0, 30], new=[99], gone=[1, 31]).items())))
     report = recover(scene)
     assert report.resumed == 22  # of 24, 0 changed and 1 left
     assert scene.computed() == len(scene.rows) - 22
-    check_everything(scene)
-
-
-def test_a_source_in_another_order_is_taken_over(scene: FaultScene) -> None:
-    interrupted(scene.write(FEW), 3)
-    scene.write(dict(reversed(FEW.items())))
-    assert recover(scene).resumed == 24
-    assert scene.computed() == 16
-    check_everything(scene)
-
-
-def test_runs_killed_twice_are_both_taken_over(scene: FaultScene) -> None:
-    interrupted(scene.write(FEW), 2)
-    interrupted(scene, 1)
-    report = recover(scene)
-    assert (report.resumed, scene.computed()) == (24, 16)
     check_everything(scene)
 
 
@@ -128,19 +110,21 @@ def test_a_full_run_that_was_completed_is_not_taken_over_by_the_next_one(scene: 
     check_everything(scene)
 
 
-@pytest.mark.parametrize("gone", [False, True])
-def test_a_chunk_that_was_committed_is_not_taken_over_again(gone: bool, scene: FaultScene) -> None:
+def test_a_chunk_that_was_committed_is_not_taken_over_again(scene: FaultScene) -> None:
     """Its file is a part of a snapshot by now: a row of it that changes, or leaves, and comes back
-    is computed again."""
+    is computed again; also where a kill right after the commit left the journal."""
     scene.settings = {"retention": {"keep": 3, "grace": "1h"}}
     interrupted(scene.write(FEW), 2)
+    (journal,) = scene.store.data.glob("*/journal.jsonl")
+    lines = journal.read_bytes()
     recover(scene)
-    scene.write(changed(FEW, gone=[5]) if gone else changed(FEW, change=[5]))
+    journal.write_bytes(lines)
+    scene.write(changed(FEW, change=[6], gone=[5]))
     recover(scene)
     scene.write(FEW)
     scene.computed()
     report = recover(scene)
-    assert (report.resumed, scene.computed()) == (0, 1)
+    assert (report.resumed, scene.computed()) == (0, 2)
     check_everything(scene)
 
 
@@ -175,40 +159,8 @@ def test_rejected_rows_are_not_tried_again_after_a_kill(scene: FaultScene) -> No
         assert scene.run(retry_rejected=True).counts["written"] == 1
 
 
-def test_a_journal_cut_anywhere_is_a_journal_of_fewer_chunks(scene: FaultScene) -> None:
-    interrupted(scene.write(FEW), 3)
-    (path,) = scene.view_folder.glob("data/*/journal.jsonl")
-    data = path.read_bytes()
-    recipe = str(json.loads(data.split(b"\n")[0])["recipe"])
-    store = scene.store
-    whole = store.journals.unfinished(recipe, None)
-    assert len(whole) == 3
-    last = 0
-    for length in range(len(data) + 1):
-        path.write_bytes(data[:length])
-        found = store.journals.unfinished(recipe, None)
-        assert found == whole[: len(found)]
-        assert last <= len(found)
-        last = len(found)
-    assert last == 3
-
-
-def test_a_chunk_whose_file_is_gone_or_cut_is_computed_again(scene: FaultScene) -> None:
-    interrupted(scene.write(FEW), 3)
-    first, second, _ = sorted(scene.view_folder.glob("data/*/part-*.parquet"))
-    first.unlink()
-    second.write_bytes(second.read_bytes()[:-1])
-    report = recover(scene)
-    assert (report.resumed, scene.computed()) == (8, 32)
-    check_everything(scene)
-
-
 @pytest.mark.parametrize(
-    ("delta", "column"),
-    [
-        *((False, column) for column in ("id", "double", "vector.list.element", "input_hash")),
-        *((True, column) for column in ("id", "double")),
-    ],
+    ("delta", "column"), [(False, "id"), (False, "vector.list.element"), (True, "double")]
 )
 def test_a_chunk_that_was_flipped_on_the_disk_is_computed_again_at_once(
     delta: bool, column: str, scene: FaultScene, delta_to_come: MakeScene

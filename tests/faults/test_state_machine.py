@@ -218,7 +218,7 @@ class View(RuleBasedStateMachine):
 
 
 View.TestCase.settings = settings(
-    max_examples=8,
+    max_examples=6,
     stateful_step_count=16,
     derandomize=True,
     database=None,

@@ -30,8 +30,8 @@ from precompute.store.errors import (
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.kernels import Rows
 from precompute.store.online.online_store import Generation, Pointer
-from precompute.store.online.packed import Rows
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.conftest import MakeProject
 from tests.jobs.test_overlay import UNJUDGED

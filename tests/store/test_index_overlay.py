@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from precompute.store.errors import VectorIndexError
-from precompute.store.vectors import nearest_rows
+from precompute.store.vectors import vector_index
 from precompute.store.vectors import vector_index as index_part
 from precompute.store.vectors.index_build import build_index, build_overlay
 from precompute.store.vectors.index_choice import Limits
@@ -80,7 +80,7 @@ def test_no_mask_is_made_for_a_search_that_filters_nothing(
     story = Story(tmp_path, "l2")
     index, query = story.index(), overlapping(1, seed=7)[0]
     expected = story.true(query, 12)
-    monkeypatch.setattr(nearest_rows, "FEW_ROWS", 100)
+    monkeypatch.setattr(vector_index, "FEW_ROWS", 100)
     monkeypatch.delattr(index_part.IndexLayer, "_filtered")
     for _ in range(2):
         assert index.search(query, 12).keys == expected
@@ -104,8 +104,8 @@ def test_a_row_is_found_where_it_counts(tmp_path: Path) -> None:
 def test_over_a_base_with_codes_as_much_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nearest_rows, "STREAMED", 0.5)
-    monkeypatch.setattr(nearest_rows, "FEW_ROWS", 10)
+    monkeypatch.setattr(vector_index, "STREAMED", 0.5)
+    monkeypatch.setattr(vector_index, "FEW_ROWS", 10)
     story = Story(tmp_path, "cosine", Limits(small_rows=1000, small_numbers=0))
     index = story.index()
     assert (index.figures.kind, story.figures.kind) == ("codes", "exact")

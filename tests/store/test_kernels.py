@@ -19,13 +19,13 @@ from precompute.store.online.kernels import (
     DAMAGED,
     FOUND,
     LARGEST_KEY,
+    Packed,
     hashes,
     lay_out,
     pack,
     pack_texts,
     verified,
 )
-from precompute.store.online.packed import Packed
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
@@ -77,12 +77,6 @@ def test_texts_are_packed_and_hashed_and_told_whether_they_are_keys() -> None:
             pack_texts(wrong, 8)  # type: ignore[arg-type]
     with pytest.raises(UnicodeEncodeError):
         pack_texts(["a", "\ud800"], 8)
-
-
-def test_hashes_of_many_megabytes() -> None:
-    for size in (2**20, 5 * 2**20 + 17):
-        data = np.random.default_rng(size).bytes(size)
-        assert hashes(Packed.of([data])).tolist() == [xxhash.xxh3_64_intdigest(data)]
 
 
 def test_registers_of_every_width_give_the_same_hashes() -> None:

@@ -30,8 +30,8 @@ from precompute.store.keys import key_text
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.kernels import Packed, RowBatch
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
-from precompute.store.online.packed import Packed, RowBatch
 from precompute.store.online.url import open_online_store
 from precompute.store.times import Reason
 from precompute.store.vectors.index_build import build_index

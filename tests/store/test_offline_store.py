@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from tests.conftest import MakeProject
 from tests.scene import files_of_at_most
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
@@ -105,25 +103,6 @@ def test_a_part_is_plain_parquet_and_is_described_as_it_is(store: ViewStore) -> 
     assert list(tree(store.offline.root)) == ["numbers/data/run/part-00000.parquet"]
 
 
-@pytest.mark.parametrize("point", ["part.write", "part.fsync", "part.rename", "dir.fsync"])
-def test_a_part_the_disk_failed_on_is_written_once_more_under_another_name(
-    store: ViewStore, caplog: pytest.LogCaptureFixture, point: str
-) -> None:
-    """What a failed fsync left on the disk nobody knows; a second one may report success over lost
-    pages."""
-    arm(point, 1, "eio")
-    try:
-        part = store.write_part("run", "part-00000.parquet", TABLE)
-    finally:
-        disarm()
-    assert part.path == "data/run/part-00000-again.parquet"
-    assert "Input/output error" in caplog.text
-    snapshot = store.commit(uncommitted(part))
-    store.check_parts(snapshot)
-    assert pa.Table.from_batches(store.batches(snapshot)).equals(TABLE)
-    assert not [name for name in tree(store.offline.root) if "tmp" in name]
-
-
 def test_a_part_the_disk_failed_on_twice_or_has_no_space_for_is_told(
     store: ViewStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,26 +131,6 @@ def test_a_snapshot_is_read_part_by_part_in_the_order_written(store: ViewStore) 
     small = list(store.batches(snapshot, columns=["name", "id"], batch_rows=2))
     assert max(batch.num_rows for batch in small) == 2
     assert pa.Table.from_batches(small).select(["id", "name"]).equals(both.select(["id", "name"]))
-
-
-def test_a_missing_or_cut_part_is_refused_by_name(store: ViewStore) -> None:
-    snapshot = committed(store, TABLE, TABLE)
-    store.check_parts(snapshot)
-    path = store.part_paths(snapshot)[1]
-    whole = path.read_bytes()
-    for damaged in (whole[:-1], whole + b"\0", b"", None):
-        if damaged is None:
-            path.unlink()
-        else:
-            path.write_bytes(damaged)
-        for use in (store.part_paths, store.check_parts, lambda s: list(store.batches(s))):
-            with pytest.raises(
-                SnapshotError, match=f"{path.name}.*(missing|bytes instead of).*publish another"
-            ):
-                use(snapshot)
-    path.mkdir()
-    with pytest.raises(SnapshotError, match=path.name):
-        store.part_paths(snapshot)
 
 
 def test_a_flipped_bit_anywhere_in_a_part_is_found_by_its_checksum(store: ViewStore) -> None:
@@ -226,13 +185,10 @@ def test_a_number_is_not_given_again_while_a_later_one_stands(store: ViewStore) 
     "changes",
     [
         {"counts": Counts(4, 3)},
-        {"counts": Counts(2, 3)},
         {"counts": Counts(3, 2, removed=1)},
         {"counts": Counts(3, 2, unchanged=1), "kind": "delta", "own_deletes": 0},
         {"own_deletes": 1},
         {"counts": Counts(2, 2)},
-        {"counts": Counts(4, 4)},
-        {"parts": ()},
     ],
     ids=repr,
 )
@@ -246,18 +202,6 @@ def test_a_snapshot_that_lost_or_doubled_a_row_is_not_committed(
     assert list(tree(store.offline.root)) == ["numbers/data/run/p.parquet"]
 
 
-def test_a_snapshot_whose_part_is_gone_or_cut_is_not_committed(store: ViewStore) -> None:
-    part = store.write_part("run", "p.parquet", TABLE)
-    path = store.folder / part.path
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(SnapshotError, match="bytes instead of"):
-        store.commit(uncommitted(part))
-    path.unlink()
-    with pytest.raises(SnapshotError, match="is missing"):
-        store.commit(uncommitted(part))
-    assert store.numbers() == []
-
-
 def test_a_snapshot_that_is_not_there_is_refused_with_those_that_are(store: ViewStore) -> None:
     with pytest.raises(SnapshotError, match=r"no snapshot 1 .*it has: none"):
         store.snapshot(1)
@@ -265,16 +209,6 @@ def test_a_snapshot_that_is_not_there_is_refused_with_those_that_are(store: View
     committed(store, TABLE, run="run2")
     with pytest.raises(SnapshotError, match=r"no snapshot 7 .*it has: 1, 2"):
         store.snapshot(7)
-
-
-def test_a_torn_manifest_is_refused_and_leaves_the_others_alone(store: ViewStore) -> None:
-    first = committed(store, TABLE)
-    committed(store, TABLE, run="run2")
-    path = store.manifest_path(2)
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(SnapshotError, match=f"{path.name} is torn"):
-        store.snapshot(2)
-    assert store.snapshot(1) == first
 
 
 def test_strange_files_beside_the_manifests_are_no_snapshots(store: ViewStore) -> None:
@@ -363,7 +297,7 @@ def read(store: ViewStore, snapshot: Snapshot, batch_rows: int = 8192) -> list[t
     ]
 
 
-@pytest.mark.parametrize("batch_rows", [1, 2, 8192])
+@pytest.mark.parametrize("batch_rows", [2, 8192])
 def test_a_delta_over_a_delta_is_read_as_the_last_value_of_every_key(
     store: ViewStore, chain: Chain, batch_rows: int
 ) -> None:
@@ -421,30 +355,6 @@ def test_a_sample_holds_living_rows_only(store: ViewStore, chain: Chain) -> None
     assert len({store.sample(chain.last, 1, turn=turn)["id"][0].as_py() for turn in range(20)}) > 1
     assert store.sample(chain.last, 100)["id"].to_pylist() == [key for key, _ in ROWS_OF_LAST]
     assert store.sample(chain.last, 100, ["double"]).schema.names == ["double"]
-
-
-def test_a_part_whose_every_row_is_dead_gives_none(store: ViewStore) -> None:
-    one = store.write_part("r1", "part-00000.parquet", rows_table(k1=1.0, k2=2.0))
-    store.commit(uncommitted(one, run="r1"))
-    two = store.write_part("r2", "part-00000.parquet", rows_table(k1=1.5, k3=3.5))
-    gone = store.write_part("r2", "deletes.parquet", deletes((one, 1, True, 2), (one, 0, False, 1)))
-    counts = Counts(source=2, written=2, removed=1)
-    delta = store.commit(
-        uncommitted(two, run="r2", kind="delta", parent=1, deletes=gone, counts=counts)
-    )
-    assert read(store, delta) == [(1, 1.5), (3, 3.5)]
-    assert store.sample(delta, 9)["id"].to_pylist() == [1, 3]
-
-
-def test_a_delta_of_nothing_but_removed_rows_has_no_part_of_its_own(
-    store: ViewStore, chain: Chain
-) -> None:
-    part = chain.full.parts[0]
-    gone = store.write_part("r5", "deletes.parquet", deletes((part, 0, True, 1)))
-    counts = Counts(source=6, written=0, unchanged=6, removed=1)
-    delta = store.commit(uncommitted(run="r5", kind="delta", parent=3, deletes=gone, counts=counts))
-    assert read(store, delta) == ROWS_OF_LAST[1:]
-    store.check_parts(delta)
 
 
 @settings(max_examples=15, deadline=None)
@@ -576,35 +486,7 @@ def test_deletes_of_a_part_that_the_chain_does_not_name_are_refused(
         list(store.batches(snapshot))
 
 
-def test_a_chain_whose_ancestor_is_gone_is_refused(store: ViewStore, chain: Chain) -> None:
-    (store.manifest_path(1)).unlink()
-    for use in (store.chain, store.layers, store.check_parts, lambda s: list(store.batches(s))):
-        with pytest.raises(SnapshotError, match="no snapshot 1"):
-            use(chain.last)
-
-
 # ---- which snapshot is built on
-
-
-def test_the_newest_is_the_last_committed_of_its_partition(store: ViewStore) -> None:
-    assert Standing(store).newest() is None
-    day, next_day = "2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z"
-    part = store.write_part("run", "part-00000.parquet", TABLE)
-    for partition in (day, next_day, day):
-        store.commit(uncommitted(part, partition=partition))
-    found = [Standing(store).newest(partition) for partition in (day, next_day, None, "another")]
-    assert [None if s is None else s.number for s in found] == [3, 2, None, None]
-
-
-def test_the_newest_is_none_that_is_bad_or_builds_on_a_bad_one(
-    store: ViewStore, chain: Chain, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert Standing(store).newest() == chain.last
-    store.mark_bad(2, "rolled back from")
-    assert Standing(store).newest() == chain.full
-    store.mark_bad(1, "rolled back from")
-    assert Standing(store).newest() is None
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(("damaged", "newest"), [(3, 2), (2, 1), (1, None)])
@@ -818,33 +700,11 @@ def test_lost_cut_or_committed_chunks_are_not_taken_over(store: ViewStore) -> No
 # ---- the live pointer
 
 
-def test_the_live_pointer_tells_where_it_is_and_was(store: ViewStore) -> None:
-    assert store.refs.live() is None
-    first = store.refs.move_live(4, expected_epoch=0, epoch=1, reason="run")
-    second = store.refs.move_live(5, expected_epoch=1, epoch=7, reason="é")
-    assert (first.epoch, first.snapshot, first.previous, first.reason) == (1, 4, None, "run")
-    assert (second.epoch, second.snapshot, second.previous, second.reason) == (7, 5, 4, "é")
-    assert OfflineStore(store.offline.root).view("numbers").refs.live() == second
-    assert sorted(tree(store.offline.root)) == [
-        "numbers/refs/live.json",
-        "numbers/refs/publishings.jsonl",
-    ]
-
-
 def test_the_live_pointer_tells_places_renewal_and_why_it_is_held(store: ViewStore) -> None:
     refs = store.refs
+    assert refs.live() is None
     first = refs.move_live(4, expected_epoch=0, epoch=3, reason="run")
-    assert first == LiveRef(
-        3,
-        4,
-        None,
-        "run",
-        first.at,
-        place=Place(3, 4),
-        previous_place=None,
-        renewed_at=None,
-        held=None,
-    )
+    assert first == LiveRef(3, 4, None, "run", first.at, Place(3, 4))
     over = Place(3, 4, ((7, 7),), lossy=True)
     second = refs.move_live(5, expected_epoch=3, epoch=7, reason="run", place=over)
     assert (
@@ -865,16 +725,9 @@ def test_the_live_pointer_tells_places_renewal_and_why_it_is_held(store: ViewSto
         4, expected_epoch=7, epoch=8, reason="rollback", place=Place(3, 4), held="held"
     )
     assert back == LiveRef(
-        8,
-        4,
-        5,
-        "rollback",
-        back.at,
-        place=Place(3, 4),
-        previous_place=over,
-        renewed_at=None,
-        held="held",
+        8, 4, 5, "rollback", back.at, Place(3, 4), previous_place=over, held="held"
     )
+    assert (back.place.generations, over.generations) == ({3}, {3, 7})
     assert refs.resume_live() == replace(back, held=None) == refs.live()
     assert refs.resume_live() == refs.live()
     with pytest.raises(SnapshotError, match="never published"):
@@ -893,10 +746,6 @@ def test_loaded_anew_a_snapshot_goes_back_to_what_was_before_it(store: ViewStore
     )
     back = refs.move_live(4, expected_epoch=3, epoch=4, reason="rollback", place=Place(1, 4))
     assert (back.place, back.previous, back.previous_place) == (Place(1, 4), 5, Place(3, 5))
-
-
-def test_a_place_tells_the_generations_that_are_read_there() -> None:
-    assert (Place(3, 4).generations, Place(3, 4, ((7, 7),)).generations) == ({3}, {3, 7})
 
 
 @pytest.mark.parametrize(("expected", "epoch"), [(0, 3), (1, 3), (3, 4), (2, 2), (2, 1), (2, 0)])
@@ -928,20 +777,6 @@ def test_a_torn_or_flipped_live_pointer_is_refused(store: ViewStore) -> None:
         path.write_bytes(damaged)
         with pytest.raises(SnapshotError, match=r"live.json is damaged"):
             store.refs.live()
-
-
-def test_publishing_again_mends_a_damaged_live_pointer(make_project: MakeProject) -> None:
-    """It is the remedy that the error names."""
-    project = make_project([(1, 1.0), (2, 2.0)])
-    project.run()
-    store = project.store
-    (store.folder / "refs" / "live.json").write_bytes(b"{")
-    with pytest.raises(SnapshotError, match="publish the view again"):
-        store.refs.live()
-    project.publish()
-    ref = store.refs.live()
-    assert ref is not None
-    assert ref.snapshot == 1
 
 
 # ---- several processes
@@ -1170,19 +1005,6 @@ def test_reports_come_newest_first_and_as_many_as_asked(
         assert [str(torn) in record.getMessage() for record in caplog.records] == [True]
         assert store.runs.reports(1) == [ran(2)]
         assert store.runs.last() == ran(2)
-
-
-def test_a_second_report_of_a_run_replaces_the_first(store: ViewStore) -> None:
-    for status in ("running", "failed"):
-        store.runs.write(ran(1, status))
-    assert store.runs.last() == ran(1, "failed")
-    assert Counter(Path(name).suffix for name in tree(store.offline.root)) == {".json": 1}
-
-
-def test_vectors_and_text_come_back_from_a_part_as_they_went_in(store: ViewStore) -> None:
-    vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(6, dtype=np.float16)), 2)
-    table = pa.table({"id": ["a", "é", "a"], "vector": vectors, "top": [["x"], [], None]})
-    assert pa.Table.from_batches(store.batches(committed(store, table))).equals(table)
 
 
 def test_each_column_of_a_part_is_stored_as_its_kind_is_best(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from precompute.store.errors import SnapshotError
-from precompute.store.offline import publishings, refs
-from precompute.store.offline.publishings import Publishing, PublishingLog
-from precompute.store.offline.refs import Refs
+from precompute.store.offline import refs
+from precompute.store.offline.refs import Publishing, PublishingLog, Refs
 
 
 @pytest.fixture
@@ -82,15 +81,15 @@ def test_a_log_that_cannot_be_written_holds_nobody_up(
 ) -> None:
     view = Refs(tmp_path, "numbers")
     published(view, 4, 1)
-    add = publishings.PublishingLog.add
+    add = refs.PublishingLog.add
 
-    def refused(log: publishings.PublishingLog, *entries: Publishing, durably: bool = True) -> None:
+    def refused(log: refs.PublishingLog, *entries: Publishing, durably: bool = True) -> None:
         if not durably:
             raise OSError(28, "No space left on device")
         add(log, *entries, durably=durably)
 
     with monkeypatch.context() as patched:
-        patched.setattr(publishings.PublishingLog, "add", refused)
+        patched.setattr(refs.PublishingLog, "add", refused)
         published(view, 5, 2)
     published(view, 6, 3)
     assert lived(view) == [(1, 4), (2, 5), (3, 6)]
@@ -123,7 +122,7 @@ def test_publishings_of_snapshots_that_are_gone_are_thinned(
         published(view, epoch, epoch)
     view.thin_log({1, 4, 7})
     assert len(view.publishings()) == 7, "so few are not worth rewriting"
-    monkeypatch.setattr(publishings, "THINNED_BYTES", 1)
+    monkeypatch.setattr(refs, "THINNED_BYTES", 1)
     view.thin_log({1, 4, 7})
     assert lived(view) == [(1, 1), (2, 2), (4, 4), (5, 5), (7, 7)]
     published(view, 8, 8)
@@ -147,8 +146,8 @@ def files(folder: Path) -> dict[str, int]:
 def test_a_long_log_grows_by_files_that_are_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishings, "NEWEST_BYTES", 1000)
-    monkeypatch.setattr(publishings, "MOST_AGAIN", 2)
+    monkeypatch.setattr(refs, "NEWEST_BYTES", 1000)
+    monkeypatch.setattr(refs, "MOST_AGAIN", 2)
     view, expected = Refs(tmp_path, "numbers"), list[tuple[int, int | None]]()
     for epoch in range(1, 13):
         published(view, epoch, epoch)
@@ -170,7 +169,7 @@ def test_a_long_log_grows_by_files_that_are_not_written_again(
         view.publishings()
     older.write_bytes(whole)
     # thinned, they are one; what a crash left of those before is in nobody's way
-    monkeypatch.setattr(publishings, "THINNED_BYTES", 1)
+    monkeypatch.setattr(refs, "THINNED_BYTES", 1)
     view.thin_log({1, 12})
     assert lived(view) == [(1, 1), (2, 2), (12, 12)]
     assert files(tmp_path) == {"publishings.jsonl": 4}
@@ -183,8 +182,8 @@ def test_a_long_log_grows_by_files_that_are_not_written_again(
 def test_a_crash_between_two_files_of_the_log_leaves_no_line_twice_or_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishings, "NEWEST_BYTES", 500)
-    monkeypatch.setattr(publishings, "MOST_AGAIN", 1)
+    monkeypatch.setattr(refs, "NEWEST_BYTES", 500)
+    monkeypatch.setattr(refs, "MOST_AGAIN", 1)
     log, entries = PublishingLog(tmp_path), list[Publishing]()
     before = b""
     for epoch in range(1, 9):

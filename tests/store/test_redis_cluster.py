@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from precompute.store.errors import OnlineStoreError
+from precompute.store.online.kernels import Packed, Rows
 from precompute.store.online.online_store import Generation, Terms
-from precompute.store.online.packed import Packed, Rows
 from precompute.store.online.redis import servers
 from precompute.store.online.redis.cluster import SlotMap, target
 from precompute.store.online.redis.connection import Lost, Refused
@@ -233,27 +233,6 @@ def in_one_slot(count: int) -> dict[bytes, bytes]:
     return {ids[i]: b"row %d" % i for i in found}
 
 
-def test_a_slot_that_moves_is_read_on_both_sides_and_then_where_it_went(
-    cluster: RedisCluster, open_store: OpenStore
-) -> None:
-    together, table = in_one_slot(20), many(500) | in_one_slot(20)
-    store = open_store(cluster.url())
-    publish(store, 1, table)
-    assert read_all(store, table) == list(table.values())
-    slot = int(row_slots(b"precompute:{}numbers:1:", [b"0"])[0])
-    source = cluster.master_of("precompute:{}numbers:1:0")
-    to = next(master for master in cluster.masters if master is not source)
-    migrate(cluster, slot, source, to, keys=len(together) // 2, finish=False)
-    for _ in range(3):
-        assert read_all(store, table) == list(table.values()), "half of them by ASK"
-        assert values(store.read("numbers", [b"nothing", *together])) == [None, *together.values()]
-    migrate(cluster, slot, source, to)
-    assert read_all(store, table) == list(table.values()), "all of them by MOVED"
-    assert read_all(open_store(cluster.url()), table) == list(table.values())
-    migrate(cluster, slot, to, source)
-    assert read_all(store, table) == list(table.values())
-
-
 def test_a_slot_of_the_pointer_that_moves_takes_it_along(
     cluster: RedisCluster, open_store: OpenStore
 ) -> None:
@@ -325,32 +304,6 @@ def test_the_end_of_a_load_follows_a_slot_that_moves_under_it(
 
 
 # ---- masters that are killed
-
-
-def test_a_master_killed_in_mid_load_is_followed_to_its_replica(
-    own_cluster: RedisCluster, open_store: OpenStore
-) -> None:
-    store, table = open_store(own_cluster.url()), many(40_000, 500)
-    victim = own_cluster.master_of("precompute:{}numbers:1:0")
-
-    def killing() -> Rows:
-        for number, part in enumerate(rows_of(table, 2000)):
-            if number == 10:
-                # what was acknowledged is with the replicas
-                time.sleep(0.3)
-                victim.kill()
-            yield part
-
-    with contextlib.suppress(OnlineStoreError):
-        store.load("numbers", Generation(1, 1), killing())
-    if not numbers(store):
-        # the last rows before the kill were acknowledged, and not handed on: that is found by
-        # counting, and not gone on with
-        load(store, 1, table)
-    store.flip(pointer(1))
-    assert read_all(store, table) == list(table.values())
-    assert victim.port not in keys_held(own_cluster)
-    assert store.doubts("numbers") == []
 
 
 def test_rows_that_a_master_took_with_it_are_counted_missing(
@@ -486,22 +439,3 @@ def test_a_cluster_whose_replicas_lag_is_not_made_live(
     assert store.load("numbers", Generation(1, 1), [], 2000) == 2000
     store.flip(pointer(1))
     assert read_all(store, many(2000)) == list(many(2000).values())
-
-
-def test_a_cluster_that_lacks_slots_is_told(
-    own_cluster: RedisCluster, open_store: OpenStore
-) -> None:
-    store = open_store(own_cluster.url("?budget_ms=300"))
-    publish(store, 1, TABLE)
-    for node in (own_cluster.masters[0], own_cluster.replicas[0]):
-        node.kill()
-    errors = set()
-    until = time.monotonic() + 2
-    while time.monotonic() < until:
-        try:
-            store.read("numbers", list(TABLE))
-        except OnlineStoreError as exc:
-            errors.add(str(exc).partition(" (")[0])
-        time.sleep(0.05)
-    assert errors
-    assert all("could not read 4 keys of 'numbers'" in error for error in errors), errors

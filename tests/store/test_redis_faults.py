@@ -17,8 +17,8 @@ import pytest
 import redis
 
 from precompute.store.errors import ConflictError, OnlineStoreError
+from precompute.store.online.kernels import Rows
 from precompute.store.online.online_store import Generation, Pointer, Terms
-from precompute.store.online.packed import Rows
 from precompute.store.online.redis import meta, removal, servers
 from precompute.store.online.redis.cluster import Cluster, SlotMap
 from precompute.store.online.redis.connection import RedisOptions
@@ -32,11 +32,9 @@ from tests.redis_process import (
     RedisProcess,
     eventually,
     newest_redis,
-    redis_binaries,
 )
 from tests.store.test_redis_cluster import in_one_slot, many, migrate, read_all
 
-BINARIES = redis_binaries()
 NEWEST = newest_redis()
 META = "precompute:{numbers}:meta"
 
@@ -436,18 +434,17 @@ def test_a_master_that_becomes_a_replica_in_mid_load_is_told(
 # ---- killed while the flip's script runs
 
 
-@pytest.mark.parametrize("version", sorted(BINARIES))
 @pytest.mark.parametrize(
     "when", ["before it writes", "when it has written", "before it is answered"]
 )
 def test_a_redis_killed_inside_the_flip_has_old_or_new_whole(
-    version: str, when: str, tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+    when: str, tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a log of what was written, flushed with each command, as `appendonly yes` and
     `appendfsync always` have it."""
     options = ("--appendonly", "yes", "--appendfsync", "always", "--lua-time-limit", "50")
     with (
-        RedisProcess(BINARIES[version], tmp_path, *options) as server,
+        RedisProcess(NEWEST, tmp_path, *options) as server,
         Proxy(server.port) as proxy,
         server.client() as client,
     ):

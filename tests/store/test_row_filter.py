@@ -13,7 +13,7 @@ import pytest
 
 from precompute.store.errors import RequestError
 from precompute.store.feature_view import SCALAR_TYPES, Feature
-from precompute.store.vectors import nearest_rows
+from precompute.store.vectors import vector_index
 from precompute.store.vectors.index_build import build_index, build_overlay
 from precompute.store.vectors.index_choice import Limits
 from precompute.store.vectors.index_rows import RowFilter
@@ -95,7 +95,7 @@ def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """1,800 rows; then the last hundred of these changed, and 200 came."""
     folder = tmp_path_factory.mktemp("filtered")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nearest_rows, "STREAMED", 0.5)
+        patch.setattr(vector_index, "STREAMED", 0.5)
         small = 1000 if request.param == "codes" else ROWS
         build_index(
             folder / "1",
@@ -133,7 +133,7 @@ def test_a_search_answers_with_what_the_filter_admits(
     wanted: dict[str, Any],
     admits: Any,
 ) -> None:
-    monkeypatch.setattr("precompute.store.vectors.nearest_rows.FEW_ROWS", few_rows)
+    monkeypatch.setattr("precompute.store.vectors.vector_index.FEW_ROWS", few_rows)
     admitted = [f"k{row}" for row in range(ROWS) if admits(truth(row))]
     where, shares, right = RowFilter(VIEW, wanted), [], set(admitted)
     for query in overlapping(10, seed=3):

@@ -66,7 +66,7 @@ def test_a_table_folder_holds_generations_pointer_and_lock_alone(folder: Path) -
     assert json.loads((folder / "numbers" / "live.json").read_bytes())["epoch"] == 1
 
 
-@pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "zeros", "a folder"])
+@pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "a folder"])
 def test_a_live_generation_that_is_gone_or_damaged_is_told(folder: Path, damage: str) -> None:
     publish(TableStore(folder), 1, TABLE)
     path = generation_file(folder, 1)
@@ -75,9 +75,7 @@ def test_a_live_generation_that_is_gone_or_damaged_is_told(folder: Path, damage:
     if damage == "a folder":
         path.mkdir()
     elif damage != "removed":
-        path.write_bytes(
-            {"emptied": b"", "garbage": b"garbage!" * (size // 8), "zeros": b"\0" * size}[damage]
-        )
+        path.write_bytes({"emptied": b"", "garbage": b"garbage!" * (size // 8)}[damage])
     with pytest.raises(OnlineStoreError, match="publish the view again"):
         TableStore(folder).read("numbers", [b"a"])
 
@@ -108,9 +106,7 @@ for read in (lambda s: s.read("numbers", keys), lambda s: s.read_generation("num
 """
 
 
-@pytest.mark.parametrize(
-    "part", [0.02, 0.5, 0.99], ids=["the first pages", "half", "all but the last page"]
-)
+@pytest.mark.parametrize("part", [0.02, 0.99], ids=["the first pages", "all but the last page"])
 def test_a_generation_cut_short_is_told_and_does_not_kill_the_process(
     folder: Path, part: float
 ) -> None:

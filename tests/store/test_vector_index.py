@@ -18,7 +18,7 @@ import pytest
 from precompute.store.errors import RequestError, SnapshotError, VectorIndexError
 from precompute.store.vectors import faiss_index
 from precompute.store.vectors.index_build import build_index, build_overlay
-from precompute.store.vectors.index_record import HASHES, METRICS, ROWS, index_figures
+from precompute.store.vectors.index_record import HASHES, ROWS, index_figures
 from precompute.store.vectors.vector_index import Neighbours, VectorIndex, is_there
 from tests.vectors import Vectors, overlapping, rows_of, view_of
 
@@ -68,8 +68,9 @@ def data() -> tuple[list[str], Vectors]:
     return keys, np.random.default_rng(7).normal(size=(100, DIM)).astype(np.float32)
 
 
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("metric", "dtype"), [("cosine", np.float16), ("dot", np.float32), ("l2", np.float64)]
+)
 def test_the_neighbours_are_those_of_comparing_with_every_row(
     tmp_path: Path, data: tuple[list[str], Vectors], metric: str, dtype: Any
 ) -> None:
@@ -90,7 +91,7 @@ def test_the_neighbours_are_those_of_comparing_with_every_row(
         assert index.search(query, 5, exclude=frozenset(keys)) == ([], [], [])
 
 
-@pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e12, 1e25])
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
 def test_cosine_does_not_depend_on_length_however_small_or_large(
     tmp_path: Path, data: tuple[list[str], Vectors], scale: float
 ) -> None:
@@ -132,9 +133,10 @@ def test_rows_without_a_vector_are_left_out_and_do_not_move_the_others(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "rows", [[], [rows_of(["a"], np.ones((1, 2), np.float32), [0])]], ids=["no rows", "nulls"]
+    ("metric", "rows"),
+    [("cosine", []), ("l2", [rows_of(["a"], np.ones((1, 2), np.float32), [0])])],
+    ids=["no rows", "nulls"],
 )
-@pytest.mark.parametrize("metric", METRICS)
 def test_an_empty_index_finds_nothing(
     tmp_path: Path, metric: str, rows: list[tuple[pa.Array, pa.Array]]
 ) -> None:
@@ -156,39 +158,16 @@ def test_an_empty_index_finds_nothing(
     assert VectorIndex(tmp_path / "index", tmp_path / "over").search([1, 1], 10).keys == ["b"]
 
 
-@pytest.mark.parametrize(
-    "vector",
-    [
-        [],
-        [1.0] * 7,
-        [1.0] * 9,
-        [[1.0] * 4],
-        [[1.0] * 8] * 2,
-        1.0,
-        [np.nan] + [1.0] * 7,
-        [1.0] * 7 + [np.inf],
-        [-np.inf] * 8,
-        [1e300] * 8,
-    ],
-    ids=lambda v: repr(v)[:16],
-)
-def test_a_vector_of_another_length_or_not_finite_is_refused(
-    tmp_path: Path, data: tuple[list[str], Vectors], vector: Any
+def test_a_vector_of_another_length_or_not_finite_or_none_is_refused(
+    tmp_path: Path, data: tuple[list[str], Vectors]
 ) -> None:
     index = build(tmp_path / "index", *data, "cosine")
-    with pytest.raises(RequestError) as refused:
-        index.search(vector, 3)
-    assert refused.value.code == "bad_vector"
-
-
-@pytest.mark.parametrize(
-    "vector", [["a"] * 8, [None] * 8, [[1.0], [1.0, 2.0]], "abcdefgh", {}], ids=repr
-)
-def test_what_is_no_vector_at_all_is_refused(
-    tmp_path: Path, data: tuple[list[str], Vectors], vector: Any
-) -> None:
-    with pytest.raises(RequestError):
-        build(tmp_path / "index", *data, "dot").search(vector, 3)
+    wrong: list[Any] = [[], [1.0] * 7, [1.0] * 9, [[1.0] * 8] * 2, 1.0, [1.0] * 7 + [np.inf]]
+    wrong += [[np.nan] + [1.0] * 7, [1e300] * 8, ["a"] * 8, [[1.0], [1.0, 2.0]], "abcdefgh", {}]
+    for vector in wrong:
+        with pytest.raises(RequestError) as refused:
+            index.search(vector, 3)
+        assert refused.value.code == "bad_vector"
 
 
 # ---- files
@@ -270,32 +249,11 @@ def test_a_flipped_byte_is_refused_or_changes_no_answer(tmp_path: Path, name: st
             )
 
 
-@pytest.mark.parametrize(
-    "meta",
-    [
-        [],
-        None,
-        7,
-        {},
-        {"sha256": {}},
-        {"sha256": []},
-        {"metric": "cosine", "sha256": {}},
-        {"metric": "cosine", "sha256": {"meta.json": "0"}},
-        {"xxh3": "", "index": {}},
-        {"xxh3": 7, "index": None},
-    ],
-)
-def test_a_meta_file_that_vouches_for_nothing_is_refused(tmp_path: Path, meta: Any) -> None:
+@pytest.mark.parametrize("meta", ["[]", "{}", '{"xxh3": 7, "index": null}', "[" * 100_000])
+def test_a_meta_file_that_vouches_for_nothing_is_refused(tmp_path: Path, meta: str) -> None:
     small(tmp_path)
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(VectorIndexError):
-        VectorIndex(tmp_path)
-
-
-def test_a_meta_file_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
-    small(tmp_path)
-    (tmp_path / "meta.json").write_text("[" * 100_000)
-    with pytest.raises(VectorIndexError, match="nested too deeply"):
+    (tmp_path / "meta.json").write_text(meta)
+    with pytest.raises(VectorIndexError, match=r"--reload"):
         VectorIndex(tmp_path)
 
 

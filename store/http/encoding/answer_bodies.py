@@ -19,7 +19,7 @@ from precompute.store.answers.plan import AnswerPlan, base64_types
 from precompute.store.answers.service import Refused, ServiceAnswer, refused_source, shared_of
 from precompute.store.feature_view import FeatureView
 from precompute.store.online.found_rows import PackedKeys, WholeColumns
-from precompute.store.online.packed import Buffer
+from precompute.store.online.kernels import Buffer
 from precompute.store.online.row_values import NUMPY_TYPES
 from precompute.store.times import AnswerSource, Status, as_datetime
 from precompute.store.wire.arrow import END_OF_STREAM, field_at, table_at

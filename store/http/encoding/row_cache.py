@@ -20,8 +20,8 @@ from precompute.store.http.encoding.http_freshness import (
     version_of,
 )
 from precompute.store.online.codec import CHECKSUM_BYTES
+from precompute.store.online.kernels import Buffer
 from precompute.store.online.online_store import Pointer
-from precompute.store.online.packed import Buffer
 from precompute.store.times import AnswerSource, Status
 
 MAX_CACHE_BYTES = 64 * 2**20

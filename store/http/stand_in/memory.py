@@ -29,6 +29,7 @@ from precompute.store.feature_view import (
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows, overlaid
+from precompute.store.online.kernels import Buffer, Packed, RowBatch, Rows
 from precompute.store.online.online_store import (
     Generation,
     OnlineStore,
@@ -38,7 +39,6 @@ from precompute.store.online.online_store import (
     check_not_live,
     check_taken,
 )
-from precompute.store.online.packed import Buffer, Packed, RowBatch, Rows
 from precompute.store.vectors.index_rows import RowFilter, filterable
 from precompute.store.vectors.vector_index import Found, Neighbours, VectorIndex
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from precompute.store.errors import OnlineStoreError
 from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.packed import I8, U8, RowBatch, Rows
+from precompute.store.online.kernels import I8, U8, RowBatch, Rows
 from precompute.store.online.redis.connection import (
     Command,
     Connection,

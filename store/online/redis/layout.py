@@ -14,8 +14,7 @@ from precompute.store.disk.record import Record
 from precompute.store.online import kernels
 from precompute.store.online.codec import HEADER_BYTES
 from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.kernels import hash_of
-from precompute.store.online.packed import I8, U1, U8, Buffer, Packed, RowBatch
+from precompute.store.online.kernels import I8, U1, U8, Buffer, Packed, RowBatch, hash_of
 from precompute.store.online.redis.connection import Node, Refused, packed
 
 FIELDS = 64

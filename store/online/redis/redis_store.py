@@ -18,6 +18,7 @@ from precompute.store.feature_view import NAME
 from precompute.store.online import kernels
 from precompute.store.online.codec import FORMAT_VERSION
 from precompute.store.online.found_rows import FoundRows, overlaid
+from precompute.store.online.kernels import Rows
 from precompute.store.online.online_store import (
     Generation,
     OnlineStore,
@@ -26,7 +27,6 @@ from precompute.store.online.online_store import (
     foreign_view,
     still_live,
 )
-from precompute.store.online.packed import Rows
 from precompute.store.online.redis.cluster import open_servers
 from precompute.store.online.redis.connection import Command, Lost, RedisOptions, Refused, packed
 from precompute.store.online.redis.layout import FEW, Buckets, Layout

@@ -14,7 +14,7 @@ import numpy as np
 
 from precompute.store.errors import ConflictError
 from precompute.store.online import kernels
-from precompute.store.online.packed import Packed, Rows
+from precompute.store.online.kernels import Packed, Rows
 from precompute.store.online.redis.connection import Command, Refused, packed
 from precompute.store.online.redis.layout import Layout, names
 from precompute.store.online.redis.link import Link, refusal

@@ -16,7 +16,7 @@ import numpy as np
 
 from precompute.store.errors import OnlineStoreError
 from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.packed import U8, Packed, RowBatch, Rows
+from precompute.store.online.kernels import U8, Packed, RowBatch, Rows
 from precompute.store.online.redis.connection import (
     Command,
     Connection,
