@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from precompute.store.wire import bodies
 from tests.documented import check_documented
 from tests.server import Reply
@@ -68,3 +70,15 @@ async def exchange(
         "pieces": str(len(parts))
     }
     return Reply(start["status"], headers, b"".join(bytes(part["body"]) for part in parts))
+
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples(exposition: bytes) -> Samples:
+    """Name and labels → value, of what ``/metrics`` answers."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(exposition.decode())
+        for sample in family.samples
+    }

@@ -22,7 +22,6 @@ import yaml
 from hypothesis import Phase, settings
 
 from precompute.engine.cores import allowed
-from precompute.store.account import sightings
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.storage import unmount_all
 from precompute.store.online import kernels
@@ -297,7 +296,7 @@ def prepared(
     5 ms in place of 0.1 s for each run."""
     folder = tmp_path_factory.getbasetemp() / "stage" / "project"
     # what this process noted of the project that lay there before
-    monkeypatch.setattr(sightings, "_last", {})
+    monkeypatch.setattr("precompute.store.account.account._last", {})
 
     def copied(build: Callable[..., Scene], *args: Any, **options: Any) -> Scene:
         if folder.exists():

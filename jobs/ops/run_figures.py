@@ -25,7 +25,7 @@ from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.history.changes import beside, figures_of, shown_figure
 from precompute.store.http.page.figures import REPORT, RUNS
-from precompute.store.http.page.run_page import (
+from precompute.store.http.page.page import (
     COMMONEST_VALUES,
     Age,
     Bar,

@@ -26,10 +26,9 @@ from apscheduler.triggers.base import BaseTrigger
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.report import close_dead
 from precompute.jobs.schedule.due import LEADER, RETRIED, Decision, Ledger
-from precompute.store.account.account import HEALING, Account, Act
+from precompute.store.account.account import HEALING, Account, Act, has_sightings
 from precompute.store.account.checker import LOOK_S, look, share_of
 from precompute.store.account.rounds import is_due
-from precompute.store.account.sightings import are_there
 from precompute.store.disk.lease import Lease, holder, take
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, FencedError, PrecomputeError
@@ -102,7 +101,7 @@ class Reconciler:
         """Whether readers reported damage."""
         views = (self._project.offline.view(view) for view in self._project.names)
         try:
-            return any(are_there(view.refs.folder) and is_due(view) for view in views)
+            return any(has_sightings(view.refs.folder) and is_due(view) for view in views)
         except PrecomputeError:
             # reported by :meth:`look`
             return False

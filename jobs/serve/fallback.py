@@ -25,8 +25,7 @@ from precompute.jobs.serve.live_view import REFUSED_S, InputRows, LiveView, Open
 from precompute.jobs.serve.supervised_process import Watch
 from precompute.store.answers.fallback import CLIENT, Computed, Fallback, Miss
 from precompute.store.errors import PrecomputeError
-from precompute.store.http.telemetry.caller import Caller
-from precompute.store.http.telemetry.instruments import CACHE, Batches, Meter, Tell
+from precompute.store.http.telemetry.instruments import CACHE, Batches, Caller, Meter, Tell
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.codec import rekeyed
 from precompute.store.online.kernels import hash_of

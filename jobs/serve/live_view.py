@@ -31,7 +31,7 @@ from precompute.store.answers.fallback import Computed, Miss, unpacked_view
 from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError, PrecomputeError, SourceError
 from precompute.store.feature_view import CHUNK, NAME, FeatureView, StudentUse
-from precompute.store.http.telemetry.caller import Caller
+from precompute.store.http.telemetry.instruments import Caller
 from precompute.store.keys import split_key
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online import kernels

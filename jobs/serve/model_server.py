@@ -29,8 +29,7 @@ from precompute.jobs.serve.live_view import REFUSED_S
 from precompute.jobs.serve.supervised_process import AGAIN, Watch, begin
 from precompute.store.answers.fallback import CLIENT, Computed, Miss
 from precompute.store.errors import PrecomputeError
-from precompute.store.http.telemetry.caller import TRACE
-from precompute.store.http.telemetry.instruments import Meter, Tell
+from precompute.store.http.telemetry.instruments import TRACE, Meter, Tell
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.miss_cache import MissCacheLimits
 from precompute.store.online.online_store import Pointer

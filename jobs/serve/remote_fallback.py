@@ -24,11 +24,11 @@ import pyarrow as pa
 from precompute.store.answers.fallback import CLIENT, Computed, Fallback, Miss, outcome_of, places
 from precompute.store.disk.record import digest_of
 from precompute.store.errors import ConfigError
-from precompute.store.http.telemetry.caller import TRACE
 from precompute.store.http.telemetry.instruments import (
     BREAKER_OPEN,
     FALLBACK_QUEUE,
     FALLBACK_ROWS,
+    TRACE,
     Meter,
 )
 from precompute.store.online.online_store import Pointer

@@ -26,6 +26,7 @@ from precompute.store.account.account import (
     State,
     Turn,
     read_account,
+    take_sightings,
     write_account,
 )
 from precompute.store.account.rows import (
@@ -35,7 +36,6 @@ from precompute.store.account.rows import (
     check_served,
     not_whole,
 )
-from precompute.store.account.sightings import take
 from precompute.store.disk.identity import COPY, NAME, known_identity
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import content_of, replace
@@ -157,8 +157,6 @@ def _alone(refs: Path, wait: bool) -> Iterator[bool]:
 
 
 class _Look:
-    """One look at one view."""
-
     def __init__(
         self, store: ViewStore, online: OnlineStore, share: float, budget_s: float, publishing: bool
     ) -> None:
@@ -173,7 +171,6 @@ class _Look:
         with Parquet every host would fetch all of it."""
 
     def account(self) -> Account:
-        """What is known now."""
         name, before = self._store.name, self._before
         if not self._publishing:
             self._records()
@@ -248,7 +245,7 @@ class _Look:
         # one that is not there may be of what was live before
         wrong = [keys[i] for i in np.flatnonzero(states == RowState.DAMAGED).tolist()]
         if wrong:
-            self._tell_rows(pointer.rows, wrong, [])
+            self._add_rows(pointer.rows, wrong, [])
         if {key.decode() for key in wrong} - known:
             self._sighted_files += (".table",)
 
@@ -376,12 +373,12 @@ class _Look:
             self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
             return account
         if wrong:
-            self._tell_rows(account.rows, wrong, doubts)
+            self._add_rows(account.rows, wrong, doubts)
         elif pointer.degraded:
             self._add("online pointer", State.DAMAGED, Act.POINT, DEGRADED)
         return replace(account, turn=turn, doubts=tuple(doubts))
 
-    def _tell_rows(self, rows: int, wrong: list[bytes], doubts: list[str]) -> None:
+    def _add_rows(self, rows: int, wrong: list[bytes], doubts: list[str]) -> None:
         name, keys = self._store.name, tuple(key.decode() for key in wrong[:MOST_KEYS])
         found = (
             f"{len(wrong):,} of {rows:,} rows of view {name!r} are missing or damaged in"
@@ -398,7 +395,7 @@ class _Look:
     def _sighted(self) -> list[bytes]:
         """Keys of rows that readers met, and of those that were not whole at the last look; what
         they met of an index has its files read again."""
-        notes = take(self._store.refs.folder)
+        notes = take_sightings(self._store.refs.folder)
         self._sighted_files = ("/index/",) if notes is not None and [] in notes else ()
         keys = [key for finding in self._before.findings for key in finding.keys]
         return [

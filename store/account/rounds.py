@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from precompute.store.account.account import read_account
+from precompute.store.account.account import has_sightings, read_account
 from precompute.store.account.checker import LOOK_S, look, share_of
-from precompute.store.account.sightings import are_there
 from precompute.store.disk.lease import is_held
 from precompute.store.errors import PrecomputeError
 from precompute.store.offline.refs import PUBLISH_LEASE
@@ -36,7 +35,7 @@ def is_due(store: ViewStore, every_s: float = EVERY_S, *, here: bool = False) ->
     damage since. During a publishing no process looks, but for those that look only ``here``."""
     refs = store.refs.folder
     since_s = time.time() - read_account(refs, store.name).at_us / 1e6
-    if since_s < min(every_s, SOON_S) or (since_s < every_s and not are_there(refs)):
+    if since_s < min(every_s, SOON_S) or (since_s < every_s and not has_sightings(refs)):
         return False
     return here or not is_held(store.leases, PUBLISH_LEASE)
 
@@ -61,12 +60,8 @@ class Rounds:
         every_s: float = EVERY_S,
         mend: Callable[[str], None] | None = None,
     ) -> None:
-        self._mend = mend
-        self._stores, self._open, self._every_s = (
-            [offline.view(name) for name in names],
-            open_online,
-            every_s,
-        )
+        self._stores = [offline.view(name) for name in names]
+        self._open, self._every_s, self._mend = open_online, every_s, mend
         self._stopping, self._reported = threading.Event(), dict[str, list[str]]()
         self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
         self._thread.start()

@@ -178,7 +178,6 @@ class Answer:
         return self.sighting.age_us(oldest_us, self.now_us) <= limit_s * 1e6
 
     def _judge(self, i: int, age_s: float) -> None:
-        """Row ``i``, which is whole, by its age."""
         status = status_of(self.plan.view, age_s, self.oldest_s)
         row = self._others.get(i, _FRESH)
         if row.status is not status:
@@ -301,14 +300,6 @@ class Answer:
             counts[fresh] += len(self.keys) - len(self._others)
         return dict(counts)
 
-    def status(self, i: int) -> Status:
-        """Status of row ``i``."""
-        return self.row(i).status
-
-    def reason(self, i: int) -> Reason | None:
-        """Why row ``i`` is missing; None when it is not."""
-        return self.row(i).reason
-
     def hints(self, explained: Callable[[str], str]) -> list[str]:
         """Lines for people about missing rows: what their reasons do not say, or what explains a
         key that is unknown; one of each kind, up to three."""
@@ -371,7 +362,9 @@ class Answer:
         limit = self.now_us + AHEAD_US
         if not self._computed_at or max(self._computed_at) <= limit:
             return 0
-        return sum(us > limit and self.reason(i) is None for i, us in enumerate(self._computed_at))
+        return sum(
+            us > limit and self.row(i).reason is None for i, us in enumerate(self._computed_at)
+        )
 
     def computed_at_us(self, i: int) -> int:
         """When row ``i`` was computed, µs since 1970."""
@@ -426,7 +419,6 @@ class Answer:
         ]
 
     def _more_columns(self) -> list[pa.Array]:
-        """The columns of :attr:`precompute.store.answers.plan.AnswerPlan.more_fields`."""
         fields = self.plan.more_fields
         values = [self.more(i) for i in range(len(self.keys))] if fields else []
         return [pa.array([row.get(name) for row in values], kind) for name, kind in fields]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from precompute.store.account.sightings import LIVE, REFS, note
+from precompute.store.account.account import LIVE, REFS, note_sighting
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.fallback import Fallback, Waiting, check_inputs, no_fallback
 from precompute.store.answers.misses import Misses, MissReports, SemanticCache
@@ -264,7 +264,7 @@ class Lookup:
         if answer.damaged:
             self.on_damaged(view, answer.damaged)
             if self.root is not None:
-                note(self.root / view / REFS, answer.damaged_keys())
+                note_sighting(self.root / view / REFS, answer.damaged_keys())
         if self._misses is not None and behind:
             self._misses.begin(answer, missing, inputs, options.deadline_ms, fallback is not None)
         return answer
@@ -355,7 +355,6 @@ class Lookup:
         return sorted(name for name in names if name not in there and self.is_lost(name))
 
     def _nothing_live(self, view: str) -> PrecomputeError:
-        """The error of a view that the online store has no pointer of."""
         if self.is_lost(view):
             return RowsLostError(
                 f"the online store has no pointer of view {view!r}, which is live: it was emptied,"

@@ -71,10 +71,10 @@ class SemanticCache:
         live: a view's pointer; raises where there is none.
         index_of: the index that was published with a pointer; raises where there is none.
         begin: looks rows up.
-        tell: called with a view, and how many of its misses came to what: ``hit``; ``far``: none is
-            near enough; ``no_row``: the near ones have no row here; ``no_vector``: the encoder did
-            not answer, or the inputs are not all that it takes; ``unusable``: its view or index is
-            not as it must be; ``busy``; and the sum of the similarities of the hits.
+        report: called with a view, and how many of its misses came to what: ``hit``; ``far``: none
+            is near enough; ``no_row``: the near ones have no row here; ``no_vector``: the encoder
+            did not answer, or the inputs are not all that it takes; ``unusable``: its view or index
+            is not as it must be; ``busy``; and the sum of the similarities of the hits.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class SemanticCache:
         live: Callable[[str], Pointer],
         index_of: Callable[[Pointer], VectorIndex],
         begin: Begin,
-        tell: Callable[[str, Counter[str], float], None],
+        report: Callable[[str, Counter[str], float], None],
     ) -> None:
         self._fallback = fallback
         self._live = live
         self._index_of = index_of
         self._begin = begin
-        self._tell = tell
+        self._report = report
         self._room = threading.Semaphore(AT_ONCE)
         self._threads = ThreadPoolExecutor(AT_ONCE, "semantic cache")
         self._codec: tuple[Pointer, RowCodec] | None = None
@@ -118,7 +118,7 @@ class SemanticCache:
             oldest_s: the largest age of a row that counts; None: the view's own limits hold.
         """
         if not self._room.acquire(blocking=False):
-            self._tell(pointer.view.name, Counter(busy=len(keys)), 0.0)
+            self._report(pointer.view.name, Counter(busy=len(keys)), 0.0)
             return self._fallback.submit(pointer, keys, inputs, deadline)
         futures: list[Future[Computed]] = [Future() for _ in keys]
         try:
@@ -153,7 +153,7 @@ class SemanticCache:
         finally:
             self._room.release()
         try:
-            self._tell(
+            self._report(
                 name,
                 outcomes,
                 sum(
@@ -177,7 +177,6 @@ class SemanticCache:
             )
 
     def _compute(self, request: _Request, numbers: Sequence[int]) -> None:
-        """Have the model compute the rest."""
         if not numbers:
             return
         keys = [request.keys[i] for i in numbers]
@@ -463,7 +462,6 @@ class Misses:
         stale: Sequence[int],
         inputs: Mapping[str, Any],
     ) -> tuple[list[int], list[int]]:
-        """The numbers of those that are still missing, and of those that are still stale."""
         if self._miss_cache is None:
             return list(missing), []
         keys = answer.keys
@@ -505,7 +503,6 @@ class Misses:
 
     @staticmethod
     def _takes(answer: Answer, i: int, name: str, row: bytes | None) -> bool:
-        """Whether what was cached under a name settles a row."""
         key = answer.keys[i]
         return answer.take_cached(i, row if row is None or name == key else rekeyed(row, name, key))
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from precompute.store.account.sightings import REFS, note
+from precompute.store.account.account import REFS, note_sighting
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.fallback import (
     Fallback,
@@ -210,10 +210,10 @@ class Searches:
             ):
                 raise _not_searchable(pointer, options.key, Reason.EXPIRED)
             return found.vector
-        self._tell_why_not(pointer, options.key)
+        self._raise_missing(pointer, options.key)
         return None
 
-    def _tell_why_not(self, pointer: Pointer, key: Any) -> None:
+    def _raise_missing(self, pointer: Pointer, key: Any) -> None:
         """Say why the index has no vector of a row: there is no such row, or its vector is null;
         None when another snapshot was published meanwhile.
 
@@ -246,7 +246,7 @@ class Searches:
     def _note(self, view: str) -> None:
         """Note a sighting, so that the checker looks at the view soon."""
         assert self.root is not None
-        note(self.root / view / REFS)
+        note_sighting(self.root / view / REFS)
 
     def _rows(
         self,
@@ -376,7 +376,6 @@ def _is_chunk(key: Any, entity: Sequence[str]) -> bool:
 
 
 def _parent(key: str) -> str:
-    """Key text of the long text that a chunk is of."""
     return key.rpartition("/")[0]
 
 
@@ -393,9 +392,6 @@ def _not_searchable(
 
 
 def _check_model(pointer: Pointer, model: str | None) -> None:
-    """Raises:
-    RequestError: 409, the vector is of another model than the rows, which is another space.
-    """
     if model is not None and model != pointer.model:
         raise RequestError(
             f"the vector is of model {str(model)[:12]!r}, view {pointer.view.name!r} of"

@@ -446,11 +446,6 @@ class ServiceAnswer:
         return options._replace(max_age_s=oldest_s, deadline_ms=left_ms)
 
     def _check_entity(self, view: str, entity: tuple[str, ...]) -> None:
-        """Refuse a view whose key the request's rows have not.
-
-        Raises:
-            RequestError: names both.
-        """
         if not self.entities.has(entity):
             raise RequestError(
                 f"view {view!r} has the key {', '.join(entity)}, and service {self.service.name!r}"
@@ -581,7 +576,6 @@ def refused_source(part: ServicePart) -> str | None:
 
 @lru_cache(256)
 def _schema(service: Service, plans: tuple[AnswerPlan, ...]) -> pa.Schema:
-    """The Arrow schema of a service's answer, with all its views."""
     fields, views = [(name, pa.string()) for name in service.entity], {}
     for part, plan in zip(service.parts, plans, strict=True):
         views[part.view], there = shared_of(part, plan), plan.features or ()

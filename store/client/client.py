@@ -95,7 +95,6 @@ class _Core:
 
 
 def _best(outcomes: Sequence[Outcome]) -> Outcome:
-    """The first good one of a request and of that sent beside it."""
     return next((outcome for outcome in outcomes if not passing(outcome)), outcomes[0])
 
 
@@ -328,8 +327,6 @@ class _Stream(httpcore2.AsyncNetworkStream):
 
 
 class _Network(httpcore2.AnyIOBackend):
-    """Connects as anyio does."""
-
     async def connect_tcp(self, *args: Any, **options: Any) -> _Stream:
         return _Stream(await super().connect_tcp(*args, **options))
 

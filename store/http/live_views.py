@@ -8,8 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from precompute.store.account.account import Account, Followed, read_account, read_followed
-from precompute.store.account.sightings import REFS
+from precompute.store.account.account import REFS, Account, Followed, read_account, read_followed
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from precompute.store.online.online_store import Pointer, check_own_rows

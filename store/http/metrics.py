@@ -191,43 +191,43 @@ class Metrics:
             counted.STORE_UP: {(): float(seen.store_answers)}
         }
 
-        def tell(instrument: Instrument, view: str, value: float | None) -> None:
+        def show(instrument: Instrument, view: str, value: float | None) -> None:
             if value is not None:
                 now.setdefault(instrument, {})[(view,)] = value
 
         for pointer in seen.pointers:
             name = pointer.view.name
-            tell(counted.VIEW_UP, name, float(name not in seen.unreadable))
-            tell(counted.LIVE_SNAPSHOT, name, pointer.snapshot)
-            tell(counted.EPOCH, name, pointer.epoch)
-            tell(counted.OLDEST_AGE, name, self._lookup.oldest_age_s(pointer))
-            tell(counted.TTL, name, pointer.view.ttl_s)
-            tell(counted.STALE_FOR, name, pointer.view.stale_for_s)
-            tell(counted.VIEW_ROWS, name, pointer.rows)
-            tell(
+            show(counted.VIEW_UP, name, float(name not in seen.unreadable))
+            show(counted.LIVE_SNAPSHOT, name, pointer.snapshot)
+            show(counted.EPOCH, name, pointer.epoch)
+            show(counted.OLDEST_AGE, name, self._lookup.oldest_age_s(pointer))
+            show(counted.TTL, name, pointer.view.ttl_s)
+            show(counted.STALE_FOR, name, pointer.view.stale_for_s)
+            show(counted.VIEW_ROWS, name, pointer.rows)
+            show(
                 counted.COVERAGE,
                 name,
                 pointer.rows / pointer.source_rows if pointer.source_rows else None,
             )
-            tell(counted.DEGRADED, name, float(seen.trouble(pointer) is not None))
+            show(counted.DEGRADED, name, float(seen.trouble(pointer) is not None))
             account = seen.accounts.get(name)
             if account is not None and account.at_us:
-                tell(
+                show(
                     counted.CHECKED_AGE, name, max(0.0, self._lookup.now_s() - account.at_us / 1e6)
                 )
             if name in seen.followed:
                 behind_s = self._lookup.now_s() - seen.followed[name].at_us / 1e6
-                tell(counted.BEHIND, name, max(0.0, behind_s))
+                show(counted.BEHIND, name, max(0.0, behind_s))
             if pointer.view.fallback and self._lookup.fallback is not None:
-                tell(counted.FALLBACK_UP, name, float(self._fallback_ready(pointer)))
+                show(counted.FALLBACK_UP, name, float(self._fallback_ready(pointer)))
                 if pointer.student is not None:
-                    tell(counted.FALLBACK_AGREEMENT, name, pointer.student.least)
+                    show(counted.FALLBACK_AGREEMENT, name, pointer.student.least)
             for rare in (counted.DAMAGED_ROWS, counted.FUTURE_ROWS):
                 # from 0 on: of a counter that is seen first when it has counted, Prometheus takes
                 # that for no increase
                 self.meter.counter(rare, name)
         for name in seen.unreadable:
-            tell(counted.VIEW_UP, name, 0.0)
+            show(counted.VIEW_UP, name, 0.0)
         return exposition(self.meter, now)
 
 

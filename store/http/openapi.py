@@ -161,7 +161,6 @@ _SEARCHED_BY = ("key", "text", "vector", "inputs")
 
 
 def _schemas() -> dict[str, Any]:
-    """The schema of every body, with the limits on it."""
     schemas = bodies.schemas()
     for name, fields in _LIMITS.items():
         for field, limits in fields.items():
@@ -226,7 +225,6 @@ def openapi_document(asks: Asks = Asks.NOTHING) -> dict[str, Any]:
 
 
 def _of_the_server(asks: Asks) -> dict[str, Any]:
-    """The paths that tell of views and processes."""
     plain = {"description": "answered"}
     ready = _responses(plain, {"503": "not yet, or too many wait for a store that does not answer"})
     ready["503"]["content"][bodies.JSON] = {"schema": {"type": "object"}}
@@ -273,7 +271,6 @@ def _of_the_server(asks: Asks) -> dict[str, Any]:
 
 
 def _query_options() -> list[dict[str, Any]]:
-    """What a lookup's query string may have."""
     return [
         _parameter(
             "features", "query", "string", "names of features, each once, separated by commas"
@@ -286,7 +283,6 @@ def _query_options() -> list[dict[str, Any]]:
 
 
 def _lookups() -> dict[str, Any]:
-    """The paths that answer with rows."""
     view = _parameter("view", "path", "string", "name of a published view")
     key = _parameter(
         "key",

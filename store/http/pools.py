@@ -1,5 +1,5 @@
 """Pools: bounded places for what waits, a pool for each kind: threads, and requests that wait for a
-model."""
+model; and what all routes share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -15,12 +15,30 @@ from typing import Any, ParamSpec, TypeVar
 
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.fallback import CLIENT, places
+from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import PrecomputeError, RequestError
+from precompute.store.http.encoding.answer_bodies import MAX_ANSWER_BYTES, Measure, Room
+from precompute.store.http.encoding.http_freshness import Headers
+from precompute.store.http.live_views import LiveViews
+from precompute.store.http.metrics import Metrics
+from precompute.store.http.reply import Reply, Stream, Timing, refusal
 from precompute.store.http.request import Disconnected, Receive, hung_up
+from precompute.store.http.telemetry.instruments import Meter
+from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+_READERS, _WAITING = 40, 256
+"""Threads that wait for a store over a network; and calls of a kind that wait for a thread: more
+would not be answered in time."""
+_SEARCHERS = 8
+"""Threads for searches and the model behind them. Neither kind waits for the other."""
+
+MOST_WAITING = 666
+"""Default of how many requests may wait for models: two thirds of the connections that a server
+allows, 500 of them of one client."""
 
 
 class Pool:
@@ -34,10 +52,10 @@ class Pool:
 
     def __init__(self, name: str, threads: int, waiting: int) -> None:
         self.name = name
-        self._most, self._free, self._most_waiting = threads + waiting, threads, waiting
-        self._turns: dict[asyncio.Future[None], None] = {}
-        """Futures of those that wait, in the order in which they came. They wait here and not for
-        the threads, which would hold whatever was given up meanwhile."""
+        self._most, self._waiting, self._most_waiting = threads + waiting, 0, waiting
+        self._free = asyncio.Semaphore(threads)
+        """Callers wait here and not for the threads, which would hold whatever was given up
+        meanwhile."""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -47,53 +65,32 @@ class Pool:
         Raises:
             RequestError: 503, too many are waiting.
         """
-        loop = asyncio.get_running_loop()
-        if self._free:
-            self._free -= 1
-        elif len(self._turns) >= self._most_waiting:
+        if self._free.locked() and self._waiting >= self._most_waiting:
             raise RequestError(
                 f"{self._most} {self.name} calls are in hand already; try again",
                 status=503,
                 code="busy",
             )
-        else:
-            await self._turn(loop.create_future())
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        loop = asyncio.get_running_loop()
         try:
             # which request it is for, where that is traced
             future = self._threads.submit(copy_context().run, partial(function, *args, **kwargs))
         except RuntimeError:
             # the system has no room for a thread
-            self._next()
+            self._free.release()
             raise
 
         def left(_: object) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._next)
+                loop.call_soon_threadsafe(self._free.release)
 
         future.add_done_callback(left)
         return await asyncio.wrap_future(future)
-
-    async def _turn(self, turn: asyncio.Future[None]) -> None:
-        self._turns[turn] = None
-        try:
-            await turn
-        except asyncio.CancelledError:
-            self._turns.pop(turn, None)
-            if not turn.cancelled():
-                # it came just now
-                self._next()
-            raise
-
-    def _next(self) -> None:
-        """Give a thread that is free to the next that waits."""
-        while self._turns:
-            turn = next(iter(self._turns))
-            del self._turns[turn]
-            # a task that is cancelled learns of it later
-            if not turn.cancelled():
-                turn.set_result(None)
-                return
-        self._free += 1
 
 
 class Waits:
@@ -195,3 +192,57 @@ def give_up(answer: Answer) -> None:
     """Give up an answer's rows in flight."""
     for future in answer.pending.values():
         future.cancel()
+
+
+class Serving:
+    """What all routes of an application share.
+
+    Args:
+        lookup: answers everything.
+        meter: what is counted with; by default one of this application's own.
+        fallback_ready: whether a view's model answers its misses now.
+        answer_bytes: of one answer at most.
+        timing: where the times of answers are reported.
+        waiting: requests that may wait for models at once; what others miss is shed: a hit finds a
+            connection, however slow a model is.
+    """
+
+    def __init__(
+        self,
+        lookup: Lookup,
+        meter: Meter | None = None,
+        fallback_ready: Callable[[Pointer], bool] = lambda _: False,
+        answer_bytes: int = MAX_ANSWER_BYTES,
+        timing: Timing = Timing.UNREPORTED,
+        waiting: int = MOST_WAITING,
+    ) -> None:
+        self.lookup, self.fallback_ready = lookup, fallback_ready
+        self.answer_bytes, self.timing = answer_bytes, timing
+        self.views = LiveViews(lookup)
+        self.metrics = Metrics(lookup, meter, self.views, fallback_ready)
+        self.readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
+        """Threads for a store that is waited for; None where reading takes no longer than to hand
+        it over."""
+        self.searchers, self.waits = Pool("search", _SEARCHERS, _WAITING), Waits(waiting)
+        self._room = Room(answer_bytes)
+
+    async def read(self, function: Callable[[], _T]) -> _T:
+        """The result of what reads the store, by a thread where that is waited for."""
+        return function() if self.readers is None else await self.readers.run(function)
+
+    def refused(self, exc: Exception, where: str) -> Reply:
+        """An exception as a problem, which is counted; ``where`` is for the log."""
+        reply, code = refusal(exc, where)
+        self.metrics.refused(code)
+        return reply
+
+    def reply(self, headers: Headers, pieces: Iterator[bytes | memoryview], size: Measure) -> Reply:
+        """An answer that is made of pieces: while it is sent, where it is large.
+
+        Raises:
+            RequestError: 503, other large answers take all the memory there is for them.
+        """
+        if not size.is_large:
+            return Reply(200, headers, list(pieces))
+        self._room.take(size.total)
+        return Reply(200, headers, Stream(pieces, partial(self._room.give, size.total)))

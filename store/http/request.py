@@ -28,6 +28,8 @@ different ones, and short ones."""
 STRANGER = "precompute.stranger"
 """Key of a scope: whether the caller has no valid token, on a route that needs none; the answer has
 no names then."""
+TRIED_AT_ONCE = "precompute.tried_at_once"
+"""Key of a scope for which what needs not wait was tried already."""
 
 
 class Disconnected(Exception):

@@ -12,18 +12,18 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from precompute.store.answers.answer import Answer
-from precompute.store.answers.lookup import Lookup, WholeRow
+from precompute.store.answers.lookup import WholeRow
 from precompute.store.answers.plan import AnswerPlan
 from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError
 from precompute.store.feature_view import FeatureView, status_of
 from precompute.store.http.encoding.answer_bodies import (
+    Measure,
     head_json,
     lookup_json,
     lookup_pieces,
     row_json,
     stream_of,
 )
-from precompute.store.http.encoding.answer_size import MAX_ANSWER_BYTES, Measure, Room
 from precompute.store.http.encoding.http_freshness import (
     PRIVATE,
     VARY,
@@ -43,18 +43,15 @@ from precompute.store.http.encoding.row_cache import (
     cached_row,
     encoded_row,
 )
-from precompute.store.http.metrics import Metrics
-from precompute.store.http.pools import Pool, Waits
+from precompute.store.http.pools import Serving
 from precompute.store.http.reply import (
     ARROW_TYPE,
     JSON_TYPE,
     RETRY_SOON,
     Reply,
-    Stream,
     Timing,
     log_failure,
     problem,
-    refusal,
     timed,
 )
 from precompute.store.http.request import (
@@ -83,21 +80,17 @@ _MISSING_STATUS = {
     Reason.BAD_KEY: 400,
 }
 
-MOST_WAITING = 666
-"""Default of how many requests may wait for models: two thirds of the connections that a server
-allows, 500 of them of one client."""
-
 NOT_LOADED = "since its model is not loaded yet: GET /readyz says when it is"
 """Added to messages about a model that is still loading, or cannot be loaded."""
 
-_PIECE_BYTES = 64 * 1024
+PIECE_BYTES = 64 * 1024
 """Size of a piece of a large answer, about: half a millisecond of work, while other requests
 wait."""
 _PIECE_ROWS = 16
 
-_BODIES = (bodies.JSON, bodies.ARROW)
-_BEGUN = "precompute.begun"
-"""Key of a scope: the lookup that was begun for it: the request, the size of its answer, and the
+BODIES = (bodies.JSON, bodies.ARROW)
+BEGUN = "precompute.begun"
+"""Key of a scope: what was begun for it; of a lookup the request, the size of its answer, and the
 answer."""
 
 
@@ -124,43 +117,24 @@ class _Request(NamedTuple):
 
 
 class RowRoutes:
-    """The routes that answer with rows, over one lookup.
+    """The routes that answer with rows.
 
     Args:
-        lookup: answers.
-        metrics: counts.
-        readers: threads for a store that is waited for; None where reading takes no longer than to
-            hand it over.
-        answer_bytes: of one answer at most.
+        serving: what all routes share.
         cache_bytes: of the encoded cached rows.
-        timing: where the times of answers are reported.
-        waiting: requests that may wait for models at once; what others miss is shed: a hit finds a
-            connection, however slow a model is.
         caching: what caches in between may do with single rows.
-        ready: whether a view's model is loaded.
     """
 
     def __init__(
-        self,
-        lookup: Lookup,
-        metrics: Metrics,
-        readers: Pool | None,
-        answer_bytes: int = MAX_ANSWER_BYTES,
-        cache_bytes: int = MAX_CACHE_BYTES,
-        timing: Timing = Timing.UNREPORTED,
-        waiting: int = MOST_WAITING,
-        caching: Caching = PRIVATE,
-        ready: Callable[[Pointer], bool] = lambda _: True,
+        self, serving: Serving, cache_bytes: int = MAX_CACHE_BYTES, caching: Caching = PRIVATE
     ) -> None:
-        self.waits, self._ready = Waits(waiting), ready
-        self._caching = caching
-        self._timing = timing
-        self._lookup, self._metrics, self._readers = lookup, metrics, readers
+        self._serving, self._caching = serving, caching
+        self._lookup, self._metrics = serving.lookup, serving.metrics
+        self._readers, self._waits, self._timing = serving.readers, serving.waits, serving.timing
         self._cache = RowCache(cache_bytes)
         self._serves_until: dict[str, tuple[Pointer, float]] = {}
         """View → the pointer under which its rows were cached last, and until when (s since 1970)
         the youngest of them may be served while the store fails."""
-        self._answer_bytes, self.room = answer_bytes, Room(answer_bytes)
 
     def row_at_once(self, scope: Scope, view: str, raw_key: bytes) -> Reply | None:
         """``GET /v1/views/{view}/rows/{key}``, where the answer is a row of the store, as JSON, and
@@ -267,8 +241,8 @@ class RowRoutes:
                 raise
             return in_error
         if answer.pending:
-            await self.waits.landed(answer, receive)
-        missing = answer.reason(0) is not None
+            await self._waits.landed(answer, receive)
+        missing = answer.row(0).reason is not None
         reply = (
             self._missing(answer, request.options, request.control, request.headers)
             if missing
@@ -328,7 +302,7 @@ class RowRoutes:
             if self._lookup.online.known(request.key[0]) is row.pointer:
                 # not if another pointer is live by now: it would never be read
                 self._keep(request.key, row)
-            return self._cached_reply(row, answer.status(0), answer.age_us(0), request)
+            return self._cached_reply(row, answer.row(0).status, answer.age_us(0), request)
         headers = row_headers(answer, b"a" if as_arrow else json_form(answer.plan), self._caching)
         etags = request.headers.get(b"if-none-match")
         if etags is not None and matches(etags, dict(headers)[b"etag"]):
@@ -342,7 +316,7 @@ class RowRoutes:
         request: CacheControl | None,
         sent: dict[bytes, bytes],
     ) -> Reply:
-        pointer, reason = answer.pointer, answer.reason(0)
+        pointer, reason = answer.pointer, answer.row(0).reason
         assert reason is not None
         if answer.default_row(0) is not None and not (
             request is not None and request.only_if_cached
@@ -351,7 +325,7 @@ class RowRoutes:
         detail = f"no row for key {answer.keys[0][:80]!r} in view {pointer.view.name!r}: {reason}"
         if reason is Reason.BAD_KEY and (hint := answer.row(0).detail):
             detail += f", {hint}"
-        elif reason is Reason.DEADLINE and not self._ready(pointer):
+        elif reason is Reason.DEADLINE and not self._serving.fallback_ready(pointer):
             detail += f", {NOT_LOADED}"
         self._metrics.refused(reason)
         status = _MISSING_STATUS.get(reason, 404)
@@ -380,35 +354,34 @@ class RowRoutes:
         if self._readers is not None:
             return None
         request = _Request.of(scope, view, b"")
-        begin, size = self._many(request, body_kind(request.headers, _BODIES), body)
+        begin, size = self._many(request, body_kind(request.headers, BODIES), body)
         answer = begin()
         if answer.pending or size.is_large:
-            scope[_BEGUN] = request, size, answer
+            scope[BEGUN] = request, size, answer
             return None
         return self._many_reply(scope, request, size, answer)
 
     async def lookup(self, scope: Scope, receive: Receive, view: str, _: bytes) -> Reply:
         """``POST /v1/views/{view}/lookup``, where :meth:`lookup_at_once` has no answer."""
-        begun: tuple[_Request, Measure, Answer] | None = scope.get(_BEGUN)
+        begun: tuple[_Request, Measure, Answer] | None = scope.get(BEGUN)
         if begun is None:
             request = _Request.of(scope, view, b"")
-            begin, size = self._many(request, *await read_body(receive, request.headers, _BODIES))
-            begun = request, size, await self._read(begin)
+            begin, size = self._many(request, *await read_body(receive, request.headers, BODIES))
+            begun = request, size, await self._serving.read(begin)
         if begun[2].pending:
-            await self.waits.landed(begun[2], receive)
+            await self._waits.landed(begun[2], receive)
         return self._many_reply(scope, *begun)
 
     def _many(
         self, request: _Request, kind: str, body: bytes
     ) -> tuple[Callable[[], Answer], Measure]:
-        """A function that begins a lookup of many keys, and the measure of its answer's size."""
         options = request.options
         if kind == bodies.ARROW:
             keys: list[Any] = arrow.decode_arrow_keys(body)["key"]
         else:
             wanted: bodies.LookupRequest = bodies.decode(bodies.decode_lookup, body)
             keys, options = wanted.keys, both(wanted.options(), options)
-        size = Measure(self._answer_bytes, wants_arrow(request.headers))
+        size = Measure(self._serving.answer_bytes, wants_arrow(request.headers))
         view, control = request.key[0], request.control
         return (
             partial(
@@ -427,13 +400,13 @@ class RowRoutes:
         columnar = size.as_arrow
         kind_of = [ARROW_TYPE if columnar else JSON_TYPE, VARY]
         if size.is_large:
-            rows = max(1, len(answer.keys) * _PIECE_BYTES // size.total)
+            rows = max(1, len(answer.keys) * PIECE_BYTES // size.total)
             pieces = (
                 arrow.arrow_pieces(answer.table(), 8 * rows)
                 if columnar
                 else lookup_pieces(answer, rows)
             )
-            reply = self._streamed(kind_of, pieces, size.total)
+            reply = self._serving.reply(kind_of, pieces, size)
         else:
             reply = Reply(200, kind_of, _as_arrow(answer) if columnar else lookup_json(answer))
         return self._reported("lookup", scope, answer, request.started, reply)
@@ -445,12 +418,6 @@ class RowRoutes:
         seconds = time.perf_counter() - started
         stages = self._metrics.answered(route, answer, seconds)
         return timed(scope, reply, stages, seconds, self._timing)
-
-    def _streamed(
-        self, headers: Headers, pieces: Iterator[bytes | memoryview], size_bytes: int
-    ) -> Reply:
-        self.room.take(size_bytes)
-        return Reply(200, headers, Stream(pieces, partial(self.room.give, size_bytes)))
 
     async def multi_lookup(self, scope: Scope, receive: Receive) -> Reply:
         """``POST /v1/lookup``: each view has its own answer or problem."""
@@ -464,7 +431,8 @@ class RowRoutes:
                 f"1 to {bodies.MAX_REQUESTS} requests in one call, got {len(wanted.requests)}",
                 status=413 if wanted.requests else 400,
             )
-        request, size = cache_control(headers.get(b"cache-control")), Measure(self._answer_bytes)
+        request = cache_control(headers.get(b"cache-control"))
+        size = Measure(self._serving.answer_bytes)
         begun: list[Answer | Reply] = []
         # all are begun before the first is waited for, so that they compute at the same time
         for one in wanted.requests:
@@ -473,7 +441,7 @@ class RowRoutes:
                     await self._begin(one.view, one.keys, one.options(), request, admit=size.add)
                 )
             except PrecomputeError as exc:
-                begun.append(self._refused(exc))
+                begun.append(self._serving.refused(exc, "POST /v1/lookup"))
             await asyncio.sleep(0)
         await self._all_landed(begun, receive)
         stages: Counter[str] = Counter()
@@ -486,11 +454,7 @@ class RowRoutes:
                     )
                 )
         pieces = _several([one.view for one in wanted.requests], begun)
-        reply = (
-            self._streamed([JSON_TYPE], pieces, size.total)
-            if size.is_large
-            else Reply(200, [JSON_TYPE], b"".join(pieces))
-        )
+        reply = self._serving.reply([JSON_TYPE], pieces, size)
         return timed(scope, reply, stages, time.perf_counter() - started, self._timing)
 
     async def _all_landed(self, begun: list[Answer | Reply], receive: Receive) -> None:
@@ -500,19 +464,14 @@ class RowRoutes:
             return
 
         def failed(number: int, error: PrecomputeError) -> None:
-            begun[number] = self._refused(error)
+            begun[number] = self._serving.refused(error, "POST /v1/lookup")
 
-        await self.waits.all_landed(
+        await self._waits.all_landed(
             [one if isinstance(one, Answer) else None for one in begun], receive, failed
         )
         for answer in begun:
             if isinstance(answer, Answer):
                 answer.judge_again()
-
-    def _refused(self, exc: PrecomputeError) -> Reply:
-        reply, code = refusal(exc, "POST /v1/lookup")
-        self._metrics.refused(code)
-        return reply
 
     async def _begin(
         self,
@@ -523,7 +482,7 @@ class RowRoutes:
         *,
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
     ) -> Answer:
-        return await self._read(
+        return await self._serving.read(
             partial(
                 self._lookup.begin,
                 view,
@@ -534,9 +493,6 @@ class RowRoutes:
                 admit=admit,
             )
         )
-
-    async def _read(self, begin: Callable[[], Answer]) -> Answer:
-        return begin() if self._readers is None else await self._readers.run(begin)
 
 
 def most_s(view: FeatureView) -> float:
@@ -556,7 +512,6 @@ def _as_arrow(answer: Answer) -> list[bytes | memoryview]:
 
 
 def _several(views: Sequence[str], answers: Sequence[Answer | Reply]) -> Iterator[bytes]:
-    """The body of an answer of several views: the rows of each, or its problem."""
     before = b'{"responses":['
     for view, answer in zip(views, answers, strict=True):
         yield before

@@ -11,27 +11,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from precompute.store.answers.answer import Answer
-from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.plan import AnswerPlan
 from precompute.store.answers.service import EntityRows, Refused, ServiceAnswer, ServicePart
 from precompute.store.errors import PrecomputeError, RequestError
-from precompute.store.http.encoding.answer_bodies import service_pieces
-from precompute.store.http.encoding.answer_size import Measure, Room
+from precompute.store.http.encoding.answer_bodies import Measure, service_pieces
 from precompute.store.http.encoding.http_freshness import VARY, cache_control
-from precompute.store.http.metrics import Metrics
-from precompute.store.http.pools import Pool, Waits, give_up
+from precompute.store.http.pools import Serving, give_up
 from precompute.store.http.reply import (
     ARROW_TYPE,
     JSON_TYPE,
     Reply,
-    Stream,
-    Timing,
     json_reply,
-    refusal,
     timed,
 )
 from precompute.store.http.request import (
@@ -45,21 +38,17 @@ from precompute.store.http.request import (
     read_body,
     wants_arrow,
 )
+from precompute.store.http.rows import BEGUN, BODIES, PIECE_BYTES
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.wire import arrow, bodies
 from precompute.store.wire.lookup_options import CacheControl
 
-_BODIES = (bodies.JSON, bodies.ARROW)
-_BEGUN = "precompute.begun"
-"""Key of a scope: the answer that was begun for it."""
 _KEYS_AT_ONCE = 2000
 """Rows of all views that are read in one piece; others have their turn between the views of
 more."""
 _READ_TOGETHER = 4
 """Views of one request that are waited for at once, where the store lies behind a network: one
 request has a tenth of the threads at most."""
-_PIECE_BYTES = 64 * 1024
-"""Size of the pieces of a large answer, about."""
 
 
 @dataclass(slots=True)
@@ -81,7 +70,6 @@ class _Begun:
 
     @property
     def answers(self) -> list[Answer | None]:
-        """The answer of each view that was begun; None of one that is refused."""
         return [part if isinstance(part, Answer) else None for part in self.answer.parts]
 
 
@@ -98,25 +86,10 @@ def _given_up_if_refused(begun: _Begun) -> Iterator[None]:
 
 
 class ServiceRoutes:
-    """The routes that answer with services, over one lookup; the arguments as
-    :class:`precompute.store.http.rows.RowRoutes` has them, with which it shares ``waits`` and
-    ``room``."""
+    """The routes that answer with services; ``serving`` is what all routes share."""
 
-    def __init__(
-        self,
-        lookup: Lookup,
-        metrics: Metrics,
-        readers: Pool | None,
-        waits: Waits,
-        room: Room,
-        answer_bytes: int,
-        timing: Timing,
-    ) -> None:
-        self._lookup, self._metrics, self._readers = lookup, metrics, readers
-        self._waits = waits
-        self._room = room
-        self._answer_bytes = answer_bytes
-        self._timing = timing
+    def __init__(self, serving: Serving) -> None:
+        self._serving, self._lookup, self._readers = serving, serving.lookup, serving.readers
 
     async def services(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /v1/services``."""
@@ -135,7 +108,7 @@ class ServiceRoutes:
         """
         if self._readers is not None:
             return None
-        begun = self._begun(scope, name, body_kind(headers_of(scope), _BODIES), body)
+        begun = self._begun(scope, name, body_kind(headers_of(scope), BODIES), body)
         answer = begun.answer
         if answer.entities.count * len(answer.service.parts) <= _KEYS_AT_ONCE:
             with _given_up_if_refused(begun):
@@ -145,21 +118,21 @@ class ServiceRoutes:
                 one is not None and one.pending for one in begun.answers
             ):
                 return self._reply(scope, begun)
-        scope[_BEGUN] = begun
+        scope[BEGUN] = begun
         return None
 
     async def service(self, scope: Scope, receive: Receive, name: str, _: bytes) -> Reply:
         """``POST /v1/services/{service}``, where :meth:`at_once` has no answer: each view answers
         for itself, or its rows say why it does not."""
-        begun: _Begun | None = scope.get(_BEGUN)
+        begun: _Begun | None = scope.get(BEGUN)
         if begun is None:
-            begun = self._begun(scope, name, *await read_body(receive, headers_of(scope), _BODIES))
+            begun = self._begun(scope, name, *await read_body(receive, headers_of(scope), BODIES))
         await self._read(begun)
 
         def failed(number: int, error: PrecomputeError) -> None:
             begun.answer.parts[number] = self._refused(error)
 
-        await self._waits.all_landed(begun.answers, receive, failed)
+        await self._serving.waits.all_landed(begun.answers, receive, failed)
         begun.answer.judge_again()
         return self._reply(scope, begun)
 
@@ -179,7 +152,7 @@ class ServiceRoutes:
             wanted.options().check()
             entities, options = wanted.entities, both(wanted.options(), options)
         answer = ServiceAnswer(service, EntityRows(service, entities), options)
-        size = Measure(self._answer_bytes, wants_arrow(headers))
+        size = Measure(self._serving.answer_bytes, wants_arrow(headers))
         return _Begun(started, cache_control(headers.get(b"cache-control")), size, answer)
 
     async def _read(self, begun: _Begun) -> None:
@@ -214,9 +187,8 @@ class ServiceRoutes:
     def _refused(self, exc: PrecomputeError) -> Refused:
         """The part of a view that cannot be answered; its message names no host and no file."""
         refused = Refused.by(exc)
-        reply, code = refusal(exc, "POST /v1/services")
+        reply = self._serving.refused(exc, "POST /v1/services")
         assert isinstance(reply.body, bytes)
-        self._metrics.refused(code)
         return replace(refused, problem=json.loads(reply.body))
 
     def _reply(self, scope: Scope, begun: _Begun) -> Reply:
@@ -224,21 +196,17 @@ class ServiceRoutes:
         answer.check()
         kind_of, rows = [ARROW_TYPE if size.as_arrow else JSON_TYPE, VARY], answer.entities.count
         if size.is_large:
-            rows = max(1, rows * _PIECE_BYTES // size.total)
+            rows = max(1, rows * PIECE_BYTES // size.total)
         pieces = (
             arrow.arrow_pieces(answer.table(), 8 * rows)
             if size.as_arrow
             else service_pieces(answer, rows)
         )
-        if size.is_large:
-            self._room.take(size.total)
-            reply = Reply(200, kind_of, Stream(pieces, partial(self._room.give, size.total)))
-        else:
-            reply = Reply(200, kind_of, list(pieces))
+        reply = self._serving.reply(kind_of, pieces, size)
         seconds, stages = time.perf_counter() - started, Counter[str]()
         for one in begun.answers:
             if one is not None:
                 # one after the other, so that what they took adds up
-                stages.update(self._metrics.answered(None, one, seconds, encoded=False))
-        self._metrics.timed("service", seconds)
-        return timed(scope, reply, stages, seconds, self._timing)
+                stages.update(self._serving.metrics.answered(None, one, seconds, encoded=False))
+        self._serving.metrics.timed("service", seconds)
+        return timed(scope, reply, stages, seconds, self._serving.timing)

@@ -20,7 +20,7 @@ from precompute.jobs.run import replica as replica_module
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.replica import SERVED, Follower, Replica
 from precompute.jobs.run.rollback import reconcile
-from precompute.store.account import checker, rounds, sightings
+from precompute.store.account import checker, rounds
 from precompute.store.account.account import (
     read_account,
     read_followed,
@@ -297,7 +297,7 @@ def test_what_a_reader_meets_is_compared_at_once(
     damaged_host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checker, "OFTEN_S", 1e9)
-    monkeypatch.setattr(sightings, "_last", {})
+    monkeypatch.setattr("precompute.store.account.account._last", {})
     scene, _, online, lookup, _ = damaged_host
     flip(table(scene, 1), ROW)
     assert look(scene.store, online, here=True, budget_s=-1.0).trouble == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections import Counter
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,7 +24,6 @@ from precompute.jobs.serve.fallback import ViewFallback
 from precompute.store.answers import misses
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.lookup import Lookup
-from precompute.store.client import Client
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.app import create_app
@@ -34,7 +31,6 @@ from precompute.store.wire.lookup_options import CacheControl, LookupOptions
 from tests.asgi import call
 from tests.conftest import MakeProject
 from tests.scene import Scene
-from tests.server import Server
 
 HERE = "tests.jobs.test_semantic_cache"
 TEXTS = {1: "aaaa", 2: "bbbb", 3: "aaab", 4: "abbb", 5: "cccc"}
@@ -45,8 +41,7 @@ table_only = pytest.mark.parametrize("online", ["table:./online"])
 
 
 class Letters:
-    """``vector``: how often the letters a, b and c stand in ``text``. Its process ends by a text
-    with a ``!``.
+    """``vector``: how often the letters a, b and c stand in ``text``.
 
     Args:
         path: a file whose content belongs to the fingerprint.
@@ -61,8 +56,6 @@ class Letters:
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, pa.Array]:
         texts = batch.column("text").to_pylist()
-        if any("!" in text for text in texts):
-            os._exit(3)
         if any("x" in text for text in texts):
             time.sleep(self._slow)
         counts = np.array([[text.count(letter) for letter in "abc"] for text in texts], np.float32)
@@ -452,31 +445,6 @@ def test_over_http_a_row_says_whose_it_is(make_texts: MakeTexts) -> None:
     assert views == {"labels": {"view": "vectors", "threshold": 0.94}, "vectors": None}
     assert 'precompute_semantic_cache_rows_total{outcome="hit",view="labels"} 3.0' in metrics
     assert 'precompute_semantic_cache_similarity_total{view="labels"} 3.0' in metrics
-
-
-@table_only
-def test_in_a_server_each_model_is_a_process_of_its_own(make_texts: MakeTexts) -> None:
-    scene = published(make_texts())
-    with Server(scene.folder) as server, Client(server.url) as client:
-        near, far = client.rows(
-            "labels", ["9", "8"], inputs={"9": {"text": "aaaaa"}, "8": {"text": "abc"}}
-        ).rows
-        (ended,) = client.rows("labels", ["7"], inputs={"7": {"text": "aaaa!"}}).rows
-        exact = client.rows("labels", ["9"], inputs={"9": {"text": "aaaaa"}}, no_cache=True).rows[0]
-        stored = client.rows("labels", [1]).rows[0]
-    assert (near.status, near.source, near.similarity, near.nearest) == ("fresh", "cache", 1.0, "1")
-    assert near.computed_at == stored.computed_at
-    assert [(row.status, row.similarity) for row in (far, ended, exact)] == [
-        ("computed", msgspec.UNSET)
-    ] * 3
-    # and, twice, the row that the model was warmed up with
-    assert sorted(calls(scene).read_text().splitlines()) == [
-        "['aaaa!']",
-        "['aaaa']",
-        "['aaaa']",
-        "['aaaaa']",
-        "['abc']",
-    ]
 
 
 # ---- the configuration

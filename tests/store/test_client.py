@@ -31,7 +31,7 @@ from precompute.store.errors import (
     RequestError,
 )
 from tests import REPOSITORY
-from tests.asking import features_of, opened
+from tests.asking import opened
 from tests.hostile import Hostile
 from tests.redis_process import free_port
 from tests.scene import Scene
@@ -399,13 +399,6 @@ def test_a_word_of_a_newer_server_is_taken_as_it_is() -> None:
 # ---- connections
 
 
-def test_over_tcp_it_answers_as_over_a_unix_socket(project: Scene, lookup: Lookup) -> None:
-    with Server(project.folder) as server, Client(server.url + "/") as over_tcp:
-        assert _rows(over_tcp.get("numbers", [1, 77, 9])) == _rows(
-            lookup.get("numbers", [1, 77, 9])
-        )
-
-
 def test_threads_share_a_client_and_each_gets_its_own_answer(client: Client) -> None:
     def ask(i: int) -> bool:
         key = i % 3 + 1
@@ -413,30 +406,6 @@ def test_threads_share_a_client_and_each_gets_its_own_answer(client: Client) -> 
 
     with ThreadPoolExecutor(16) as threads:
         assert all(threads.map(ask, range(200)))
-
-
-def test_it_reconnects_after_the_server_was_restarted(tmp_path: Path) -> None:
-    make_folder(tmp_path, {"numbers": {"fallback": None}}).publish_all()
-    bind = f"127.0.0.1:{free_port()}"
-    with Server(tmp_path, bind) as first:
-        client = Client(first.url, timeout_s=10)
-        hold = threading.Barrier(4)
-
-        def two_answers(_: int) -> list[float]:
-            hold.wait()  # four connections at once, all of them idle when the server goes
-            return [features_of(client.row("numbers", 1))["double"] for _ in range(2)]
-
-        with ThreadPoolExecutor(4) as threads:
-            assert list(threads.map(two_answers, range(4))) == [[2.0, 2.0]] * 4
-        first.end()
-        with Server(tmp_path, bind) as second:
-            with ThreadPoolExecutor(4) as threads:
-                assert list(threads.map(two_answers, range(4))) == [[2.0, 2.0]] * 4
-            second.end()
-            for _ in range(5):
-                with pytest.raises(OnlineStoreError, match="is `precompute serve` running"):
-                    client.row("numbers", 1)
-            client.close()
 
 
 @pytest.mark.parametrize(
@@ -521,16 +490,6 @@ def test_the_server_is_told_whom_it_is_asked_as() -> None:
                 assert client.views() == []
             thread.join()
         assert f"host: {written}:{port}\r\n".encode() in heads[0].lower()
-
-
-def test_a_server_that_never_answers_is_given_up_after_the_timeout() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        host, port = listener.getsockname()
-        with (
-            Client(f"http://{host}:{port}", timeout_s=0.2) as client,
-            pytest.raises(OnlineStoreError, match="timed out"),
-        ):
-            client.row("numbers", 1)
 
 
 @pytest.mark.parametrize(

@@ -215,16 +215,6 @@ def test_a_key_of_another_number_of_parts_is_refused(value: Any, entity: tuple[s
 
 
 @pytest.mark.parametrize(
-    ("raw", "entity"),
-    [(b"a/b/c", TWO), (b"a", TWO), (b"%FF", ONE), (b"a/%C3", TWO), (b"", ONE), (b"%00", ONE)],
-)
-def test_a_url_that_is_no_key_is_refused(raw: bytes, entity: tuple[str, ...]) -> None:
-    with pytest.raises(RequestError) as refused:
-        key_from_path(raw, entity)
-    assert refused.value.code == "bad_key"
-
-
-@pytest.mark.parametrize(
     ("raw", "entity", "text"),
     [
         (b"a%2Fb", ONE, "a/b"),

@@ -3,66 +3,19 @@ age negative."""
 
 from __future__ import annotations
 
-import dataclasses
 from datetime import UTC, datetime
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from precompute.store.feature_view import Feature, FeatureView, status_of
 from precompute.store.times import (
     AnswerSource,
     Reason,
     Sighting,
     Status,
-    age_s,
     as_datetime,
     microseconds,
 )
-
-VIEW = FeatureView("things", ("id",), (Feature("x", "float64"),), ttl_s=10, stale_for_s=5)
-FRESH, STALE, MISSING = Status.FRESH, Status.STALE, Status.MISSING
-
-
-@pytest.mark.parametrize(
-    ("limits", "max_age", "ages"),
-    [
-        # a limit belongs to the better side
-        ({}, None, {10: FRESH, 10.000001: STALE, 15: STALE, 15.000001: MISSING, 1e12: MISSING}),
-        ({}, 1e13, {0: FRESH, 10: FRESH, 10.000001: STALE, 15: STALE, 15.000001: MISSING}),
-        # the caller's own only ever takes away
-        ({}, 3, {3: FRESH, 3.000001: MISSING}),
-        ({}, 0, {0: FRESH, 0.000001: MISSING}),
-        ({}, 12, {10: FRESH, 12: STALE, 12.000001: MISSING}),
-        ({}, 15.1, {15.000001: MISSING}),
-        ({}, -1, {0: MISSING}),
-        ({"stale_for_s": 0}, None, {0: FRESH, 10: FRESH, 10.000001: MISSING}),
-        ({"ttl_s": 0}, None, {0: FRESH, 0.000001: STALE, 5: STALE, 5.000001: MISSING}),
-    ],
-)
-def test_the_status_of_a_row_of_an_age(
-    limits: dict[str, Any], max_age: float | None, ages: dict[float, Status]
-) -> None:
-    view = dataclasses.replace(VIEW, **limits)
-    assert {age: status_of(view, age, max_age) for age in ages} == ages
-
-
-@pytest.mark.parametrize(
-    ("computed_at", "now", "age"),
-    [
-        (0, 0, 0.0),
-        (0, 1, 0.000001),
-        (5, 2_500_005, 2.5),
-        (1, 0, 0.0),
-        (10**18, 0, 0.0),
-        (-2_000_000, 0, 2.0),
-    ],
-)
-def test_an_age_is_in_seconds_and_never_negative(computed_at: int, now: int, age: float) -> None:
-    assert age_s(computed_at, now) == age
 
 
 @pytest.mark.parametrize(
@@ -134,32 +87,6 @@ def test_no_row_is_younger_than_its_publishing_or_than_it_was_first_seen(
         age,
         age,
     ]
-
-
-TIMES = st.integers(-(10**6), 10**6) | st.integers(-(2**61), 2**61)
-
-
-@given(
-    published=st.none() | TIMES,
-    renewed=st.just(0) | TIMES,
-    elapsed=st.integers(0, 10**6) | st.integers(0, 2**61),
-    computed_at=st.lists(TIMES, min_size=1),
-    now=TIMES,
-)
-def test_no_clock_takes_an_age_below_what_is_known(
-    published: int | None, renewed: int, elapsed: int, computed_at: list[int], now: int
-) -> None:
-    """Neither below the time since it was first seen nor, where the row's clock was right, below
-    the difference; and a row that was computed later is never the older one, which is what an
-    answer relies on that judges all its rows by the oldest."""
-    sighting = Sighting(published, renewed, elapsed)
-    ages = [sighting.age_us(at, now) for at in sorted(computed_at)]
-    assert sighting.ages_us(np.array(sorted(computed_at), np.int64), now).tolist() == ages
-    assert ages == sorted(ages, reverse=True)
-    assert all(
-        age >= max(0, elapsed, now - max(at, renewed))
-        for age, at in zip(ages, sorted(computed_at), strict=True)
-    )
 
 
 @pytest.mark.parametrize(

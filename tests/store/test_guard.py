@@ -478,15 +478,6 @@ def test_an_idle_connection_is_closed_and_one_that_is_used_is_not(hasty: Guarded
     assert hasty.closed("idle") == before + 1
 
 
-def test_a_route_takes_its_time_whatever_its_clients_limits(hasty: Guarded) -> None:
-    hasty.go_on.clear()
-    with hasty.connect() as connection:
-        connection.sendall(request("/wait", method="POST", body=b"x" * 1000) + request("/next"))
-        time.sleep(0.6)  # longer than any of its limits
-        hasty.go_on.set()
-        assert bodies(connection, 2) == [b"/wait 1000", b"/next 0"]
-
-
 def test_who_is_kept_waiting_by_us_loses_no_time(hasty: Guarded) -> None:
     hasty.go_on.clear()
     with hasty.connect() as connection:

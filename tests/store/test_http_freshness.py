@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from precompute.store.errors import RequestError
 from precompute.store.feature_view import Feature, FeatureView
@@ -19,7 +16,7 @@ from precompute.store.http.encoding.http_freshness import MOST_PARTS, Caching, c
 from precompute.store.http.request import wants_arrow
 from precompute.store.wire import bodies
 from precompute.store.wire.lookup_options import CacheControl
-from tests.world import LOOKUP, PUBLISHED, ROW, SEARCH, STALE_FOR, TTL, World
+from tests.world import LOOKUP, PUBLISHED, ROW, SEARCH, World
 
 # ---- what a request may ask
 
@@ -363,116 +360,28 @@ def test_a_row_dated_ahead_has_the_age_that_is_known_and_is_counted(tmp_path: Pa
     world.get(ROW + "ahead").check_problem(404, "expired")
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("world"), {"a": 0.0, "b": 4.25}, fallback=False)
-
-
-@given(
-    passed_s=st.one_of(
-        st.sampled_from([0.0, 5.75, 6.0, 10.0, 10.75, 15.0, 15.25]), st.floats(0, 20)
-    ),
-    control=st.sampled_from(["", "max-age=7", "min-fresh=3", "max-stale=1"]),
-)
-def test_every_path_tells_the_same_of_the_same_row(
-    world: World, passed_s: float, control: str
-) -> None:
-    """One row, many, JSON, Arrow, several views, in process, and, where no more is asked,
-    searches."""
-    # whole microseconds: what a clock of that resolution shows
-    world.now_s = PUBLISHED + round(passed_s * 1e6) / 1e6
-    headers = {"cache_control": control} if control else {}
-    keys = ["a", "b"]
-    told: list[dict[str, tuple[str, float | None]]] = []
-    alone = {}
-    for key in keys:
-        for _ in range(2):
-            reply = world.get(ROW + key, **headers)
-            alone[key] = (
-                (reply.json["status"], reply.json["age_s"])
-                if reply.status == 200
-                else ("missing", None)
-            )
-            told.append({key: alone[key]})
-            assert reply.status != 200 or int(reply.headers["age"]) == np.ceil(reply.json["age_s"])
-    for table in (
-        world.post(LOOKUP, {"keys": keys}, accept=bodies.ARROW, **headers).arrow,
-        *([] if control else [world.lookup.get("things", keys)]),
-        *(
-            world.get(ROW + key, accept=bodies.ARROW, **headers).arrow
-            for key in keys
-            if alone[key][0] != "missing"
-        ),
-    ):
-        told.append({row["key"]: (row["status"], row["age_s"]) for row in table.to_pylist()})
-    for rows in (
-        world.post(LOOKUP, {"keys": keys}, **headers).json["rows"],
-        world.post("/v1/lookup", {"requests": [{"view": "things", "keys": keys}]}, **headers).json[
-            "responses"
-        ][0]["rows"],
-    ):
-        told.append({row["key"]: (row["status"], row["age_s"]) for row in rows})
-    if not control:
-        for features in ([], ["double"]):
-            rows = world.post(SEARCH, {"vector": [1, 2], "features": features}).json["rows"]
-            found = {row["key"]: (row["status"], row["age_s"]) for row in rows}
-            told.append(dict.fromkeys(keys, ("missing", None)) | found)
-    for one in told:
-        assert one == {key: alone[key] for key in one}
-    age_s = round(passed_s * 1e6) / 1e6
-    if not control:
-        assert alone["a"][0] == (
-            "fresh" if age_s <= TTL else "stale" if age_s <= TTL + STALE_FOR else "missing"
-        )
-
-
 @pytest.mark.parametrize(
-    ("age_s", "caching", "told"),
+    ("age_s", "caching", "fresh_s", "stale_s", "in_error_s"),
     [
-        (0, Caching(), "private, max-age=60, stale-while-revalidate=0, stale-if-error=172740"),
-        (
-            3_000,
-            Caching(),
-            "private, max-age=3060, stale-while-revalidate=0, stale-if-error=169740",
-        ),
+        (0, Caching(), 60, 0, 172_740),
+        (3_000, Caching(), 3_060, 0, 169_740),
         # the TTL ends before, and what is left the row may be stale
-        (
-            86_390,
-            Caching(),
-            "private, max-age=86400, stale-while-revalidate=50, stale-if-error=86400",
-        ),
-        (
-            90_000,
-            Caching(),
-            "private, max-age=86400, stale-while-revalidate=3660, stale-if-error=86400",
-        ),
-        (
-            172_790,
-            Caching(),
-            "private, max-age=86400, stale-while-revalidate=86400, stale-if-error=86400",
-        ),
-        (
-            3_000,
-            Caching(300, shared=True),
-            "max-age=3300, stale-while-revalidate=0, stale-if-error=169500",
-        ),
-        (
-            3_000,
-            Caching(0, shared=True),
-            "max-age=3000, stale-while-revalidate=0, stale-if-error=169800",
-        ),
+        (86_390, Caching(), 86_400, 50, 86_400),
+        (90_000, Caching(), 86_400, 3_660, 86_400),
+        (172_790, Caching(), 86_400, 86_400, 86_400),
+        (3_000, Caching(300, shared=True), 3_300, 0, 169_500),
+        (3_000, Caching(0, shared=True), 3_000, 0, 169_800),
     ],
 )
 def test_no_cache_between_outlives_a_rollback_beyond_its_time(
-    age_s: int, caching: Caching, told: str
+    age_s: int, caching: Caching, fresh_s: int, stale_s: int, in_error_s: int
 ) -> None:
     view = FeatureView(
         "things", ("id",), (Feature("x", "float32"),), ttl_s=86_400, stale_for_s=86_400
     )
-    assert caching.lifetime(view, age_s) == (b"cache-control", told.encode())
+    told = f"max-age={fresh_s}, stale-while-revalidate={stale_s}, stale-if-error={in_error_s}"
+    whose = "" if caching.shared else "private, "
+    assert caching.lifetime(view, age_s) == (b"cache-control", (whose + told).encode())
     # as a cache counts (RFC 9111 §4.2): how long it may answer by itself, from when it has fetched
     # the row
-    fresh_s, stale_s = (
-        int(part.partition("=")[2]) for part in told.removeprefix("private, ").split(", ")[:2]
-    )
     assert max(0, fresh_s + stale_s - age_s) <= caching.most_s

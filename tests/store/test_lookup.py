@@ -352,13 +352,6 @@ def test_one_row_is_the_same_by_every_path_and_beside_any_neighbour(house: House
         assert ask(lookup, [other, key])[1] == ANSWERS[key]
 
 
-def test_the_table_has_the_columns_of_the_contract_then_the_features(house: House) -> None:
-    house.publish(ROWS)
-    expected = pa.schema([*ANSWER_FIELDS, *((f.name, f.arrow_type) for f in FEATURES)])
-    for keys in (["new"], ["nobody"], ["expired", "new"], ["null"]):
-        assert house.lookup().get("things", keys).schema == expected
-
-
 @pytest.mark.parametrize(
     "names", [["label"], ["top", "double"], [f.name for f in FEATURES][::-1], []], ids=str
 )
@@ -383,30 +376,6 @@ def refused(call: Callable[[], Any]) -> tuple[int, str]:
     with pytest.raises(RequestError) as error:
         call()
     return error.value.status, str(error.value.code)
-
-
-def test_features_unknown_or_named_twice_are_refused(house: House) -> None:
-    house.publish(ROWS)
-    lookup = house.lookup()
-    for names in (["nothing"], ["double", "nothing"], ["key"], [""], ["x" * 10_000]):
-        assert refused(partial(lookup.get, "things", ["new"], features=names)) == (
-            400,
-            "unknown_feature",
-        )
-    assert refused(
-        lambda: lookup.get("things", ["new"], features=["label", "double", "label"])
-    ) == (400, "bad_request")
-    assert ask(lookup, ["new"]) == [ANSWERS["new"]]
-
-
-def test_a_request_has_one_to_a_thousand_keys(house: House) -> None:
-    rows = {f"k{i}": Row(float(i)) for i in range(MAX_KEYS)}
-    house.publish(rows)
-    lookup = house.lookup()
-    assert ask(lookup, list(rows)) == [there(key, row, "fresh") for key, row in rows.items()]
-    assert refused(lambda: lookup.get("things", [])) == (400, "no_keys")
-    assert refused(lambda: lookup.get("things", [*rows, "one more"])) == (413, "too_many_keys")
-    assert refused(lambda: lookup.get("things", ["k1"] * (MAX_KEYS + 1))) == (413, "too_many_keys")
 
 
 def test_answers_of_different_sizes_do_not_share_their_columns(house: House) -> None:
@@ -453,52 +422,6 @@ def test_a_new_snapshot_is_answered_from_by_the_next_request(house: House) -> No
         from_rows(before.rows())
         == from_table(before.table())
         == [ANSWERS["new"], ANSWERS["nobody"]]
-    )
-
-
-def test_a_view_with_other_features_is_read_by_its_own_schema(house: House) -> None:
-    house.publish(ROWS)
-    lookup = house.lookup()
-    lookup.get("things", ["new"], features=["label"])
-    view = FeatureView(
-        "things", ("id",), (Feature("label", "int8"), Feature("added", "bool")), TTL, STALE_FOR
-    )
-    keys = Packed.of([b"new"])
-    hashes = kernels.hashes(keys)
-    rows = RowCodec(view).encode(
-        batch_of(view.features, [{"label": 5, "added": True}]), hashes, np.array([NOW_US]), 2
-    )
-    house.online.load("things", Generation(2, 2), iter([RowBatch(keys, rows, hashes)]))
-    house.online.flip(Pointer(view, 2, 2, "model 2", 1, 1, "now", NOW_US))
-    assert lookup.row("things", "new")["features"] == {"label": 5, "added": True}
-    assert lookup.row("things", "new", features=["label"])["features"] == {"label": 5}
-    assert refused(lambda: lookup.get("things", ["new"], features=["double"])) == (
-        400,
-        "unknown_feature",
-    )
-
-
-def test_a_view_that_is_not_live_is_refused_with_those_that_are(house: House) -> None:
-    lookup = house.lookup()
-    with pytest.raises(RequestError, match=r"no view 'things' .*\(live: none\)"):
-        lookup.get("things", ["new"])
-    house.publish(ROWS)
-    house.publish(ROWS, name="others")
-    for view in ("nothing", "", "../things", "x" * 10_000, "THINGS", "a\0b"):
-        for keys in (["new"], [1], [["new"]]):
-            with pytest.raises(RequestError, match=r"live: others, things") as error:
-                lookup.get(view, keys)
-            assert (error.value.status, error.value.code) == (404, "unknown_view")
-            assert len(str(error.value)) < 300
-
-
-@pytest.mark.parametrize("limit", [-1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["max_age_s", "deadline_ms"])
-def test_a_limit_that_is_no_span_of_time_is_refused(memory: House, name: str, limit: float) -> None:
-    memory.publish(ROWS)
-    assert refused(lambda: memory.lookup().get("things", ["new"], **{name: limit})) == (  # type: ignore[arg-type]
-        400,
-        "bad_request",
     )
 
 
@@ -597,29 +520,6 @@ def test_no_row_is_older_than_the_renewal_and_when_it_was_computed_stays(
     )
 
 
-def test_a_limit_of_the_callers_counts_from_the_renewal_too(house: House) -> None:
-    pointer = house.publish({"a": Row(1.0, 8.0)})
-    lookup = house.lookup()
-    assert ask(lookup, ["a"], max_age_s=5.0) == [gone("a", "expired")]
-    house.online.flip(replace(pointer, renewed_at_us=NOW_US - 3_000_000))
-    assert [(row["status"], row["age_s"]) for row in ask(lookup, ["a"], max_age_s=5.0)] == [
-        ("fresh", 3.0)
-    ]
-    assert ask(lookup, ["a"], max_age_s=2.0) == [gone("a", "expired")]
-
-
-def test_what_went_back_to_an_older_generation_answers_from_it(house: House) -> None:
-    first = house.publish({"a": Row(1.0), "b": Row(2.0)}, 1)
-    house.publish({"a": Row(9.0)}, 2)
-    lookup = house.lookup()
-    assert ask(lookup, ["a", "b"]) == [
-        there("a", Row(9.0), "fresh", number=2),
-        gone("b", "unknown_entity", 2),
-    ]
-    house.online.flip(replace(first, epoch=3))
-    assert ask(lookup, ["a", "b"]) == [there("a", Row(1.0), "fresh"), there("b", Row(2.0), "fresh")]
-
-
 # ---- rows that do not vouch for themselves
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -656,46 +556,6 @@ def test_a_damaged_row_is_missing_and_leaves_the_others(house: House, way: str) 
     assert ask(lookup, ["new", "new"]) == [damaged] * 2
     assert ask(lookup, ["nobody", "new"], features=["tags"]) == [ANSWERS["nobody"], damaged]
     assert ask(lookup, ["new", "null"], max_age_s=0.0) == [damaged, gone("null", "expired")]
-
-
-def test_damaged_rows_are_counted_each_time_they_are_asked_for(house: House) -> None:
-    house.publish(ROWS, damage=dict.fromkeys(["new", "expired"], DAMAGE["a byte short"]))
-    lookup = house.lookup()
-    for keys, damaged in (
-        (["new"], 1),
-        (["null"], 0),
-        (["nobody"], 0),
-        (list(ANSWERS), 2),
-        (["null", "new", "new", "nobody", "expired"], 3),
-        (["null", "still stale"], 0),
-    ):
-        assert lookup.begin("things", keys).damaged == damaged
-    metrics = Metrics(lookup)
-    for keys in (["null"], ["new", "expired", "null"], ["new"]):
-        metrics.answered("lookup", lookup.begin("things", keys), 0.1)
-    text = metrics.render().decode()
-    assert 'precompute_damaged_rows_total{view="things"} 3.0' in text
-    assert (
-        'precompute_lookup_rows_total{reason="damaged",source="",status="missing",view="things"} 3.0'
-        in text
-    )
-
-
-def test_all_rows_damaged_is_an_answer_too(house: House) -> None:
-    house.publish(ROWS, damage=dict.fromkeys(ROWS, DAMAGE["zeros"]))
-    assert ask(house.lookup(), list(ROWS)) == [gone(key, "damaged") for key in ROWS]
-
-
-def test_what_is_live_of_another_schema_is_damaged_and_no_noise(memory: House) -> None:
-    """As after an operator moved a pointer by hand."""
-    pointer = memory.publish(ROWS)
-    other = FeatureView(
-        "things", ("id",), (*FEATURES[1:], Feature("double", "int64")), TTL, STALE_FOR
-    )
-    memory.online.flip(replace(pointer, view=other, epoch=2))
-    table = memory.lookup().get("things", ["new", "null", "nobody"])
-    assert table["reason"].to_pylist() == ["damaged", "damaged", "unknown_entity"]
-    assert [table[f.name].null_count for f in FEATURES] == [3] * len(FEATURES)
 
 
 def test_a_lost_row_is_distinguished_from_an_unknown_entity(house: House) -> None:
@@ -912,20 +772,6 @@ def test_a_search_drops_what_has_expired_and_tells_what_is_stale(house: House) -
         ("far", "fresh"),
     ]
     assert refused(lambda: lookup.search("things", key="expired"))[0] == 404
-
-
-def test_a_search_follows_the_live_snapshot(house: House) -> None:
-    house.publish(NEIGHBOURS, metric="l2")
-    lookup = house.lookup()
-    assert found(lookup.search("things", key="k5", k=1)) == [("k4", 1.0)]
-    house.publish({"k5": Row(0.0), "new": Row(7.0)}, 2, metric="dot")
-    answer = lookup.search("things", key="k5", k=5)
-    assert (answer["snapshot"], answer["model"], answer["metric"], found(answer)) == (
-        2,
-        "model 2",
-        "dot",
-        [("new", 1.0)],
-    )
 
 
 def test_a_search_after_a_view_began_anew_is_in_its_own_index(house: House) -> None:
@@ -1229,61 +1075,7 @@ def test_misses_are_computed_and_hits_are_not(behind: House) -> None:
     ]  # nothing was kept in the store
 
 
-def test_a_row_the_caller_finds_too_old_is_computed(behind: House) -> None:
-    fallback = Scripted({"null": Row(13.0)})
-    answer = ask(behind.lookup(fallback), ["new", "null"], max_age_s=1.0)
-    assert answer == [ANSWERS["new"], there("null", Row(13.0), "computed", "fallback")]
-
-
-def test_a_damaged_row_is_computed_and_counted_all_the_same(house: House) -> None:
-    house.changes = {"fallback": True, "fallback_deadline_s": 0.02}
-    house.publish(
-        ROWS, damage=dict.fromkeys(["new", "null", "expired"], DAMAGE["a bit of a value"])
-    )
-    fallback = Scripted({"new": Row(21.0), "null": Miss(Reason.MODEL_ERROR), "expired": None})
-    lookup = house.lookup(fallback)
-    keys = ["just fresh", "new", "null", "expired"]
-    expected = [
-        ANSWERS["just fresh"],
-        there("new", Row(21.0), "computed", "fallback"),
-        gone("null", "model_error"),
-        gone("expired", "deadline"),
-    ]
-    assert ask(lookup, keys) == expected
-    assert [wanted for _, wanted, _ in fallback.calls] == [["new", "null", "expired"]] * 2
-    assert from_rows([lookup.row("things", "new")]) == expected[1:2]
-    assert ask(lookup, keys, fallback=False) == [
-        ANSWERS["just fresh"],
-        *(gone(key, "damaged") for key in keys[1:]),
-    ]
-    answer = lookup.begin("things", keys)
-    answer.wait()
-    assert answer.damaged == 3
-
-
-def test_what_left_by_an_overlay_is_computed_as_any_other_miss(house: House) -> None:
-    house.changes = {"fallback": True}
-    base = house.publish(BASE)
-    house.publish(OVER, 2, over=base, removed=["left"])
-    fallback = Scripted({"left": Row(31.0)})
-    assert ask(house.lookup(fallback), ["changed", "left"]) == [
-        OVERLAID["changed"],
-        there("left", Row(31.0), "computed", "fallback", number=2),
-    ]
-
-
-def test_what_a_store_lost_is_computed(house: House) -> None:
-    house.changes = {"fallback": True}
-    house.publish(ROWS, lossy=True)
-    fallback = Scripted({"nobody": Row(32.0)})
-    assert ask(house.lookup(fallback), ["nobody", "new"]) == [
-        there("nobody", Row(32.0), "computed", "fallback"),
-        ANSWERS["new"],
-    ]
-    assert ask(house.lookup(), ["nobody"], fallback=False) == [gone("nobody", "not_in_store")]
-
-
-@pytest.mark.parametrize("reason", list(Reason))
+@pytest.mark.parametrize("reason", [Reason.MODEL_ERROR, Reason.SHED])
 def test_a_miss_says_why_and_leaves_the_others_alone(behind: House, reason: Reason) -> None:
     fallback = Scripted(
         {"nobody": Miss(reason), "expired": Miss(reason, "in detail"), "other": Row(14.0)}
@@ -1372,24 +1164,6 @@ def test_inputs_come_to_the_fallback_under_the_key_texts(memory: House) -> None:
     inputs = {"b%2F/2": {"x": 1.5, "y": None}}
     assert ask(memory.lookup(fallback), [["b/", 2]], inputs=inputs)[0]["status"] == "computed"
     assert [(wanted, given) for _, wanted, given in fallback.calls] == [(["b%2F/2"], inputs)] * 2
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        {"nobody": {}},
-        {"nobody": {"z": 1}},
-        {"nobody": {"x": 1, "id": 2}},
-        {"nobody": 7},
-        {"nobody": ["x"]},
-    ],
-)
-def test_inputs_that_are_not_the_models_are_refused(memory: House, inputs: Any) -> None:
-    memory.changes = {"fallback": True}
-    memory.publish(ROWS, metric="l2")
-    lookup = memory.lookup(Scripted({}))
-    assert refused(lambda: lookup.get("things", ["nobody"], inputs=inputs)) == (400, "bad_inputs")
-    assert refused(lambda: lookup.search("things", inputs=inputs["nobody"])) == (400, "bad_inputs")
 
 
 def test_a_search_by_inputs_asks_the_model_for_the_vector(behind: House) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from precompute.store.http.telemetry.access_log import AccessLog
-from precompute.store.http.telemetry.caller import route_of
+from precompute.store.http.telemetry.access_log import AccessLog, route_of
 from precompute.store.http.telemetry.tracing import MOST_ASKED_S, Spans, Tracing
 from tests import REPOSITORY
 from tests.collector import collecting
@@ -240,13 +239,6 @@ def test_no_caller_has_all_of_its_requests_traced(
     # a second's worth, and what came since
     traced = sum(span.name.startswith("POST") for span in spans())
     assert MOST_ASKED_S <= traced <= MOST_ASKED_S * (1 + seconds)
-
-
-def test_a_collector_that_is_not_there_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    made = Spans("http://127.0.0.1:9", 1.0, "worker-0")
-    tracing = Tracing(answering, made)
-    ask(tracing, scope("/livez"))
-    made.close()
 
 
 WITHOUT = """

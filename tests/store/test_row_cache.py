@@ -10,7 +10,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.record import replace
@@ -22,7 +21,7 @@ from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.table_store import TableStore
-from tests.asgi import call
+from tests.asgi import call, samples
 from tests.memory_store import MemoryStore
 from tests.server import Reply
 
@@ -80,13 +79,8 @@ class House:
         return self.sample("precompute_cache_rows_total", cache="l1", outcome=outcome)
 
     def sample(self, name: str, **labels: str) -> float:
-        families = text_string_to_metric_families(call(self.app, "GET", "/metrics").body.decode())
-        return sum(
-            s.value
-            for family in families
-            for s in family.samples
-            if s.name == name and s.labels == labels
-        )
+        found = samples(call(self.app, "GET", "/metrics").body)
+        return found.get((name, tuple(sorted(labels.items()))), 0.0)
 
 
 @pytest.fixture(params=["memory", "table"])

@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import redis
-from prometheus_client.parser import text_string_to_metric_families
 
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.record import replace
@@ -23,7 +22,7 @@ from precompute.store.http.app import create_app
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.online.redis.redis_store import KNOWN_S, RedisStore
-from tests.asgi import call, exchange, scope_of
+from tests.asgi import call, exchange, samples, scope_of
 from tests.redis_process import Proxy, RedisCluster, RedisProcess, eventually, newest_redis
 
 VIEW = FeatureView(
@@ -79,11 +78,8 @@ def publish(store: RedisStore, number: int, over: Pointer | None = None) -> Poin
 
 
 def hits(app: Any) -> float:
-    families = text_string_to_metric_families(call(app, "GET", "/metrics").body.decode())
-    samples = [
-        s for family in families for s in family.samples if s.name == "precompute_cache_rows_total"
-    ]
-    return sum(s.value for s in samples if s.labels == {"cache": "l1", "outcome": "hit"})
+    labels = (("cache", "l1"), ("outcome", "hit"))
+    return samples(call(app, "GET", "/metrics").body)["precompute_cache_rows_total", labels]
 
 
 class Asked:
@@ -144,10 +140,15 @@ def cut_all(url: str) -> None:
             client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["", "connections killed"])
+@pytest.mark.parametrize(
+    ("server", "cut"),
+    [("redis_url", True), ("oldest_redis_url", False), ("cluster_url", True)],
+    ids=["connections killed", "oldest", "cluster, connections killed"],
+)
 def test_no_answer_is_of_what_was_live_before_for_longer_than_is_promised(
-    url: str, open_store: OpenStore, cut: bool
+    request: pytest.FixtureRequest, open_store: OpenStore, server: str, cut: bool
 ) -> None:
+    url = request.getfixturevalue(server)
     writer, reader = open_store(url), open_store(url)
     base = publish(writer, 1)
     app = create_app(Lookup(reader))

@@ -4,6 +4,7 @@ and by the clients; and what they were trained with."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -274,28 +275,24 @@ def test_a_view_that_cannot_answer_keeps_no_other_from_it(lookup: Lookup, server
     }
 
 
-def test_all_views_have_one_deadline(lookup: Lookup, client: Client) -> None:
+@pytest.mark.parametrize("over_http", [False, True])
+def test_all_views_have_one_deadline(lookup: Lookup, server: Server, over_http: bool) -> None:
     """Of the service, or of the request; what is stored is there all the same."""
-    by: tuple[Any, ...] = (lookup.service, client.service)
-    for ask in by:
+    views = ("slow_a", "slow_b", "numbers")
+    with Client(server.url) as client:
+        ask: Any = client.service if over_http else lookup.service
+
+        def row(key: int, **words: Any) -> Any:
+            return ask("hasty", {"id": [key]}, **words).to_pylist()[0]
+
         for words in ({}, {"deadline_ms": 100}):
-            (row,) = ask("hasty", {"id": [9]}, **words).to_pylist()
-            assert {row[f"{view}__reason"] for view in ("slow_a", "slow_b")} == {"deadline"}
-            assert row["numbers__status"] in ("computed", "missing")
-            (row,) = ask("hasty", {"id": [1]}, **words).to_pylist()
-            assert [row[f"{view}__double"] for view in ("slow_a", "slow_b", "numbers")] == [
-                2.0,
-                2.0,
-                2.0,
-            ]
-        (row,) = ask("hasty", {"id": [9]}, deadline_ms=20_000).to_pylist()
-        assert [row[f"{view}__double"] for view in ("slow_a", "slow_b", "numbers")] == [
-            18.0,
-            18.0,
-            18.0,
-        ]
-        (row,) = ask("hasty", {"id": [9]}, fallback=False).to_pylist()
-        assert row["numbers__reason"] == "unknown_entity"
+            late = row(9, **words)
+            assert {late[f"{view}__reason"] for view in views[:2]} == {"deadline"}
+            assert late["numbers__status"] in ("computed", "missing")
+            assert [row(1, **words)[f"{view}__double"] for view in views] == [2.0] * 3
+        patient = row(9, deadline_ms=20_000)
+        assert [patient[f"{view}__double"] for view in views] == [18.0] * 3
+        assert row(9, fallback=False)["numbers__reason"] == "unknown_entity"
 
 
 REFUSED: list[tuple[str, Any, int, str]] = [
@@ -461,33 +458,19 @@ DEFINITION = Service(
     3600.0,
     100.0,
 )
+FIRST, SECOND = DEFINITION.parts
 OTHERS = [
-    Service("t", DEFINITION.entity, DEFINITION.parts, 3600.0, 100.0),
-    Service("s", ("id", "item"), DEFINITION.parts, 3600.0, 100.0),
-    Service("s", DEFINITION.entity, DEFINITION.parts[:1], 3600.0, 100.0),
-    Service(
-        "s",
-        DEFINITION.entity,
-        (ServicePart("a", ("y", "x"), 60.0, {"x": 1.0}), DEFINITION.parts[1]),
-        3600.0,
-        100.0,
-    ),
-    Service(
-        "s",
-        DEFINITION.entity,
-        (ServicePart("a", ("x", "y"), 61.0, {"x": 1.0}), DEFINITION.parts[1]),
-        3600.0,
-        100.0,
-    ),
-    Service(
-        "s",
-        DEFINITION.entity,
-        (ServicePart("a", ("x", "y"), 60.0, {"x": 2.0}), DEFINITION.parts[1]),
-        3600.0,
-        100.0,
-    ),
-    Service("s", DEFINITION.entity, DEFINITION.parts, None, 100.0),
-    Service("s", DEFINITION.entity, DEFINITION.parts, 3600.0),
+    dataclasses.replace(DEFINITION, **change)
+    for change in (
+        {"name": "t"},
+        {"entity": ("id", "item")},
+        {"parts": (FIRST,)},
+        {"parts": (dataclasses.replace(FIRST, features=("y", "x")), SECOND)},
+        {"parts": (dataclasses.replace(FIRST, max_age_s=61.0), SECOND)},
+        {"parts": (dataclasses.replace(FIRST, defaults={"x": 2.0}), SECOND)},
+        {"max_age_s": None},
+        {"deadline_ms": None},
+    )
 ]
 
 
@@ -495,6 +478,12 @@ def test_the_version_is_that_of_the_definition() -> None:
     again = Service.from_json(json.loads(json.dumps(DEFINITION.to_json())))
     assert again.fingerprint == DEFINITION.fingerprint
     assert len({one.fingerprint for one in (DEFINITION, *OTHERS)}) == 1 + len(OTHERS)
+
+
+def test_a_request_may_ask_for_fresher_rows_but_never_for_older_ones() -> None:
+    for part, own in ((FIRST, 60.0), (SECOND, 3600.0)):
+        asked = [None, own / 2, own * 2]
+        assert [DEFINITION.oldest_s(part, limit) for limit in asked] == [own, own / 2, own]
 
 
 @pytest.mark.parametrize(

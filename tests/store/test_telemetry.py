@@ -6,12 +6,11 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from precompute.store.errors import PrecomputeError
 from precompute.store.http.metrics import exposition
@@ -25,24 +24,19 @@ from precompute.store.http.telemetry.instruments import (
     PROBLEMS,
     ROWS,
     STAGE_SECONDS,
+    Instrument,
     Kind,
     Meter,
 )
-from tests import REPOSITORY
-
-Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+from tests import REPOSITORY, asgi
+from tests.asgi import Samples
 
 
 def samples(meter: Meter, **looked_up: float) -> Samples:
-    text = exposition(
-        meter, {LIVE_SNAPSHOT: {(view,): value for view, value in looked_up.items()}}
-    ).decode()
-    families = text_string_to_metric_families(text)
-    return {
-        (s.name, tuple(sorted(s.labels.items()))): s.value
-        for family in families
-        for s in family.samples
+    now: Mapping[Instrument, Mapping[tuple[str, ...], float]] = {
+        LIVE_SNAPSHOT: {(view,): value for view, value in looked_up.items()}
     }
+    return asgi.samples(exposition(meter, now))
 
 
 def test_a_histogram_counts_up_to_the_end_of_a_bucket_and_beyond_the_last() -> None:

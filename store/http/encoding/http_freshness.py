@@ -134,13 +134,8 @@ def row_headers(answer: Answer, form: bytes, caching: Caching) -> Headers:
         form: a letter for the body's form: two that look otherwise have two ETags.
         caching: what a cache may do with it.
     """
-    view, pointer, age, status = (
-        answer.pointer.view,
-        answer.pointer,
-        answer.age_s(0),
-        answer.status(0),
-    )
-    wanted = answer.row(0).wanted
+    pointer, age = answer.pointer, answer.age_s(0)
+    view, status, wanted = pointer.view, answer.row(0).status, answer.row(0).wanted
     how = (
         b"hit; ttl=%d" % math.floor(view.ttl_s - age)
         if wanted is None

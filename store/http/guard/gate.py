@@ -132,7 +132,7 @@ class Tokens:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen = self._stat()
+        self._seen = version_of(path)
         self._tokens = read_tokens(path)
         if not self._tokens:
             raise ConfigError(
@@ -141,7 +141,7 @@ class Tokens:
 
     def look(self) -> None:
         """Read the file again if it changed."""
-        seen = self._stat()
+        seen = version_of(self._path)
         if seen != self._seen:
             self._seen = seen
             try:
@@ -159,12 +159,14 @@ class Tokens:
                 found = token
         return found
 
-    def _stat(self) -> tuple[int, int, int] | None:
-        try:
-            stat = os.stat(self._path)
-        except OSError:
-            return None
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+def version_of(path: Path) -> tuple[int, int, int] | None:
+    """What changes with a file's content; None where it cannot be looked at."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def _digest(secret: bytes) -> bytes:
@@ -318,7 +320,6 @@ class Gate:
 
 
 def _secret(scope: Scope) -> bytes | None:
-    """The token that came with a request."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     for name, value in headers:
         if name == b"authorization":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from precompute.store.errors import ConfigError
-from precompute.store.http.guard.gate import Tokens
+from precompute.store.http.guard.gate import Tokens, version_of
 from precompute.store.http.openapi import Asks
 
 
@@ -132,7 +132,7 @@ class Tls:
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
         self._cert, self._key = cert, key
-        self._seen = self._stat()
+        self._seen = version_of(cert), version_of(key)
         self.context = self._loaded()
         self.context.set_alpn_protocols(["http/1.1"])
         if client_ca is not None:
@@ -147,7 +147,7 @@ class Tls:
     def look(self) -> None:
         """Take up the files if they changed; those that cannot be used are reported in the log,
         once, and the ones before stay."""
-        seen = self._stat()
+        seen = version_of(self._cert), version_of(self._key)
         if seen == self._seen:
             return
         self._seen = seen
@@ -169,17 +169,6 @@ class Tls:
                 f"serve.tls: {self._cert} and {self._key} cannot be used: {exc}"
             ) from exc
         return context
-
-    def _stat(self) -> list[tuple[int, int] | None]:
-        return [_changed(self._cert), _changed(self._key)]
-
-
-def _changed(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_ino
 
 
 def _no_password() -> str:

@@ -23,9 +23,9 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
-from precompute.store.http.front import TRIED_AT_ONCE
 from precompute.store.http.guard.connections import Connections, Wait, header_lines, last_words
 from precompute.store.http.reply import RETRY_SOON, Reply, Stream, problem
+from precompute.store.http.request import TRIED_AT_ONCE
 
 LINGER_BYTES, LINGER_HEAD_BYTES = 16 * 2**20, 2**18
 """Bytes of a refused request, for its body or for its head, that are read and thrown away so that
@@ -345,7 +345,6 @@ class LimitedProtocol(HttpToolsProtocol):
         return size is not None and size <= min(self._received, self._limits.body_bytes)
 
     def _answered_whole(self, body: bytes) -> bool:
-        """Whether a request that is here whole needed no task."""
         assert self._all.posted_at_once is not None
         reply = self._all.posted_at_once(cast(dict[str, Any], self.scope), body)
         if reply is None:
@@ -362,7 +361,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._take(body)
 
     def _answer(self, reply: Reply) -> None:
-        """Send a reply in one piece."""
         assert not isinstance(reply.body, Stream)
         body = reply.body
         size = sum(map(len, body)) if isinstance(body, list) else len(body)
@@ -396,7 +394,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         elif self._refusal is not None:
-            self._tell(self._refusal)
+            self._send_refusal(self._refusal)
         elif self._waits_for == _ANSWER:
             self._wait_for(_NEXT)
         if self._held and not self.pipeline:
@@ -513,13 +511,13 @@ class LimitedProtocol(HttpToolsProtocol):
             if self.cycle.response_started:
                 self.transport.abort()
             else:
-                self._tell(refusal)
+                self._send_refusal(refusal)
         elif self.cycle is None or (self.cycle.response_complete and not self.pipeline):
-            self._tell(refusal)
+            self._send_refusal(refusal)
         else:
             self._refusal = refusal
 
-    def _tell(self, refusal: Reply) -> None:
+    def _send_refusal(self, refusal: Reply) -> None:
         if self.transport.is_closing():
             return
         self.transport.write(last_words(refusal))

@@ -153,7 +153,7 @@ class GuardedServer(uvicorn.Server):
 
     Args:
         app: ASGI 3. Where it has an ``at_once``, and a ``posted_at_once``, as
-            :class:`precompute.store.http.front.Front` has, these are queried first: what they
+            :class:`precompute.store.http.app.Front` has, these are queried first: what they
             answer needs no task, and goes out in one piece.
         limits: of its connections; fewer connections where this process may not have as many files
             open.

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -19,19 +21,23 @@ from precompute.store.answers.fallback import Computed, Fallback, Miss, unpacked
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.search import Searches
 from precompute.store.answers.service import Service
-from precompute.store.client.attempts import Failure, Outcome
+from precompute.store.client.attempts import Failure, Outcome, address_of
 from precompute.store.client.calls import Call
-from precompute.store.errors import ConfigError, NoAnswerError, PrecomputeError
-from precompute.store.feature_view import FeatureView, IndexSpec
-from precompute.store.http.app import create_app
-from precompute.store.http.stand_in.clients import (
-    Fault,
-    Faults,
-    StandInAsyncClient,
-    StandInClient,
-    exchanged,
-    outcome_of,
+from precompute.store.client.client import AsyncClient, AsyncTransport, Client
+from precompute.store.client.replies import Reply
+from precompute.store.client.transport import ERRORS, BlockingTransport, Exchange
+from precompute.store.errors import (
+    ConfigError,
+    DeadlineError,
+    NoAnswerError,
+    OnlineStoreError,
+    OverloadedError,
+    PrecomputeError,
+    RequestError,
 )
+from precompute.store.feature_view import FeatureView, IndexSpec
+from precompute.store.http.app import Front, create_app
+from precompute.store.http.reply import problem
 from precompute.store.http.stand_in.memory import (
     GENERATION,
     MemoryIndex,
@@ -42,7 +48,7 @@ from precompute.store.http.stand_in.memory import (
     features_of,
     plain_features,
 )
-from precompute.store.keys import key_text, split_key
+from precompute.store.keys import key_text, parts_hint
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.times import Reason, as_datetime, iso
@@ -61,6 +67,17 @@ class Request(NamedTuple):
     body: Any
 
 
+@dataclass(slots=True)
+class _Fault:
+    """``error`` in place of the answer, or the answer so much later; the next ``times``, None for
+    all; of requests of ``view``, None for all."""
+
+    error: PrecomputeError | None
+    delay_s: float
+    times: int | None
+    view: str | None
+
+
 class StandIn(Fallback):
     """What stands in for a lookup service; close it at the end, or use it as a context manager.
 
@@ -70,7 +87,8 @@ class StandIn(Fallback):
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self._views: dict[str, RowsOfAView] = {}
-        self._faults, self._ahead_s = Faults(), 0.0
+        self._faults: list[_Fault] = []
+        self._ahead_s = 0.0
         self._store, self._lock = MemoryStore(), threading.RLock()
         self._threads = ThreadPoolExecutor(8, "stand-in")
         self._lookup = _MemoryLookup(self)
@@ -197,9 +215,8 @@ class StandIn(Fallback):
         Raises:
             ConfigError: the client never raises it, or there is no such view yet.
         """
-        if view is not None:
-            self._named(view)
-        self._faults.add(Fault(error=error, times=times, view=view))
+        outcome_of(error)
+        self._order(_Fault(error, 0.0, times, view))
 
     def delay(self, seconds: float, *, times: int | None = None, view: str | None = None) -> None:
         """Have answers come so much later, within the client's time limit or past it; arguments as
@@ -208,23 +225,55 @@ class StandIn(Fallback):
         Raises:
             ConfigError: that is no time, or there is no such view yet.
         """
-        if view is not None:
-            self._named(view)
-        self._faults.add(Fault(delay_s=seconds, times=times, view=view))
+        if not seconds >= 0:
+            raise ConfigError(f"a delay is a number of seconds from 0, got {seconds!r}")
+        self._order(_Fault(None, seconds, times, view))
 
     def heal(self) -> None:
         """Nothing that was on order goes wrong any more."""
-        self._faults.clear()
+        with self._lock:
+            self._faults.clear()
+
+    def _order(self, fault: _Fault) -> None:
+        if fault.view is not None:
+            self._named(fault.view)
+        if fault.times is not None and fault.times < 1:
+            raise ConfigError(f"times: {fault.times}: at least 1, or None for all requests to come")
+        with self._lock:
+            self._faults.append(fault)
+
+    def _next_fault(self, views: list[str]) -> tuple[float, PrecomputeError | None]:
+        """How much later the answer to a request of these views comes, all delays together, and
+        the oldest error."""
+        delay_s, error = 0.0, None
+        with self._lock:
+            for fault in list(self._faults):
+                if (fault.view is not None and fault.view not in views) or (
+                    fault.error is not None and error is not None
+                ):
+                    continue
+                delay_s += fault.delay_s
+                error = fault.error if error is None else error
+                if fault.times is not None:
+                    fault.times -= 1
+                    if not fault.times:
+                        self._faults.remove(fault)
+        return delay_s, error
 
     # ---- clients
 
-    def client(self, timeout_s: float = 10.0, **options: Any) -> StandInClient:
+    def client(self, timeout_s: float = 10.0, **options: Any) -> Client:
         """A :class:`precompute.Client` of it; ``options`` are that one's."""
-        return StandInClient(self._serve, timeout_s, **options)
+        client = Client(URL, timeout_s, **options)
+        client._transport.close()
+        client._transport = _Blocking(self._serve, options.get("token"))
+        return client
 
-    def async_client(self, timeout_s: float = 10.0, **options: Any) -> StandInAsyncClient:
+    def async_client(self, timeout_s: float = 10.0, **options: Any) -> AsyncClient:
         """An :class:`precompute.AsyncClient` of it; ``options`` are that one's."""
-        return StandInAsyncClient(self._serve, timeout_s, **options)
+        client = AsyncClient(URL, timeout_s, **options)
+        client._transport = _Async(self._serve, options.get("token"))
+        return client
 
     def close(self) -> None:
         """End it; clients of it get no answer any more."""
@@ -333,15 +382,9 @@ class StandIn(Fallback):
             for key, features in rows.items()
             if features is not None
         }
-        if strange := [
-            text
-            for text in (*come, *gone)
-            if len(split_key(text, of.view.entity)) != len(of.view.entity)
-        ]:
-            raise ConfigError(
-                f"view {name!r}: the key {strange[0]!r} has not the parts of"
-                f" {', '.join(of.view.entity)}"
-            )
+        for text in (*come, *gone):
+            if hint := parts_hint(text, of.view.entity):
+                raise ConfigError(f"view {name!r}: {hint}")
         # refused before any is a row
         of.values |= of.packed(come, at_us)
         of.rows |= come
@@ -384,7 +427,6 @@ class StandIn(Fallback):
         )
 
     def _views_of(self, path: str, body: Any) -> list[str]:
-        """Names of the views that a request is for."""
         parts = path.partition("?")[0].split("/")
         if len(parts) > 3 and parts[2] == "views":
             return [unquote(parts[3])]
@@ -397,14 +439,13 @@ class StandIn(Fallback):
     async def _answered(
         self, call: Call[Any], headers: list[tuple[bytes, bytes]], views: list[str]
     ) -> Outcome:
-        delay_s, error = self._faults.next(views)
+        delay_s, error = self._next_fault(views)
         if delay_s:
             await asyncio.sleep(delay_s)
         return await exchanged(self._app, call, headers) if error is None else outcome_of(error)
 
 
 async def _give_up() -> None:
-    """End all other tasks of this loop."""
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()
@@ -412,8 +453,6 @@ async def _give_up() -> None:
 
 
 class _MemorySearches(Searches):
-    """Searches of a stand-in's rows."""
-
     def __init__(self, stand_in: StandIn, lookup: Lookup) -> None:
         super().__init__(None, lookup._live, lookup.begin, lookup._age_of)
         self._stand_in = stand_in
@@ -423,8 +462,123 @@ class _MemorySearches(Searches):
 
 
 class _MemoryLookup(Lookup):
-    """A lookup of a stand-in's rows."""
-
     def __init__(self, stand_in: StandIn) -> None:
         super().__init__(stand_in._store, None, stand_in, stand_in.now_s, stand_in.monotonic)
         self._searches = _MemorySearches(stand_in, self)
+
+
+def outcome_of(error: PrecomputeError) -> Outcome:
+    """What a request came to, for the client to raise this error: the server's refusal, or no
+    answer.
+
+    Raises:
+        ConfigError: the client raises no such error.
+    """
+    if isinstance(error, OverloadedError):
+        # as RFC 9110 has it, in whole seconds
+        wait = (
+            []
+            if error.retry_after_s is None
+            else [(b"retry-after", b"%d" % max(0, round(error.retry_after_s)))]
+        )
+        return _refusal(503, "busy", str(error), wait)
+    if isinstance(error, NoAnswerError):
+        return Failure(error, final=isinstance(error, DeadlineError))
+    if type(error) is OnlineStoreError:
+        return _refusal(503, "store_unavailable", str(error))
+    if isinstance(error, RequestError):
+        return _refusal(error.status, error.code, str(error))
+    raise ConfigError(
+        f"{type(error).__name__}: the client never raises it; it raises OnlineStoreError,"
+        " NoAnswerError, DeadlineError, OverloadedError, RequestError, DeniedError"
+    )
+
+
+def _refusal(
+    status: int, code: str, detail: str, headers: list[tuple[bytes, bytes]] | None = None
+) -> Reply:
+    said = problem(status, code, detail, headers)
+    assert isinstance(said.body, bytes)
+    return Reply(said.status, said.headers, said.body)
+
+
+# ---- Clients: the real ones, with the stand-in's application where their connections would be.
+
+
+URL = "http://stand-in.test"
+
+Serve = Callable[[Call[Any], list[tuple[bytes, bytes]]], "Future[Outcome]"]
+"""Begins to answer a request with these headers."""
+_LOOK_S = 0.02
+"""How often it is looked whether a request was given up."""
+
+
+class _Blocking(BlockingTransport):
+    def __init__(self, serve: Serve, token: Any) -> None:
+        super().__init__(address_of(URL), token, 1, None)
+        self._serve = serve
+
+    def send(self, call: Call[Any], exchange: Exchange) -> Outcome:
+        answer = self._serve(call, self.request(call)[2])
+        try:
+            while True:
+                left_s = exchange.left_s()
+                try:
+                    return _checked(call, answer.result(min(left_s, _LOOK_S)))
+                except NotYet:
+                    continue
+        except ERRORS as exc:
+            return self.failure(exc)
+        finally:
+            answer.cancel()
+
+
+class _Async(AsyncTransport):
+    def __init__(self, serve: Serve, token: Any) -> None:
+        super().__init__(address_of(URL), token, 1, None)
+        self._serve = serve
+
+    async def send(self, call: Call[Any], deadline: float) -> Outcome:
+        answer = self._serve(call, self.request(call)[2])
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return _checked(call, await asyncio.wrap_future(answer))
+        except TimeoutError as exc:
+            return self.failure(exc)
+
+
+def _checked(call: Call[Any], outcome: Outcome) -> Outcome:
+    if isinstance(outcome, Failure):
+        return outcome
+    reply, wrong = call.checked(outcome)
+    return reply if wrong is None else Failure(wrong, lost=True)
+
+
+async def exchanged(app: Front, call: Call[Any], headers: list[tuple[bytes, bytes]]) -> Reply:
+    """One request of an ASGI application, as a server hands it over."""
+    path, _, query = call.path.partition("?")
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": call.method.decode(),
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "headers": [(name.lower(), value) for name, value in headers],
+    }
+    unread = [{"type": "http.request", "body": call.body or b"", "more_body": False}]
+    messages = list[Any]()
+
+    async def receive() -> Any:
+        if unread:
+            return unread.pop()
+        # it never hangs up; a task that waits for it is cancelled
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    await app(scope, receive, send)
+    start, *parts = messages
+    return Reply(
+        start["status"], start["headers"], b"".join(bytes(part.get("body", b"")) for part in parts)
+    )

@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from precompute.store.http.telemetry.caller import route_of
+from urllib.parse import unquote_to_bytes
 
 log = logging.getLogger(__name__)
 
@@ -61,23 +60,16 @@ class AccessLog:
             await self._app(scope, receive, counted)
         finally:
             route, view = route_of(scope)
-            client, now = (
-                scope.get("client"),
-                datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            )
-            seconds = round(time.perf_counter() - started, 6)
-            address = None if client is None else client[0]
+            client, at = scope.get("client"), datetime.now(UTC).isoformat(timespec="milliseconds")
             line = {
-                "at": now,
+                "at": at.replace("+00:00", "Z"),
                 "method": scope["method"],
                 "route": route,
                 "view": view,
                 "status": status,
                 "bytes": size,
-            }
-            line |= {
-                "seconds": seconds,
-                "client": address,
+                "seconds": round(time.perf_counter() - started, 6),
+                "client": None if client is None else client[0],
                 "token": scope.get("token"),
                 "worker": self._worker,
             }
@@ -113,3 +105,39 @@ def _same(path: Path, file: int) -> bool:
         return False
     here = os.fstat(file)
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+_VIEWS = b"/v1/views/"
+_OF_A_VIEW = {b"lookup": "/v1/views/{view}/lookup", b"search": "/v1/views/{view}/search"}
+_SERVICES = b"/v1/services/"
+_FIXED = {
+    path.encode(): path
+    for path in (
+        "/",
+        "/v1/views",
+        "/v1/services",
+        "/v1/lookup",
+        "/livez",
+        "/readyz",
+        "/metrics",
+        "/openapi.json",
+    )
+}
+OTHER = "other"
+"""What is no route of the API."""
+
+
+def route_of(scope: dict[str, Any]) -> tuple[str, str | None]:
+    """(route, view) of an ASGI scope: ``("/v1/views/{view}/rows/{key}", "numbers")``; the view, or
+    the service, as it was requested, cut at 63 characters."""
+    path: bytes = scope["raw_path"]
+    if path.startswith(_SERVICES) and b"/" not in (name := path[len(_SERVICES) :]):
+        return "/v1/services/{service}", unquote_to_bytes(name).decode(errors="replace")[:63]
+    if not path.startswith(_VIEWS):
+        return _FIXED.get(path, OTHER), None
+    name, _, rest = path[len(_VIEWS) :].partition(b"/")
+    view = unquote_to_bytes(name).decode(errors="replace")[:63]
+    if rest.startswith(b"rows/"):
+        return "/v1/views/{view}/rows/{key}", view
+    route = _OF_A_VIEW.get(rest)
+    return (OTHER, None) if route is None else (route, view)

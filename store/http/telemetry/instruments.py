@@ -18,14 +18,15 @@ import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from precompute.store.disk.record import Record, read_record, sealed
 from precompute.store.errors import PrecomputeError
-from precompute.store.http.telemetry.caller import Caller
 
 MAX_SLOTS = 1 << 17
 """Numbers that a process counts at most: a file of 1 MiB. A series of a counter takes one, of a
@@ -306,192 +307,173 @@ def _instrument(kind: Kind, name: str, help: str, *labels: str) -> Instrument:
     return Instrument(f"precompute_{name}", kind, help, labels)
 
 
-ROWS = _instrument(
-    Kind.COUNTER,
+_counter, _gauge = partial(_instrument, Kind.COUNTER), partial(_instrument, Kind.GAUGE)
+_highest, _histogram = partial(_instrument, Kind.HIGHEST), partial(_instrument, Kind.HISTOGRAM)
+
+ROWS = _counter(
     "lookup_rows",
     "Rows answered; reason of the missing ones",
     *("view", "status", "source", "reason"),
 )
-FUTURE_ROWS = _instrument(
-    Kind.COUNTER,
+FUTURE_ROWS = _counter(
     "future_rows",
     "Rows answered whose computed_at lies in the future: a clock was wrong, and their age is what"
     " is known",
     "view",
 )
-DAMAGED_ROWS = _instrument(
-    Kind.COUNTER,
+DAMAGED_ROWS = _counter(
     "damaged_rows",
     "Rows the online store has that fail their checksum: missing to the caller, or computed again",
     "view",
 )
-REQUEST_SECONDS = _instrument(Kind.HISTOGRAM, "request_seconds", "Time to answer", "route")
-STAGE_SECONDS = _instrument(
-    Kind.HISTOGRAM,
+REQUEST_SECONDS = _histogram("request_seconds", "Time to answer", "route")
+STAGE_SECONDS = _histogram(
     "stage_seconds",
     "Time of a request's stages: read (keys to packed rows), verify, wait (for the model), search,"
     " encode",
     "stage",
 )
-PROBLEMS = _instrument(Kind.COUNTER, "problems", "Refused or failed requests", "code")
+PROBLEMS = _counter("problems", "Refused or failed requests", "code")
 
-CACHE = _instrument(
-    Kind.COUNTER,
+CACHE = _counter(
     "cache_rows",
     "Rows looked for in a cache: l1 (encoded rows in a worker) or miss_cache (rows computed for"
     " misses); outcome hit or miss, dropped, of l1 also in_error (served since the store failed),"
     " of miss_cache stored",
     *("cache", "outcome"),
 )
-SEMANTIC_CACHE = _instrument(
-    Kind.COUNTER,
+SEMANTIC_CACHE = _counter(
     "semantic_cache_rows",
     "Misses looked for among similar inputs; outcome hit, far, no_row, no_vector, unusable or busy;"
     " all but hits go to the model",
     *("view", "outcome"),
 )
-SEMANTIC_SIMILARITY = _instrument(
-    Kind.COUNTER,
+SEMANTIC_SIMILARITY = _counter(
     "semantic_cache_similarity",
     "Sum of the similarities of the hits: divided by them, what they are on average",
     "view",
 )
-CACHE_BYTES = _instrument(Kind.GAUGE, "cache_bytes", "Bytes that a cache holds", "cache")
-CACHE_SERVES_UNTIL = _instrument(
-    Kind.HIGHEST,
+CACHE_BYTES = _gauge("cache_bytes", "Bytes that a cache holds", "cache")
+CACHE_SERVES_UNTIL = _highest(
     "cache_serves_until_seconds",
     "Until when (s since 1970) a row in l1 may be served while the store fails",
     "view",
 )
 
-FALLBACK_QUEUE = _instrument(
-    Kind.GAUGE, "fallback_queue_rows", "Misses that wait for the model or are in its hands", "view"
+FALLBACK_QUEUE = _gauge(
+    "fallback_queue_rows", "Misses that wait for the model or are in its hands", "view"
 )
-FALLBACK_ROWS = _instrument(
-    Kind.COUNTER,
+FALLBACK_ROWS = _counter(
     "fallback_rows",
     "Misses given to the model; outcome computed, unknown_entity, deadline, shed, model_error, or"
     " given_up by the caller",
     *("view", "outcome"),
 )
-MODEL_SECONDS = _instrument(
-    Kind.HISTOGRAM,
+MODEL_SECONDS = _histogram(
     "model_seconds",
     "Time that a model took for a batch of misses, and how many batches there were",
     "view",
 )
-BREAKER_OPEN = _instrument(
-    Kind.HIGHEST, "breaker_open", "1 while a model that goes on failing is left alone", "view"
+BREAKER_OPEN = _highest(
+    "breaker_open", "1 while a model that goes on failing is left alone", "view"
 )
-FALLBACK_UP = _instrument(
-    Kind.HIGHEST,
+FALLBACK_UP = _highest(
     "fallback_up",
     "1 while a process of this server has the view's model, as its own files name it, loaded",
     "view",
 )
-FALLBACK_AGREEMENT = _instrument(
-    Kind.HIGHEST,
+FALLBACK_AGREEMENT = _highest(
     "fallback_agreement",
     "Where a student computes a view's misses: how it agreed with the rows of the live snapshot, by"
     " the feature that it approximates worst",
     "view",
 )
-REFRESHES = _instrument(
-    Kind.COUNTER,
+REFRESHES = _counter(
     "refreshed_rows",
     "Stale rows computed behind an answer; outcome as of fallback_rows",
     *("view", "outcome"),
 )
-RESTARTS = _instrument(
-    Kind.COUNTER,
+RESTARTS = _counter(
     "process_restarts",
     "Processes replaced, by what they were (worker, model) and why",
     *("process", "why"),
 )
-MODEL_SPARES = _instrument(
-    Kind.GAUGE,
-    "model_spares",
-    "Processes of models that stand by, loaded, for when one that serves ends",
+MODEL_SPARES = _gauge(
+    "model_spares", "Processes of models that stand by, loaded, for when one that serves ends"
 )
 
-CONNECTIONS = _instrument(Kind.GAUGE, "connections", "Open connections")
-CONNECTIONS_CLOSED = _instrument(
-    Kind.COUNTER,
+CONNECTIONS = _gauge("connections", "Open connections")
+CONNECTIONS_CLOSED = _counter(
     "connections_closed",
     "Connections that were closed on their client: idle, header_time, body_time, slow_reader, full,"
     " evicted, too_large, bad_request, overdue",
     "reason",
 )
-AUTH_REFUSED = _instrument(
-    Kind.COUNTER,
+AUTH_REFUSED = _counter(
     "auth_refused",
     "Requests that may not pass: without a token (none), with a wrong one (unknown, scope), for"
     " another host (host)",
     "reason",
 )
 
-STORE_UP = _instrument(
-    Kind.GAUGE,
+STORE_UP = _gauge(
     "store_up",
     "1 while the online store says what is live; else the views' figures are the last known",
 )
-VIEW_UP = _instrument(
-    Kind.HIGHEST,
+VIEW_UP = _highest(
     "view_up",
     "0 while what is live of the view cannot be read; its figures are the last known",
     "view",
 )
-LIVE_SNAPSHOT = _instrument(
-    Kind.HIGHEST, "view_live_snapshot", "Number of the live snapshot", "view"
+LIVE_SNAPSHOT = _highest("view_live_snapshot", "Number of the live snapshot", "view")
+EPOCH = _highest(
+    "view_epoch", "Publishings and rollbacks of the view so far: each flip raises it", "view"
 )
-EPOCH = _instrument(
-    Kind.HIGHEST,
-    "view_epoch",
-    "Publishings and rollbacks of the view so far: each flip raises it",
-    "view",
+OLDEST_AGE = _highest("view_oldest_row_age_seconds", "Age of the view's oldest row", "view")
+TTL = _highest("view_ttl_seconds", "Age up to which the view's rows are fresh", "view")
+STALE_FOR = _highest(
+    "view_stale_for_seconds", "How long past its TTL a row is served as stale", "view"
 )
-OLDEST_AGE = _instrument(
-    Kind.HIGHEST, "view_oldest_row_age_seconds", "Age of the view's oldest row", "view"
-)
-TTL = _instrument(
-    Kind.HIGHEST, "view_ttl_seconds", "Age up to which the view's rows are fresh", "view"
-)
-STALE_FOR = _instrument(
-    Kind.HIGHEST, "view_stale_for_seconds", "How long past its TTL a row is served as stale", "view"
-)
-VIEW_ROWS = _instrument(Kind.HIGHEST, "view_rows", "Rows of the live snapshot", "view")
-COVERAGE = _instrument(Kind.HIGHEST, "view_coverage", "Rows served / rows of the source", "view")
-DEGRADED = _instrument(
-    Kind.HIGHEST,
+VIEW_ROWS = _highest("view_rows", "Rows of the live snapshot", "view")
+COVERAGE = _highest("view_coverage", "Rows served / rows of the source", "view")
+DEGRADED = _highest(
     "view_degraded",
     "1 while something live of the view (rows, index, pointers, files) is known not to be whole",
     "view",
 )
-CHECKED_AGE = _instrument(
-    Kind.HIGHEST,
-    "view_checked_age_seconds",
-    "Since what is live of the view was last looked at",
-    "view",
+CHECKED_AGE = _highest(
+    "view_checked_age_seconds", "Since what is live of the view was last looked at", "view"
 )
-BEHIND = _instrument(
-    Kind.HIGHEST,
+BEHIND = _highest(
     "view_behind_seconds",
     "Of a host that follows a root in an object store: since it last served what that says",
     "view",
 )
 
-PROCESS_BYTES = _instrument(
-    Kind.GAUGE, "process_resident_bytes", "Memory of a process of the server", "process"
-)
-PROCESS_FILES = _instrument(
-    Kind.GAUGE,
-    "process_open_files",
-    "Files and connections that a process of the server has open",
-    "process",
+PROCESS_BYTES = _gauge("process_resident_bytes", "Memory of a process of the server", "process")
+PROCESS_FILES = _gauge(
+    "process_open_files", "Files and connections that a process of the server has open", "process"
 )
 
 INSTRUMENTS = tuple(value for value in list(globals().values()) if isinstance(value, Instrument))
 """All of them."""
+
+
+TRACE: ContextVar[str | None] = ContextVar("trace", default=None)
+"""``traceparent`` (W3C Trace Context) of the request that is worked on."""
+
+
+class Caller(NamedTuple):
+    """The request that work is done for, and when that work was handed on (ns since 1970)."""
+
+    trace: str
+    at_ns: int
+
+    @classmethod
+    def now(cls) -> Caller | None:
+        """The caller of work for the current request; None where that is not traced."""
+        trace = TRACE.get()
+        return None if trace is None else cls(trace, time.time_ns())
 
 
 class Tell(Protocol):

@@ -19,7 +19,8 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from precompute.store.http.telemetry.caller import TRACE, route_of
+from precompute.store.http.telemetry.access_log import route_of
+from precompute.store.http.telemetry.instruments import TRACE
 
 _Scope = dict[str, Any]
 _App = Callable[[_Scope, Any, Any], Awaitable[None]]
@@ -71,7 +72,7 @@ class Tracing:
     Args:
         app: answers. What it puts into ``scope["stages"]`` (name → seconds, one after the other)
             become spans of their own; whatever it has other threads and processes do comes under a
-            span named by :data:`precompute.store.http.telemetry.caller.TRACE` .
+            span named by :data:`precompute.store.http.telemetry.instruments.TRACE` .
         spans: of this process.
     """
 
