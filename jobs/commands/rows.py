@@ -73,14 +73,12 @@ def add(commands: Commands) -> None:
 
 
 def _lookup(arguments: argparse.Namespace) -> int:
-    project = project_of(arguments)
-    online = _online(project)
-    view = _published(project, online, arguments.view).view
-    if arguments.fallback and not view.fallback:
-        from precompute.store.answers.fallback import no_fallback
+    with _opened(arguments, fallback=arguments.fallback) as (lookup, published):
+        view = published.view
+        if arguments.fallback and not view.fallback:
+            from precompute.store.answers.fallback import no_fallback
 
-        raise no_fallback(view)
-    with _opened(project, online, fallback=arguments.fallback) as lookup:
+            raise no_fallback(view)
         keys = [_key(text, view.entity) for text in arguments.keys]
         features = arguments.features.split(",") if arguments.features else None
         options = LookupOptions(features, arguments.fallback, DEADLINE_MS)
@@ -105,10 +103,7 @@ def _lookup(arguments: argparse.Namespace) -> int:
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    project = project_of(arguments)
-    online = _online(project)
-    pointer = _published(project, online, arguments.view)
-    with _opened(project, online, fallback=arguments.text is not None) as lookup:
+    with _opened(arguments, fallback=arguments.text is not None) as (lookup, pointer):
         only, exclude = arguments.only, arguments.exclude
         entity = pointer.view.entity
         neighbours = lookup.search(
@@ -147,12 +142,6 @@ def _explain(arguments: argparse.Namespace) -> int:
     return answer(arguments, explanation.to_json(), describe_explanation(explanation))
 
 
-def _online(project: Project) -> OnlineStore:
-    from precompute.store.online.url import open_online_store
-
-    return open_online_store(project.online)
-
-
 def _published(project: Project, online: OnlineStore, view: str) -> Pointer:
     """The view's pointer; no file of it is needed.
 
@@ -172,10 +161,15 @@ def _published(project: Project, online: OnlineStore, view: str) -> Pointer:
 
 
 @contextlib.contextmanager
-def _opened(project: Project, online: OnlineStore, *, fallback: bool) -> Iterator[Lookup]:
-    """A lookup over the online store, with the models behind the misses on request."""
+def _opened(arguments: argparse.Namespace, *, fallback: bool) -> Iterator[tuple[Lookup, Pointer]]:
+    """A lookup over the project's online store, with the models behind the misses on request; and
+    the pointer of the view."""
     from precompute.store.answers.lookup import Lookup
+    from precompute.store.online.url import open_online_store
 
+    project = project_of(arguments)
+    online = open_online_store(project.online)
+    pointer = _published(project, online, arguments.view)
     with contextlib.ExitStack() as opened:
         behind = None
         if fallback:
@@ -186,7 +180,7 @@ def _opened(project: Project, online: OnlineStore, *, fallback: bool) -> Iterato
         opened.callback(lookup.close)
         if behind is not None:
             opened.callback(behind.close)
-        yield lookup
+        yield lookup, pointer
 
 
 def _conditions(text: str) -> Any:

@@ -31,8 +31,7 @@ from precompute.store.errors import ConfigError, PrecomputeError
 
 if TYPE_CHECKING:
     from precompute.jobs.config.project import Project
-    from precompute.jobs.schedule.backfill_plan import PartitionPlan
-    from precompute.jobs.schedule.backfill_state import Options
+    from precompute.jobs.schedule.backfill_plan import Options, PartitionPlan
     from precompute.store.offline.runs import Report
 
 
@@ -50,7 +49,7 @@ def add(commands: Commands) -> None:
         "compute a view into a new snapshot, without publishing it",
         view=True,
     )
-    materialize.flag("--dry-run", "only tell how many rows would be computed, and why")
+    materialize.flag("--dry-run", "only report how many rows would be computed, and why")
     for command in (run, materialize):
         command.flag("--full", "compute every row, changed or not")
         command.flag(
@@ -172,7 +171,6 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
 
 def reporting(arguments: argparse.Namespace) -> Callable[[Report], None]:
     """The function that a run calls with its report once it is over."""
-    from precompute.store.disk.record import plain
 
     def print_report(report: Report) -> None:
         if arguments.json:
@@ -274,7 +272,7 @@ def add_backfill(commands: Commands) -> None:
         "--check-inputs", "read every source to tell stale ones: as slow as reading them is"
     )
     command.flag("--full", "compute every row of them, changed or not")
-    command.flag("--dry-run", "only tell what would be done, why, and how long it takes")
+    command.flag("--dry-run", "only report what would be done, why, and how long it takes")
     command.option("--max-active", "N", "how many at once (default: 1)", type=int)
     command.flag("--backwards", "begin with the newest")
     command.flag("--no-publish", "leave what is live as it is")
@@ -283,7 +281,7 @@ def add_backfill(commands: Commands) -> None:
 
 def _backfill(arguments: argparse.Namespace) -> int:
     from precompute.jobs.schedule.backfill import resume_backfill, run_backfill
-    from precompute.jobs.schedule.backfill_plan import plan_backfill, plans_json, range_of
+    from precompute.jobs.schedule.backfill_plan import plan_backfill, range_of
 
     project, name = project_of(arguments), arguments.view
     if arguments.max_active is not None and arguments.max_active < 1:
@@ -328,7 +326,7 @@ def _check_resumed(arguments: argparse.Namespace) -> None:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    from precompute.jobs.schedule.backfill_state import Options
+    from precompute.jobs.schedule.backfill_plan import Options
 
     if arguments.first is None or arguments.last is None:
         raise ConfigError(
@@ -347,9 +345,34 @@ def _options(arguments: argparse.Namespace) -> Options:
     )
 
 
+def plans_json(plans: Sequence[PartitionPlan], options: Options) -> dict[str, Any]:
+    """A dry run, for programs: each partition, and the totals of those that would run; None where
+    nothing was measured yet."""
+    run = [plan for plan in plans if plan.action == "run"]
+
+    def total(values: Sequence[float | None]) -> float | None:
+        measured = [value for value in values if value is not None]
+        return sum(measured) if len(measured) == len(values) else None
+
+    seconds = total([plan.seconds for plan in run])
+    return {
+        "partitions": [
+            plan.to_json() for plan in (reversed(plans) if options.backwards else plans)
+        ],
+        "run": len(run),
+        "skip": sum(plan.action == "skip" for plan in plans),
+        "wait": sum(plan.action == "wait" for plan in plans),
+        "rows": total([plan.rows for plan in run]),
+        "seconds": (
+            None if seconds is None or not run else seconds / min(options.max_active, len(run))
+        ),
+        "size_bytes": total([plan.size_bytes for plan in run]),
+        "max_active": options.max_active,
+    }
+
+
 def describe_plans(plans: Sequence[PartitionPlan], options: Options) -> str:
     """A dry run, for people: a line for each partition, and the totals."""
-    from precompute.jobs.schedule.backfill_plan import plans_json
 
     def measures(
         rows: float | None, seconds: float | None, size_bytes: float | None
@@ -360,14 +383,14 @@ def describe_plans(plans: Sequence[PartitionPlan], options: Options) -> str:
             "unknown" if size_bytes is None else f"{size_bytes / 1e6:,.3f}",
         )
 
-    table = [("partition", "action", "rows", "seconds", "MB", "why")]
+    rows_of = [("partition", "action", "rows", "seconds", "MB", "why")]
     for plan in reversed(plans) if options.backwards else plans:
         shown = (
             measures(plan.rows, plan.seconds, plan.size_bytes)
             if plan.action == "run"
             else ("", "", "")
         )
-        table.append(
+        rows_of.append(
             (
                 str(plan.partition).partition("/")[0],
                 plan.action,
@@ -375,15 +398,6 @@ def describe_plans(plans: Sequence[PartitionPlan], options: Options) -> str:
                 f"{plan.why}: {plan.reason}",
             )
         )
-    widths = [max(len(row[column]) for row in table) for column in range(5)]
-    lines = [
-        "  ".join(
-            cell.rjust(w) if 2 <= n <= 4 else cell.ljust(w)
-            for n, (cell, w) in enumerate(zip(row, widths, strict=False))
-        )
-        + f"  {row[5]}"
-        for row in table
-    ]
     all_of = plans_json(plans, options)
     rows, seconds, size = measures(all_of["rows"], all_of["seconds"], all_of["size_bytes"])
     about = (
@@ -395,7 +409,7 @@ def describe_plans(plans: Sequence[PartitionPlan], options: Options) -> str:
         about = ", for how long is unknown: nothing was measured yet"
     return "\n".join(
         [
-            *lines,
+            *table(rows_of, right=(2, 3, 4)),
             "",
             (
                 f"{all_of['run']} to run{about}; {all_of['skip']} to skip, {all_of['wait']} to"

@@ -1,5 +1,5 @@
-"""Serving: the commands ``serve`` and ``schedule``, which run until a signal ends them; and
-``token``."""
+"""Serving: the commands ``serve`` and ``schedule``, which run until a signal ends them, ``work``,
+which runs until a run is over, and ``token``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-from precompute.jobs.commands.command import DONE, FAILED, Commands, answer, project_of
+from precompute.jobs.commands.command import (
+    DONE,
+    FAILED,
+    Commands,
+    answer,
+    project_of,
+    seconds_of,
+)
 from precompute.jobs.run.command_process import logs_json, say, show
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.times import shown_time
@@ -17,11 +24,11 @@ from precompute.store.times import shown_time
 log = logging.getLogger(__name__)
 
 SERVICES = ("serve", "schedule")
-"""The commands of this file that run so."""
+"""The commands that only a signal ends."""
 
 
 def add(commands: Commands) -> None:
-    """The commands ``schedule``, ``serve`` and ``token``."""
+    """The commands ``schedule``, ``serve``, ``token`` and ``work``."""
     commands.add("schedule", _schedule, "run the views by their cron lines until SIGTERM")
     serve = commands.add("serve", _serve, "serve the HTTP API until SIGTERM")
     serve.option(
@@ -41,6 +48,16 @@ def add(commands: Commands) -> None:
         help="read: what services ask (default); admin: metrics and the page, too",
     )
     token.flag("--remove", "end all of that name")
+    work = commands.add(
+        "work",
+        _work,
+        "compute shards of a run that is going on, here or on another host, until it is over;"
+        " SIGTERM finishes the chunk in flight",
+        view=True,
+    )
+    work.option("--run", "ID", "of which run (default: the newest that wants workers)")
+    work.option("--wait", "TIME", "how long to wait for it to begin, as 10m (default: not at all)")
+    work.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
 
 
 def _schedule(arguments: argparse.Namespace) -> int:
@@ -109,3 +126,30 @@ def _token(arguments: argparse.Namespace) -> int:
             f" {path} has only its hash"
         )
     return DONE
+
+
+def _work(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.run.shards.worker import work
+    from precompute.store.disk.record import plain
+    from precompute.workers.process import die_with_parent
+
+    if arguments.with_parent:
+        # what its run's process started is not to outlive it
+        die_with_parent()
+    project = project_of(arguments)
+    done = work(
+        project,
+        arguments.view,
+        run=arguments.run,
+        wait_s=0.0 if arguments.wait is None else seconds_of(arguments.wait, "--wait"),
+        announce=say,
+    )
+    answer(
+        arguments,
+        plain(done),
+        f"{done.shards} shards and {done.rows:,} rows of run {done.run}"
+        + (", and ended before the run was over" if done.signal else "")
+        if done.worker
+        else "ended before a run began",
+    )
+    return 128 + done.signal if done.signal else DONE

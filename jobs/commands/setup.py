@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from precompute.jobs.commands.command import (
     answer,
     folder_of,
     project_of,
+    show_checks,
 )
 from precompute.jobs.run.command_process import show
 from precompute.store.disk.record import plain
@@ -28,6 +29,7 @@ from precompute.store.errors import ConfigError
 if TYPE_CHECKING:
     from precompute.jobs.config.project import Project
     from precompute.jobs.setup.scaffold import Scaffold, Wanted
+    from precompute.jobs.setup.validate import Check
 
 
 def add(commands: Commands) -> None:
@@ -176,20 +178,15 @@ def _next_commands(
 def _validate(arguments: argparse.Namespace) -> int:
     from precompute.jobs.setup.validate import validate
 
-    checks = []
-    for check in validate(project_of(arguments), arguments.views):
-        checks.append(check)
-        if not arguments.json:
-            # as they come: a model may take seconds to load
-            print(
-                f"{'ok ' if check.ok else 'BAD'}  {check.view}: {check.check}: {check.found}",
-                flush=True,
-            )
-    wrong = [check for check in checks if not check.ok]
-    if arguments.json:
-        lines = [{"view": c.view, "check": c.check, "ok": c.ok, "found": c.found} for c in checks]
-        show(json.dumps({"ok": not wrong, "checks": lines}))
-    return DONE if not wrong else BAD_USAGE if any(check.bad_config for check in wrong) else FAILED
+    status = FAILED
+
+    def checks() -> Iterator[tuple[str, Check]]:
+        nonlocal status
+        for check in validate(project_of(arguments), arguments.views):
+            status = BAD_USAGE if check.bad_config else status
+            yield check.view, check
+
+    return DONE if show_checks(arguments, checks()) else status
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -246,12 +246,6 @@ def substituted(
                 f" {{{name}: …}}` to project.yaml, or set"
                 f" {PREFIX}VARS__{name.upper()}{nearest_or_all(name, variables)}"
             )
-        if "'" in variables[name] or '"' in variables[name]:
-            project = path.parent.parent / "project.yaml"
-            raise ConfigError(
-                f"{place(project, ('vars', name))}: vars.{name}: {variables[name]!r} holds a quote,"
-                " which cannot stand inside SQL; use a path without"
-            )
         return variables[name]
 
     return re.sub(r"\$\{([a-zA-Z_][a-zA-Z0-9_]*)\}", one, value)

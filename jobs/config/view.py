@@ -467,6 +467,18 @@ class ViewConfig(Section):
             )
         return latest
 
+    def partition_of(self, at: datetime, option: str) -> Partition:
+        """The partition that contains a time (aware), which ``option`` names.
+
+        Raises:
+            ConfigError: the view has no partitions.
+        """
+        if self.partition is None:
+            raise ConfigError(
+                f"{option}: view {self.name!r} has none; add partition: {{by: day, start: …}} to it"
+            )
+        return containing(self.partition.by, at)
+
     def feature_view(self) -> FeatureView:
         """The view as the other rooms know it."""
         cache, chunk = self.semantic_cache, self._chunk_spec()

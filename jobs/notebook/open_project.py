@@ -31,7 +31,7 @@ from precompute.store.feature_view import FeatureView
 from precompute.store.keys import is_table, key_columns, key_list
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.url import open_online_store
-from precompute.store.times import Partition, containing, shown_time
+from precompute.store.times import shown_time
 from precompute.store.wire.lookup_options import MAX_KEYS, LookupOptions, check_features
 
 FILE = "project.yaml"
@@ -134,7 +134,11 @@ class OpenProject:
             full=full,
             retry_rejected=retry_rejected,
             accept=check_gates([accept] if isinstance(accept, str) else accept, "accept"),
-            partition=None if partition is None else _partition(project, view, partition),
+            partition=(
+                None
+                if partition is None
+                else project.view(view).partition_of(_time(partition), "partition")
+            ),
         )
         return Ran(run_view(project, view, progress_for(not progress), options))
 
@@ -586,12 +590,3 @@ def _time(at: str | datetime) -> datetime:
         return parse_time(at.isoformat() if isinstance(at, datetime) else at).astimezone(UTC)
     except ValueError as exc:
         raise RequestError(f"{at!r}: {exc}") from exc
-
-
-def _partition(project: Project, view: str, at: str | datetime) -> Partition:
-    by = project.view(view).partition
-    if by is None:
-        raise ConfigError(
-            f"partition: view {view!r} has none; add partition: {{by: day, start: …}} to it"
-        )
-    return containing(by.by, _time(at))

@@ -219,8 +219,6 @@ class Rows:
         if isinstance(which, str):
             return self.table.column(which)
         number = which + len(self) if which < 0 else which
-        if not 0 <= number < len(self):
-            raise IndexError(f"row {which} of {len(self)}")
         return self.table.slice(number, 1).to_pylist()[0]
 
     def __repr__(self) -> str:

@@ -26,23 +26,21 @@ from precompute.jobs.run.preflight import check_before
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.schedule.backfill_plan import (
     REPORTS,
-    Past,
-    Recipes,
-    plan_backfill,
-    range_of,
-    why_partition,
-)
-from precompute.jobs.schedule.backfill_state import (
     Backfill,
     Item,
     Options,
+    Past,
+    Recipes,
     check_overlap,
     in_words,
     note_done,
     one_begins,
+    plan_backfill,
+    range_of,
     read_backfill,
     save_backfill,
     take_backfill,
+    why_partition,
 )
 from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
@@ -583,18 +581,18 @@ def _settle(project: Project, store: ViewStore, state: Backfill) -> None:
     running = {item.partition for item in todo if store.running(item.partition)}
     # read after: what does not run any more had written its report by then
     past = Past(store)
-    with Recipes(config, store, project.home, project.settings.source_mb) as recipes:
-        for item in todo:
-            item.state, item.error = "pending", None
-            if item.partition in running:
-                continue
-            report = past.done_by(state.id, item.partition)
-            if report is not None:
-                note_done(item, store, report)
-            elif options.reprocess != "all" and not options.full:
-                why, _ = why_partition(
-                    Partition.parse(item.partition), config, past, recipes, options.check_inputs
-                )
-                # by another process, meanwhile
-                if why == "done":
-                    note_done(item, store)
+    recipes = Recipes(project, config)
+    for item in todo:
+        item.state, item.error = "pending", None
+        if item.partition in running:
+            continue
+        report = past.done_by(state.id, item.partition)
+        if report is not None:
+            note_done(item, store, report)
+        elif options.reprocess != "all" and not options.full:
+            why, _ = why_partition(
+                Partition.parse(item.partition), config, past, recipes, options.check_inputs
+            )
+            # by another process, meanwhile
+            if why == "done":
+                note_done(item, store)

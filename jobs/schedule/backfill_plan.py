@@ -1,41 +1,40 @@
 """Backfill plan: which partitions a backfill computes and why, from the manifests and the runs'
-reports, and how long it will take."""
+reports, and how long it will take; and its record, ``<root>/<view>/backfills/<id>.json``: what was
+requested, the state of each partition, and the process that runs it."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from precompute.jobs.config.project import Project
+from precompute.jobs.config.section import parse_time
 from precompute.jobs.config.view import ViewConfig, model_queries
 from precompute.jobs.run.rows.open_view import OpenView, open_view
 from precompute.jobs.run.rows.plan import recipe_of
-from precompute.jobs.schedule.backfill_state import (
-    Item,
-    Options,
-    Reprocess,
-    backfills,
-    read_backfill,
-)
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.database import parameters
-from precompute.store.errors import ConfigError, SnapshotError, SourceError
+from precompute.store.disk.durable_file import LOCK_WAIT_S, disk_message
+from precompute.store.disk.lease import Lease, is_held, take
+from precompute.store.disk.record import Record, field, sealed
+from precompute.store.disk.storage import read_record_file, storage_of
+from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.times import Partition, containing, partitions
+from precompute.store.times import Partition, containing, partitions, utc_now
 
 log = logging.getLogger(__name__)
 
+Reprocess = Literal["missing", "failed", "stale", "all"]
 REPROCESS: Mapping[Reprocess, tuple[str, ...]] = {
     "missing": ("missing",),
     "failed": ("missing", "failed"),
@@ -48,6 +47,78 @@ REPROCESS: Mapping[Reprocess, tuple[str, ...]] = {
 
 REPORTS = 10_000
 """How many of a view's newest reports are looked at; ``gc`` keeps fewer."""
+
+
+class Options(Record, frozen=True):
+    """What was requested; ``first`` and ``last`` are moments (ISO 8601) in the first and last
+    partition of the range."""
+
+    first: str
+    last: str
+    reprocess: Reprocess = "missing"
+    check_inputs: bool = False
+    full: bool = False
+    max_active: int = 1
+    backwards: bool = False
+    publish: bool = True
+
+
+class Item(Record):
+    """One partition of a backfill.
+
+    ``state``: pending · running · done · failed · refused (too many rows rejected, or a gate
+    refuses it) · cancelled. ``started_at`` when its process was begun, ``seconds`` from there to
+    the end; ``rows`` of the source, ``written`` of them computed; ``error`` why it is not done.
+    """
+
+    partition: str
+    why: str
+    state: str = "pending"
+    run: str | None = None
+    snapshot: int | None = None
+    rows: int | None = None
+    written: int | None = None
+    started_at: str | None = None
+    seconds: float | None = None
+    error: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The partition's start."""
+        return self.partition.partition("/")[0]
+
+
+class Backfill(Record):
+    """The record of a backfill, as its file has it.
+
+    ``status``: running · done · failed (a partition is not done, or publishing failed) · cancelled.
+    ``published`` is the snapshot it made live, ``not_published`` why it made none live.
+    """
+
+    id: str
+    view: str
+    options: Options
+    items: list[Item]
+    status: str = "running"
+    created_at: str = field(default_factory=utc_now)
+    finished_at: str | None = None
+    published: int | None = None
+    not_published: str | None = None
+    signal: int | None = None
+    """What cancelled it."""
+
+    def count(self, *states: str) -> int:
+        """Partitions in one of these states."""
+        return sum(item.state in states for item in self.items)
+
+    @property
+    def only_refused(self) -> bool:
+        """Whether nothing is wrong but that rows or gates refused some partitions."""
+        return (
+            self.status == "failed"
+            and self.count("refused") > 0
+            and self.count("done", "refused") == len(self.items)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +176,11 @@ def plan_backfill(
     config, store = project.view(name), project.offline.view(name)
     chosen = _chosen(config, first, last, datetime.now(UTC) if now is None else now)
     past = Past(store)
-    with Recipes(config, store, project.home, project.settings.source_mb) as recipes:
-        return [
-            _planned(partition, config, store, past, recipes, reprocess, check_inputs)
-            for partition in chosen
-        ]
+    recipes = Recipes(project, config)
+    return [
+        _planned(partition, config, store, past, recipes, reprocess, check_inputs)
+        for partition in chosen
+    ]
 
 
 def range_of(first: str, last: str) -> tuple[datetime, datetime]:
@@ -124,14 +195,10 @@ def range_of(first: str, last: str) -> tuple[datetime, datetime]:
 
 def _moment(option: str, text: str, *, end: bool = False) -> datetime:
     try:
-        at = datetime.fromisoformat(text)
-        if end and len(text) == len("2026-01-31") and at.time() == datetime.min.time():
-            at = at.replace(hour=23, minute=59, second=59)
-        return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
-    except (ValueError, OverflowError):
-        raise ConfigError(
-            f"{option}: {text!r}: write a date or time, such as 2026-01-31 or 2026-01-31T06:00Z"
-        ) from None
+        at = parse_time(text)
+    except ValueError as exc:
+        raise ConfigError(f"{option}: {text!r}: {exc}") from None
+    return at + timedelta(hours=24, seconds=-1) if end and len(text) == len("2026-01-31") else at
 
 
 def _chosen(config: ViewConfig, first: datetime, last: datetime, now: datetime) -> list[Partition]:
@@ -269,26 +336,13 @@ class Recipes:
     """What the view as configured now makes its rows with; opened on first use, the model loaded
     once."""
 
-    def __init__(self, config: ViewConfig, store: ViewStore, folder: Path, memory_mb: int) -> None:
-        self._config, self._view, self._store, self._folder = (
-            config,
-            config.feature_view(),
-            store,
-            folder,
-        )
-        self._memory_mb = memory_mb
+    def __init__(self, project: Project, config: ViewConfig) -> None:
+        self._project, self._config = project, config
         # Tables of the model that depend on $start and $end make another model of every partition.
         queries = model_queries(config.model.args).values()
         self._by_partition = any(parameters(sql) for sql in queries)
         self._models: dict[str, LoadedModel] = {}
         self._recipes: dict[Partition | None, tuple[str, str]] = {}
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Recipes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def of(self, partition: Partition) -> tuple[str, str]:
         """Recipe and model fingerprint."""
@@ -311,18 +365,18 @@ class Recipes:
 
     def _open(self, partition: Partition) -> OpenView:
         return open_view(
-            self._view,
-            self._store.offline,
-            self._folder,
+            self._config.feature_view(),
+            self._project.offline,
+            self._project.home,
             partition=partition,
-            memory_mb=self._memory_mb,
+            memory_mb=self._project.settings.source_mb,
             load=None if self._by_partition else self._load,
             held=True,
         )
 
     def _load(self, use: str, args: Mapping[str, Any], _precision: str) -> LoadedModel:
         if use not in self._models:
-            self._models[use] = load_with_fingerprint(use, args, self._folder)
+            self._models[use] = load_with_fingerprint(use, args, self._project.home)
         return self._models[use]
 
 
@@ -408,27 +462,137 @@ def why_partition(
     return "done", f"snapshot {snapshot.number}{refused}"
 
 
-def plans_json(plans: Sequence[PartitionPlan], options: Options) -> dict[str, Any]:
-    """A dry run, for programs: each partition, and the totals of those that would run; None where
-    nothing was measured yet."""
-    run = [plan for plan in plans if plan.action == "run"]
+# ---- the record
 
-    def total(values: Sequence[float | None]) -> float | None:
-        measured = [value for value in values if value is not None]
-        return sum(measured) if len(measured) == len(values) else None
 
-    seconds = total([plan.seconds for plan in run])
-    return {
-        "partitions": [
-            plan.to_json() for plan in (reversed(plans) if options.backwards else plans)
-        ],
-        "run": len(run),
-        "skip": sum(plan.action == "skip" for plan in plans),
-        "wait": sum(plan.action == "wait" for plan in plans),
-        "rows": total([plan.rows for plan in run]),
-        "seconds": (
-            None if seconds is None or not run else seconds / min(options.max_active, len(run))
-        ),
-        "size_bytes": total([plan.size_bytes for plan in run]),
-        "max_active": options.max_active,
-    }
+def in_words(count: int) -> str:
+    """So many partitions."""
+    return f"{count} partition{'' if count == 1 else 's'}"
+
+
+def note_done(item: Item, store: ViewStore, report: Report | None = None) -> None:
+    """Note that the partition was computed, by the run of this report or by another: it is done,
+    or refused by a gate. Without a report that names a snapshot there is a newest one of the
+    partition.
+
+    Raises:
+        SnapshotError: the snapshot is damaged or cannot be read.
+    """
+    number = None if report is None else report.snapshot
+    # A run that was killed after the commit had no time to tell which snapshot it made.
+    snapshot = Standing(store).newest(item.partition) if number is None else store.snapshot(number)
+    assert snapshot is not None
+    item.run, item.snapshot = snapshot.run if report is None else report.run, snapshot.number
+    counts = {} if report is None else report.counts
+    item.rows, item.written = (
+        counts.get("source", snapshot.counts.source),
+        counts.get("written", snapshot.counts.written),
+    )
+    item.state, item.error = "done", None
+    if snapshot.refused_by:
+        said = "; ".join(
+            f"{verdict.gate}: {verdict.message}"
+            for verdict in snapshot.failed
+            if verdict.gate in snapshot.refused_by
+        )
+        accept = " ".join(f"--accept {gate}" for gate in snapshot.refused_by)
+        item.state = "refused"
+        item.error = (
+            f"refused by {said}; to publish it all the same: precompute publish {store.name}"
+            f" --snapshot {snapshot.number} {accept}"
+        )
+
+
+def backfills(store: ViewStore) -> list[str]:
+    """Ids of a view's backfills, the newest first."""
+    folder = backfill_folder(store)
+    names = (Path(name) for name in storage_of(folder).names(folder))
+    return sorted((name.stem for name in names if name.match("[0-9]*.json")), reverse=True)
+
+
+def read_backfill(store: ViewStore, id: str) -> Backfill:
+    """The record in a backfill's file.
+
+    Raises:
+        ConfigError: there is none of that id.
+        SnapshotError: it is damaged or cannot be read.
+    """
+    ids = backfills(store)
+    path, remedy = backfill_folder(store) / f"{id}.json", "remove it, and backfill the range again"
+    state = read_record_file(Backfill, path, remedy) if id in ids else None
+    if state is None:
+        raise ConfigError(
+            f"view {store.name!r} has no backfill {id!r} (the newest:"
+            f" {', '.join(ids[:3]) or 'none'})"
+        )
+    return state
+
+
+def save_backfill(store: ViewStore, state: Backfill, lease: Lease) -> None:
+    """Write how far a backfill is, whole or not at all.
+
+    Raises:
+        FencedError: the lease was lost.
+        SnapshotError: the file system failed.
+    """
+    lease.check()
+    path = backfill_folder(store) / f"{state.id}.json"
+    try:
+        storage_of(path).write(path, sealed(state, indent=1))
+    except OSError as exc:
+        raise SnapshotError(
+            disk_message(path, exc, f"free some, then --resume {state.id}")
+        ) from exc
+
+
+def one_begins(store: ViewStore) -> Lease:
+    """What is held while a backfill of the view begins, by one at a time, so that two never
+    overlook each other.
+
+    Raises:
+        ConflictError: another one has begun for so long that it is stopped or stuck.
+        SnapshotError: the file system failed.
+    """
+    return take(store.leases, "backfills", "backfill", wait_s=LOCK_WAIT_S)
+
+
+def take_backfill(store: ViewStore, state: Backfill, ttl_s: float) -> Lease:
+    """The lease that the process of a backfill holds.
+
+    Raises:
+        ConflictError: it is going on.
+    """
+    busy = (
+        f"backfill {state.id} of view {state.view!r} is going on; wait for it, or look at"
+        f" {backfill_folder(store) / state.id}.json"
+    )
+    return take(store.leases, _lease_name(state.id), "backfill", ttl_s=ttl_s, busy=busy)
+
+
+def check_overlap(store: ViewStore, requested: Collection[str], own: str) -> None:
+    """Refuse partitions that another backfill than ``own`` is at.
+
+    Raises:
+        ConflictError: there is one.
+    """
+    for id in backfills(store):
+        if id != own and is_held(store.leases, _lease_name(id)):
+            common = sorted(
+                set(requested).intersection(
+                    item.partition for item in read_backfill(store, id).items
+                )
+            )
+            if common:
+                raise ConflictError(
+                    f"view {store.name!r}: backfill {id} is going on over {len(common)} of these"
+                    f" partitions, as {common[0]}; wait for it, or end it with SIGTERM"
+                )
+
+
+def backfill_folder(store: ViewStore) -> Path:
+    """Where a view's backfills keep their files."""
+    return store.folder / "backfills"
+
+
+def _lease_name(id: str) -> str:
+    return f"backfill-{id}"

@@ -37,6 +37,9 @@ READERS = {
 LONGEST_KEY = 200
 """Characters of a key at most: what is longer is a text."""
 
+YAML_WORDS = ("true", "false", "null")
+"""Names that are no texts as keys of a view's file."""
+
 MOSTLY_DIFFERENT = 0.5
 """Values as a share of the rows below which a column that is called a key is another table's."""
 
@@ -340,9 +343,7 @@ def aliases(names: Iterable[str]) -> Iterator[str]:
         "seen",
         "related",
         "scores",
-        "true",
-        "false",
-        "null",
+        *YAML_WORDS,
     }
     for number, name in enumerate(names, 1):
         slug = slug_of(name) or f"column_{number}"
@@ -400,17 +401,20 @@ def _checked(path: Path) -> str:
     return suffix
 
 
+def near(path: Path, project: Path) -> str:
+    """A path from the project's folder: relative where both lie near each other, so that they can
+    be moved together."""
+    relative = os.path.relpath(path.absolute(), project.absolute())
+    return str(path.absolute()) if relative.startswith("../../..") else relative
+
+
 def name_from(path: Path, project: Path) -> str:
-    """The file's name as the SQL has it: relative where both lie near each other, so that they can
-    be moved together.
+    """The file's name as the SQL has it.
 
     Raises:
         ConfigError: it has a character that means something else in SQL or in a view's file.
     """
-    absolute = path.absolute()
-    name = os.path.relpath(absolute, project.absolute())
-    if name.startswith(os.path.join("..", "..", "..")):
-        name = str(absolute)
+    absolute, name = path.absolute(), near(path, project)
     found = re.search(
         r"[*?\[\\]|\$\{", str(absolute) if os.path.isabs(name) else name
     ) or re.search(r"[*?\[\\]", str(absolute))

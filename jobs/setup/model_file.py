@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from precompute.jobs.setup.data_file import Column, DataFile, number_text, slug_of
+from precompute.jobs.setup.data_file import Column, DataFile, near, number_text, slug_of
 from precompute.model import Model, ReadingModel, resolve_path
 from precompute.project_module import starting_from
 from precompute.registry import load_model
@@ -263,17 +262,9 @@ def image_dim(folder: Path) -> int:
 
 
 def path_from(path: Path, project: Path) -> str:
-    """A file or folder as a view of the project names it: relative where both lie near each other,
-    so that they can be moved together."""
-    absolute = str(path.expanduser().absolute())
-    relative = os.path.relpath(absolute, project.absolute())
-    return (
-        absolute
-        if relative.startswith("../../..")
-        else relative
-        if relative.startswith("../")
-        else f"./{relative}"
-    )
+    """A file or folder as a view of the project names it."""
+    name = near(path.expanduser(), project)
+    return name if name.startswith(("/", "../")) else f"./{name}"
 
 
 def filled(file: str, values: Mapping[str, str]) -> str:

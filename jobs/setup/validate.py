@@ -16,7 +16,7 @@ from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.preflight import check_index, check_online, contract_verdict
-from precompute.jobs.run.rows.open_view import OpenStudent, open_source, open_view
+from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, open_source, open_view
 from precompute.model import ReadingModel
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.storage import LOCAL, storage_of
@@ -31,7 +31,6 @@ from precompute.store.errors import (
 )
 from precompute.store.feature_view import Feature
 from precompute.store.online.url import shown_url
-from precompute.store.times import Partition
 from precompute.techniques.table import REFERENCE
 
 ROWS = 10
@@ -123,8 +122,14 @@ def _described(feature: Feature) -> str:
     return f"{feature.name} {feature.dtype}{shape}"
 
 
-def _partition(config: ViewConfig) -> Partition | None:
-    return config.partition_at(datetime.now(UTC))
+def _opened(project: Project, config: ViewConfig) -> OpenView:
+    return open_view(
+        config.feature_view(),
+        project.offline,
+        project.home,
+        partition=config.partition_at(datetime.now(UTC)),
+        memory_mb=project.settings.source_mb,
+    )
 
 
 def _read(project: Project, config: ViewConfig) -> str:
@@ -133,7 +138,7 @@ def _read(project: Project, config: ViewConfig) -> str:
         config.feature_view(),
         project.offline,
         project.home,
-        partition=_partition(config),
+        partition=config.partition_at(datetime.now(UTC)),
         memory_mb=project.settings.source_mb,
     )
     with source:
@@ -151,14 +156,8 @@ def _read(project: Project, config: ViewConfig) -> str:
 
 def _computed(project: Project, config: ViewConfig) -> str:
     """What the model makes of the first rows, in float32."""
-    view, began = config.feature_view(), time.monotonic()
-    with open_view(
-        view,
-        project.offline,
-        project.home,
-        partition=_partition(config),
-        memory_mb=project.settings.source_mb,
-    ) as opened:
+    began = time.monotonic()
+    with _opened(project, config) as opened:
         head = opened.source.head(ROWS).combine_chunks()
         model = opened.model
         loaded_s = time.monotonic() - began
@@ -167,7 +166,7 @@ def _computed(project: Project, config: ViewConfig) -> str:
         if not head.num_rows:
             return f"loaded in {loaded_s:.1f} s; there is no row to compute"
         began = time.monotonic()
-        done = Runner(model, view).compute(head.to_batches()[0])
+        done = Runner(model, config.feature_view()).compute(head.to_batches()[0])
     seconds, rejected = time.monotonic() - began, len(done.rejections)
     if rejected == head.num_rows:
         raise ModelError(
@@ -188,16 +187,9 @@ def _computed(project: Project, config: ViewConfig) -> str:
 
 def _student(project: Project, config: ViewConfig) -> str:
     """What the student makes of the first rows."""
-    view = config.feature_view()
-    student = OpenStudent.of(view, project.home)
+    student = OpenStudent.of(config.feature_view(), project.home)
     assert student is not None
-    with open_view(
-        view,
-        project.offline,
-        project.home,
-        partition=_partition(config),
-        memory_mb=project.settings.source_mb,
-    ) as opened:
+    with _opened(project, config) as opened:
         student.check_approximates(opened.fingerprint)
         student.check_fits(opened, opened.source)
     promised = [

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from precompute.jobs.setup.data_file import (
+    YAML_WORDS,
     Column,
     DataFile,
     PictureFolder,
@@ -474,7 +475,7 @@ def _features(shape: _Shape, name: str) -> Draft:
     for column in chosen:
         # of the names that other templates' features have
         own = column.alias.removeprefix("own_")
-        taken = own in (*RESERVED, *shape.names, *names) or own != slug_of(column.name)
+        taken = own in (*RESERVED, *YAML_WORDS, *shape.names, *names) or own != slug_of(column.name)
         names[column.alias if taken else own] = column
     if other := [
         f"{column.name!r} is {alias}" for alias, column in names.items() if alias != column.name

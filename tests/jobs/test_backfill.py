@@ -18,8 +18,12 @@ import pyarrow as pa
 import pytest
 
 from precompute.jobs.schedule.backfill import resume_backfill, run_backfill
-from precompute.jobs.schedule.backfill_plan import plan_backfill, range_of
-from precompute.jobs.schedule.backfill_state import Options, read_backfill
+from precompute.jobs.schedule.backfill_plan import (
+    Options,
+    plan_backfill,
+    range_of,
+    read_backfill,
+)
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
 from precompute.store.offline.refs import Place, run_lease

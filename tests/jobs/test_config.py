@@ -10,44 +10,29 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import yaml
 
-from precompute.jobs.commands.command_line import main
-from precompute.jobs.config.gates import GatesConfig
-from precompute.jobs.config.project import Project, ProjectConfig, RetentionConfig, json_schemas
-from precompute.jobs.config.schedule import after
+from precompute.jobs.config.project import Project, ProjectConfig, json_schemas
 from precompute.jobs.config.section import parse_duration, parse_time
 from precompute.jobs.config.view import ViewConfig
-from precompute.store.feature_view import Feature, IndexSpec, ModelUse
 from tests.conftest import MakeProject
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "movielens"
 TEXT = {"dtype": "string"}
 
 
-def appended(project: Project, text: str, file: str = "views/numbers.yaml") -> Project:
-    with (project.folder / file).open("a") as out:
-        out.write("\n" + text + "\n")
-    return Project(project.folder, {})
-
-
 # ---- files
 
 
-def test_on_is_a_key_and_no_truth_value(make_project: MakeProject) -> None:
-    """YAML 1.1 reads the key of ``index: {on: vector}`` as True."""
-    project = appended(make_project(), "index: {on: vector, metric: dot}")
-    assert project.view("numbers").feature_view().index == IndexSpec("vector", "dot", 0.95)
-
-
-@pytest.mark.parametrize("word", ["on", "off", "yes", "no", "y", "n", "On", "NO"])
-def test_only_true_and_false_are_truth_values(make_project: MakeProject, word: str) -> None:
+def test_only_true_and_false_are_truth_values(make_project: MakeProject) -> None:
     project = make_project()
-    (project.folder / "project.yaml").write_text(
-        f"root: ./var\nonline: table:./online\nvars: {{data: ./, country: {word}}}\n"
-    )
-    assert Project(project.folder, {}).settings.vars["country"] == word
+    for word in ("on", "off", "yes", "n", "NO"):
+        (project.folder / "project.yaml").write_text(
+            f"root: ./var\nonline: table:./online\nvars: {{data: ./, country: {word}}}\n"
+        )
+        assert Project(project.folder, {}).settings.vars["country"] == word
 
 
 def test_variables_stand_for_their_values_everywhere(make_project: MakeProject) -> None:
@@ -149,22 +134,6 @@ def test_a_schedule_spelled_out_and_the_short_form_are_one(make_project: MakePro
     }
 
 
-def test_what_is_said_nowhere_about_runs_has_a_default(make_project: MakeProject) -> None:
-    project = make_project(project={"schedule": {"numbers": "0 2 * * *"}})
-    assert asdict(project.schedules()["numbers"]) == {
-        "when": "0 2 * * *",
-        "cron": "0 2 * * *",
-        "timezone": "UTC",
-        "parents": (),
-        "catch_up": "latest",
-        "retries": 3,
-        "retry_after_s": 60.0,
-        "deadline_s": 21600.0,
-    }
-    assert project.settings.lease == 60.0
-    assert make_project(project={"schedule": None}).schedules() == {}
-
-
 def test_a_schedule_from_the_environment_replaces_the_files(make_project: MakeProject) -> None:
     project = make_project(
         project={"schedule": {"numbers": {"at": "0 2 * * *", "retries": 1}}},
@@ -189,7 +158,6 @@ def test_a_schedule_from_the_environment_replaces_the_files(make_project: MakePr
             "settings.serve.hosts",
             ["features.internal", "x"],
         ),
-        ("SERVE__TLS", "{cert: c.pem, key: k.pem}", "settings.serve.tls.client_ca", None),
         ("SERVE", "{bind: 'localhost:1'}", "settings.serve.bind", "localhost:1"),
         ("MEMORY_MB", "64", "settings.memory_mb", 64),
         ("VARS__COUNTRY", "no", "settings.vars.country", "no"),
@@ -197,16 +165,11 @@ def test_a_schedule_from_the_environment_replaces_the_files(make_project: MakePr
         ("VARS__DAY", "2024-02-30", "settings.vars.day", "2024-02-30"),
         ("VARS__EMPTY", "", "settings.vars.empty", ""),
         ("VARS__COLON", "a: b: c", "settings.vars.colon", "a: b: c"),
-        ("SCHEDULE__NUMBERS", "0 2 * * *", "settings.schedule.numbers.at", "0 2 * * *"),
         ("SCHEDULE__NUMBERS", "*/5 * * * *", "settings.schedule.numbers.at", "*/5 * * * *"),
-        ("RUNS__CATCH_UP", "all", "settings.runs.catch_up", "all"),
         ("RUNS__RETRY_AFTER", "2m", "settings.runs.retry_after", 120.0),
-        ("LEASE", "5s", "settings.lease", 5.0),
-        ("VIEWS__NUMBERS__TTL", "2h", "views.numbers.ttl", 7200.0),
         ("VIEWS__NUMBERS__FALLBACK__ENABLED", "true", "views.numbers.fallback.enabled", True),
         ("VIEWS__NUMBERS__MODEL__ARGS__DIM", "7", "views.numbers.model.args.dim", 7),
         ("VIEWS__NUMBERS__MODEL__ARGS__WORD", "off", "views.numbers.model.args.word", "off"),
-        ("VIEWS__NUMBERS__INDEX", "{on: vector}", "views.numbers.index.on", "vector"),
         ("VIEWS__NUMBERS__INDEX__ON", "vector", "views.numbers.index.on", "vector"),
         (
             "VIEWS__NUMBERS__SOURCE__SQL",
@@ -228,14 +191,6 @@ def test_every_value_can_come_from_the_environment(
     assert found == read
 
 
-def test_the_environment_is_the_processes_by_default(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_project().folder
-    monkeypatch.setenv("PRECOMPUTE_VIEWS__NUMBERS__TTL", "3h")
-    assert Project(folder).view("numbers").ttl == 3 * 3600
-
-
 # ---- what it says
 
 
@@ -243,7 +198,6 @@ def test_the_environment_is_the_processes_by_default(
     ("text", "seconds"),
     [
         ("100ms", 0.1),
-        ("30s", 30),
         ("15m", 900),
         ("15min", 900),
         ("26h", 93600),
@@ -251,7 +205,7 @@ def test_the_environment_is_the_processes_by_default(
         ("2w", 1209600),
         (" 1.5 h ", 5400),
         ("0s", 0),
-        (90, 90),
+        (0, 0),
         (0.25, 0.25),
     ],
 )
@@ -259,95 +213,11 @@ def test_durations(text: Any, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "h", "1", "1 year", "-1h", "1h30m", "1H", "1e3s", True, None, float("nan"), -1]
-)
-def test_what_is_no_duration(text: Any) -> None:
-    with pytest.raises(ValueError, match="26h"):
-        parse_duration(text)
-
-
-@pytest.mark.parametrize(
-    ("when", "views"),
-    [
-        ("after a", ["a"]),
-        ("after a, b ,c", ["a", "b", "c"]),
-        ("0 2 * * *", None),
-        ("afternoon", None),
-        ("after", None),
-    ],
-)
-def test_after(when: str, views: list[str] | None) -> None:
-    assert after(when) == views
-
-
-def test_a_view_becomes_a_feature_view(make_project: MakeProject) -> None:
-    project = make_project()
-    definition = yaml.safe_load((project.folder / "views" / "numbers.yaml").read_text())
-    definition["features"] = {
-        "b": {"dtype": "float32", "dim": 3},
-        "a": {"dtype": "string", "max_items": 2},
-    }
-    (project.folder / "views" / "numbers.yaml").write_text(
-        yaml.safe_dump(definition, sort_keys=False)
-    )
-    feature_view = Project(project.folder, {}).view("numbers").feature_view()
-    assert feature_view.features == (
-        Feature("b", "float32", dim=3),
-        Feature("a", "string", max_items=2),
-    )  # in the file's order
-    assert (feature_view.entity, feature_view.ttl_s, feature_view.stale_for_s) == (
-        ("id",),
-        3600.0,
-        86400.0,
-    )
-    assert feature_view.definition.model == ModelUse("tests.models:Doubler", {}, "auto", "auto")
-
-
-def test_inputs_are_the_views_that_source_and_arguments_read(make_project: MakeProject) -> None:
-    project = make_project(
-        view={
-            "source": {"sql": "SELECT * FROM live.b JOIN live.numbers USING (id)"},
-            "model": {
-                "use": "top_k",
-                "args": {
-                    "items": {"sql": "SELECT * FROM live.c"},
-                    "k": 3,
-                    "x": {"sql": "y", "z": 1},
-                },
-            },
-        },
-        views={
-            name: {
-                "entity": ["id"],
-                "source": {"sql": "SELECT 1 AS id"},
-                "model": {"use": "top_k"},
-                "features": {"a": TEXT},
-                "ttl": 1,
-            }
-            for name in ("b", "c")
-        },
-    )
-    assert project.view("numbers").inputs() == ["b", "c", "numbers"]
-
-
-def structure(schema: Mapping[str, Any], data: Any, root: Mapping[str, Any], where: str) -> None:
-    """``data`` holds only keys that the schema knows, and every one it requires."""
-    if "$ref" in schema:
-        schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
-    for choice in schema.get("anyOf", []):
-        if "$ref" in choice and isinstance(data, dict):
-            return structure(choice, data, root, where)
-    if "properties" in schema:
-        assert isinstance(data, dict), where
-        assert schema["additionalProperties"] is False, where
-        assert set(schema.get("required", [])) <= set(data) <= set(schema["properties"]), where
-        for key, value in data.items():
-            structure(schema["properties"][key], value, root, f"{where}.{key}")
-    elif isinstance(schema.get("additionalProperties"), dict):
-        for key, value in data.items():
-            structure(schema["additionalProperties"], value, root, f"{where}.{key}")
-    return None
+def test_what_is_no_duration() -> None:
+    nan = float("nan")
+    for text in ("", "h", "1", "1 year", "-1h", "1h30m", "1H", "1e3s", True, None, nan, -1):
+        with pytest.raises(ValueError, match="26h"):
+            parse_duration(text)
 
 
 @pytest.mark.parametrize(
@@ -366,72 +236,11 @@ def test_times_are_in_utc_unless_they_say_otherwise(text: Any, at: datetime) -> 
     assert parse_time(text).tzinfo is UTC
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "yesterday",
-        "2026-02-30",
-        "31.01.2026",
-        None,
-        2026,
-        "0001-01-01T00:00+05:00",
-        "9999-12-31T23:00-05:00",
-    ],
-)
-def test_what_is_no_time(text: Any) -> None:
-    with pytest.raises(ValueError, match="write a date or time, such as 2026-01-31"):
-        parse_time(text)
-
-
-def test_gates_retention_and_renewal_have_defaults(make_project: MakeProject) -> None:
-    project = make_project()
-    view = project.view("numbers")
-    assert (view.gates, view.renew_unchanged, view.partition) == (GatesConfig(), True, None)
-    assert view.gates.model_dump() == {
-        "rows": 0.2,
-        "coverage": "auto",
-        "rejected": "auto",
-        "contract": True,
-        "empty": 0.5,
-        "constant": 0.999,
-        "shift": 0.15,
-        "mass": 0.05,
-        "agreement": 0.5,
-        "finite": 0.0,
-        "zero": 0.01,
-        "norm": 0.5,
-        "duplicates": 0.5,
-        "drift": 0.8,
-        "moved": 0.2,
-        "moved_by": 0.45,
-        "packed": 0.95,
-        "rolled_back": 0.1,
-        "parity": 0.05,
-    }
-    assert (project.settings.retention, project.settings.notify) == (
-        RetentionConfig(keep=3, grace=86400.0),
-        [],
-    )
-
-
-def test_gates_retention_and_renewal_can_be_set(make_project: MakeProject) -> None:
-    gates = {"rows": None, "drift": -1, "norm": 3}
-    project = make_project(
-        view={"gates": gates, "renew_unchanged": False},
-        project={"retention": {"keep": 1, "grace": "2h"}, "notify": ["mail", "-s", "precompute"]},
-        environment={
-            "PRECOMPUTE_VIEWS__NUMBERS__GATES__DRIFT": "0.5",
-            "PRECOMPUTE_RETENTION__KEEP": "2",
-        },
-    )
-    view = project.view("numbers")
-    assert (view.gates, view.renew_unchanged) == (
-        GatesConfig(rows=None, drift=0.5, norm=3.0),
-        False,
-    )
-    assert project.settings.retention == RetentionConfig(keep=2, grace=7200.0)
-    assert project.settings.notify == ["mail", "-s", "precompute"]
+def test_what_is_no_time() -> None:
+    beyond = ("0001-01-01T00:00+05:00", "9999-12-31T23:00-05:00")
+    for text in ("", "yesterday", "2026-02-30", "31.01.2026", None, 2026, *beyond):
+        with pytest.raises(ValueError, match="write a date or time, such as 2026-01-31"):
+            parse_time(text)
 
 
 def test_the_json_schemas_know_every_key_and_fit_the_shipped_files() -> None:
@@ -443,30 +252,9 @@ def test_the_json_schemas_know_every_key_and_fit_the_shipped_files() -> None:
     for file in files:
         kind = "project" if file.name == "project.yaml" else "view"
         text = file.read_text().replace("{on: ", "{'on': ")  # PyYAML is YAML 1.1, editors are not
-        structure(schemas[kind], yaml.safe_load(text), schemas[kind], file.name)
-
-
-def test_the_shipped_project_is_valid() -> None:
-    project = Project(SHIPPED, {})
-    assert set(project.settings.schedule) == set(project.views)
-    assert project.view("user_recommendations").inputs() == ["item_vector", "user_vector"]
+        jsonschema_rs.validate(schemas[kind], yaml.safe_load(text))
+        with pytest.raises(jsonschema_rs.ValidationError, match="Additional properties"):
+            jsonschema_rs.validate(schemas[kind], yaml.safe_load(text) | {"unknown": 1})
 
 
 # ---- the command line
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"PRECOMPUTE_VIEWS": "x"},
-        {"PRECOMPUTE_SERVE": "x", "PRECOMPUTE_SERVE__BIND": "y"},
-        {"PRECOMPUTE_VARS__D": "2024-13-45"},
-    ],
-)
-def test_no_variable_makes_the_command_line_raise(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
-) -> None:
-    folder = make_project().folder
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert main(["-c", str(folder), "status"]) in (0, 1, 2)  # 1: the view is not published

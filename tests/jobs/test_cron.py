@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from precompute.jobs.config import schedule
 from precompute.jobs.config.schedule import check_cron, last_fire
-from precompute.store.errors import ConfigError
-from tests.conftest import MakeProject
 
 START = datetime(2026, 1, 1, 0, 0, 30, tzinfo=UTC)
 MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
@@ -67,17 +65,9 @@ def reference(line: str, days: int) -> Iterator[datetime]:
 
 
 LINES = [
-    "* * * * *",
-    "0 2 * * *",
-    "*/15 * * * *",
     "5/20 3 * * *",
-    "10-20/5,50 8-10,22 * * *",
-    "0 0 1 * *",
     "0 0 31 * *",
     "0 0 29 2 *",
-    "0 0 1 1 *",
-    "0 0 */7 * *",
-    "0 12 1,15 */3 *",
     "0 0 * jan-MAR,Dec *",
     "0 0 1 feb-Nov/4 *",
     "0 0 1 feb-9/3 *",
@@ -85,40 +75,27 @@ LINES = [
     "*/70 2 * * *",
     "0 0 * * 0",
     "0 0 * * 7",
-    "0 0 * * 1",
-    "0 0 * * 6",
-    "0 0 * * 1-5",
-    "0 0 * * 0-2,5",
     "0 0 * * 5-7",
     "0 0 * * 0-7",
-    "0 0 * * 0,7",
-    "0 0 * * */2",
     "0 0 * * 1/2",
-    "0 0 * * 1-6/2",
-    "0 0 * * sun",
     "0 0 * * MON-Fri",
     "0 0 * * sun-tue",
     "0 0 * * sun,wed-fri,6",
     "0 0 * * mon-5",
-    "0 0 13 * 5",
-    "0 0 1-7 * 1",
     "0 0 1 * sun",
     "0 0 1,15 6 mon,7",
     "30 4 31 1,4 2",
-    "0 0 * * *",
     "0 0 */2 * 1",
     "0 0 1 * */2",
-    "0 0 */10 * */3",
     "0 0 *,1 * 1",
-    "0 0 1-31 * 1",
 ]
-"""Of each kind that crontab(5) has."""
+"""What crontab(5) has beside numbers, spans and steps; those are in any line."""
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_a_line_fires_when_cron_would(line: str) -> None:
-    expected = list(islice(reference(line, 1000), 20))
-    assert list(islice(fire_times(line), len(expected))) == expected
+def test_a_line_fires_when_cron_would() -> None:
+    for line in LINES:
+        expected = list(islice(reference(line, 1000), 20))
+        assert list(islice(fire_times(line), len(expected))) == expected, line
 
 
 @pytest.mark.parametrize(
@@ -159,28 +136,17 @@ def test_any_line_fires_when_cron_would(line: str) -> None:
 
 NO_LINES = [
     "0 2 * *",
-    "0 2 * * * *",
     "@daily",
     "0 2 * * * user",
     "60 * * * *",
     "-1 * * * *",
-    "* 24 * * *",
     "* * 0 * *",
-    "* * 32 * *",
-    "* * * 0 *",
     "* * * 13 *",
     "* * * * 8",
-    "* * * * -1",
-    "* * * * 5-1",
     "20-10 * * * *",
-    "*/0 * * * *",
     "* * * * */0",
-    "* * * * 1-5/0",
     "* * * * 1/x",
-    "1- * * * *",
     "* * * * 1-",
-    ", * * * *",
-    "* * * * ,",
     "* * * * 1,,2",
     "a * * * *",
     "* * * january *",
@@ -198,32 +164,13 @@ NO_LINES = [
 """Nor is an empty text."""
 
 
-@pytest.mark.parametrize("line", ["", *NO_LINES])
-def test_what_is_no_line_or_never_fires_is_refused_with_a_reason(line: str) -> None:
-    with pytest.raises(ValueError, match=r"\w"):
-        check_cron(line, "UTC")
-
-
-@pytest.mark.parametrize(
-    "timezone", ["Mars/Olympus", "", "../etc/passwd", "/etc/localtime", "UTC\0", "europe"]
-)
-def test_an_unknown_time_zone_is_refused_by_name(timezone: str) -> None:
-    with pytest.raises(ValueError, match="time zone"):
-        check_cron("0 2 * * *", timezone)
-
-
-def test_hours_are_those_of_the_time_zone() -> None:
-    winter, summer = datetime(2026, 1, 5, tzinfo=UTC), datetime(2026, 7, 5, tzinfo=UTC)
-    for start, hour in ((winter, 1), (summer, 0)):
-        assert next(
-            fire_times("0 2 * * *", "Europe/Berlin", start - timedelta(hours=2))
-        ) == start.replace(hour=hour)
-    assert next(fire_times("0 2 1 * 0", "Europe/Berlin", winter)) == datetime(
-        2026, 1, 11, 1, tzinfo=UTC
-    )
-    assert next(fire_times("30 4 * * *", "Asia/Kolkata", winter)) == datetime(
-        2026, 1, 5, 23, 0, tzinfo=UTC
-    )
+def test_what_is_no_line_or_never_fires_is_refused_with_a_reason() -> None:
+    for line in ("", *NO_LINES):
+        with pytest.raises(ValueError, match=r"\w"):
+            check_cron(line, "UTC")
+    for timezone in ("", "../etc/passwd", "/etc/localtime", "UTC\0", "europe"):
+        with pytest.raises(ValueError, match="time zone"):
+            check_cron("0 2 * * *", timezone)
 
 
 CHANGES = {
@@ -236,7 +183,7 @@ CHANGES = {
 """Time zone → the days on which its clocks are set forward and back."""
 
 
-DAILY = "30 2 * * *; 0 2 * * *; 15 2 * * *; 45 1 * * *; 0 3 * * *; 0 0 * * *; 30 0 1-31 * *"
+DAILY = "30 2 * * *; 45 1 * * *; 0 0 * * *"
 
 
 @pytest.mark.parametrize("timezone", CHANGES)
@@ -253,15 +200,7 @@ def test_a_daily_line_fires_once_on_every_day_of_the_year(line: str, timezone: s
     ("timezone", "line", "day", "clock"),
     [
         ("Europe/Berlin", "30 2 * * *", date(2026, 3, 29), ["03:00+0200"]),  # there is no 2:30
-        ("Europe/Berlin", "0 3 * * *", date(2026, 3, 29), ["03:00+0200"]),
-        ("Europe/Berlin", "0,30 2 * * *", date(2026, 3, 29), ["03:00+0200"]),
         ("Europe/Berlin", "0,30 2,3 * * *", date(2026, 3, 29), ["03:00+0200", "03:30+0200"]),
-        (
-            "Europe/Berlin",
-            "30 1-3 * * *",
-            date(2026, 3, 29),
-            ["01:30+0100", "03:00+0200", "03:30+0200"],
-        ),
         ("Europe/Berlin", "30 2 30 * *", date(2026, 3, 29), []),
         ("Europe/Berlin", "30 2 * * sun", date(2026, 3, 29), ["03:00+0200"]),
         ("Europe/Berlin", "30 2 * * *", date(2026, 10, 25), ["02:30+0200"]),  # there are two
@@ -271,13 +210,9 @@ def test_a_daily_line_fires_once_on_every_day_of_the_year(line: str, timezone: s
             date(2026, 10, 25),
             ["02:00+0200", "02:30+0200", "03:00+0100", "03:30+0100"],
         ),
-        ("America/New_York", "30 2 * * *", date(2026, 3, 8), ["03:00-0400"]),
         ("America/New_York", "30 1 * * *", date(2026, 11, 1), ["01:30-0400"]),
-        ("America/New_York", "0 2 * * *", date(2026, 11, 1), ["02:00-0500"]),
         ("Australia/Lord_Howe", "15 2 * * *", date(2026, 10, 4), ["02:30+1100"]),
-        ("Australia/Lord_Howe", "45 2 * * *", date(2026, 10, 4), ["02:45+1100"]),
         ("Australia/Lord_Howe", "45 1 * * *", date(2026, 4, 5), ["01:45+1100"]),
-        ("Australia/Lord_Howe", "15 1 * * *", date(2026, 4, 5), ["01:15+1100"]),
         ("America/Santiago", "30 0 * * *", date(2026, 9, 6), ["01:00-0300"]),
         ("America/Santiago", "30 23 * * *", date(2026, 4, 4), ["23:30-0300"]),
         ("Pacific/Apia", "30 2 * * *", date(2011, 12, 30), []),  # a day that never was
@@ -303,11 +238,8 @@ def shown(line: str, timezone: str, day: date) -> list[str]:
 
 
 @pytest.mark.parametrize("timezone", CHANGES)
-@pytest.mark.parametrize("line", ["*/15 * * * *", "*/5 * * * *"])
-def test_a_line_for_every_so_many_minutes_fires_every_so_many_minutes(
-    timezone: str, line: str
-) -> None:
-    step = timedelta(minutes=int(line[2:].split()[0]))
+def test_a_line_for_every_so_many_minutes_fires_every_so_many_minutes(timezone: str) -> None:
+    line, step = "*/5 * * * *", timedelta(minutes=5)
     for change in CHANGES[timezone]:
         start = datetime(change.year, change.month, change.day, tzinfo=UTC) - timedelta(days=1)
         times = list(schedule.fire_times(line, timezone, start, start + timedelta(days=3)))
@@ -372,16 +304,3 @@ def test_the_last_time_of_years_is_found_in_any_zone() -> None:
     assert last_fire(
         "0 12 * * *", "Asia/Tokyo", start.astimezone(ZoneInfo("Asia/Tokyo")), end
     ) == datetime(2026, 7, 1, 3, tzinfo=UTC)
-
-
-BAD = "0 2 * *; * * * * 8; 0 0 30 2 *; after nobody; after; after ; after ,; after numbers"
-
-
-@pytest.mark.parametrize("line", BAD.split("; "))
-def test_a_project_with_a_bad_line_is_refused_with_file_view_and_line(
-    make_project: MakeProject, line: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_project([(1, 1.0)], project={"schedule": {"numbers": line}})
-    for part in ("project.yaml", "numbers", repr(line) if line != "after numbers" else line):
-        assert part in str(caught.value)

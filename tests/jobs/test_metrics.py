@@ -20,12 +20,12 @@ from tests.server import Reply, Server, damage_row, eventually, make_folder, wri
 
 Labels = tuple[tuple[str, str], ...]
 
-KEPT = {"fallback": {"enabled": True, "deadline": "20s"}}
-"""Misses are kept."""
+CACHED = {"fallback": {"enabled": True, "deadline": "20s"}}
+"""Misses are cached."""
 
 
-class Told(Server):
-    """Asked with a token of an operator's."""
+class Admin(Server):
+    """Requests carry a token of an operator's."""
 
     token = ""
 
@@ -47,23 +47,23 @@ class Told(Server):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
     """Rows 1 to 3 are published, the second damaged; 9 to 12 came into the source since. Of the
     other view every row is stale."""
     folder = tmp_path_factory.mktemp("metrics")
     project = make_folder(
-        folder, {"numbers": KEPT, "old": KEPT | {"ttl": 0}}, serve={"tokens": "./tokens"}
+        folder, {"numbers": CACHED, "old": CACHED | {"ttl": 0}}, serve={"tokens": "./tokens"}
     )
-    Told.token = made_token(folder, "prometheus", "--scope", "admin")
+    Admin.token = made_token(folder, "prometheus", "--scope", "admin")
     project.publish_all()
     damage_row(project, "numbers", 2.0)
     write_numbers(folder, [1, 2, 3, *range(9, 13)])
-    server = Told(folder)
+    server = Admin(folder)
     with server:
         yield server
 
 
-def test_cached_rows_are_counted_when_written_and_when_found(server: Told) -> None:
+def test_cached_rows_are_counted_when_written_and_when_found(server: Admin) -> None:
     assert [row["status"] for row in server.lookup("numbers", [1, 9, 10, 77])] == [
         "fresh",
         "computed",
@@ -84,7 +84,7 @@ def test_cached_rows_are_counted_when_written_and_when_found(server: Told) -> No
     assert server.number("cache_rows_total", cache="miss_cache", outcome="miss") == before + 1 == 4
 
 
-def test_batches_of_misses_are_timed_in_the_process_that_computes_them(server: Told) -> None:
+def test_batches_of_misses_are_timed_in_the_process_that_computes_them(server: Admin) -> None:
     before = server.number("model_seconds_count", view="numbers")
     seconds = server.number("model_seconds_sum", view="numbers")
     server.lookup("numbers", [12])
@@ -92,19 +92,19 @@ def test_batches_of_misses_are_timed_in_the_process_that_computes_them(server: T
     assert 0 < server.number("model_seconds_sum", view="numbers") - seconds < 20
 
 
-def test_stale_rows_are_counted_as_they_are_computed_behind_their_answers(server: Told) -> None:
+def test_stale_rows_are_counted_as_they_are_computed_behind_their_answers(server: Admin) -> None:
     assert [row["status"] for row in server.lookup("old", [1, 2])] == ["stale", "stale"]
     eventually(lambda: server.number("refreshed_rows_total", view="old", outcome="computed") == 2)
 
 
-def test_the_rows_that_a_worker_has_encoded_are_counted_with_their_bytes(server: Told) -> None:
+def test_the_rows_that_a_worker_has_encoded_are_counted_with_their_bytes(server: Admin) -> None:
     for _ in range(3):
         assert server.get("/v1/views/numbers/rows/1").status == 200
     assert server.number("cache_rows_total", cache="l1", outcome="hit") == 2
     assert 100 < server.number("cache_bytes", cache="l1") < 10_000
 
 
-def test_every_name_is_there_and_every_one_that_can_be_is_filled(server: Told) -> None:
+def test_every_name_is_there_and_every_one_that_can_be_is_filled(server: Admin) -> None:
     """Those of the semantic cache are in its own tests, since it wants a view of texts; and how
     long rows are kept for a store that fails, since files do not; how far a server is behind is in
     those of replicas, and how a student agrees in those of students."""
@@ -148,7 +148,7 @@ def test_every_name_is_there_and_every_one_that_can_be_is_filled(server: Told) -
         assert re.search(rf"^# TYPE {bare}(_total)? ", text, re.MULTILINE), name
 
 
-def test_what_may_never_be_is_told_as_0(server: Told) -> None:
+def test_what_may_never_be_is_told_as_0(server: Admin) -> None:
     """Of a counter that it sees first when it has counted, Prometheus takes that for no
     increase."""
     told = server.samples()

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.registry import BUILT_IN, load_model
-from precompute.store.errors import ConfigError, ModelError, PrecomputeError
+from precompute.store.errors import ConfigError, ModelError
 from precompute.techniques.same_value import differing
 from tests.conftest import MakeProject
 
@@ -338,8 +338,16 @@ def view_of(case: str, made: Made, **over: Any) -> dict[str, Any]:
 def test_it_is_published_and_answers_misses_alike(
     make_project: MakeProject, tmp_path: Path, case: str
 ) -> None:
+    """And a column that the source lacks is named."""
     (tmp_path / "project").mkdir()
     made = CASES[case](tmp_path / "project")
+    column = made.table.column_names[-1]
+    lacking = made.table.rename_columns([*made.table.column_names[:-1], column.upper() + "S"])
+    with pytest.raises(
+        ConfigError,
+        match=rf"the source yields no column '{column}', which the model {case} reads.*; did you mean '{column.upper()}S'",
+    ):
+        make_project(lacking, view=view_of(case, made)).run()
     project = make_project(made.table, view=view_of(case, made))
     report = project.run()
     assert (report.status, report.counts["written"], report.counts["rejected"]) == (
@@ -388,20 +396,6 @@ def test_it_is_published_and_answers_misses_alike(
     assert [row["reason"] for row in bad] == ["model_error"] * len(bad)
 
 
-def test_a_column_that_the_source_lacks_is_named(
-    make_project: MakeProject, tmp_path: Path, case: str
-) -> None:
-    (tmp_path / "project").mkdir()
-    made = CASES[case](tmp_path / "project")
-    column = made.table.column_names[-1]
-    lacking = made.table.rename_columns([*made.table.column_names[:-1], column.upper() + "S"])
-    with pytest.raises(
-        ConfigError,
-        match=rf"the source yields no column '{column}', which the model {case} reads.*; did you mean '{column.upper()}S'",
-    ):
-        make_project(lacking, view=view_of(case, made)).run()
-
-
 def test_every_built_in_says_what_it_reads() -> None:
     # what `columns` hands on is its view's features
     for dotted in set(BUILT_IN.values()) - {BUILT_IN["columns"]}:
@@ -409,30 +403,16 @@ def test_every_built_in_says_what_it_reads() -> None:
         assert callable(getattr(importlib.import_module(module), name).reads), dotted
 
 
-@pytest.mark.parametrize("damage", ["empty", "half", "foreign"])
-def test_a_damaged_file_is_one_message(tmp_path: Path, case: str, damage: str) -> None:
-    made = CASES[case](tmp_path)
-    file = tmp_path / made.file
-    content = file.read_bytes()
-    file.write_bytes(
-        {"empty": b"", "half": content[: len(content) // 2], "foreign": b'{"a": [1, 2]}'}[damage]
-    )
-    with pytest.raises(
-        PrecomputeError, match=rf"^{case}: .*{re.escape(made.file.partition('/')[0])}"
-    ) as raised:
-        load_model(case, made.args, tmp_path)
-    assert "\n" not in str(raised.value)
-    assert isinstance(raised.value, ModelError)
-
-
-def test_what_makes_other_values_makes_another_fingerprint(tmp_path: Path, case: str) -> None:
+def test_its_fingerprint_is_that_of_its_values_and_damage_is_one_message(
+    tmp_path: Path, case: str
+) -> None:
     made = CASES[case](tmp_path)
 
     def load(**more: Any) -> str:
         return load_model(case, made.args | more, tmp_path).fingerprint()
 
     known = [load()] + [load(**more) for more in made.others]
-    file = tmp_path / made.file
+    assert len(set(known)) == len(known)
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     for inside in list(tmp_path.iterdir()):
@@ -441,4 +421,12 @@ def test_what_makes_other_values_makes_another_fingerprint(tmp_path: Path, case:
     assert load_model(case, made.args, moved).fingerprint() == known[0], (
         "where it lies does not count"
     )
-    assert len(set(known)) == len(known), file
+    file = moved / made.file
+    content = file.read_bytes()
+    for damaged in (b"", content[: len(content) // 2], b'{"a": [1, 2]}'):
+        file.write_bytes(damaged)
+        with pytest.raises(
+            ModelError, match=rf"^{case}: .*{re.escape(made.file.partition('/')[0])}"
+        ) as raised:
+            load_model(case, made.args, moved)
+        assert "\n" not in str(raised.value)

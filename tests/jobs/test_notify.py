@@ -97,11 +97,8 @@ def test_a_materialize_is_told_only_when_it_fails(
 
 FAILING = {
     "no such command": ["/no/such/command"],
-    "no permission": ["/etc/passwd"],
     "another status": python("import sys; print('gone wrong', file=sys.stderr); sys.exit(3)"),
     "not UTF-8": python("import sys; sys.stdout.buffer.write(bytes(range(128, 256))); sys.exit(1)"),
-    "not UTF-8, and well": python("import sys; sys.stdout.buffer.write(bytes(range(128, 256)))"),
-    "killed": python("import os; os.kill(os.getpid(), 9)"),
     "reads": python("import sys; sys.stdin.read()"),
 }
 
@@ -118,7 +115,7 @@ def test_a_command_that_fails_does_not_fail_the_run(
         for r in caplog.records
         if r.name == "precompute.jobs.run.report" and r.levelno == logging.WARNING
     ]
-    assert len(warned) == (0 if how in ("reads", "not UTF-8, and well") else 1)
+    assert len(warned) == (how != "reads")
     if how == "another status":
         assert "status 3: gone wrong" in warned[0]
 

@@ -1,10 +1,9 @@
-"""A whole project by one changed line: on one Redis, and on a cluster."""
+"""A whole project by one changed line: on a cluster; one Redis is in the tests of each step."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import redis
 
 from precompute.store.offline.refs import Place
@@ -19,20 +18,11 @@ UNJUDGED: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=["redis", "cluster"])
-def online(request: pytest.FixtureRequest) -> str:
-    return str(request.getfixturevalue("redis_url" if request.param == "redis" else "cluster_url"))
-
-
 def emptied(online: str) -> None:
     """As an operator's FLUSHALL."""
-    if online.startswith("redis+cluster:"):
-        host, _, port = online.rpartition("/")[2].partition(",")[0].partition(":")
-        with redis.RedisCluster(host, int(port)) as client:
-            client.flushall(target_nodes=redis.RedisCluster.PRIMARIES)
-    else:
-        with redis.Redis.from_url(online) as client:
-            client.flushall()
+    host, _, port = online.rpartition("/")[2].partition(",")[0].partition(":")
+    with redis.RedisCluster(host, int(port)) as client:
+        client.flushall(target_nodes=redis.RedisCluster.PRIMARIES)
 
 
 def served(project: Scene, keys: list[int]) -> list[float | None]:
@@ -40,11 +30,13 @@ def served(project: Scene, keys: list[int]) -> list[float | None]:
         return list(lookup.get("numbers", keys)["double"].to_pylist())
 
 
-def test_runs_deltas_rollback_loss_and_end(make_project: MakeProject, online: str) -> None:
+def test_runs_deltas_rollback_loss_and_end(make_project: MakeProject, cluster_url: str) -> None:
     table = {key: float(key) for key in range(300)}
 
     def published() -> Scene:
-        project = make_project(sorted(table.items()), project={"online": online}, view=UNJUDGED)
+        project = make_project(
+            sorted(table.items()), project={"online": cluster_url}, view=UNJUDGED
+        )
         assert project.run().status == "published"
         return project
 
@@ -59,7 +51,7 @@ def test_runs_deltas_rollback_loss_and_end(make_project: MakeProject, online: st
         assert len(lookup.search("numbers", key=7, k=2)["rows"]) == 2
     project.rollback()
     assert served(project, [0, 7, 299]) == [0.0, 14.0, 598.0]
-    emptied(online)
+    emptied(cluster_url)
     with project.online_store() as store:
         assert store.views() == []
     assert project.cli("reconcile", "numbers") == 0

@@ -64,19 +64,17 @@ FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
-def test_a_frame_is_a_source_like_any_other(
-    project: OpenProject, scene: Scene, form: Callable[[dict[str, Any]], Any]
-) -> None:
+def test_a_frame_is_a_source_like_any_other(project: OpenProject, scene: Scene) -> None:
     """Whatever it comes as, the same content is the same rows; what changed is computed, what is
     gone is removed."""
     first = project.run("numbers", frame=pd.DataFrame(DATA), progress=False)
     assert (first.status, first.counts["written"]) == ("published", 3)
     assert scene.doubles() == {1: 2.0, 2: 4.0, 3: 6.0}
-    again = project.run("numbers", frame=form(DATA), progress=False)
-    assert (again.status, again.snapshot) == ("current", 1)
+    for name, form in FORMS.items():
+        again = project.run("numbers", frame=form(DATA), progress=False)
+        assert (again.status, again.snapshot) == ("current", 1), name
     changed = {"x": [1.0, 5.0, 4.0], "id": [1, 2, 4], "junk": [None, None, None]}
-    delta = project.run("numbers", frame=form(changed), accept=["rows"], progress=False)
+    delta = project.run("numbers", frame=changed, accept=["rows"], progress=False)
     assert delta.counts == {
         "source": 3,
         "written": 2,
@@ -100,14 +98,17 @@ def keys_of(kind: pa.DataType) -> pa.Array:
 def test_a_frame_of_every_type(make_project: MakeProject) -> None:
     """The model gets what was given; keys of text, in whatever Arrow calls it."""
     scene = make_project(view={"source": {"frame": ["id", "x"]}, "entity": ["id"]})
-    texts = (pa.string(), pa.large_string(), pa.string_view())
-    for kind in (*texts, *(pa.dictionary(pa.int32(), text) for text in texts)):
-        for number in (pa.float16(), pa.float32(), pa.int8(), pa.uint64()):
-            x = pa.array(np.array([1, 2], number.to_pandas_dtype()), number)
-            table = pa.table({"id": keys_of(kind), "x": x})
-            with pc.open(scene.folder / "project.yaml") as project:
-                project.run("numbers", frame=table, progress=False)
-                assert project.lookup("numbers", ["ü/%", "a b"])["double"].to_pylist() == [4.0, 2.0]
+    of_text = [pa.dictionary(pa.int32(), text) for text in (pa.string(), pa.large_string())]
+    for kind, number in zip(
+        (pa.string(), pa.large_string(), pa.string_view(), *of_text),
+        (pa.float16(), pa.float32(), pa.int8(), pa.uint64(), pa.int16()),
+        strict=True,
+    ):
+        x = pa.array(np.array([1, 2], number.to_pandas_dtype()), number)
+        table = pa.table({"id": keys_of(kind), "x": x})
+        with pc.open(scene.folder / "project.yaml") as project:
+            project.run("numbers", frame=table, progress=False)
+            assert project.lookup("numbers", ["ü/%", "a b"])["double"].to_pylist() == [4.0, 2.0]
 
 
 def test_a_folder_above_the_root_is_no_column_of_a_frame(make_project: MakeProject) -> None:
@@ -127,22 +128,12 @@ def test_what_is_no_frame_of_the_view_is_refused(project: OpenProject, scene: Sc
             pd.DataFrame({"id": [1]}),
             r"the frame has no column 'x', which source\.frame names \(it has: id\)",
         ),
-        (pd.DataFrame(), r"the frame has no column 'id'.*\(it has: none\)"),
         (
             {"id": [1.0, None], "x": [1, 2]},
             r"key column 'id' of the frame is double: .*pandas makes floats of integers.*dropna",
         ),
-        (
-            {"id": [b"a"], "x": [1]},
-            "key column 'id' of the frame is binary: a key is text, or an integer",
-        ),
-        ({"id": [1, 2], "x": [1, "a"]}, "the frame cannot be read as Arrow: .*'a'"),
         (twice, "the frame cannot be read as Arrow: Duplicate column names"),
         (lazy, r"got LazyFrame: collect\(\) it first"),
-        (
-            {"id": [1, 2], "x": ["\ud800", "a"]},
-            r"cannot be read as Arrow: .*surrogates not allowed",
-        ),
         (7, r"a frame is a DataFrame of pandas or polars.*got int"),
         (
             {"id": [1, 1], "x": [1.0, 2.0]},
@@ -288,15 +279,11 @@ def test_the_model_behind_misses_reads_the_frame(project: OpenProject, scene: Sc
         ({"source": {"frame": ["x"]}}, "source.frame: lacks 'id', which the entity names"),
         ({"source": {"frame": ["id", "x", "x"]}}, "source.frame: a column is named twice"),
         ({"source": {"frame": ["id"], "sql": "SELECT 1 AS id"}}, "and not both"),
-        ({"source": {"max_age": "1d"}}, "and not neither"),
-        ({"source": {"frame": []}}, "source.frame"),
         ({"source": {"frame": ["id", ""]}}, "source.frame: a column has no name"),
-        ({"source": {"frame": "df"}}, "source.frame"),
         (
             {"source": {"frame": ["id", "x"]}, "partition": {"by": "day", "start": "2026-01-01"}},
             "partition: a frame has none",
         ),
-        ({"source": {"frme": ["id", "x"]}}, "source.*frame"),
     ],
 )
 def test_a_mistake_in_a_frame_is_told(
@@ -430,6 +417,8 @@ def test_what_a_notebook_shows(filled: OpenProject, scene: Scene) -> None:
     assert "&lt;b&gt;" in html
     rows = filled.lookup("numbers", range(40))
     assert "numbers: 40 rows, 37 of them missing" in repr(rows)
+    assert "unknown_entity" in repr(rows)
+    assert "reason" not in repr(filled.lookup("numbers", [1, 2]))
     assert "[7, 8, 9, 10]" in rows._repr_html_()
     assert repr(rows).splitlines()[-2:] == [
         "… 20 more",
@@ -454,14 +443,11 @@ def test_what_a_notebook_shows(filled: OpenProject, scene: Scene) -> None:
     assert "broken.yaml" in repr(status)
 
 
-def test_a_store_that_is_gone_is_told(filled: OpenProject, scene: Scene) -> None:
+def test_a_store_or_project_that_is_gone_is_still_shown(filled: OpenProject, scene: Scene) -> None:
     (scene.folder / "project.yaml").write_text("root: ./var\nonline: redis://127.0.0.1:1/0\n")
     filled.close()
     assert "unknown" in repr(filled)
     assert "Redis at redis://127.0.0.1:1/0 does not answer" in repr(filled)
-
-
-def test_a_project_that_is_gone_is_still_shown(filled: OpenProject, scene: Scene) -> None:
     (scene.folder / "project.yaml").write_text("root: [")
     assert "not valid YAML" in repr(filled)
     (scene.folder / "project.yaml").unlink()
@@ -478,13 +464,6 @@ def test_mistakes_are_told(filled: OpenProject, scene: Scene, tmp_path: Path) ->
             r"numbers\.yaml: a project is a folder with project\.yaml",
         ),
         (
-            lambda: pc.open("table:./var/online"),
-            pc.ConfigError,
-            r"precompute\.Lookup\.open\(url, root=…\) reads an online store",
-        ),
-        (lambda: pc.open("redis+cluster://h:1"), pc.ConfigError, "is no project's folder"),
-        (lambda: filled.run("numers"), pc.ConfigError, "no view 'numers'.*did you mean 'numbers'"),
-        (
             lambda: filled.lookup("numers", 1),
             pc.ConfigError,
             "no view 'numers'.*did you mean 'numbers'",
@@ -499,25 +478,12 @@ def test_mistakes_are_told(filled: OpenProject, scene: Scene, tmp_path: Path) ->
             pc.RequestError,
             r"without the column 'id'.*it has: x\)",
         ),
-        (
-            lambda: filled.lookup("numbers", 1, features=["no"]),
-            pc.RequestError,
-            "has no feature 'no'",
-        ),
         (lambda: filled.lookup("numbers", 1.5), pc.RequestError, "a list of keys"),
-        (lambda: filled.search("numbers"), pc.RequestError, "exactly one of key"),
-        (
-            lambda: filled.search("numbers", text="a", inputs={"x": 1}),
-            pc.RequestError,
-            "exactly one of key, text",
-        ),
         (
             lambda: filled.search("numbers", text="a"),
             pc.RequestError,
             r"one text input column.*inputs=\{column: value\} \(columns: ",
         ),
-        (lambda: filled.history("numers"), pc.ConfigError, "did you mean 'numbers'"),
-        (lambda: filled.history("numbers", 99), pc.RequestError, "no history of key '99'"),
         (
             lambda: filled.history("numbers", 1, at="2026-01-01"),
             pc.RequestError,
@@ -527,11 +493,6 @@ def test_mistakes_are_told(filled: OpenProject, scene: Scene, tmp_path: Path) ->
             lambda: filled.history("numbers", at="yesterday"),
             pc.RequestError,
             "'yesterday': write a date or time",
-        ),
-        (
-            lambda: filled.history("numbers", at="2020-01-01"),
-            pc.SnapshotError,
-            "nothing to read as of",
         ),
         (
             lambda: filled.run("numbers", frame=DATA, accept="shfit"),
@@ -549,21 +510,11 @@ def test_mistakes_are_told(filled: OpenProject, scene: Scene, tmp_path: Path) ->
             "no timestamp column",
         ),
         (
-            lambda: filled.get_historical_features(7, "numbers"),
-            pc.SourceError,
-            "a frame is a DataFrame",
-        ),
-        (
             lambda: filled.get_historical_features(
                 {"id": [1], "event_timestamp": [datetime.now(UTC)]}
             ),
             pc.RequestError,
             "no features",
-        ),
-        (
-            lambda: filled.get_historical_features({"id": [1]}, service="no"),
-            pc.ConfigError,
-            "no service 'no'",
         ),
     ]
     for call, kind, message in cases:

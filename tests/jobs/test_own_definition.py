@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.jobs.serve.remote_fallback import socket_path
-from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.record import replace
 from precompute.store.errors import DamagedPointerError
 from precompute.store.feature_view import Definition, FeatureView, ModelUse
@@ -58,18 +57,9 @@ def project(make_project: MakeProject) -> Scene:
     return make_project([(1, 1.0), (2, 2.0), (9, 9.0)], view=FALLBACK)
 
 
-@contextlib.contextmanager
-def answering(project: Scene) -> Iterator[Lookup]:
-    with (
-        contextlib.closing(ViewFallback(project.offline, project.home, memory_mb=64)) as fallback,
-        project.lookup(fallback) as lookup,
-    ):
-        yield lookup
-
-
 def told(project: Scene) -> list[tuple[str, str | None]]:
     """Of a row that is stored, and one that is not."""
-    with answering(project) as lookup:
+    with project.answering() as lookup:
         table = lookup.get("numbers", [1, 9], features=[])
     return list(zip(table["status"].to_pylist(), table["reason"].to_pylist(), strict=True))
 
@@ -99,7 +89,7 @@ def test_what_only_the_online_store_says_is_served_and_not_run(
     assert "names SQL or a model that neither the manifest of snapshot 1" in caplog.text
     assert not canary.exists()
     with (
-        answering(project) as lookup,
+        project.answering() as lookup,
         contextlib.closing(ViewFallback(project.offline, project.home)) as fallback,
     ):
         pointer = lookup.online.live("numbers")
@@ -111,7 +101,7 @@ def test_what_only_the_online_store_says_is_served_and_not_run(
 def test_what_an_open_model_makes_is_no_row_of_another_pointer(project: Scene) -> None:
     """Of the same publishing, as it is named, so that the model is open already; the store answers
     all the same, and what is missing is reported row by row."""
-    with answering(project) as lookup:
+    with project.answering() as lookup:
         assert lookup.get("numbers", [9])["status"].to_pylist() == ["computed"]
         view, pointer = project.pointer().view, project.pointer()
         swapped = replace(pointer, view=dataclasses.replace(view, features=view.features[::-1]))

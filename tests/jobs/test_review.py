@@ -31,10 +31,6 @@ Captured = pytest.CaptureFixture[str]
 OPEN = {"gates": dict.fromkeys(("rows", "moved", "norm", "drift", "shift", "rolled_back", "mass"))}
 
 
-def rows(*pairs: tuple[Any, float]) -> list[tuple[Any, float]]:
-    return [(key, x) for key, x in pairs]
-
-
 @pytest.fixture
 def project(make_project: MakeProject, capsys: Captured) -> Scene:
     """1: keys 0 to 39. 2, a delta of it: 3 by another value, 39 gone, 40 new. 3: all computed again
@@ -51,27 +47,18 @@ def project(make_project: MakeProject, capsys: Captured) -> Scene:
     return project
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "counts"),
-    [
-        (1, 2, {"alike": 38, "recomputed": 0, "changed": 1, "added": 1, "gone": 1}),
-        (2, 1, {"alike": 38, "recomputed": 0, "changed": 1, "added": 1, "gone": 1}),
-        (2, 3, {"alike": 40, "recomputed": 40, "changed": 0, "added": 0, "gone": 0}),
-        (1, 3, {"alike": 38, "recomputed": 38, "changed": 1, "added": 1, "gone": 1}),
-        (2, 2, {"alike": 40, "recomputed": 0, "changed": 0, "added": 0, "gone": 0}),
-    ],
-)
-def test_rows_of_two_snapshots_are_told_apart(
-    project: Scene, first: int, second: int, counts: dict[str, int]
-) -> None:
-    found = diff(project, "numbers", first, second).to_json()
-    assert found["rows"] == counts
-    assert [row["key"] for row in found["worst"]] == (["3"] if counts["changed"] else [])
-
-
 def test_a_difference_names_its_rows_and_figures(project: Scene, capsys: Captured) -> None:
+    for first, second, counts in (
+        (2, 1, (38, 0, 1, 1, 1)),
+        (1, 3, (38, 38, 1, 1, 1)),
+        (2, 2, (40, 0, 0, 0, 0)),
+    ):
+        two = diff(project, "numbers", first, second)
+        assert (two.alike, two.recomputed, two.changed, two.added, two.gone) == counts
+        assert [row.key for row in two.worst] == (["3"] if two.changed else [])
     assert project.cli("diff", "numbers", "1", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["rows"] == {"alike": 38, "recomputed": 0, "changed": 1, "added": 1, "gone": 1}
     before, now = [float(n) for n in (3, 4, 5, 6)], [float(n) for n in (100, 101, 102, 103)]
     (worst,) = found["worst"]
     off = np.linalg.norm(np.subtract(now, before)) / np.linalg.norm(before)
@@ -143,14 +130,12 @@ def test_a_feature_of_another_type_is_compared_with_nothing(
             [0, MOST, 2],
         ),
         (Feature("f", "string"), ["a", "b", None], ["a", "c", None], [0, 1, 0]),
-        (Feature("f", "int64"), [1, 2], [1, 3], [0, 1]),
         (
             Feature("f", "string", max_items=2),
             [["a", "b"], [], ["a"]],
             [["a", "b"], [], ["b"]],
             [0, 0, 1],
         ),
-        (Feature("f", "bool"), [True, None], [False, None], [1, 0]),
     ],
     ids=lambda value: value.dtype if isinstance(value, Feature) else "",
 )
@@ -273,20 +258,14 @@ def test_the_page_of_a_run_escapes_whatever_it_shows(hostile: Scene, capsys: Cap
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium on the PATH")
-@pytest.mark.parametrize("guarded", [True, False], ids=["as it is", "without its policy"])
-def test_in_a_browser_nothing_of_a_hostile_row_runs(
-    hostile: Scene, tmp_path: Path, guarded: bool
-) -> None:
-    """Nor by its escaping alone; a page with the script let in says that it ran, lest the test see
-    nothing."""
+def test_in_a_browser_nothing_of_a_hostile_row_runs(hostile: Scene, tmp_path: Path) -> None:
+    """By its escaping alone, without the page's policy; a page with the script let in shows that it
+    ran, lest the test see nothing."""
     assert hostile.cli("report", "numbers", "--to", str(tmp_path / "page.html")) == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    if not guarded:
-        page = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
-        (tmp_path / "open.html").write_text(
-            page.replace("<main>", f"<main>{EVIL}"), encoding="utf-8"
-        )
-        assert title_in_browser(tmp_path / "open.html") == "ran"
+    page = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
+    (tmp_path / "open.html").write_text(page.replace("<main>", f"<main>{EVIL}"), encoding="utf-8")
+    assert title_in_browser(tmp_path / "open.html") == "ran"
     (tmp_path / "page.html").write_text(page, encoding="utf-8")
     assert title_in_browser(tmp_path / "page.html").startswith("numbers: ")
 
@@ -381,7 +360,7 @@ def test_an_export_is_the_live_rows_in_one_file(
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == [path.name]
 
 
-@pytest.mark.parametrize("shape", [(50, 3), (5, 20), (4, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(50, 3), (4, 1), (1, 2)], ids=str)
 def test_principal_axes_are_those_of_the_variance(shape: tuple[int, int]) -> None:
     vectors = np.random.default_rng(1).normal(size=shape) * np.arange(1, shape[1] + 1) * 1e200
     middle, axes, shares = principal_axes(vectors)
