@@ -75,7 +75,8 @@ written together."""
 
 
 class MissCacheWriter:
-    """Writes as fast as the store takes it. Rows come from one thread.
+    """Writes computed rows to the miss cache after the answers, in a thread of its own, as fast as
+    the store takes them. Rows come from one thread.
 
     Args:
         cache: the miss cache that is written to.
@@ -199,8 +200,10 @@ class ViewFallback(Fallback):
                 continue
             given, whose = _inputs_text(values), group
             suspect = row_hash(view, key, given) if self.suspects else 0
-            if suspect in self.suspects:
-                if self.suspects[suspect] > time.monotonic():
+            # looked up once: another thread lets go of one that was computed
+            until = self.suspects.get(suspect)
+            if until is not None:
+                if until > time.monotonic():
                     why = "the model's process ended with it in hand"
                     futures[i] = _resolved(Miss(Reason.MODEL_ERROR, why, broken=None))
                     continue
@@ -247,8 +250,8 @@ class ViewFallback(Fallback):
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """Begin to open the view and compute one row, so that the first miss does not pay for
         loading. The future never has a row: it ends in an error once that was tried, or at the
-        deadline. Failures are logged and leave :meth:`ready` false; hits can be served all the
-        same."""
+        deadline. Failures are logged; one to open the view leaves :meth:`ready` false, and hits can
+        be served all the same."""
         flight = (pointer.view.name, pointer.publishing)
         return self._batcher.submit(
             _WARM_UP, flight, Request(_WARM_UP, None, pointer), deadline, _WARM_UP
@@ -422,9 +425,12 @@ class ViewFallback(Fallback):
         if opened is not None:
             return opened
         self._due_in(LOAD_S)
-        opened = self._opened[name, pointer.publishing] = LiveView.of(
-            self._opener.open(pointer), pointer
-        )
+        view = self._opener.open(pointer)
+        try:
+            opened = self._opened[name, pointer.publishing] = LiveView.of(view, pointer)
+        except BaseException:
+            view.source.close()
+            raise
         # in the order in which they were opened: epochs may start again
         in_order = [which for other, which in self._opened if other == name]
         for which in in_order[:-OPEN_PUBLISHINGS]:

@@ -1,9 +1,9 @@
 """Live view: a view opened as its live snapshot was computed, to compute single rows with the same
 source and model.
 
-It is opened from the live pointer, not from the configuration on disk, which may have changed
-since, where files of this machine confirm what is run; and its model must have the snapshot's
-fingerprint, or it is refused: two fingerprints are two spaces, and never mix.
+It is opened from the live pointer, since the configuration on disk may have changed; files of this
+machine must confirm what it runs. Its model must have the snapshot's fingerprint, or it is refused:
+two fingerprints are two spaces, and never mix.
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def settle() -> None:
-    """Call once, when all that stays is loaded and before the first request.
+    """Set the garbage collector and the allocator for a process that only answers from now on.
+
+    Call it once, when all that stays is loaded and before the first request.
 
     What is there by now is never looked through again by the garbage collector, and the rest
     seldom: few requests leave cycles, and a look through all takes tens of milliseconds. Freed
@@ -244,7 +246,12 @@ class Warmer:
             seen.model_at = 0.0
         elif now >= seen.model_at and (seen.opening is None or seen.opening.done()):
             seen.model_at = now + AGAIN_S
-            seen.opening = self._models.begin_warm(pointer, now + OPEN_S)
+            try:
+                seen.opening = self._models.begin_warm(pointer, now + OPEN_S)
+            except (OSError, RuntimeError) as exc:
+                # no descriptors, or no threads
+                log.error("the model of view %r cannot be warmed up: %s", pointer.view.name, exc)
+                return
             seen.opening.add_done_callback(lambda _: self._look.set())
 
     def _open_index(self, pointer: Pointer, seen: _Seen) -> None:

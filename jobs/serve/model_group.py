@@ -34,7 +34,7 @@ SPARE_AFTER_S = 10.0
 
 SPARE_ROOM = 3
 """Times the memory of the process that serves that must be free for another one to be started by
-itself; ended again is it where less than once is."""
+itself; that one is ended again where less than once is free."""
 
 LEFT_ALONE_S, LONGEST_ALONE_S = 60.0, 3600.0
 """How long a row is left alone that a process ended with alone in its hands, and twice as long each
@@ -80,8 +80,11 @@ class Suspects:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """``grace_s``: how much longer a call may take than its batch should. ``memory_mb``: of a
-    process. ``duckdb_mb``: of each view's source. ``spares``: views' ``fallback.spare``."""
+    """How long a model's process may take and how large it may get.
+
+    ``grace_s``: how much longer a call may take than its batch should. ``memory_mb``: of a process.
+    ``duckdb_mb``: of each view's source. ``spares``: views' ``fallback.spare``.
+    """
 
     grace_s: float
     memory_mb: int

@@ -256,7 +256,12 @@ def main() -> None:
     ).start()
     listener = socket.socket(fileno=spec["listeners"][0])
     while True:
-        Conversation(listener.accept()[0], fallback)
+        try:
+            Conversation(listener.accept()[0], fallback)
+        except (OSError, RuntimeError) as exc:
+            # no descriptors, or no threads: what is being computed is worth more than this one
+            log.error("a worker's connection cannot be taken now: %s", exc)
+            time.sleep(1.0)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import selectors
 import socket
@@ -34,6 +35,8 @@ from precompute.store.http.telemetry.instruments import (
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason
 from precompute.workers.frames import framed, read_message
+
+log = logging.getLogger(__name__)
 
 LEAST_CALLS = 10
 FAILING = 0.5
@@ -75,7 +78,7 @@ class Breaker:
         return admitted, 1.0
 
     def count(self, broken: bool | None, now: float) -> None:
-        """What became of a call: whether the model itself failed; None: not known."""
+        """Note what became of a call: whether the model itself failed; None: not known."""
         if broken is None:
             # if it was a probe, another one is sent
             self._probing = max(0, self._probing - 1)
@@ -247,9 +250,14 @@ class ModelLink:
             if not self._outbox:
                 self._woken.recv(4096)
             elif (connection := self._connected()) is not None:
-                # the process is gone
-                with contextlib.suppress(OSError), connection:
-                    self._converse(connection)
+                try:
+                    with connection:
+                        self._converse(connection)
+                except OSError as exc:
+                    log.debug("a model's process is gone: %s", exc)
+                except Exception:
+                    # such as no memory for an answer: without its thread the link would be silent
+                    log.exception("a conversation with a model's process is begun again")
                 if not self._closed:
                     self._resend()
         with self._lock:
@@ -300,7 +308,7 @@ class ModelLink:
             rows, self._outbox = self._outbox, {}
             cancelled, self._cancelled = self._cancelled, []
             self._sent |= rows
-        messages = [framed({"cancel": cancelled})] if cancelled else []
+        messages, requests = [framed({"cancel": cancelled})] if cancelled else [], 0
         for request, some in itertools.groupby(rows.items(), lambda item: item[1].request):
             numbers, sent = zip(*some, strict=True)
             keys = [row.key for row in sent]
@@ -316,9 +324,17 @@ class ModelLink:
                 _fail(unsent, _unreachable(exc))
                 continue
             publishings[view] = publishing
-        connection.sendall(b"".join(messages))
-        for row in rows.values():
-            row.sent += 1
+            requests += 1
+        whole = False
+        try:
+            connection.sendall(b"".join(messages))
+            whole = True
+        finally:
+            # of a single request that was not sent whole, the process began nothing; of several,
+            # the first may have been whole
+            if whole or requests > 1:
+                for row in rows.values():
+                    row.sent += 1
 
     def _receive(self, header: Mapping[str, Any], body: pa.Buffer) -> None:
         if "open" in header:
@@ -349,7 +365,6 @@ class ModelLink:
             }
             self._outbox = again | self._outbox
         _fail([row for number, row in sent.items() if number not in again], _ended())
-        # of what was not sent whole, the process began nothing
         begun = [row for row in sent.values() if row.key is not None and row.sent]
         self._on_lost({row.request.pointer.view.name for row in begun})
 
@@ -359,7 +374,7 @@ def _ended() -> Miss:
 
 
 def _unreachable(why: Exception) -> Miss:
-    return Miss(Reason.MODEL_ERROR, f"the model process cannot be queried: {why}")
+    return Miss(Reason.MODEL_ERROR, f"the model process cannot be queried: {why}", broken=None)
 
 
 def _fail(rows: Iterable[_Row], miss: Miss) -> None:

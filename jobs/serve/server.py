@@ -163,21 +163,19 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):
             while True:
                 model, *views = self._control.recv(4096).decode(errors="replace").split("\0")
-                if (
-                    model not in self._groups
-                    and len(self._groups) < MOST_MODELS
-                    and time.monotonic() >= self._room_at
-                ):
+                if model not in self._groups and time.monotonic() >= self._room_at:
                     self._make(model)
                 if model in self._groups:
                     self._groups[model].wanted_at = time.monotonic()
                     self._groups[model].serves(views)
 
     def _make(self, model: str) -> None:
-        number = min(set(range(MOST_MODELS)) - {one.number for one in self._groups.values()})
+        free = set(range(MOST_MODELS)) - {one.number for one in self._groups.values()}
         try:
+            if not free:
+                raise OSError(f"{MOST_MODELS} models have one")
             self._groups[model] = ModelGroup(
-                model, self._project, self._runtime, self._limits, self._meter, number
+                model, self._project, self._runtime, self._limits, self._meter, min(free)
             )
         except OSError as exc:
             self._room_at = time.monotonic() + NO_ROOM_S
@@ -261,7 +259,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
             "runtime": str(runtime.path),
             "listeners": [one.socket.fileno() for one in listeners],
             **access,
-            **_watching(project),
+            **_observing(project),
             "hosts": settings.hosts,
             "limits": asdict(settings.limits.limits()),
             "caching": asdict(settings.caching()),
@@ -325,26 +323,26 @@ def _access(project: Project) -> dict[str, Any]:
     return access
 
 
-def _watching(project: Project) -> dict[str, Any]:
+def _observing(project: Project) -> dict[str, Any]:
     """What the workers are given of logs and traces, tried here first.
 
     Raises:
         ConfigError: the log cannot be written, or the extra is not installed.
     """
     settings = project.settings.serve
-    log, tracing = settings.access_log, settings.tracing
-    if log is not None and log != "-":
-        log = str(project.home / log)
+    access_log, tracing = settings.access_log, settings.tracing
+    if access_log is not None and access_log != "-":
+        access_log = str(project.home / access_log)
         try:
-            Path(log).open("ab").close()
+            Path(access_log).open("ab").close()
         except OSError as exc:
-            raise ConfigError(f"serve.access_log: {log} cannot be written: {exc}") from exc
+            raise ConfigError(f"serve.access_log: {access_log} cannot be written: {exc}") from exc
     if tracing is not None and find_spec("opentelemetry") is None:
         raise ConfigError(
             "serve.tracing: OpenTelemetry is not installed: pip install 'precompute-store[otel]'"
         )
     return {
-        "access_log": log,
+        "access_log": access_log,
         "server_timing": settings.server_timing,
         "tracing": None if tracing is None else tracing.model_dump(),
     }

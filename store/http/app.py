@@ -195,13 +195,15 @@ class Api:
             # hits are served, so there is no reason to take the server out
             body["status"] = "degraded"
         words = (said(pointer) for pointer in pointers for said in (seen.trouble, seen.behind))
-        if trouble := list(filter(None, words)):
-            body["why"] = "; ".join(trouble)
+        reasons = [body["why"]] if "why" in body else []
+        reasons += filter(None, words)
         if seen.unreadable:
-            body["why"] = (
-                f"what is live of {', '.join(sorted(seen.unreadable))} cannot be read; the server's"
-                " log says why"
+            unreadable = ", ".join(sorted(seen.unreadable))
+            reasons.append(
+                f"what is live of {unreadable} cannot be read; the server's log says why"
             )
+        if reasons:
+            body["why"] = "; ".join(reasons)
         return json_reply(body, 503 if body["status"] == "not ready" else 200)
 
     def _seen(self) -> tuple[Seen, bool]:

@@ -106,8 +106,10 @@ class _Request(NamedTuple):
 
     @classmethod
     def of(cls, scope: Scope, view: str, raw_key: bytes) -> _Request:
-        """Raises:
-        RequestError: a header or the query cannot be read.
+        """The request that a scope has.
+
+        Raises:
+            RequestError: a header or the query cannot be read.
         """
         started = time.perf_counter()
         headers, options = headers_of(scope), query_options(scope)

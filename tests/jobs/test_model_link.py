@@ -271,13 +271,39 @@ def test_misses_end_where_a_link_has_no_thread_or_cannot_send_them(
         (future,) = fallback.submit(pointer, ["a"], {}, soon())
     finally:
         threading.stack_size(usual)
-    error = "the model process cannot be queried: can't start new thread"
-    assert str(future.exception(5)) == error
+    error = future.exception(5)
+    assert str(error) == "the model process cannot be queried: can't start new thread"
+    # which is no good call of the model, and no bad one
+    assert isinstance(error, Miss)
+    assert error.broken is None
     # nor does what is no JSON end the thread
     (odd,) = fallback.submit(pointer, ["odd"], {"odd": {"x": object()}}, soon())
     assert str(odd.exception(5)).startswith("the model process cannot be queried: ")
     fallback.submit(pointer, ["b"], {}, soon())
     eventually(lambda: "b" in process.model.asked)
+
+
+def test_a_link_goes_on_after_an_answer_that_it_could_not_take(
+    process: Process,
+    fallback: RemoteFallback,
+    pointer: Pointer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    receive, failing = ModelLink._receive, [MemoryError("no room for an answer")]
+
+    def received(*arguments: Any) -> None:
+        if failing:
+            raise failing.pop()
+        receive(*arguments)
+
+    monkeypatch.setattr(ModelLink, "_receive", received)
+    (future,) = fallback.submit(pointer, ["a"], {}, soon())
+    for _ in range(2):
+        eventually(lambda: "a" in process.model.asked)
+        process.model.asked.pop("a").set_result(computed_row(pointer, "a", Row(2.0)))
+    assert future.result(5) == computed_row(pointer, "a", Row(2.0))
+    assert "MemoryError: no room for an answer" in caplog.text
 
 
 def test_a_lost_process_has_its_requests_sent_to_the_next_one(
