@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.common import cpu_s, numbers, report, run, stages, write_project
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.judge.audit import Audit
+from precompute.jobs.run.judge.audit import Sample
 from precompute.jobs.run.judge.gates import Judge
 from precompute.model import digest
 from precompute.store.offline.row_figures import RowCounter
@@ -66,7 +66,7 @@ def without_any() -> Iterator[None]:
     """No row is counted, drawn or judged."""
     with (
         mock.patch.object(RowCounter, "add", return_value=None),
-        mock.patch.object(Audit, "draw", return_value=None),
+        mock.patch.object(Sample, "draw", return_value=None),
         mock.patch.object(Judge, "judged", lambda _judge, snapshot, *_: snapshot),
     ):
         yield
