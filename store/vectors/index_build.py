@@ -85,7 +85,7 @@ def build_index(
     """
     with _built_aside(folder) as temporary:
         began = time.monotonic()
-        dim, dtype, _ = _write_rows(temporary, rows, view)
+        writer, dim, dtype, _ = _write_rows(temporary, rows, view)
         choice = _chosen(temporary, view, dim, dtype, limits or Limits())
         spec = view.index
         assert spec is not None
@@ -105,6 +105,7 @@ def build_index(
         )
         return _sealed(
             temporary,
+            writer,
             IndexRecord(
                 spec.metric, dim, 0, choice.dtype, model, {}, figures, name=name_of(folder)
             ),
@@ -154,7 +155,7 @@ def build_overlay(
         )
     with _built_aside(folder) as temporary:
         began = time.monotonic()
-        dim, dtype, keys = _write_rows(temporary, rows, view)
+        writer, dim, dtype, keys = _write_rows(temporary, rows, view)
         if dim != base.dim:
             raise VectorIndexError(
                 f"the vector index {base_folder} is of {base.dim} numbers a vector, these have"
@@ -173,6 +174,7 @@ def build_overlay(
         )
         return _sealed(
             temporary,
+            writer,
             IndexRecord(
                 base.metric, dim, 0, stored_dtype, model, {}, figures, mark, name_of(folder)
             ),
@@ -181,12 +183,12 @@ def build_overlay(
 
 def _write_rows(
     folder: Path, rows: Iterable[pa.RecordBatch], view: FeatureView
-) -> tuple[int, str, list[pa.Array]]:
+) -> tuple[RowsWriter, int, str, list[pa.Array]]:
     """Vectors and rows of an index, in the order they come.
 
     Returns:
-        the dimension, whether float16 could hold every number (``float16``) or not (``float32``),
-            and the keys of all rows, null vectors or not.
+        what wrote the rows, the dimension, whether float16 could hold every number (``float16``) or
+            not (``float32``), and the keys of all rows, null vectors or not.
     """
     spec = view.index
     assert spec is not None
@@ -214,7 +216,7 @@ def _write_rows(
     finally:
         flat.abandon()
         writer.abandon()
-    return dim, "float16" if largest <= LARGEST_FLOAT16 else "float32", keys
+    return writer, dim, "float16" if largest <= LARGEST_FLOAT16 else "float32", keys
 
 
 def _chosen(folder: Path, view: FeatureView, dim: int, dtype: str, limits: Limits) -> Choice:
@@ -230,7 +232,7 @@ def _chosen(folder: Path, view: FeatureView, dim: int, dtype: str, limits: Limit
     vectors = mapped_vectors(exact, dim, "float32")
     if dtype == "float32":
         limits = dataclasses.replace(limits, small_rows=len(vectors) + 1)
-    scalars = IndexRows(folder).table.drop_columns(["key", "computed_at"])
+    scalars = read_table(folder / ROWS).drop_columns(["key", "computed_at"])
     choice = Chooser(
         vectors,
         open_flat(exact),
@@ -274,16 +276,16 @@ def _write_float16(folder: Path, dim: int, *, l2: bool) -> None:
         flat.abandon()
 
 
-def _sealed(folder: Path, record: IndexRecord) -> IndexFigures:
-    """Sync every file, and write the record that vouches for them."""
+def _sealed(folder: Path, writer: RowsWriter, record: IndexRecord) -> IndexFigures:
+    """Write each row's check, sync every file, and write the record that vouches for them."""
+    writer.write_hashes(mapped_vectors(folder / VECTORS, record.dim, record.dtype))
     files: dict[str, FileMark] = {}
     for name in (VECTORS, CODES, ROWS, HASHES, REPLACED):
         if (folder / name).is_file():
             sync_file(folder / name)
             files[name] = mark_of(folder / name)
-    rows = read_table(folder / HASHES).num_rows
     figures = replace(record.figures, size_bytes=sum(file.size_bytes for file in files.values()))
-    write_index_record(folder, replace(record, rows=rows, files=files, figures=figures))
+    write_index_record(folder, replace(record, rows=writer.rows, files=files, figures=figures))
     sync_folder(folder)
     return figures
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate
@@ -19,7 +20,7 @@ import pyarrow.compute as pc
 from precompute.store.errors import RequestError, VectorIndexError, did_you_mean
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
-from precompute.store.online.kernels import hash_of, pack
+from precompute.store.online.kernels import Packed, hash_of, hashes, pack
 from precompute.store.vectors.faiss_index import ROWS as RowNumbers
 from precompute.store.vectors.index_record import HASHES, ROWS
 
@@ -70,7 +71,7 @@ class RowsWriter:
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._waiting: list[pa.RecordBatch] = []
         self._hashes: list[npt.NDArray[np.uint64]] = []
-        self._times: list[npt.NDArray[np.uint64]] = []
+        self._scalars: list[npt.NDArray[np.uint64]] = []
         self.rows = 0
 
     def add(self, rows: pa.RecordBatch) -> None:
@@ -79,7 +80,8 @@ class RowsWriter:
         columns = [pc.cast(keys, pa.large_string()), rows.column("computed_at").cast(pa.int64())]
         columns += [rows.column(name).cast(kind) for name, kind in self._types.items()]
         self._hashes.append(hashes_of(keys))
-        self._times.append(columns[1].to_numpy(zero_copy_only=False).view(np.uint64))
+        if self._types:
+            self._scalars.append(_hashes_of_scalars(columns[2:]))
         self._waiting.append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
         self.rows += rows.num_rows
         if sum(batch.num_rows for batch in self._waiting) >= BATCH_ROWS:
@@ -92,9 +94,7 @@ class RowsWriter:
         self._waiting = []
 
     def close(self) -> None:
-        """Write the rows that wait, then the hashes of all keys, ascending, each with its row
-        number and the row's time XORed with the hash. The time is in both files, so that a bit that
-        changes in either is seen.
+        """Write the rows that wait.
 
         Raises:
             OSError: the disk is full or refuses.
@@ -102,14 +102,27 @@ class RowsWriter:
         self._write()
         self._writer.close()
         self._sink.close()
-        nothing = [np.zeros(0, np.uint64)]
-        every, times = (
-            np.concatenate(self._hashes or nothing),
-            np.concatenate(self._times or nothing),
-        )
-        order = np.argsort(every, kind="stable")
+
+    def write_hashes(self, vectors: npt.NDArray[Any]) -> None:
+        """Write the hashes of all keys, ascending, each with its row number and what confirms the
+        row: the time and the vector's hash, and the hash of the scalars where there are any, each
+        XORed with the key's. A bit that changes in any of the files is seen by what reads the row.
+
+        Args:
+            vectors: of all rows, [rows, dim], as they are stored.
+
+        Raises:
+            OSError: the disk is full or refuses.
+        """
+        keys = np.concatenate(self._hashes or [np.zeros(0, np.uint64)])
+        times = read_table(self._folder / ROWS).column("computed_at").to_numpy().view(np.uint64)
+        checks = {"check": keys ^ times ^ _hashes_of_vectors(vectors)}
+        if self._types:
+            checks["scalars"] = keys ^ np.concatenate(self._scalars or [np.zeros(0, np.uint64)])
+        order = np.argsort(keys, kind="stable")
         table = pa.table(
-            {"hash": every[order], "row": order.astype(np.int64), "time": (every ^ times)[order]}
+            {"hash": keys[order], "row": order.astype(np.int64)}
+            | {name: check[order] for name, check in checks.items()}
         )
         write_table(self._folder / HASHES, table)
 
@@ -130,11 +143,14 @@ class IndexRows:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.table, found = read_table(folder / ROWS), read_table(folder / HASHES)
+        rows, found = read_table(folder / ROWS), read_table(folder / HASHES)
+        self._keys = rows.column("key")
+        self.table = _with_own_offsets(rows.drop_columns(["key"]))
+        """When each row was computed, and the scalars."""
         self._hashes = found.column("hash").to_numpy()
         self._row_of = found.column("row").to_numpy()
-        self._times = found.column("time").to_numpy()
-        self._keys = self.table.column("key")
+        self._checks = found.column("check").to_numpy()
+        self._scalars = found.column("scalars").to_numpy() if self.table.num_columns > 1 else None
         self._texts = [_text_buffers(chunk) for chunk in self._keys.chunks if len(chunk)]
         self._starts = [0, *accumulate(len(chunk) for chunk in self._keys.chunks if len(chunk))][
             :-1
@@ -146,10 +162,17 @@ class IndexRows:
     def __len__(self) -> int:
         return len(self.table)
 
-    def named(self, rows: RowNumbers) -> tuple[list[str], npt.NDArray[np.int64]]:
+    def named(
+        self, rows: RowNumbers, vectors: npt.NDArray[Any], *, filtered: bool = False
+    ) -> tuple[list[str], npt.NDArray[np.int64]]:
         """The key texts of some rows and when they were computed (µs since 1970), which the hashes
-        confirm: the files are mapped, and a bit may have changed since their checksums were
-        compared.
+        confirm, and the vectors with them: the files are mapped, and a bit may have changed since
+        their checksums were compared.
+
+        Args:
+            rows: which.
+            vectors: theirs, [n, dim], as they are stored.
+            filtered: whether they were found by their scalars, which are confirmed as well then.
 
         Raises:
             VectorIndexError: one is damaged.
@@ -164,7 +187,12 @@ class IndexRows:
             # the rest are of two keys of one hash, or damaged
             others = np.flatnonzero(~same)
             at[others] = [self._place(int(hashed[i]), wanted[i]) for i in others.tolist()]
-            if (at >= 0).all() and np.array_equal(self._times[at] ^ hashed, times.view(np.uint64)):
+            checks = hashed ^ times.view(np.uint64) ^ _hashes_of_vectors(vectors)
+            whole = bool((at >= 0).all()) and np.array_equal(self._checks[at], checks)
+            if whole and filtered and self._scalars is not None:
+                scalars = self.table.take(pa.array(rows)).columns[1:]
+                whole = np.array_equal(self._scalars[at], hashed ^ _hashes_of_scalars(scalars))
+            if whole:
                 return texts, times
         raise self._damaged()
 
@@ -233,10 +261,9 @@ class IndexRows:
         rows = self._row_of[at[here]]
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
             raise self._damaged()
-        same = pc.equal(
-            self._keys.take(pa.array(rows)), keys.take(pa.array(here)).cast(pa.large_string())
-        )
-        whole = np.asarray(same)
+        texts = map(self._text, rows.tolist())
+        wanted = keys.take(pa.array(here)).to_pylist()
+        whole = np.fromiter(map(operator.eq, texts, wanted), np.bool_, len(rows))
         # a hash that two keys have: those few are looked for one by one
         others = keys.take(pa.array(here[~whole])).to_pylist()
         return np.concatenate([rows[whole], self.find(others)])
@@ -245,6 +272,40 @@ class IndexRows:
 def hashes_of(keys: pa.Array) -> npt.NDArray[np.uint64]:
     """xxh3_64 of each key text, uint64 [n]."""
     return pack(keys.cast(pa.binary()).to_pylist())[1]
+
+
+def _hashes_of_scalars(columns: list[pa.Array]) -> npt.NDArray[np.uint64]:
+    """A hash of each row of some scalar columns, uint64 [n]."""
+    texts = [pc.cast(column, pa.string()) for column in columns]
+    joined = pc.binary_join_element_wise(
+        *texts, "\x1f", null_handling="replace", null_replacement="\0"
+    )
+    return hashes_of(joined)
+
+
+def _hashes_of_vectors(vectors: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """xxh3_64 of each vector's bytes, uint64 [n], of [n, dim]."""
+    size = vectors.shape[1] * vectors.itemsize
+    offsets = np.arange(0, (len(vectors) + 1) * size, size, dtype=np.int64)
+    return hashes(Packed(np.ascontiguousarray(vectors).reshape(-1).view(np.uint8), offsets))
+
+
+def _with_own_offsets(table: pa.Table) -> pa.Table:
+    """The table with the offsets of its text scalars copied into memory, 4 bytes a row: a filter
+    follows them, and a changed bit of a mapped one ends the process (SIGSEGV in Arrow)."""
+    for at, field in enumerate(table.schema):
+        if field.type == pa.string():
+            texts = []
+            for chunk in table.column(at).chunks:
+                valid, offsets, data = chunk.buffers()
+                own = pa.py_buffer(offsets.to_pybytes())
+                texts.append(
+                    pa.StringArray.from_buffers(
+                        len(chunk), own, data, valid, chunk.null_count, chunk.offset
+                    )
+                )
+            table = table.set_column(at, field, pa.chunked_array(texts, field.type))
+    return table
 
 
 def _text_buffers(texts: pa.Array) -> tuple[memoryview, memoryview]:

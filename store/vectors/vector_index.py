@@ -88,9 +88,10 @@ class NearestRows:
         )
         self._whole: Any = on_gpu(flat) if codes is None else flat
 
-    def vectors(self, rows: ROWS) -> FLOAT:
-        """The vectors of some rows, float32 [n, dim]."""
-        return widened(self._vectors[rows])
+    def stored(self, rows: ROWS) -> npt.NDArray[Any]:
+        """The vectors of some rows as they are stored, [n, dim]."""
+        vectors: npt.NDArray[Any] = self._vectors[rows]
+        return vectors
 
     def nearest(
         self, query: FLOAT, k: int, admitted: Admitted, excluded: ROWS
@@ -166,7 +167,7 @@ class NearestRows:
         return bool(kth - late.mean() >= margin * late.std() - 1e-6 * abs(kth))
 
     def _scores(self, query: FLOAT, rows: ROWS) -> FLOAT:
-        vectors = self.vectors(rows)
+        vectors = widened(self.stored(rows))
         # vecdot and not @, for which BLAS takes threads of its own: 25 ms for 2,000 rows on busy
         # cores, and this 0.1
         scores: FLOAT = (
@@ -260,9 +261,22 @@ class IndexLayer:
         left: ROWS = rows[(self._gone[rows >> 3] >> (rows & 7) & 1) == 0]
         return left
 
-    def vectors(self, rows: ROWS) -> FLOAT:
-        """The vectors of some rows, float32 [n, dim]."""
-        return self._nearest.vectors(rows)
+    def named(
+        self, rows: ROWS, *, filtered: bool = False
+    ) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[Any]]:
+        """The key texts of some rows, when they were computed (µs since 1970), and their vectors as
+        they are stored, [n, dim].
+
+        Args:
+            rows: which.
+            filtered: whether they were found by their scalars.
+
+        Raises:
+            VectorIndexError: one is damaged since the index was opened: its key, its time, its
+                vector, or, where it was found by them, its scalars.
+        """
+        vectors = self._nearest.stored(rows)
+        return *self.rows.named(rows, vectors, filtered=filtered), vectors
 
     def nearest(self, query: FLOAT, k: int, limits: SearchLimits) -> tuple[FLOAT, ROWS]:
         """Scores and rows of the ``k`` nearest rows that ``limits`` admits, best first.
@@ -370,7 +384,8 @@ class VectorIndex:
         for layer in reversed(self._layers):
             rows = layer.alive(layer.rows.find([key]))
             if len(rows):
-                return Found(layer.vectors(rows)[0], int(layer.rows.named(rows)[1][0]))
+                _, times, vectors = layer.named(rows)
+                return Found(widened(vectors)[0], int(times[0]))
         return None
 
     def there(self, keys: Collection[str]) -> set[str]:
@@ -382,7 +397,7 @@ class VectorIndex:
         return {
             key
             for layer in self._layers
-            for key in layer.rows.named(layer.alive(layer.rows.find(keys)))[0]
+            for key in layer.named(layer.alive(layer.rows.find(keys)))[0]
         }
 
     def search(
@@ -405,6 +420,7 @@ class VectorIndex:
 
         Raises:
             RequestError: another length than ``dim``, or not finite.
+            VectorIndexError: a row that was found is damaged.
         """
         query = self._checked(vector)
         limits = SearchLimits(exclude, only, where)
@@ -415,12 +431,12 @@ class VectorIndex:
             return Neighbours([], [], [])
         if len(found) == 1:
             layer, scores, rows = found[0]
-            keys, times = layer.rows.named(rows)
+            keys, times, _ = layer.named(rows, filtered=where is not None)
             return Neighbours(keys, scores.tolist(), times.tolist())
-        named = [layer.rows.named(rows) for layer, _, rows in found]
-        keys = [key for texts, _ in named for key in texts]
+        named = [layer.named(rows, filtered=where is not None) for layer, _, rows in found]
+        keys = [key for texts, _, _ in named for key in texts]
         every = np.concatenate([scores for _, scores, _ in found])
-        times = np.concatenate([computed_at_us for _, computed_at_us in named])
+        times = np.concatenate([computed_at_us for _, computed_at_us, _ in named])
         best = np.argsort(every if self.metric == "l2" else -every, kind="stable")[:k]
         return Neighbours(
             [keys[i] for i in best.tolist()], every[best].tolist(), times[best].tolist()
