@@ -331,6 +331,39 @@ def test_a_lost_process_has_its_requests_sent_to_the_next_one(
     link.close()
 
 
+@pytest.mark.parametrize("requests", [1, 2])
+def test_a_request_that_was_never_sent_whole_has_ended_no_process(
+    runtime: Path, pointer: Pointer, requests: int
+) -> None:
+    """Of several the first may have been whole, and begun: these are not sent for ever."""
+    path, lost = socket_path(runtime, pointer.model), list[set[str]]()
+    link = ModelLink(path, lambda: None, lost.append)
+    large = {key: {"text": "x" * 2**21} for key in "ab"}
+    # sent together: no process listens yet
+    futures = [link.submit(pointer, [key], large, soon())[0] for key in "ab"[:requests]]
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.settimeout(20)
+        listener.bind(str(path))
+        listener.listen()
+        for _ in range(MOST_SENT + (requests == 1)):
+            connection, _ = listener.accept()
+            connection.recv(1)
+            connection.close()
+        if requests > 1:
+            errors = [str(future.exception(5)) for future in futures]
+            assert errors == ["the model process ended"] * requests
+            assert lost == [{pointer.view.name}] * MOST_SENT
+    path.unlink()
+    if requests == 1:
+        with contextlib.closing(Process(runtime, pointer.model)) as process:
+            eventually(lambda: "a" in process.model.asked)
+            row = computed_row(pointer, "a", Row(2.0))
+            process.model.asked["a"].set_result(row)
+            assert futures[0].result(5) == row
+        assert lost[: MOST_SENT + 1] == [set()] * (MOST_SENT + 1)
+    link.close()
+
+
 def test_a_process_that_should_be_idle_and_shows_no_life_is_killed(group: ModelGroup) -> None:
     serving, watch = group.serving, group.serving.watch
     # so that nobody's memory is looked at

@@ -9,6 +9,7 @@ import http.client
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ import pyarrow as pa
 import pytest
 
 from precompute.jobs.serve.model_group import ModelLimits
-from precompute.jobs.serve.server import LookupWorker, Supervisor
+from precompute.jobs.serve.remote_fallback import CONTROL
+from precompute.jobs.serve.server import RETIRE_S, LookupWorker, Supervisor
 from precompute.store.errors import PrecomputeError
 from precompute.workers.process import AdoptedProcess, ChildProcess
 from tests.models import Doubler
@@ -321,6 +323,32 @@ def test_where_no_worker_comes_up_the_server_says_so_and_ends(
     )
     with pytest.raises(PrecomputeError, match="no lookup worker comes up"):
         supervisor.run()
+
+
+def test_a_model_without_room_for_its_process_is_named_and_gets_one_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("precompute.jobs.serve.server.MOST_MODELS", 2)
+    supervisor = Supervisor(
+        {"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64), workers=0
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as control:
+        control.connect(str(tmp_path / CONTROL))
+        for model in ("one", "two", "three"):
+            control.send(f"{model}\0numbers".encode())
+        supervisor._read_control()
+        assert (
+            "no process for model three: 2 models have one; its rows are missing until there is"
+            " room" in caplog.text
+        )
+        assert list(supervisor._groups) == ["one", "two"]
+        supervisor._retire(supervisor._groups["one"].wanted_at + RETIRE_S + 1)
+        supervisor._room_at = 0.0
+        control.send(b"three\0numbers")
+        supervisor._read_control()
+        assert list(supervisor._groups) == ["three"]
+    supervisor._end(supervisor._all())
+    supervisor._control.close()
 
 
 def test_a_stalled_worker_that_should_end_is_not_waited_for(
