@@ -17,7 +17,7 @@ from benchmarks.common import cpu_s, report, run
 from benchmarks.gates_cost import scores
 from precompute.jobs.config.project import Project
 from precompute.store.account import checker
-from precompute.store.account.checker import LOOK_S, look, share_of
+from precompute.store.account.checker import LOOK_S, check_live, share_of
 from precompute.store.online.url import open_online_store
 
 ROWS, HOURS, EVERY_S = 10_000_000, 2, 60.0
@@ -37,7 +37,7 @@ def main() -> None:
                 now_us = int((began_s + EVERY_S * minute) * 1e6)
                 with mock.patch.object(checker, "clock_us", lambda now_us=now_us: now_us):
                     at = cpu_s()
-                    account = look(store, online, share=share_of(EVERY_S), budget_s=LOOK_S)
+                    account = check_live(store, online, share=share_of(EVERY_S), budget_s=LOOK_S)
                     seconds.append(cpu_s() - at)
                     told.append(account.looked_at(now_us))
                     assert not account.trouble, account.trouble

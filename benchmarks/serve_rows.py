@@ -43,15 +43,17 @@ def serve(folder: str, cache_bytes: int) -> None:
     from precompute.jobs.serve.lookup_worker import settle
     from precompute.store.answers.lookup import Lookup
     from precompute.store.http.app import create_app
-    from precompute.store.http.guard.gate import Gate, Hosts
+    from precompute.store.http.guard.access import AccessControl, Hosts
     from precompute.store.http.guard.limits import Limits
     from precompute.store.http.guard.server import GuardedServer
     from precompute.store.http.telemetry.instruments import Meter
     from precompute.store.online.table_store import TableStore
 
     meter = Meter()
-    gate = Gate(meter, hosts=Hosts(()))
-    app = create_app(Lookup(TableStore(folder)), gate=gate, meter=meter, cache_bytes=cache_bytes)
+    access = AccessControl(meter, hosts=Hosts(()))
+    app = create_app(
+        Lookup(TableStore(folder)), access=access, meter=meter, cache_bytes=cache_bytes
+    )
     server = GuardedServer(app, Limits(), meter)
     settle()
     server.run(sockets=[_listening()])

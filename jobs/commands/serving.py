@@ -100,7 +100,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _token(arguments: argparse.Namespace) -> int:
     # 0.2 s, which every other command would wait for
-    from precompute.store.http.guard.gate import make_token, remove_tokens
+    from precompute.store.http.guard.access import make_token, remove_tokens
 
     project = project_of(arguments)
     path = project.settings.serve.tokens_file(project.home)

@@ -17,7 +17,7 @@ from precompute.jobs.run.report import LEASED, PUBLISHING, as_it_ended
 from precompute.jobs.run.rows.open_view import REPORTS, known_source_at
 from precompute.jobs.schedule.due import outlook
 from precompute.store.account.account import BEHIND_S, read_account, read_followed
-from precompute.store.account.checker import LOOK_S, look
+from precompute.store.account.checker import LOOK_S, check_live
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import Record, plain
 from precompute.store.disk.storage import read_record_file
@@ -221,7 +221,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
     attention, answers, pointer = [] if next_run.trouble is None else [next_run.trouble], True, None
     try:
         pointer = online.live(name)
-        account = look(store, online, budget_s=LOOK_S / len(project.names))
+        account = check_live(store, online, budget_s=LOOK_S / len(project.names))
     except PrecomputeError as exc:
         account, answers = (
             read_account(store.refs.folder, name),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from precompute.jobs.config.project import Project
-from precompute.store.account.checker import look
+from precompute.store.account.checker import check_live
 from precompute.store.account.rows import check_served
 from precompute.store.disk.lease import is_held
 from precompute.store.errors import (
@@ -98,7 +98,7 @@ def _checks(project: Project, store: ViewStore) -> list[Check]:
 
 
 def _account(store: ViewStore, online: OnlineStore) -> str:
-    account = look(store, online, share=1.0)
+    account = check_live(store, online, share=1.0)
     if account.findings:
         raise OnlineStoreError("; ".join(account.trouble))
     return account.looked_at(time.time_ns() // 1000)

@@ -19,7 +19,7 @@ from precompute.jobs.run.loader import Loader
 from precompute.jobs.run.progress import Progress
 from precompute.jobs.run.replica import Replica
 from precompute.store.account.account import Act
-from precompute.store.account.checker import look
+from precompute.store.account.checker import check_live
 from precompute.store.account.rows import DOUBTED_ROWS, check_served
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.identity import identity_of
@@ -139,7 +139,7 @@ class Publisher:
         epoch = 0 if current is None else current.epoch
         live = ref if ref is not None and ref.snapshot == number else None
         unchanged = live is not None and not reload
-        act = look(store, online, budget_s=LOOK_S if unchanged else 0.0, publishing=True).act
+        act = check_live(store, online, budget_s=LOOK_S if unchanged else 0.0, publishing=True).act
         damaged = act is Act.LOAD
         if live is not None and not reload and not damaged and live.epoch >= epoch:
             pointer = self._stays(snapshot, live, mended or act is Act.POINT)
@@ -161,7 +161,7 @@ class Publisher:
         ref = self._flip(snapshot, expected, epoch, place, reason, held)
         self._drop_unused(ref, current)
         if damaged:
-            look(store, online, budget_s=0.0, publishing=True)
+            check_live(store, online, budget_s=0.0, publishing=True)
         report.status, report.epoch = "published", epoch
         return self._pointer(snapshot, ref)
 

@@ -15,7 +15,7 @@ from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import PUBLISHING, close_dead, notify, recorded
 from precompute.jobs.run.run_view import named
 from precompute.store.account.account import ROWS, Act, State
-from precompute.store.account.checker import look
+from precompute.store.account.checker import check_live
 from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConflictError, SnapshotError
@@ -165,7 +165,7 @@ def reconcile(
         open_online_store(project.online, memory_mb=project.settings.load_mb)
     ) as online:
         with named(name):
-            account = look(store, online)
+            account = check_live(store, online)
             foreign = next(
                 (finding for finding in account.findings if finding.state is State.FOREIGN), None
             )
@@ -192,7 +192,7 @@ def reconcile(
             for finding in records:
                 store.storage.delete(Path(finding.what))
             # the view may have been published or dropped before the lease was taken
-            account = look(store, online, publishing=True)
+            account = check_live(store, online, publishing=True)
             report.attention += [*account.trouble, *(finding.found for finding in records)]
             if account.act is Act.NOTHING:
                 report.status = "current"
@@ -208,6 +208,6 @@ def reconcile(
                 publisher.publish(
                     ref.snapshot, reason="reconcile", held=ref.held, reload=account.act is Act.LOAD
                 )
-            look(store, online, publishing=True)
+            check_live(store, online, publishing=True)
         notify(project.settings.notify, report, project.home)
     return report

@@ -27,7 +27,7 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.run.report import close_dead
 from precompute.jobs.schedule.due import LEADER, RETRIED, Decision, Ledger
 from precompute.store.account.account import HEALING, Account, Act, has_sightings
-from precompute.store.account.checker import LOOK_S, look, share_of
+from precompute.store.account.checker import LOOK_S, check_live, share_of
 from precompute.store.account.rounds import is_due
 from precompute.store.disk.lease import Lease, holder, take
 from precompute.store.disk.record import replace
@@ -103,10 +103,10 @@ class Reconciler:
         try:
             return any(has_sightings(view.refs.folder) and is_due(view) for view in views)
         except PrecomputeError:
-            # reported by :meth:`look`
+            # reported by :meth:`check`
             return False
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check every view that is not being repaired, and begin the repairs that are needed."""
         for view in self._project.names:
             if self._stopping.is_set():
@@ -164,7 +164,9 @@ class Reconciler:
         share = share_of(self._project.settings.reconcile)
         budget_s = LOOK_S / len(self._project.names)
         with contextlib.closing(open_online_store(self._project.online)) as online:
-            return look(self._project.offline.view(view), online, share=share, budget_s=budget_s)
+            return check_live(
+                self._project.offline.view(view), online, share=share, budget_s=budget_s
+            )
 
     def _mend(self, view: str) -> str | None:
         """Run the repair; returns why it failed, None when it did not."""
@@ -321,7 +323,7 @@ class Scheduler:
 
     def _reconcile(self) -> None:
         if self._lease is not None:
-            self._reconciler.look()
+            self._reconciler.check()
 
     def tick(self) -> None:
         """Start what is due now, if this is the scheduler that acts."""
@@ -329,7 +331,7 @@ class Scheduler:
             first = self._lease is None
             if not self._leads():
                 return
-            self._look(first)
+            self._begin_due(first)
         except FencedError as exc:
             self._stand_by()
             self._tell("scheduler", f"standing by: {exc}")
@@ -356,7 +358,7 @@ class Scheduler:
         self._lease.check()
         return True
 
-    def _look(self, first: bool) -> None:
+    def _begin_due(self, first: bool) -> None:
         """Start what is due of each view. ``first``: the first time that this scheduler acts."""
         now, decisions = self.clock(), dict[str, Decision]()
         with self._lock:

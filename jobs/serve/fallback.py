@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -266,7 +266,7 @@ class ViewFallback(Fallback):
         it."""
         return list(self._opened)
 
-    def look(self) -> None:
+    def try_postponed(self) -> None:
         """To be called about every second: tries the rows that could not be tried when they were
         requested, as soon as they may be."""
         for _ in range(len(self._postponed)):
@@ -276,7 +276,9 @@ class ViewFallback(Fallback):
             elif not self._watch.may_try:
                 self._postponed.append((deadline, begin, future))
             elif not future.cancelled():
-                begin()[0].add_done_callback(partial(_end, future))
+                begun = begin()[0]
+                begun.add_done_callback(partial(_end, future))
+                future.add_done_callback(partial(_give_up, begun))
 
     def open_pointers(self) -> list[Pointer]:
         """The pointers of all publishings for which :meth:`ready` is true."""
@@ -471,11 +473,17 @@ def _resolved(result: Computed | Miss) -> Future[Computed]:
 def _end(future: Future[Computed], done: Future[Computed]) -> None:
     """End ``future`` as ``done`` ended: with its result, or its error."""
     # given up meanwhile
-    with contextlib.suppress(InvalidStateError):
+    with contextlib.suppress(CancelledError, InvalidStateError):
         if (error := done.exception()) is not None:
             future.set_exception(error)
         else:
             future.set_result(done.result())
+
+
+def _give_up(begun: Future[Computed], future: Future[Computed]) -> None:
+    """Give up what was begun for ``future`` where that was."""
+    if future.cancelled():
+        begun.cancel()
 
 
 def _refusal(kind: Refusal) -> Exception:

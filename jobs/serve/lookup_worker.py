@@ -36,7 +36,7 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import PrecomputeError
 from precompute.store.http.app import create_app
 from precompute.store.http.encoding.http_freshness import Caching
-from precompute.store.http.guard.gate import Gate, Hosts
+from precompute.store.http.guard.access import AccessControl, Hosts
 from precompute.store.http.guard.limits import Limits
 from precompute.store.http.guard.listener import client_certificates_of, tls_of, tokens_of
 from precompute.store.http.guard.server import GuardedServer
@@ -140,19 +140,19 @@ class Warmer:
         self._views = LiveViews(lookup)
         self._live: dict[str, _Seen] = {}
         self._ahead: dict[str, _Seen] = {}
-        self._stop, self._look = False, threading.Event()
+        self._stop, self._woken = False, threading.Event()
         self.warming = True
         self._thread = threading.Thread(target=self._loop, name="warmer", daemon=True)
         self._thread.start()
 
-    def look(self) -> None:
-        """Look now: what was open may be closed."""
-        self._look.set()
+    def wake(self) -> None:
+        """Begin a round now: what was open may be closed."""
+        self._woken.set()
 
     def stop(self) -> None:
         """End after the round in progress."""
         self._stop = True
-        self._look.set()
+        self._woken.set()
         self._thread.join(timeout=30)
 
     def _loop(self) -> None:
@@ -160,7 +160,7 @@ class Warmer:
             # one that is not there is known by those who look
             self._lookup.online.warm()
         while not self._stop:
-            self._look.clear()
+            self._woken.clear()
             try:
                 self._round()
             except Exception:
@@ -170,10 +170,10 @@ class Warmer:
             self.warming = self.warming and any(
                 s.opening is not None and not s.opening.done() for s in self._live.values()
             )
-            self._look.wait(WARM_EVERY_S)
+            self._woken.wait(WARM_EVERY_S)
 
     def _round(self) -> None:
-        seen = self._views.look()
+        seen = self._views.read()
         if seen.unreadable or not seen.store_answers:
             log.warning(
                 "what is live of %s cannot be read: it is taken to be what it was",
@@ -252,7 +252,7 @@ class Warmer:
                 # no descriptors, or no threads
                 log.error("the model of view %r cannot be warmed up: %s", pointer.view.name, exc)
                 return
-            seen.opening.add_done_callback(lambda _: self._look.set())
+            seen.opening.add_done_callback(lambda _: self._woken.set())
 
     def _open_index(self, pointer: Pointer, seen: _Seen) -> None:
         if time.monotonic() < seen.index_at:
@@ -286,13 +286,13 @@ def main() -> None:
             online, Path(spec["root"]), fallback, miss_cache=miss_cache, services=services
         )
         warmer = Warmer(lookup, fallback, fallback.want, OfflineStore(Path(spec["root"])))
-        fallback.on_lost = warmer.look
+        fallback.on_lost = warmer.wake
         try:
             listening = [socket.socket(fileno=number) for number in spec["listeners"]]
             tokens = tokens_of(spec)
             # a page has no token of another name's, and no certificate for its own
             hosts = Hosts(spec["hosts"]) if tokens is None and spec["tls"] is None else None
-            gate = Gate(
+            access = AccessControl(
                 meter, tokens, listening[1].getsockname() if len(listening) > 1 else None, hosts
             )
             limits = Limits(**spec["limits"])
@@ -303,7 +303,7 @@ def main() -> None:
                 lookup,
                 lambda: warmer.warming,
                 fallback.ready,
-                gate,
+                access,
                 meter,
                 answer_bytes=limits.answer_bytes,
                 cache_bytes=spec["cache_bytes"],
@@ -313,7 +313,7 @@ def main() -> None:
                 waiting=max(1, limits.connections * 2 // 3),
             )
             with contextlib.ExitStack() as stack:
-                looks = [] if tokens is None else [tokens.look]
+                looks = [] if tokens is None else [tokens.refresh]
                 watched = _watched(app, spec, looks, stack)
                 server = GuardedServer(
                     watched,

@@ -188,18 +188,18 @@ class ModelGroup:
         views = f" ({', '.join(map(repr, sorted(self._views)))})" if self._views else ""
         return f"the process of model {self._model[:12]}{views}"
 
-    def look(self, now: float) -> None:
-        """As :meth:`SupervisedProcess.look`, of both; where the one that serves has ended, the
+    def check(self, now: float) -> None:
+        """As :meth:`SupervisedProcess.check`, of both; where the one that serves has ended, the
         other one does from now on."""
         was_there = self.serving.process is not None
-        self.serving.look(now)
+        self.serving.check(now)
         if was_there and self.serving.process is None:
             self._replace(now)
         if self._spare_from == math.inf and self.serving.watch.is_open:
             self._spare_from = now + SPARE_AFTER_S
         wanted = now >= self._spare_from and self._wants_spare(now)
         if wanted:
-            self.spare.look(now)
+            self.spare.check(now)
         elif self.spare.process is not None:
             log.info("%s is ended: there is no room for it any more", self.spare.name)
             self.spare.end()

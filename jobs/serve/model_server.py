@@ -188,7 +188,7 @@ def _stand_by(
             return orders.get(timeout=STAND_BY_S)
 
 
-def _look(fallback: ViewFallback, meter: Meter, opened: Path, watch: Watch) -> None:
+def _report(fallback: ViewFallback, meter: Meter, opened: Path, watch: Watch) -> None:
     """Report every second what the process takes, and end it when the model that it loaded has not
     been what is live for a while: what is on disk may be by now, and modules are imported once in a
     process; or when its GPU is lost to it."""
@@ -201,7 +201,7 @@ def _look(fallback: ViewFallback, meter: Meter, opened: Path, watch: Watch) -> N
             with contextlib.suppress(OSError):
                 _write_open(opened, fallback)
                 written = publishings
-        fallback.look()
+        fallback.try_postponed()
         watch.is_open = bool(publishings)
         since = min(since, time.monotonic()) if fallback.refused() else math.inf
     why = (
@@ -252,7 +252,7 @@ def main() -> None:
     order = spec if spec["serves"] else _stand_by(fallback, opened, orders, watch)
     fallback.suspects = dict(order["suspects"])
     threading.Thread(
-        target=_look, args=(fallback, meter, opened, watch), name="look", daemon=True
+        target=_report, args=(fallback, meter, opened, watch), name="report", daemon=True
     ).start()
     listener = socket.socket(fileno=spec["listeners"][0])
     while True:

@@ -133,7 +133,7 @@ class Supervisor:
                 self._read_control()
                 now = time.monotonic()
                 for each in self._all():
-                    each.look(now)
+                    each.check(now)
                 self._retire(now)
                 if now >= self._figures_at:
                     self._figures_at = now + 1.0
@@ -211,7 +211,7 @@ class Supervisor:
                     process.signal(signal.SIGKILL)
             self._read_control()
             for group in self._groups.values():
-                group.look(now)
+                group.check(now)
             select.select([self._control], [], [], TICK_S)
 
     def _end(self, all_of: Sequence[LookupWorker | ModelGroup]) -> None:

@@ -214,7 +214,7 @@ class SupervisedProcess:
         """Start it no more: give back what it needed for that."""
         self._file.close()
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Start it where it is due, and kill it where it must be; ``now`` is
         :func:`time.monotonic`."""
         if now - self._looked_at > HELD_UP_S:

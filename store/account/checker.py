@@ -92,7 +92,7 @@ def clock_us() -> int:
     return time.time_ns() // 1000
 
 
-def look(
+def check_live(
     store: ViewStore,
     online: OnlineStore,
     *,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from precompute.store.account.account import has_sightings, read_account
-from precompute.store.account.checker import LOOK_S, look, share_of
+from precompute.store.account.checker import LOOK_S, check_live, share_of
 from precompute.store.disk.lease import is_held
 from precompute.store.errors import PrecomputeError
 from precompute.store.offline.refs import PUBLISH_LEASE
@@ -106,7 +106,7 @@ class Rounds:
         """Sentences about what is not whole; those that are new are logged."""
         share, budget_s = share_of(self._every_s), LOOK_S / len(self._stores)
         try:
-            found = look(
+            found = check_live(
                 store, online, share=share, budget_s=budget_s, here=self._mend is not None
             ).trouble
         except PrecomputeError as exc:

@@ -81,9 +81,9 @@ _JUDGED = {
 class Answer:
     """The rows of one request, some perhaps still in flight.
 
-    ``sighting`` is what bounds the rows' ages; ``look`` gives both again, for a pointer. ``bad``
-    are the numbers of the keys that no entity can have. ``pending`` maps a row's number to the
-    future that computes it; :meth:`wait` settles them.
+    ``sighting`` is what bounds the rows' ages; ``again`` gives both once more, for a pointer.
+    ``bad`` are the numbers of the keys that no entity can have. ``pending`` maps a row's number to
+    the future that computes it; :meth:`wait` settles them.
     """
 
     plan: AnswerPlan
@@ -91,7 +91,7 @@ class Answer:
     found: FoundRows
     now_us: int
     sighting: Sighting
-    look: Callable[[Pointer], tuple[int, Sighting]]
+    again: Callable[[Pointer], tuple[int, Sighting]]
     bad: Collection[int] = ()
     oldest_s: float | None = None
     """The largest age of a row that counts, whatever the TTL says."""
@@ -161,7 +161,7 @@ class Answer:
 
     def judge_again(self) -> None:
         """Judge the stored rows by the time it is now, since waiting for the others took time."""
-        self.now_us, self.sighting = self.look(self.pointer)
+        self.now_us, self.sighting = self.again(self.pointer)
         if not self._others and self._all_fresh(min(self._computed_at)):
             return
         for i, at_us in enumerate(self._computed_at):

@@ -256,7 +256,7 @@ class Lookup:
         if admit is not None:
             admit(plan, found)
         judging = time.perf_counter()
-        answer = Answer(plan, texts, found, *self.look(pointer), self.look, bad, oldest_s)
+        answer = Answer(plan, texts, found, *self.sighting(pointer), self.sighting, bad, oldest_s)
         missing = answer.judge(columnar)
         if missing and len(pointer.view.entity) > 1:
             missing = answer.of_all_parts(missing)
@@ -298,7 +298,7 @@ class Lookup:
             plan, key, value, computed_at_us, read_at - began, time.perf_counter() - read_at
         )
 
-    def look(self, pointer: Pointer) -> tuple[int, Sighting]:
+    def sighting(self, pointer: Pointer) -> tuple[int, Sighting]:
         """The time, µs since 1970, and the bounds of the ages of a pointer's rows now."""
         return int(self._clock() * 1e6), self._sighting(pointer)
 
@@ -337,7 +337,7 @@ class Lookup:
 
     def _age_of(self, pointer: Pointer) -> Callable[[int], float]:
         """The age now, in seconds, of a row that was computed at so many µs since 1970."""
-        now_us, sighting = self.look(pointer)
+        now_us, sighting = self.sighting(pointer)
         return lambda computed_at_us: sighting.age_us(computed_at_us, now_us) / 1e6
 
     def is_lost(self, view: str) -> bool:

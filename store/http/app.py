@@ -1,5 +1,5 @@
-"""HTTP API: the ASGI application: every request passes the gate, then goes to its route by method
-and undecoded path; every error is a problem (RFC 9457). The routes of searches, views,
+"""HTTP API: the ASGI application: every request is checked for access, then goes to its route by
+method and undecoded path; every error is a problem (RFC 9457). The routes of searches, views,
 health, metrics and the page are here.
 
 JSON by default, an Arrow IPC stream by ``Accept``; a row's freshness is in its fields and, for a
@@ -74,7 +74,7 @@ class Api:
     Args:
         serving: what all routes share.
         warming: true while models are still being loaded: not ready yet.
-        asks: what the gate and TLS require, for the OpenAPI document.
+        asks: what access and TLS require, for the OpenAPI document.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Api:
     async def views(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /v1/views``."""
         no_query(scope)
-        seen: Seen = await self._serving.read(self._views.look)
+        seen: Seen = await self._serving.read(self._views.read)
         if not seen.store_answers and not seen.pointers:
             raise OnlineStoreError(
                 "the online store did not say what is live since this process was started"
@@ -208,7 +208,7 @@ class Api:
 
     def _seen(self) -> tuple[Seen, bool]:
         """What is live, and whether there are cached rows to serve if the store does not answer."""
-        seen = self._views.look()
+        seen = self._views.read()
         return seen, not seen.store_answers and self._metrics.serves_cached(self._lookup.now_s())
 
     async def render_metrics(self, scope: Scope, receive: Receive) -> Reply:
@@ -229,7 +229,7 @@ class Api:
         return Reply(status, _PAGE_HEADERS, page.encode())
 
     def _known_views(self) -> tuple[list[ViewFigures], bool]:
-        seen = self._views.look()
+        seen = self._views.read()
         details = [
             ViewFigures(
                 self._lookup.describe(pointer)
@@ -247,14 +247,14 @@ Handler = Callable[[Scope, Receive], Awaitable[Reply]]
 """A route with a fixed path: ``/livez``."""
 ViewHandler = Callable[[Scope, Receive, str, bytes], Awaitable[Reply]]
 """A route below a view or a service: gets its name and, for a row, the undecoded key."""
-Gate = Callable[[Scope], Reply | None]
+Access = Callable[[Scope], Reply | None]
 """Called first for every request: returns the refusal, or None to let it pass."""
 
 _VIEWS, _SERVICES = b"/v1/views/", b"/v1/services/"
 _ROWS = b"rows/"
 
 
-def open_gate(scope: Scope) -> Reply | None:
+def allow_all(scope: Scope) -> Reply | None:
     """Lets every request pass."""
     return None
 
@@ -266,7 +266,7 @@ class Front:
         serving: what all routes share.
         rows, services, api: the routes. Those named ``…_at_once`` answer if there is nothing to
             wait for, else return None.
-        gate: checks every request; by default all pass.
+        access: checks every request; by default all pass.
     """
 
     def __init__(
@@ -275,9 +275,9 @@ class Front:
         rows: RowRoutes,
         services: ServiceRoutes,
         api: Api,
-        gate: Gate = open_gate,
+        access: Access = allow_all,
     ) -> None:
-        self._serving, self._gate = serving, gate
+        self._serving, self._access = serving, access
         self._rows, self._services, self._api = rows, services, api
         self._view_posts: dict[bytes, ViewHandler] = {b"lookup": rows.lookup, b"search": api.search}
         self._fixed: dict[bytes, Mapping[str, Handler]] = {
@@ -322,11 +322,11 @@ class Front:
         await send({"type": "http.response.body", "body": body})
 
     def at_once(self, scope: Scope) -> Reply | None:
-        """The answer, if there is nothing to wait for: the gate refuses the request, or its row is
+        """The answer, if there is nothing to wait for: the request is refused, or its row is
         in memory. Its headers have no Content-Length, its body is whole. The scope needs no
         ``path``. A server that called this and got None puts :data:`TRIED_AT_ONCE` into the scope.
         Raises nothing."""
-        reply = self._gate(scope)
+        reply = self._access(scope)
         if reply is not None:
             return reply
         path: bytes = scope["raw_path"]
@@ -427,7 +427,7 @@ def create_app(
     lookup: Lookup,
     warming: Callable[[], bool] = lambda: False,
     fallback_ready: Callable[[Pointer], bool] = lambda _: False,
-    gate: Gate = open_gate,
+    access: Access = allow_all,
     meter: Meter | None = None,
     answer_bytes: int = MAX_ANSWER_BYTES,
     cache_bytes: int = MAX_CACHE_BYTES,
@@ -437,12 +437,12 @@ def create_app(
     caching: Caching = PRIVATE,
 ) -> Front:
     """The ASGI application. Its arguments are those of :class:`Serving`, :class:`Api`,
-    :class:`RowRoutes` (``cache_bytes``, ``caching``) and :class:`Front` (``gate``)."""
+    :class:`RowRoutes` (``cache_bytes``, ``caching``) and :class:`Front` (``access``)."""
     serving = Serving(lookup, meter, fallback_ready, answer_bytes, timing, waiting)
     return Front(
         serving,
         RowRoutes(serving, cache_bytes, caching),
         ServiceRoutes(serving),
         Api(serving, warming, asks),
-        gate,
+        access,
     )

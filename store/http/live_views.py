@@ -63,7 +63,7 @@ class LiveViews:
         self._known: dict[str, Pointer] = {}
         self._reported: dict[str, str] = {}
 
-    def look(self) -> Seen:
+    def read(self) -> Seen:
         """What is live now, and whether the generations that pointers name are what was loaded, by
         what these say of themselves: no row is read. A store behind a network that does not answer
         is queried once: all views are as they were last seen then."""

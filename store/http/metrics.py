@@ -186,7 +186,7 @@ class Metrics:
         Raises:
             OSError: what the processes counted cannot be read.
         """
-        seen = self._views.look()
+        seen = self._views.read()
         now: dict[Instrument, dict[tuple[str, ...], float]] = {
             counted.STORE_UP: {(): float(seen.store_answers)}
         }

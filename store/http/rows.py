@@ -203,7 +203,7 @@ class RowRoutes:
                 and not control.only_if_cached
             )
             oldest_s = control.oldest_s(view, oldest_s, may_ask)
-        now_us, sighting = self._lookup.look(pointer)
+        now_us, sighting = self._lookup.sighting(pointer)
         age_us = sighting.age_us(computed_at_us, now_us)
         status = status_of(view, age_us / 1e6, oldest_s)
         if computed_at_us > now_us or (
@@ -221,7 +221,7 @@ class RowRoutes:
             # it was not cached, or the store is mapped and cannot fail to answer
             return
         view = row.pointer.view
-        now_us, sighting = self._lookup.look(row.pointer)
+        now_us, sighting = self._lookup.sighting(row.pointer)
         until_s = (now_us - sighting.age_us(row.computed_at_us, now_us)) / 1e6 + most_s(view)
         before, most = self._serves_until.get(view.name, (None, 0.0))
         # rows under another pointer are not served any more
@@ -270,7 +270,7 @@ class RowRoutes:
             return None
         if control is not None:
             oldest_s = control.oldest_s(view, oldest_s, False)
-        now_us, sighting = self._lookup.look(pointer)
+        now_us, sighting = self._lookup.sighting(pointer)
         age_us = sighting.age_us(row.computed_at_us, now_us)
         if age_us > (most_s(view) if oldest_s is None else min(most_s(view), oldest_s)) * 1e6:
             return None

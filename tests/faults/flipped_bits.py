@@ -220,7 +220,7 @@ class Flipper:
 
     def _outcome(self, place: Place, damaged: bytes) -> str:
         before = len(self.said)
-        self.reconciler.look()
+        self.reconciler.check()
         if len(self.said) > before:
             return "seen"
         if self.trouble():
@@ -243,7 +243,7 @@ class Flipper:
     def _wait_until_well(self, place: Place) -> bool:
         ends = time.monotonic() + SEEN_S
         while time.monotonic() < ends:
-            self.reconciler.look()
+            self.reconciler.check()
             self.reconciler.wait()
             self.reconciler._not_before.clear()
             if not self.trouble():

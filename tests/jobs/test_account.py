@@ -16,7 +16,7 @@ from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.rollback import reconcile
 from precompute.store.account import checker, rounds
 from precompute.store.account.account import Act, read_account
-from precompute.store.account.checker import look, share_of
+from precompute.store.account.checker import check_live, share_of
 from precompute.store.account.rounds import Rounds
 from precompute.store.errors import PrecomputeError
 from tests.conftest import MakeProject, Prepared
@@ -310,10 +310,10 @@ def test_a_window_moves_over_all_rows(project: Scene, monkeypatch: pytest.Monkey
 
         def looked() -> tuple[int, int, list[str]]:
             # of no time there is always enough for one row group
-            account = look(project.store, online, budget_s=-1.0)
+            account = check_live(project.store, online, budget_s=-1.0)
             return account.turn.rows, account.turn.file, account.trouble
 
-        assert look(project.store, online, share=1.0).turn.before_us
+        assert check_live(project.store, online, share=1.0).turn.before_us
         # base and overlay lie in a file each
         assert [looked() for _ in range(4)] == [(38, 0, []), (40, 1, []), (0, 0, []), (38, 0, [])]
         garble(project, 1)

@@ -643,6 +643,31 @@ def test_suspected_rows_are_computed_alone_until_they_came_through(
             eventually(lambda: [rows for _, rows in Watched.seen if rows] == alone)  # noqa: B023
 
 
+def test_a_suspect_that_is_given_up_while_it_waits_is_not_computed(
+    make_project: MakeProject,
+) -> None:
+    """Nor one whose caller goes after it was begun, as with every other row."""
+    project = make_project([(1, 1.0), (2, 2.0)], view=FALLBACK)
+    project.publish_all()
+    watch = Watched(may_try=False)
+    with opened(project, watch=watch) as (fallback, pointers):
+        pointer = pointers["numbers"]
+        warm(fallback, pointer)
+        Watched.seen.clear()
+        fallback.suspects = {row_hash("numbers", key, None): 0.0 for key in "12"}
+        early, late = (_submit(fallback, pointer, key) for key in "12")
+        fallback.try_postponed()
+        early.cancel()
+        watch.may_try = True
+        with fallback._batcher._changed:
+            # begun, and given up before it is computed
+            fallback.try_postponed()
+            late.cancel()
+        assert values_of(pointer, _submit(fallback, pointer, "1").result(20))["double"] == 2.0
+        seen = {row for _, rows in Watched.seen for row in rows}
+        assert row_hash("numbers", "2", None) not in seen
+
+
 def test_rows_that_a_gpu_was_lost_with_stay_in_hand(
     make_project: MakeProject, tmp_path: Path
 ) -> None:

@@ -467,19 +467,19 @@ def test_who_was_stopped_itself_lets_a_process_show_first_that_it_lives(runtime:
     """As in a container that was paused: nothing in it could show anything."""
     still = Still("model", "it", "", {}, runtime, Meter())
     now = time.monotonic()
-    still.look(now)
+    still.check(now)
     process = still.process
     assert process is not None
     with contextlib.closing(still), contextlib.closing(process.pipes()[1]):
-        still.look(now + 0.1)
+        still.check(now + 0.1)
         for late_s in (0.0, 0.1, HELD_UP_S - 0.1):
-            still.look(now + STILL_S + 20 + late_s)
+            still.check(now + STILL_S + 20 + late_s)
         assert not process.wait(0.2)
-        still.look(now + STILL_S + 20 + HELD_UP_S)
+        still.check(now + STILL_S + 20 + HELD_UP_S)
         assert process.wait(10)
         # which buries it, where the last look did not see its end yet; a later one would start the
         # next
-        still.look(now + STILL_S + 20 + HELD_UP_S)
+        still.check(now + STILL_S + 20 + HELD_UP_S)
         assert still.process is None
 
 
@@ -505,13 +505,13 @@ def test_a_spare_stands_by_while_memory_allows(
 
     monkeypatch.setattr(ModelProcess, "start", start)
     group.serves(["films"])
-    group.look(time.monotonic())
+    group.check(time.monotonic())
     # what serves has nothing open yet
     assert len(group.running()) == 1
     group.serving.watch.is_open = True
     seen = []
     for free_mb in (299, 301, 101, 99, 301):  # noqa: B007
-        group.look(time.monotonic())
+        group.check(time.monotonic())
         seen.append((len(group.running()), group.serving.watch.may_try))
     # while one is on its way, no row is tried that may end the one that serves
     assert seen == [(1, True), (2, False), (2, False), (1, True), (2, False)]
@@ -532,11 +532,11 @@ def test_a_spare_takes_over_unless_what_it_has_loaded_is_as_old(
     monkeypatch.setattr(ModelProcess, "start", start)
     group.serves(["always"])
     now = time.monotonic()
-    group.look(now)
+    group.check(now)
     group.serving.watch.is_open = True
     group.serving.watch.set(math.inf)
     for later_s, there in ((0.0, 1), (1.9, 1), (2.1, 2)):
-        group.look(now + later_s)
+        group.check(now + later_s)
         assert len(group.running()) == there
     serving, spare = group.serving, group.spare
     process = serving.process
@@ -544,7 +544,7 @@ def test_a_spare_takes_over_unless_what_it_has_loaded_is_as_old(
     assert spare.process is not None
     process.pipes()[0].close()
     eventually(process.ended)
-    group.look(time.monotonic())
+    group.check(time.monotonic())
     assert (group.serving is spare, spare.spec["serves"]) == (status != AGAIN,) * 2
     for one in group.running():
         one.pipes()[0].close()
@@ -565,7 +565,7 @@ def test_a_lost_process_is_reported_by_its_views_and_a_planned_end_is_not(
     group.serves(["films"])
     for ends in (1, 2, 3):
         while group.serving.ends_quickly < ends:
-            group.look(time.monotonic())
+            group.check(time.monotonic())
     name = "the process of model d94e358d6ad1 ('films', 'tags')"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("ERROR", f"{name} exited with status 7; it is restarted in 0.1 s"),

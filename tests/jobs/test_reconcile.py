@@ -23,7 +23,7 @@ from precompute.jobs.run.rollback import reconcile
 from precompute.jobs.schedule.scheduler import Reconciler, Scheduler
 from precompute.store.account.account import read_account, write_account
 from precompute.store.account.checker import DEGRADED as HEALED
-from precompute.store.account.checker import look
+from precompute.store.account.checker import check_live
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, OnlineStoreError
@@ -55,7 +55,7 @@ def project(prepared: Prepared, online: str) -> Scene:
 
 def said(project: Scene) -> str | None:
     with project.online_store() as online:
-        return "; ".join(look(project.store, online).trouble) or None
+        return "; ".join(check_live(project.store, online).trouble) or None
 
 
 def lose(project: Scene, number: int) -> None:
@@ -137,11 +137,11 @@ def test_doubts_are_looked_into_once_and_values_are_compared_every_hour(
     with project.online_store() as online:
         for found in doubts:
             monkeypatch.setattr(online, "doubts", lambda _, found=found: found)
-            assert look(project.store, online).trouble == []
+            assert check_live(project.store, online).trouble == []
         refs = project.store.refs.folder
         known = read_account(refs, "numbers")
         write_account(refs, replace(known, at_us=known.at_us - 3_600_000_000))
-        assert look(project.store, online).trouble == []
+        assert check_live(project.store, online).trouble == []
     assert looks == [256, 20_000, 20_000, 256]
 
 
@@ -315,7 +315,7 @@ def test_what_cannot_be_brought_back_is_tried_again_later_and_later(
     announced: list[str] = []
     reconciler = Reconciler(project, announced.append, lambda *_: ["false"])
     for _ in range(2):
-        reconciler.look()
+        reconciler.check()
         reconciler.wait()
     assert len(announced) == 2
     assert (
@@ -323,7 +323,7 @@ def test_what_cannot_be_brought_back_is_tried_again_later_and_later(
         == "numbers: it could not be brought back (exit status 1); its output tells more; once more in 2 min"
     )
     reconciler._attempts["numbers"], reconciler._not_before["numbers"] = 5000, 0.0
-    reconciler.look()
+    reconciler.check()
     reconciler.wait()
     assert announced[-1].endswith("; once more in 60 min")
 
@@ -338,7 +338,7 @@ def test_other_damage_waits_for_no_attempt_at_what_was_lost_before(
     reconciler = Reconciler(project, announced.append, lambda *_: ["false"])
 
     def attempts() -> int:
-        reconciler.look()
+        reconciler.check()
         reconciler.wait()
         return sum("once more in" in line for line in announced)
 
@@ -370,13 +370,13 @@ def test_a_load_that_takes_hours_keeps_no_other_view_waiting(make_project: MakeP
         lambda _, view: ["sleep", "600"] if view == "numbers" else ["false"],
     )
     lose_all(project)
-    reconciler.look()
+    reconciler.check()
     ends = time.monotonic() + 60
     while len(announced) < 3 and time.monotonic() < ends:
         time.sleep(0.01)
     assert [line.partition(":")[0] for line in announced] == ["numbers", "others", "others"]
     assert "could not be brought back" in announced[2]
-    reconciler.look()
+    reconciler.check()
     assert len(announced) == 3
     reconciler.stop()
     reconciler.wait()
@@ -391,6 +391,6 @@ def test_what_is_lost_again_and_again_is_healed_ever_later(make_project: MakePro
     announced: list[str] = []
     reconciler = Reconciler(project, announced.append, lambda *_: ["true"])
     for _ in range(5):
-        reconciler.look()
+        reconciler.check()
         reconciler.wait()
     assert len(announced) == 1

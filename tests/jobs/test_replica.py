@@ -26,7 +26,7 @@ from precompute.store.account.account import (
     read_followed,
     write_followed,
 )
-from precompute.store.account.checker import look
+from precompute.store.account.checker import check_live
 from precompute.store.account.rounds import Rounds
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk import object_storage
@@ -246,7 +246,7 @@ def answers(lookup: Lookup) -> tuple[list[Any], list[Any]]:
 
 def check_whole(following: Host) -> tuple[list[Any], list[Any]]:
     """What is answered by readers that have it open, and by new ones."""
-    assert look(following.scene.store, following.online, here=True).trouble == []
+    assert check_live(following.scene.store, following.online, here=True).trouble == []
     with following.scene.lookup() as new:
         assert answers(new) == answers(following.lookup)
     return answers(following.lookup)
@@ -274,7 +274,7 @@ def test_damage_is_seen_reported_and_restored_from_the_root(damaged_host: Host, 
     damage, files = DAMAGE[what]
     damage(scene)
     scene.store.refs.folder.mkdir(parents=True, exist_ok=True)
-    account = look(scene.store, online, here=True)
+    account = check_live(scene.store, online, here=True)
     gone = what == "all that is online"
     assert (account.trouble == []) is gone
     # none of it is served meanwhile, to whom opened it before or after
@@ -300,11 +300,11 @@ def test_what_a_reader_meets_is_compared_at_once(
     monkeypatch.setattr("precompute.store.account.account._last", {})
     scene, _, online, lookup, _ = damaged_host
     flip(table(scene, 1), ROW)
-    assert look(scene.store, online, here=True, budget_s=-1.0).trouble == []
+    assert check_live(scene.store, online, here=True, budget_s=-1.0).trouble == []
     reasons = lookup.get("numbers", range(ROWS))["reason"].to_pylist()
     assert reasons.count("damaged") == 1
     key = str(reasons.index("damaged"))
-    rows, file = look(scene.store, online, here=True, budget_s=-1.0).findings
+    rows, file = check_live(scene.store, online, here=True, budget_s=-1.0).findings
     assert (rows.keys, rows.what, file.what) == ((key,), "rows", str(table(scene, 1)))
 
 
@@ -346,7 +346,7 @@ def test_damage_in_the_root_too_is_not_served_and_reported(damaged_host: Host) -
             match=r"index/0+1/vectors\.faiss differs from its checksum .* --reload sends it again",
         ):
             replica.follow(again=True)
-        assert look(scene.store, online, here=True).trouble != []
+        assert check_live(scene.store, online, here=True).trouble != []
     finally:
         path.write_bytes(whole)
         scene.store.storage.put([path])

@@ -1,4 +1,4 @@
-"""Who may ask: tokens as they are made, kept, exchanged and taken back; and the gate that asks for
+"""Who may ask: tokens as they are made, kept, exchanged and taken back; and the check that asks for
 them."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from precompute.store.errors import ConfigError
-from precompute.store.http.guard.gate import (
-    Gate,
+from precompute.store.http.guard.access import (
+    AccessControl,
     Hosts,
     Tokens,
     make_token,
@@ -92,27 +92,27 @@ def test_a_file_that_changed_is_taken_up_and_one_that_is_bad_is_not(
     tokens = Tokens(file)
     second = make_token(file, "b", "read").encode()
     assert tokens.find(second) is None
-    tokens.look()
+    tokens.refresh()
     assert tokens.find(first) is not None
     assert tokens.find(second) is not None
     good = file.read_text()
     with caplog.at_level(logging.ERROR):
         touched(file, good + "c read nothing now\n")
         for _ in range(3):
-            tokens.look()
+            tokens.refresh()
         file.unlink()
         for _ in range(3):
-            tokens.look()
+            tokens.refresh()
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 2
     assert "tokens:3: not `name scope sha256 time`" in errors[0]
     assert tokens.find(second) is not None
     # what is empty says that nobody may ask
     touched(file, "# none\n\n")
-    tokens.look()
+    tokens.refresh()
     assert tokens.find(first) is tokens.find(second) is None
     touched(file, good)
-    tokens.look()
+    tokens.refresh()
     assert tokens.find(first) is not None
 
 
@@ -145,7 +145,7 @@ def test_a_name_is_a_word(file: Path, name: str) -> None:
     assert not file.exists()
 
 
-# ---- the gate
+# ---- access control
 
 
 def asked(
@@ -177,10 +177,10 @@ ROUTES = [
 def test_every_route_but_two_needs_a_token_and_operators_another(file: Path) -> None:
     read, admin = make_token(file, "r", "read"), make_token(file, "a", "admin")
     meter = Meter()
-    gate = Gate(meter, Tokens(file))
+    access = AccessControl(meter, Tokens(file))
 
     def status(path: str, authorization: bytes | None) -> int:
-        reply = gate(asked(path, authorization))
+        reply = access(asked(path, authorization))
         return 200 if reply is None else reply.status
 
     for path in ROUTES:
@@ -200,7 +200,7 @@ def test_every_route_but_two_needs_a_token_and_operators_another(file: Path) -> 
             (f"Bearer {read}".encode(), False),
         ):
             scope = asked(path, authorization)
-            assert (gate(scope), scope[STRANGER]) == (None, stranger)
+            assert (access(scope), scope[STRANGER]) == (None, stranger)
     for wrong in (
         b"",
         b"Bearer",
@@ -213,7 +213,7 @@ def test_every_route_but_two_needs_a_token_and_operators_another(file: Path) -> 
         b"\xff\xfe",
     ):
         assert status("/v1/views", wrong) == 401, wrong
-    reply = gate(asked("/v1/views"))
+    reply = access(asked("/v1/views"))
     assert reply is not None
     headers = dict(reply.headers)
     assert headers[b"www-authenticate"].startswith(b"Bearer")
@@ -225,7 +225,7 @@ def test_every_route_but_two_needs_a_token_and_operators_another(file: Path) -> 
 
 def test_who_passed_is_known_by_name(file: Path) -> None:
     scope = asked("/v1/views", f"Bearer {make_token(file, 'ranker', 'read')}".encode())
-    assert Gate(Meter(), Tokens(file))(scope) is None
+    assert AccessControl(Meter(), Tokens(file))(scope) is None
     assert scope["token"] == "ranker"
 
 
@@ -249,14 +249,14 @@ def test_who_passed_is_known_by_name(file: Path) -> None:
 def test_what_operators_look_at_is_on_the_admin_address_alone(
     admin: Any, there: list[Any], elsewhere: list[Any]
 ) -> None:
-    gate = Gate(Meter(), None, admin)
+    access = AccessControl(Meter(), None, admin)
     for path in ("/", "/metrics"):
-        assert [gate(asked(path, None, server)) for server in there] == [None] * len(there)
-        replies = [gate(asked(path, None, server)) for server in elsewhere]
+        assert [access(asked(path, None, server)) for server in there] == [None] * len(there)
+        replies = [access(asked(path, None, server)) for server in elsewhere]
         assert [reply and reply.status for reply in replies] == [404] * len(elsewhere)
-    assert [gate(asked("/v1/views", None, server)) for server in (*there, *elsewhere)] == [None] * (
-        len(there) + len(elsewhere)
-    )
+    assert [access(asked("/v1/views", None, server)) for server in (*there, *elsewhere)] == [
+        None
+    ] * (len(there) + len(elsewhere))
 
 
 KNOWN = (
@@ -279,19 +279,19 @@ UNKNOWN = (
 )
 def test_a_page_of_another_name_reaches_nothing(host: bytes, allowed: bool) -> None:
     meter = Meter()
-    gate, scope = Gate(meter, hosts=Hosts(["features.internal"])), asked("/v1/views")
+    access, scope = AccessControl(meter, hosts=Hosts(["features.internal"])), asked("/v1/views")
     scope["headers"] = [(b"accept", b"*/*"), (b"host", host)]
-    reply = gate(scope)
+    reply = access(scope)
     assert (
         (None if reply is None else reply.status),
         meter.counter(AUTH_REFUSED, "host").value,
     ) == ((None, 0) if allowed else (421, 1))
     # also as the second of two
     scope["headers"].insert(0, (b"host", b"localhost"))
-    assert (gate(scope) is None) == allowed
+    assert (access(scope) is None) == allowed
     # no page reaches a Unix socket; and no browser leaves its host out
-    assert gate(scope | {"server": ("/run/api.sock", None)}) is None
-    assert gate(scope | {"headers": []}) is None
+    assert access(scope | {"server": ("/run/api.sock", None)}) is None
+    assert access(scope | {"headers": []}) is None
 
 
 # ---- addresses
@@ -382,10 +382,10 @@ def test_a_pair_of_which_half_is_there_does_not_come_into_use(
     with caplog.at_level(logging.INFO):
         os.replace(new_cert, cert)
         for _ in range(3):
-            tls.look()
+            tls.refresh()
         os.replace(new_key, key)
         for _ in range(3):
-            tls.look()
+            tls.refresh()
     assert [
         record.levelname
         for record in caplog.records

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.service import Service, ServicePart
 from precompute.store.http.app import create_app
-from precompute.store.http.guard.gate import Gate, Tokens, make_token
+from precompute.store.http.guard.access import AccessControl, Tokens, make_token
 from precompute.store.http.openapi import Asks, openapi_document
 from precompute.store.http.telemetry.access_log import route_of
 from precompute.store.http.telemetry.instruments import Meter
@@ -50,7 +50,7 @@ SERVED = Served()
 
 
 class Guarded(Served):
-    """The same behind a gate, once there is one."""
+    """The same behind access control, once there is one."""
 
     app = create_app(Lookup(MemoryStore()), asks=Asks.TOKEN)
 
@@ -99,9 +99,9 @@ def token(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     SERVED.app = world.app
     token = make_token(folder / "tokens", "operator", "admin")
-    gate = Gate(Meter(), Tokens(folder / "tokens"))
+    access = AccessControl(Meter(), Tokens(folder / "tokens"))
     GUARDED.app = create_app(
-        world.lookup, fallback_ready=lambda _: True, gate=gate, asks=Asks.TOKEN
+        world.lookup, fallback_ready=lambda _: True, access=access, asks=Asks.TOKEN
     )
     return token
 

@@ -255,11 +255,11 @@ def test_a_posted_body_in_pieces_is_answered_the_same() -> None:
 def test_the_gate_stands_before_it_and_is_asked_once() -> None:
     asked: list[str] = []
 
-    def gate(scope: Any) -> Any:
+    def access(scope: Any) -> Any:
         asked.append(scope["raw_path"].rpartition(b"/")[2].decode())
         return problem(401, "no_token", "send one") if asked[-1] == "old" else None
 
-    with served(house(gate=gate).app) as (address, _):
+    with served(house(access=access).app) as (address, _):
         for key, status in (("a", 200), ("old", 401), ("nobody", 404)):
             assert sent(address, get(key)).split(b" ")[1] == b"%d" % status
     assert asked == ["a", "livez", "old", "livez", "nobody", "livez"]
@@ -282,13 +282,13 @@ def test_who_wants_one_thing_does_not_wait_for_all_of_anothers() -> None:
     asked: list[str] = []
     begun, go_on = threading.Event(), threading.Event()
 
-    def gate(scope: Any) -> None:
+    def access(scope: Any) -> None:
         asked.append(scope["raw_path"].rpartition(b"/")[2].decode())
         if asked[-1] == "hold":
             begun.set()
             go_on.wait(20)
 
-    with served(house(gate=gate).app) as (address, _), contextlib.ExitStack() as stack:
+    with served(house(access=access).app) as (address, _), contextlib.ExitStack() as stack:
         many, one, hold = (
             stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(3)
         )

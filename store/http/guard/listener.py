@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from precompute.store.errors import ConfigError
-from precompute.store.http.guard.gate import Tokens, version_of
+from precompute.store.http.guard.access import Tokens, version_of
 from precompute.store.http.openapi import Asks
 
 
@@ -144,7 +144,7 @@ class Tls:
                 ) from exc
             self.context.verify_mode = ssl.CERT_REQUIRED
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Take up the files if they changed; those that cannot be used are reported in the log,
         once, and the ones before stay."""
         seen = version_of(self._cert), version_of(self._key)

@@ -201,7 +201,7 @@ class GuardedServer(uvicorn.Server):
         self.connections.posted_at_once = getattr(app, "posted_at_once", None)
         self._tls = tls
         if tls is not None:
-            self.connections.on_tick.append(tls.look)
+            self.connections.on_tick.append(tls.refresh)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""

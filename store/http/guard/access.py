@@ -1,4 +1,4 @@
-"""Gate: whether a request may pass, by its host and its token; and the file of tokens, stored as
+"""Access: whether a request may pass, by its host and its token; and the file of tokens, stored as
 hashes, read again when it changes.
 
 A line is ``name scope sha256 made_at``. A token is 256 random bits, so a fast hash of it is as good
@@ -139,7 +139,7 @@ class Tokens:
                 f"serve.tokens: {path} has no token: make one by `precompute token NAME`"
             )
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read the file again if it changed."""
         seen = version_of(self._path)
         if seen != self._seen:
@@ -181,8 +181,8 @@ def _write(path: Path, tokens: list[Token]) -> None:
     path.chmod(0o640)
 
 
-# ---- Gate: whether a request may pass, queried before its route is looked for: the hot ones'
-# too. Hosts are the names that a server without tokens and TLS goes by.
+# ---- Access control: whether a request may pass, checked before its route is looked for: the hot
+# ones' too. Hosts are the names that a server without tokens and TLS goes by.
 
 
 _REMEMBERED = 256
@@ -243,7 +243,7 @@ _NOT_HERE = problem(
 )
 
 
-class Gate:
+class AccessControl:
     """Called with every request's scope; the refusal, or None where it may pass.
 
     Args:
