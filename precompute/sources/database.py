@@ -34,6 +34,7 @@ from precompute.store.disk.sql import (
     open_duckdb,
     parquet_sql,
     read_remote_files,
+    without_data,
 )
 from precompute.store.errors import ConfigError, MissingFileError, SourceError
 
@@ -53,7 +54,7 @@ def check_sql(sql: str) -> None:
         sql.encode()
         # of the statements nothing stays in this frame, which an error holds until Python ends:
         # DuckDB would then report them as leaks
-        kinds = [one.type for one in duckdb.extract_statements(sql)]
+        kinds = [one.type for one in without_data().extract_statements(sql)]
     except (duckdb.Error, UnicodeEncodeError) as exc:
         raise ConfigError(f"not valid SQL: {first_line(exc)}") from exc
     if kinds != [duckdb.StatementType.SELECT]:
@@ -79,7 +80,7 @@ def parameters(sql: str) -> frozenset[str]:
     try:
         return frozenset(
             name
-            for statement in duckdb.extract_statements(sql)
+            for statement in without_data().extract_statements(sql)
             for name in statement.named_parameters
         )
     except duckdb.Error as exc:
@@ -95,11 +96,10 @@ def referenced_views(sql: str) -> list[str]:
 @lru_cache(256)
 def _referenced(sql: str) -> frozenset[str]:
     only = statement(sql)
-    # a schema's name stands in the text that names it; DuckDB takes 20 ms to start
+    # a schema's name stands in the text that names it
     if "live" not in only.lower():
         return frozenset()
-    with memory_wanted(), duckdb.connect() as connection:
-        todo: list[Any] = [syntax_tree(connection, only)]
+    todo: list[Any] = [syntax_tree(without_data(), only)]
     names: set[str] = set()
     while todo:
         node = todo.pop()
@@ -137,7 +137,7 @@ def statement(sql: str) -> str:
     """
     check_sql(sql)
     # from its first word on
-    only = duckdb.extract_statements(sql)[0].query
+    only = without_data().extract_statements(sql)[0].query
     # DuckDB's offsets are of bytes
     text = only.encode()
     # none in a text or comment
@@ -480,8 +480,8 @@ def interrupt_sources() -> None:
 @lru_cache(1)
 def hash_kind() -> str:
     """Names the input hash that rows get from the DuckDB that is installed."""
-    with memory_wanted(), duckdb.connect(config={"threads": 1}) as connection:
-        return named(connection.execute(sample_sql()).fetchall())
+    with memory_wanted():
+        return named(without_data().execute(sample_sql()).fetchall())
 
 
 @contextlib.contextmanager

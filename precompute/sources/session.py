@@ -14,6 +14,7 @@ from pathlib import Path
 
 import duckdb
 
+from precompute.store.disk.sql import without_data
 from precompute.store.errors import ConfigError, PrecomputeError, SourceError
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -100,7 +101,7 @@ def _inside_text(value: str) -> str:
 
 def _check(statement: str, where: str) -> None:
     try:
-        kinds = [one.type for one in duckdb.extract_statements(statement)]
+        kinds = [one.type for one in without_data().extract_statements(statement)]
     except (duckdb.Error, UnicodeEncodeError) as exc:
         raise ConfigError(f"{where}: not valid SQL: {first_line(exc)}") from exc
     begins = _BEGINS.match(statement)
