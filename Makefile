@@ -40,6 +40,7 @@ serve: setup
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: setup
+	$(BIN)/python -m compileall -q -j 0 precompute jobs store  # once, and not by each of the tests' processes
 	$(PYTEST) --durations 25 --durations-min 1 --junitxml var/tests.xml
 
 test-fast: setup
