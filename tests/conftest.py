@@ -70,8 +70,8 @@ def _prepare_processes() -> None:
 
 _prepare_processes()
 
-# what tests are made of stays: looking through it as often as usual takes 2 % of all, and 1.6 of the
-# 12 s of collecting
+# what tests are made of stays: looking through it as often as usual takes 2 % of all, and 1.6 s of
+# the 12 of collecting
 gc.set_threshold(50_000, 50, 100)
 
 # on a machine that runs other tests besides, a tenth of a second goes by for nothing
