@@ -21,7 +21,14 @@ from typing import Any, NamedTuple
 
 from precompute.engine.memory import is_device_lost
 from precompute.engine.microbatch import MicroBatcher, Refusal, Wanted, longest_s
-from precompute.jobs.serve.live_view import REFUSED_S, InputRows, LiveView, Opener, Request, compute
+from precompute.jobs.serve.live_view import (
+    REFUSED_S,
+    InputRows,
+    LiveView,
+    Opener,
+    RequestedRow,
+    compute,
+)
 from precompute.jobs.serve.supervised_process import Watch
 from precompute.store.answers.fallback import CLIENT, Computed, Fallback, Miss
 from precompute.store.errors import PrecomputeError
@@ -36,9 +43,9 @@ from precompute.store.times import Reason
 log = logging.getLogger(__name__)
 
 
-class _Group(NamedTuple):
-    """What is computed in one batch: requests of one model, whatever their views, either all for
-    rows or all for vectors to search by (``query``)."""
+class _BatchKey(NamedTuple):
+    """What requests of one batch have in common: one model, whatever their views, and whether they
+    are for rows or for vectors to search by (``query``)."""
 
     model: str
     query: bool
@@ -58,16 +65,16 @@ OPEN_PUBLISHINGS = 2
 answered by the model it saw."""
 
 _WARM_UP = ""
-"""Key of the request that opens a view and computes a row of it: no entity has an empty key."""
+"""Key, batch key and client of the request that opens a view and computes a row of it: no entity
+has an empty key."""
 
 
 MOST_WAITING = 4096
 """Rows; beyond, they are not cached."""
 
-JUST_S = 1.0
-MOST_LATEST = 4096
-"""How long, and how many rows, are at hand after they were computed: they are written behind, and
-the caller may have looked before."""
+LATEST_S, MOST_LATEST = 1.0, 4096
+"""How long, and of how many rows, the latest results are in memory: they are written to the miss
+cache after the answer, and a caller may have read the cache before that."""
 
 BEHIND_S = 0.005
 """Seconds before what came is written: its answers leave first, and what is computed together is
@@ -114,7 +121,7 @@ class MissCacheWriter:
         at, result = self._latest.get(
             (pointer.view.name, pointer.publishing, key), (-math.inf, None)
         )
-        return result if time.monotonic() - at <= JUST_S else None
+        return result if time.monotonic() - at <= LATEST_S else None
 
     def _write(self) -> None:
         while True:
@@ -126,14 +133,14 @@ class MissCacheWriter:
             for pointer, row in taken:
                 of_pointer.setdefault(id(pointer), (pointer, []))[1].append(row)
             for pointer, rows in of_pointer.values():
-                cache = 0
+                stored = 0
                 try:
-                    cache = self._cache.write(pointer, rows)
+                    stored = self._cache.write(pointer, rows)
                 except Exception:
                     # or nothing would be cached from now on
                     log.exception("rows of view %r cannot be cached", pointer.view.name)
-                self._stored.add(cache)
-                self._dropped.add(len(rows) - cache)
+                self._stored.add(stored)
+                self._dropped.add(len(rows) - stored)
 
 
 class ViewFallback(Fallback):
@@ -149,7 +156,8 @@ class ViewFallback(Fallback):
         watch: set before anything that may hang, and infinity once nothing goes on; says whether
             a suspect may be tried now.
         meter: counts.
-        tell: as of :class:`precompute.store.http.telemetry.instruments.Batches`.
+        tell: reports the spans of traced requests, as
+            :class:`precompute.store.http.telemetry.instruments.Batches` has it.
     """
 
     def __init__(
@@ -162,7 +170,7 @@ class ViewFallback(Fallback):
         meter: Meter | None = None,
         tell: Tell | None = None,
     ) -> None:
-        self._watch = watch or Watch(may_try=True)
+        self._watch = watch or Watch(may_try_suspects=True)
         self.suspects = dict[int, float]()
         """Hashes of rows that may have ended a process, and from when on (monotonic) each may be
         tried, alone; one that came through is treated as any other."""
@@ -173,12 +181,12 @@ class ViewFallback(Fallback):
         self._writer = None if miss_cache is None else MissCacheWriter(miss_cache, meter)
         self._opener = Opener(store, folder.absolute(), memory_mb)
         self._opened: dict[tuple[str, tuple[int, str]], LiveView] = {}
-        self._lost = False
+        self._gpu_lost = False
         self._row_s: dict[str, float] = {}
         """Fingerprint of a model → seconds that a row took as its views were opened, at most."""
         self._logged: dict[str, tuple[float, str, int]] = {}
         """View → when and what was last logged, and how many rows failed since."""
-        self._batcher: MicroBatcher[Request, Computed] = MicroBatcher(self._run, _refusal)
+        self._batcher: MicroBatcher[RequestedRow, Computed] = MicroBatcher(self._run, _refusal)
 
     def submit(
         self,
@@ -189,16 +197,16 @@ class ViewFallback(Fallback):
         *,
         query: bool = False,
     ) -> list[Future[Computed]]:
-        group, view, caller = _Group(pointer.miss_model, query), pointer.view.name, Caller.now()
+        group, view, caller = _BatchKey(pointer.miss_model, query), pointer.view.name, Caller.now()
         futures: dict[int, Future[Computed]] = {}
-        wanted: list[Wanted[Request]] = []
+        wanted: list[Wanted[RequestedRow]] = []
         for i, key in enumerate(keys):
             values = inputs.get(key)
             just_now = None if query else self._just_now(pointer, key, values)
             if just_now is not None:
                 futures[i] = _resolved(just_now)
                 continue
-            given, whose = _inputs_text(values), group
+            given, batch_key = _inputs_text(values), group
             suspect = row_hash(view, key, given) if self.suspects else 0
             # looked up once: another thread lets go of one that was computed
             until = self.suspects.get(suspect)
@@ -207,14 +215,14 @@ class ViewFallback(Fallback):
                     why = "the model's process ended with it in hand"
                     futures[i] = _resolved(Miss(Reason.MODEL_ERROR, why, broken=None))
                     continue
-                if not self._watch.may_try:
+                if not self._watch.may_try_suspects:
                     again = partial(self.submit, pointer, [key], inputs, deadline, query=query)
                     begin, futures[i] = partial(copy_context().run, again), Future()
                     self._postponed.append((deadline, begin, futures[i]))
                     continue
-                whose = group._replace(suspect=suspect)
+                batch_key = group._replace(suspect=suspect)
             flight = (view, pointer.publishing, key, given)
-            wanted.append(Wanted(whose, flight, Request(key, values, pointer, caller)))
+            wanted.append(Wanted(batch_key, flight, RequestedRow(key, values, pointer, caller)))
         begun = iter(
             self._batcher.submit_all(
                 wanted, deadline, (view, CLIENT.get()), pointer.view.fallback_deadline_s
@@ -231,10 +239,10 @@ class ViewFallback(Fallback):
         for name in (key,) if values is None else input_names(values, key) or ():
             result = self._writer.just_now(pointer, name)
             if result is not None:
-                return result if values is None else _renamed(result, name, key)
+                return result if values is None else _rekeyed(result, name, key)
         return None
 
-    def _cache(self, request: Request, result: Computed | Miss) -> None:
+    def _cache(self, request: RequestedRow, result: Computed | Miss) -> None:
         """Store a result for later requests: under its key, a row or why there is none; where
         inputs came with the request, under these, and only a row."""
         if self._writer is None or not request.key:
@@ -245,16 +253,16 @@ class ViewFallback(Fallback):
         elif isinstance(result, Computed) and (names := input_names(values, key)):
             opened = self._opened.get((pointer.view.name, pointer.publishing))
             name = names[opened is None or opened.reads_key]
-            self._writer.put(pointer, name, _renamed(result, key, name))
+            self._writer.put(pointer, name, _rekeyed(result, key, name))
 
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """Begin to open the view and compute one row, so that the first miss does not pay for
-        loading. The future never has a row: it ends in an error once that was tried, or at the
-        deadline. Failures are logged; one to open the view leaves :meth:`ready` false, and hits can
-        be served all the same."""
+        loading. The future has no result: it always ends in an error, once that was tried or at the
+        deadline; :meth:`ready` says which. Failures are logged; one to open the view leaves that
+        false, and hits can be served all the same."""
         flight = (pointer.view.name, pointer.publishing)
         return self._batcher.submit(
-            _WARM_UP, flight, Request(_WARM_UP, None, pointer), deadline, _WARM_UP
+            _WARM_UP, flight, RequestedRow(_WARM_UP, None, pointer), deadline, _WARM_UP
         )
 
     def ready(self, pointer: Pointer) -> bool:
@@ -273,7 +281,7 @@ class ViewFallback(Fallback):
             deadline, begin, future = self._postponed.popleft()
             if deadline < time.monotonic():
                 _end(future, _resolved(Miss(Reason.DEADLINE)))
-            elif not self._watch.may_try:
+            elif not self._watch.may_try_suspects:
                 self._postponed.append((deadline, begin, future))
             elif not future.cancelled():
                 begun = begin()[0]
@@ -288,9 +296,9 @@ class ViewFallback(Fallback):
         """Whether a model was loaded and was not the live snapshot's, and none is open."""
         return bool(self._opener.refused) and not self._opened
 
-    def lost(self) -> bool:
+    def gpu_is_lost(self) -> bool:
         """Whether a GPU does not compute any more in this process."""
-        return self._lost
+        return self._gpu_lost
 
     def close(self) -> None:
         """Refuse what waits, then close every source."""
@@ -301,17 +309,17 @@ class ViewFallback(Fallback):
 
     # ---- in the batcher's thread
 
-    def _run(self, group: Hashable, requests: Sequence[Request]) -> list[Computed | Exception]:
-        """Each view's inputs are fetched by one query, and rows of views that the model cannot tell
-        apart are computed in one call."""
+    def _run(self, group: Hashable, requests: Sequence[RequestedRow]) -> list[Computed | Exception]:
+        """Compute one batch: each view's inputs are fetched by one query, and rows of views that
+        the model cannot tell apart are computed in one call."""
         results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
         of_view: dict[tuple[str, tuple[int, str]], list[int]] = {}
         for i, request in enumerate(requests):
             of_view.setdefault((request.pointer.view.name, request.pointer.publishing), []).append(
                 i
             )
-        alike: dict[Hashable, list[InputRows]] = {}
-        query = isinstance(group, _Group) and group.query
+        input_rows: dict[Hashable, list[InputRows]] = {}
+        query = isinstance(group, _BatchKey) and group.query
         self._batches.begun([request.caller for request in requests])
         try:
             for (view, _), numbers in of_view.items():
@@ -326,7 +334,7 @@ class ViewFallback(Fallback):
                         self._warm_up(opened)
                     if group == _WARM_UP:
                         continue
-                    # also of what was opened before
+                    # each time: what was opened before comes here, too
                     deadlines = [request.pointer.view.fallback_deadline_s for request in requests]
                     row_s = self._row_s.get(requests[0].pointer.miss_model)
                     rows_in_hand = [
@@ -335,26 +343,31 @@ class ViewFallback(Fallback):
                     ]
                     self._due_in(longest_s(deadlines, row_s), rows_in_hand)
                     with self._batches.inputs([requests[i].caller for i in numbers]):
-                        wanted = opened.rows_of({i: requests[i] for i in numbers}, results)
-                    if wanted:
-                        # where the source had no rows to show it before
+                        found = opened.rows_of({i: requests[i] for i in numbers}, results)
+                    if found:
+                        # the source may have had no row to convert it with when it was opened
                         opened.view.convert()
-                        alike.setdefault(opened.alike, []).extend(wanted)
-            for rows in alike.values():
-                whose = [i for each in rows for i in each.numbers]
+                        input_rows.setdefault(opened.batch_key, []).extend(found)
+            for rows in input_rows.values():
+                computed = [i for each in rows for i in each.numbers]
                 views, caller = zip(
-                    *((requests[i].pointer.view.name, requests[i].caller) for i in whose),
+                    *((requests[i].pointer.view.name, requests[i].caller) for i in computed),
                     strict=True,
                 )
                 with (
-                    self._failing(rows[0].opened.view.view.name, whose, results),
+                    self._failing(rows[0].opened.view.view.name, computed, results),
                     self._batches.model(views, caller),
                 ):
                     compute(rows, query, requests, results)
         finally:
             self._due_in(math.inf, [])
         # with whatever result, it was computed
-        if alike and isinstance(group, _Group) and group.suspect is not None and not self._lost:
+        if (
+            input_rows
+            and isinstance(group, _BatchKey)
+            and group.suspect is not None
+            and not self._gpu_lost
+        ):
             self.suspects.pop(group.suspect, None)
         for request, result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
@@ -367,7 +380,7 @@ class ViewFallback(Fallback):
     def _due_in(self, seconds: float, rows: Sequence[int] | None = None) -> None:
         """Show when the call that begins now should be over, and which rows are in hand (None: as
         before); those in hand when the GPU was lost stay."""
-        self._watch.set(time.monotonic() + seconds, None if self._lost else rows)
+        self._watch.set(time.monotonic() + seconds, None if self._gpu_lost else rows)
 
     def _warm_up(self, opened: LiveView) -> None:
         """Compute a row of the source twice, and discard it: the first call in a thread takes
@@ -391,7 +404,7 @@ class ViewFallback(Fallback):
             yield
         except BaseException as exc:
             # a user's model may raise anything, sys.exit() included
-            self._lost |= is_device_lost(exc)
+            self._gpu_lost |= is_device_lost(exc)
             known = isinstance(exc, PrecomputeError)
             miss = Miss(
                 Reason.MODEL_ERROR,
@@ -440,10 +453,10 @@ class ViewFallback(Fallback):
         return opened
 
 
-def _renamed(result: Computed | Miss, name: str, other: str) -> Computed | Miss:
-    """What is stored under one name as it is under another."""
+def _rekeyed(result: Computed | Miss, key: str, other: str) -> Computed | Miss:
+    """A result for one key, as it is stored under another."""
     return (
-        replace(result, row=rekeyed(result.row, name, other))
+        replace(result, row=rekeyed(result.row, key, other))
         if isinstance(result, Computed)
         else result
     )
@@ -481,7 +494,7 @@ def _end(future: Future[Computed], done: Future[Computed]) -> None:
 
 
 def _give_up(begun: Future[Computed], future: Future[Computed]) -> None:
-    """Give up what was begun for ``future`` where that was."""
+    """Cancel ``begun`` where ``future`` was cancelled."""
     if future.cancelled():
         begun.cancel()
 

@@ -46,7 +46,7 @@ REFUSED_S = 30.0
 live snapshot's: loading takes seconds."""
 
 
-class Request(NamedTuple):
+class RequestedRow(NamedTuple):
     """A requested row: key text, the input columns' values when they came with the request,
     what is live for the caller, and whose trace it is in."""
 
@@ -63,8 +63,8 @@ class LiveView(NamedTuple):
     view: OpenView
     codec: RowCodec
     query_codec: RowCodec
-    alike: Hashable
-    """Equal for two views where a row of one could be a row of the other."""
+    batch_key: Hashable
+    """Equal for two views whose rows the model can compute in one call."""
     cached: CachedSource
     runner: Runner
     pointer: Pointer
@@ -74,13 +74,13 @@ class LiveView(NamedTuple):
         """The view that was opened for a pointer."""
         features, schema = view.view.features, view.source.schema
         inputs = tuple(zip(schema.names, map(str, schema.types), strict=True))
-        alike = (id(view.model), view.variant, features, view.view.definition.bad_rows, inputs)
+        batch_key = (id(view.model), view.variant, features, view.view.definition.bad_rows, inputs)
         cached = view.source.cached()
         # begins to read it
         cached.rows([])
         codec, query_codec = RowCodec(view.view), RowCodec(unpacked_view(view.view))
         runner = Runner(view.model, view.view, search=False)
-        return cls(view, codec, query_codec, alike, cached, runner, pointer)
+        return cls(view, codec, query_codec, batch_key, cached, runner, pointer)
 
     @property
     def reads_key(self) -> bool:
@@ -94,7 +94,7 @@ class LiveView(NamedTuple):
         )
 
     def rows_of(
-        self, requests: Mapping[int, Request], results: list[Computed | Exception]
+        self, requests: Mapping[int, RequestedRow], results: list[Computed | Exception]
     ) -> list[InputRows]:
         """The input rows of requests by their numbers, as far as there are any; inputs that do not
         fit go into ``results`` as misses."""
@@ -115,7 +115,7 @@ class LiveView(NamedTuple):
                     )
         return found
 
-    def _source_rows(self, requests: Mapping[int, Request]) -> list[InputRows]:
+    def _source_rows(self, requests: Mapping[int, RequestedRow]) -> list[InputRows]:
         """The rows of the requests that came without inputs, as far as the source has them."""
         number = {one.key: i for i, one in requests.items() if one.values is None and one.key}
         if not number:
@@ -166,28 +166,28 @@ def _of_json(value: Any, kind: pa.DataType) -> Any:
 
 
 def compute(
-    alike: Sequence[InputRows],
+    input_rows: Sequence[InputRows],
     query: bool,
-    requests: Sequence[Request],
+    requests: Sequence[RequestedRow],
     results: list[Computed | Exception],
 ) -> None:
-    """Compute rows that are alike, into ``results``: what the model makes of them or, for a
-    ``query``, the vectors that are searched by."""
-    opened = alike[0].opened
+    """Compute rows of views with one ``batch_key`` in one call, into ``results``: what the model
+    makes of them or, for a ``query``, the vectors that are searched by."""
+    opened = input_rows[0].opened
     view, model, runner = opened.view.view, opened.view.model, opened.runner
     if query and isinstance(model, QueryModel):
         runner = Runner(model.for_queries(), view, search=False)
-    numbers = [i for each in alike for i in each.numbers]
-    batch = pa.concat_tables([each.rows for each in alike]).combine_chunks().to_batches()[0]
+    numbers = [i for each in input_rows for i in each.numbers]
+    batch = pa.concat_tables([each.rows for each in input_rows]).combine_chunks().to_batches()[0]
     done = with_null_rows(view, runner.compute(batch, lanes=runner.lanes_for(batch.num_rows)))
     now_us = time.time_ns() // 1000
-    whose = [numbers[row] for row in done.rows.tolist()]
-    if whose:
-        hashes = kernels.hashes(Packed.of([requests[i].key.encode() for i in whose]))
+    computed = [numbers[row] for row in done.rows.tolist()]
+    if computed:
+        hashes = kernels.hashes(Packed.of([requests[i].key.encode() for i in computed]))
         codec = opened.query_codec if query else opened.codec
-        snapshots = np.array([requests[i].pointer.snapshot for i in whose])
-        rows = codec.encode(done.features, hashes, np.full(len(whose), now_us), snapshots)
-        for j, i in enumerate(whose):
+        snapshots = np.array([requests[i].pointer.snapshot for i in computed])
+        rows = codec.encode(done.features, hashes, np.full(len(computed), now_us), snapshots)
+        for j, i in enumerate(computed):
             results[i] = Computed(rows.at(j), now_us)
     for rejection in done.rejections:
         results[numbers[rejection.row]] = Miss(Reason.MODEL_ERROR, rejection.error)
@@ -220,7 +220,7 @@ class Opener:
         refused_at, refusal = self.refused.get(publishing, (-REFUSED_S, ""))
         if refusal and now < refused_at + REFUSED_S:
             raise PrecomputeError(refusal)
-        check_own(pointer, self._store, self._folder)
+        check_confirmed(pointer, self._store, self._folder)
         # a shared model may be older than the files it was loaded from
         for _ in range(2):
             opened = open_view(
@@ -243,8 +243,7 @@ class Opener:
                     raise
                 return opened
             opened.source.close()
-            # its fingerprint may be one that does not read the files: it would be taken later for
-            # what they are then
+            # where its fingerprint() does not read the files, _load would not see that they changed
             self._models = {
                 key: loaded
                 for key, loaded in self._models.items()
@@ -277,12 +276,12 @@ class Opener:
             return model.fingerprint()
 
 
-def check_own(pointer: Pointer, offline: OfflineStore, folder: Path) -> None:
-    """Refuse what only the online store says: whatever may write there could have any SQL run, and
-    any class made.
+def check_confirmed(pointer: Pointer, offline: OfflineStore, folder: Path) -> None:
+    """Refuse a pointer whose SQL or model no file of this machine confirms: else who can write to
+    the online store could have any SQL run, and any class made.
 
-    A pointer's definition is believed where the manifest of the snapshot that it names says the
-    same, or the view's own file as it is now; a student likewise, or the record in its folder.
+    It must agree with the manifest of the snapshot that it names, or with the view's file as it is
+    now; its student with that manifest, or with the record in the student's folder.
 
     Args:
         pointer: of what is live.
@@ -290,13 +289,13 @@ def check_own(pointer: Pointer, offline: OfflineStore, folder: Path) -> None:
         folder: the project's.
 
     Raises:
-        ConfigError: neither does; says what to do.
+        ConfigError: it agrees with none; says what to do.
     """
-    name, wanted = pointer.view.name, _run_by(pointer.view)
+    name, executed = pointer.view.name, _executed_parts(pointer.view)
     student = None if pointer.student is None else plain(pointer.student.model)
     if NAME.match(name) and any(
-        _run_by(view) == wanted and student in (None, of and plain(of.model))
-        for view, of in _own(pointer, offline, folder)
+        _executed_parts(view) == executed and student in (None, of and plain(of.model))
+        for view, of in _definitions_here(pointer, offline, folder)
     ):
         return
     raise ConfigError(
@@ -308,7 +307,7 @@ def check_own(pointer: Pointer, offline: OfflineStore, folder: Path) -> None:
     )
 
 
-def _own(
+def _definitions_here(
     pointer: Pointer, offline: OfflineStore, folder: Path
 ) -> Iterator[tuple[FeatureView, StudentUse | None]]:
     # a machine that only serves may have one of them, or none
@@ -321,8 +320,8 @@ def _own(
         yield view, None if student is None else student.use
 
 
-def _run_by(view: FeatureView) -> str:
-    """All of a view that is run, or goes into what is."""
+def _executed_parts(view: FeatureView) -> str:
+    """The parts of a view that say what is executed, as JSON."""
     definition = view.to_json()
     return json.dumps(
         [definition["entity"], definition["features"], definition["definition"]], sort_keys=True

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from precompute.jobs.serve.remote_fallback import RemoteFallback
-from precompute.jobs.serve.supervised_process import DRAIN_S, Watch, begin
+from precompute.jobs.serve.supervised_process import DRAIN_S, Watch, read_spec
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.service import Service
 from precompute.store.disk.record import replace
@@ -53,7 +53,8 @@ from precompute.store.times import parsed_time
 log = logging.getLogger(__name__)
 
 _THRESHOLDS = 50_000, 50, 100
-"""New objects before the young are looked through, and how often before the older are."""
+"""New objects before the garbage collector goes through the young, and how often before the
+older."""
 _KEPT_BYTES, _MAPPED_BYTES = 128 * 2**20, 32 * 2**20
 """Free memory that is kept for the next request, and the size from which a piece is mapped for
 itself."""
@@ -66,8 +67,8 @@ def settle() -> None:
 
     Call it once, when all that stays is loaded and before the first request.
 
-    What is there by now is never looked through again by the garbage collector, and the rest
-    seldom: few requests leave cycles, and a look through all takes tens of milliseconds. Freed
+    The garbage collector never goes through what is there by now again, and seldom through the
+    rest: few requests leave cycles, and going through all takes tens of milliseconds. Freed
     memory stays with the process: else an answer of a megabyte is 200 pages that the system clears
     and maps each time.
     """
@@ -92,8 +93,8 @@ OPEN_S = 600.0
 """How long opening may take: see :data:`precompute.jobs.serve.fallback.LOAD_S`."""
 
 COMING_S = 1800.0
-"""Seconds for which what was computed may yet be published; what a gate refused lies there for
-ever."""
+"""How old a snapshot may be and still be expected to be published; an older one was refused by a
+gate."""
 
 
 class Models(Protocol):
@@ -108,14 +109,14 @@ class Models(Protocol):
 
 
 @dataclass(slots=True)
-class _Seen:
-    """A view's publishing, and what is open of it; the times are when to try again, monotonic,
-    infinity once it need not be."""
+class _Opening:
+    """How far a view's publishing is opened; the times are when to try again, monotonic, infinity
+    once it need not be."""
 
     publishing: tuple[int, str]
     index_at: float = 0.0
     model_at: float = 0.0
-    opening: Future[Any] | None = None
+    future: Future[Any] | None = None
 
 
 class Warmer:
@@ -125,7 +126,7 @@ class Warmer:
     Args:
         lookup: whose indexes are opened.
         models: behind its misses.
-        want: called again and again with which models are live, or about to be.
+        announce: called again and again with which models are live, or about to be.
         offline: where what is computed is seen before it is live: another model is loaded by then.
     """
 
@@ -133,13 +134,14 @@ class Warmer:
         self,
         lookup: Lookup,
         models: Models,
-        want: Callable[[set[str]], None] = lambda models: None,
+        announce: Callable[[set[str]], None] = lambda models: None,
         offline: OfflineStore | None = None,
     ) -> None:
-        self._lookup, self._models, self._want, self._offline = lookup, models, want, offline
+        self._lookup, self._models, self._offline = lookup, models, offline
+        self._announce = announce
         self._views = LiveViews(lookup)
-        self._live: dict[str, _Seen] = {}
-        self._ahead: dict[str, _Seen] = {}
+        self._live: dict[str, _Opening] = {}
+        self._coming_views: dict[str, _Opening] = {}
         self._stop, self._woken = False, threading.Event()
         self.warming = True
         self._thread = threading.Thread(target=self._loop, name="warmer", daemon=True)
@@ -157,7 +159,7 @@ class Warmer:
 
     def _loop(self) -> None:
         with contextlib.suppress(PrecomputeError):
-            # one that is not there is known by those who look
+            # a store that does not answer is reported by what reads it
             self._lookup.online.warm()
         while not self._stop:
             self._woken.clear()
@@ -168,7 +170,7 @@ class Warmer:
                 # all views depend on this thread
                 log.exception("looking for new snapshots failed")
             self.warming = self.warming and any(
-                s.opening is not None and not s.opening.done() for s in self._live.values()
+                s.future is not None and not s.future.done() for s in self._live.values()
             )
             self._woken.wait(WARM_EVERY_S)
 
@@ -179,30 +181,32 @@ class Warmer:
                 "what is live of %s cannot be read: it is taken to be what it was",
                 ", ".join(sorted(seen.unreadable)) or "any view",
             )
-        # those of the others, and of all where the store does not answer, too: their models must
-        # not be ended meanwhile
+        # the last known ones of views that cannot be read, too: their models must not be ended
+        # meanwhile
         pointers = seen.pointers
-        behind = [pointer for pointer in pointers if pointer.view.fallback]
-        ahead = [coming for pointer in behind if (coming := self._coming(pointer)) is not None]
-        self._want({pointer.miss_model for pointer in (*behind, *ahead)})
+        with_fallback = [pointer for pointer in pointers if pointer.view.fallback]
+        coming = [new for pointer in with_fallback if (new := self._coming(pointer)) is not None]
+        self._announce({pointer.miss_model for pointer in (*with_fallback, *coming)})
         # all models first: each is loaded by a process of its own, while the indexes are opened
         # here
         for pointer in pointers:
             known = self._noted(self._live, pointer, f" is live, {pointer.rows} rows")
             if pointer.view.fallback:
                 self._open_model(pointer, known)
-        for pointer in ahead:
-            known = self._noted(self._ahead, pointer, ", by another model, is about to be live")
+        for pointer in coming:
+            known = self._noted(
+                self._coming_views, pointer, ", by another model, is about to be live"
+            )
             self._open_model(pointer, known)
         for pointer in pointers:
             if not self._stop:
                 self._open_index(pointer, self._live[pointer.view.name])
 
-    def _noted(self, known: dict[str, _Seen], pointer: Pointer, what: str) -> _Seen:
+    def _noted(self, known: dict[str, _Opening], pointer: Pointer, what: str) -> _Opening:
         """What is known of the pointer's publishing; of one that is new it is logged what it is."""
         name = pointer.view.name
         if name not in known or known[name].publishing != pointer.publishing:
-            known[name] = _Seen(pointer.publishing)
+            known[name] = _Opening(pointer.publishing)
             log.info("view %r: snapshot %d%s", name, pointer.snapshot, what)
         return known[name]
 
@@ -239,30 +243,30 @@ class Warmer:
         )
         return None if coming.miss_model == live.miss_model else coming
 
-    def _open_model(self, pointer: Pointer, seen: _Seen) -> None:
+    def _open_model(self, pointer: Pointer, opening: _Opening) -> None:
         now = time.monotonic()
         if self._models.ready(pointer):
             # once it is lost it is opened again at once
-            seen.model_at = 0.0
-        elif now >= seen.model_at and (seen.opening is None or seen.opening.done()):
-            seen.model_at = now + AGAIN_S
+            opening.model_at = 0.0
+        elif now >= opening.model_at and (opening.future is None or opening.future.done()):
+            opening.model_at = now + AGAIN_S
             try:
-                seen.opening = self._models.begin_warm(pointer, now + OPEN_S)
+                opening.future = self._models.begin_warm(pointer, now + OPEN_S)
             except (OSError, RuntimeError) as exc:
                 # no descriptors, or no threads
                 log.error("the model of view %r cannot be warmed up: %s", pointer.view.name, exc)
                 return
-            seen.opening.add_done_callback(lambda _: self._woken.set())
+            opening.future.add_done_callback(lambda _: self._woken.set())
 
-    def _open_index(self, pointer: Pointer, seen: _Seen) -> None:
-        if time.monotonic() < seen.index_at:
+    def _open_index(self, pointer: Pointer, opening: _Opening) -> None:
+        if time.monotonic() < opening.index_at:
             return
         try:
             self._lookup.warm(pointer)
-            seen.index_at = math.inf
+            opening.index_at = math.inf
         except PrecomputeError as exc:
             log.error("view %r is not searchable: %s", pointer.view.name, exc)
-            seen.index_at = time.monotonic() + AGAIN_S
+            opening.index_at = time.monotonic() + AGAIN_S
 
 
 END_S = 2.0
@@ -271,8 +275,9 @@ END_S = 2.0
 
 def main() -> None:
     """Serve until SIGTERM, then finish the requests at hand."""
-    spec, _ = begin()
-    # the least there may be: a number of 4,000 takes 80 µs to read, and a body holds a thousand
+    spec, _ = read_spec()
+    # the least that Python allows: to read a number of 4,000 digits takes 80 µs, and a body holds a
+    # thousand
     sys.set_int_max_str_digits(640)
     meter, watch = Meter(Path(spec["runtime"]), f"worker-{spec['number']}"), Watch.of(spec["watch"])
     fallback = RemoteFallback(Path(spec["runtime"]), meter)
@@ -285,12 +290,13 @@ def main() -> None:
         lookup = Lookup(
             online, Path(spec["root"]), fallback, miss_cache=miss_cache, services=services
         )
-        warmer = Warmer(lookup, fallback, fallback.want, OfflineStore(Path(spec["root"])))
+        warmer = Warmer(lookup, fallback, fallback.announce_live, OfflineStore(Path(spec["root"])))
         fallback.on_lost = warmer.wake
         try:
             listening = [socket.socket(fileno=number) for number in spec["listeners"]]
             tokens = tokens_of(spec)
-            # a page has no token of another name's, and no certificate for its own
+            # with tokens or TLS no check of host names: a foreign page has neither a token nor our
+            # certificate
             hosts = Hosts(spec["hosts"]) if tokens is None and spec["tls"] is None else None
             access = AccessControl(
                 meter, tokens, listening[1].getsockname() if len(listening) > 1 else None, hosts
@@ -313,10 +319,10 @@ def main() -> None:
                 waiting=max(1, limits.connections * 2 // 3),
             )
             with contextlib.ExitStack() as stack:
-                looks = [] if tokens is None else [tokens.refresh]
-                watched = _watched(app, spec, looks, stack)
+                on_tick = [] if tokens is None else [tokens.refresh]
+                application = _with_telemetry(app, spec, on_tick, stack)
                 server = GuardedServer(
-                    watched,
+                    application,
                     limits,
                     meter,
                     tls_of(spec),
@@ -325,7 +331,7 @@ def main() -> None:
                     partial(_end_now, stack),
                 )
                 # from the loop that answers: one that stands still shows no life
-                server.connections.on_tick += [watch.beat, *looks]
+                server.connections.on_tick += [watch.beat, *on_tick]
                 # pyarrow imports pandas, where there is one, with the first array that it makes:
                 # 0.27 s of CPU, for which a first request, and all beside it, would wait
                 pa.array([0])
@@ -350,11 +356,11 @@ def _end_now(stack: contextlib.ExitStack) -> None:
     os._exit(0)
 
 
-def _watched(
-    app: Any, spec: dict[str, Any], looks: list[Callable[[], None]], stack: contextlib.ExitStack
+def _with_telemetry(
+    app: Any, spec: dict[str, Any], on_tick: list[Callable[[], None]], stack: contextlib.ExitStack
 ) -> Any:
-    """The application, its requests traced and written down where that is configured; ``looks``
-    gets what is to be done now and then, the stack what ends it."""
+    """The application with tracing and access log, where they are configured; ``on_tick`` gets what
+    must be called regularly, ``stack`` what must be called at the end."""
     name = f"worker-{spec['number']}"
     if spec["tracing"] is not None:
         # the extra [otel]
@@ -367,7 +373,7 @@ def _watched(
         lines = AccessLog(
             app, None if spec["access_log"] == "-" else Path(spec["access_log"]), name
         )
-        looks.append(lines.flush)
+        on_tick.append(lines.flush)
         stack.callback(lines.flush)
         app = lines
     return app

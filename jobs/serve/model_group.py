@@ -1,5 +1,5 @@
-"""Model group: the process of one model fingerprint, shared by its views: the supervisor replaces
-it when it ends, hangs or takes too much memory, by a spare one where there is room for that."""
+"""Model group: the process that serves one model fingerprint, for all of its views, and a spare:
+the supervisor replaces what ends, hangs or takes too much memory, by the spare if there is one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from precompute.engine.memory import available_bytes
 from precompute.jobs.serve.remote_fallback import socket_path
-from precompute.jobs.serve.supervised_process import AGAIN, STILL_S, SupervisedProcess
+from precompute.jobs.serve.supervised_process import STATUS_RESTART, STILL_S, SupervisedProcess
 from precompute.store.disk.sql import sweep
 from precompute.store.errors import PrecomputeError
 from precompute.store.http.telemetry.instruments import Meter
@@ -27,21 +27,22 @@ from precompute.workers.process import ChildProcess
 log = logging.getLogger(__name__)
 
 MEMORY_EVERY_S = 1.0
-"""How often a process's memory is looked at."""
+"""How often a process's memory is read."""
 
 SPARE_AFTER_S = 10.0
 """A server that has just begun has other things to load before processes that stand by."""
 
 SPARE_ROOM = 3
-"""Times the memory of the process that serves that must be free for another one to be started by
-itself; that one is ended again where less than once is free."""
+"""With ``fallback.spare: auto`` a spare is started where this many times the memory of the process
+that serves is free, and ended where less than that memory is."""
 
-LEFT_ALONE_S, LONGEST_ALONE_S = 60.0, 3600.0
-"""How long a row is left alone that a process ended with alone in its hands, and twice as long each
-time that it does again."""
+BARRED_S, LONGEST_BARRED_S = 60.0, 3600.0
+"""How long a row is barred after a process ended while it computed that row alone; twice as long
+each time that it happens again."""
 
 TRIALS, TRIALS_S = 3, 60.0
-"""Trials that may end a process within so long; no row is tried then until that is over."""
+"""After this many trials that ended a process within so long, no suspect is tried until as long
+after the first of them."""
 
 MOST_SUSPECTS = 1024
 """Rows that are remembered, the latest."""
@@ -49,12 +50,12 @@ MOST_SUSPECTS = 1024
 
 class Suspects:
     """Rows, by their hashes, that a process was computing when it ended. Each is tried alone before
-    it is computed among others again; one that was alone when a process ended is left alone. Times
-    are :func:`time.monotonic`."""
+    it is computed among others again; one that a process ended with alone is barred. Times are
+    :func:`time.monotonic`."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, float]] = {}
-        """How often it was alone, and until when it is left alone."""
+        """Row → how often a process ended with it alone, and until when it is barred."""
         self._trials: deque[float] = deque(maxlen=TRIALS)
         """When the latest trials ended a process."""
 
@@ -64,7 +65,7 @@ class Suspects:
             known = row in self._known
             times, until = self._known.pop(row, (0, now))
             if len(rows) == 1:
-                times, until = times + 1, now + doubled_s(LEFT_ALONE_S, times, LONGEST_ALONE_S)
+                times, until = times + 1, now + doubled_s(BARRED_S, times, LONGEST_BARRED_S)
                 if known:
                     self._trials.append(now)
             self._known[row] = times, until
@@ -132,7 +133,7 @@ class ModelGroup:
 
     Args:
         model: the fingerprint.
-        project: where it is and what it keeps, for :mod:`precompute.jobs.serve.model_server`.
+        spec: of its processes, for :mod:`precompute.jobs.serve.model_server`.
         runtime: folder for the socket.
         limits: of its processes.
         meter: counts how often they are replaced.
@@ -145,7 +146,7 @@ class ModelGroup:
     def __init__(
         self,
         model: str,
-        project: dict[str, Any],
+        spec: dict[str, Any],
         runtime: Path,
         limits: ModelLimits,
         meter: Meter,
@@ -157,11 +158,11 @@ class ModelGroup:
         self._suspects = Suspects()
         with contextlib.ExitStack() as unless_made:
             self._listener = unless_made.enter_context(socket.socket(socket.AF_UNIX))
-            # of a life that had no room
+            # of one that had no room
             path.unlink(missing_ok=True)
             self._listener.bind(str(path))
             self._listener.listen(128)
-            spec = project | {
+            spec = spec | {
                 "runtime": str(runtime),
                 "duckdb_mb": limits.duckdb_mb,
                 "open": str(path.with_suffix(".open")),
@@ -177,8 +178,8 @@ class ModelGroup:
         """When a worker last said that it has a view of this model."""
         self._spare_from, self._room_at, self._has_room = math.inf, 0.0, False
 
-    def serves(self, views: Iterable[str]) -> None:
-        """Note some views of this model, by which people know it."""
+    def note_views(self, views: Iterable[str]) -> None:
+        """Note names of views of this model, for messages."""
         self._views |= set(views)
         self._assign()
 
@@ -197,13 +198,13 @@ class ModelGroup:
             self._replace(now)
         if self._spare_from == math.inf and self.serving.watch.is_open:
             self._spare_from = now + SPARE_AFTER_S
-        wanted = now >= self._spare_from and self._wants_spare(now)
-        if wanted:
+        is_due = now >= self._spare_from and self._wants_spare(now)
+        if is_due:
             self.spare.check(now)
         elif self.spare.process is not None:
             log.info("%s is ended: there is no room for it any more", self.spare.name)
             self.spare.end()
-        self.serving.watch.may_try = not wanted or self.spare.stands_by(now)
+        self.serving.watch.may_try_suspects = not is_due or self.spare.stands_by(now)
 
     def running(self) -> list[ChildProcess]:
         """Both processes, as far as they are there."""
@@ -216,7 +217,7 @@ class ModelGroup:
         self._listener.close()
         for one in (self.serving, self.spare):
             one.close()
-        # begun again, they have nothing in hand, and take nothing
+        # opened once more, their counters report nothing in hand and no memory
         for name in self._counted():
             with contextlib.suppress(PrecomputeError):
                 Meter(self._runtime, name).close()
@@ -238,8 +239,8 @@ class ModelGroup:
                 self.name,
                 len(held),
             )
-        if self.serving.status == AGAIN:
-            # what the other one has loaded is as old
+        if self.serving.status == STATUS_RESTART:
+            # the spare has loaded the same old files
             self.spare.end()
         elif self.spare.process is not None:
             self.serving, self.spare = self.spare, self.serving
@@ -249,8 +250,8 @@ class ModelGroup:
         self._assign()
 
     def _assign(self) -> list[tuple[int, float]]:
-        """Note what each is from now on, and what its next life must know; returns the suspects,
-        and from when on each may be tried."""
+        """Note what each process is from now on, and what it must know when it is started; returns
+        the suspects, and from when on each may be tried."""
         suspects = list(self._suspects.until().items())
         for one in (self.serving, self.spare):
             one.spec |= {"serves": one is self.serving, "suspects": suspects}
@@ -283,7 +284,7 @@ def _has_gpu() -> bool:
 
 
 def machine_memory_mb() -> int:
-    """Memory that this process's group may take, or the machine has."""
+    """Memory that this process's control group may take, or the machine has if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # no number where there is no limit
     with contextlib.suppress(OSError, ValueError):

@@ -26,7 +26,7 @@ import pyarrow as pa
 from precompute.engine.memory import keep_freed_memory
 from precompute.jobs.serve.fallback import LOAD_S, ViewFallback
 from precompute.jobs.serve.live_view import REFUSED_S
-from precompute.jobs.serve.supervised_process import AGAIN, Watch, begin
+from precompute.jobs.serve.supervised_process import STATUS_RESTART, Watch, read_spec
 from precompute.store.answers.fallback import CLIENT, Computed, Miss
 from precompute.store.errors import PrecomputeError
 from precompute.store.http.telemetry.instruments import TRACE, Meter, Tell
@@ -40,31 +40,31 @@ from precompute.workers.process import be_nicer
 
 # From a worker:
 #   {"compute": [i, …], "view": …, "keys": […], "inputs": {key: …}, "deadline": t, "query": …,
-#    "client": on whose account, "trace": the traceparent of a request that is traced}
+#    "client": whom the request is from, "trace": the traceparent of a request that is traced}
 #       body: the view's pointer, where it is another than before on this connection;
-#       the key null: open the view; it is answered as missing once that was tried
+#       the key null: open the view; the answer is an error, once that was tried
 #   {"cancel": [i, …]}      no request waits for these any more; they are not answered
 # To a worker:
-#   {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail, broken], …],
+#   {"rows": [[i, computed at, bytes], …], "failed": [[i, reason, detail, broken], …],
 #    "open": all publishings that are open, where that changed}
 #       body: the rows, one after the other
 
 log = logging.getLogger(__name__)
 
 NICER = 3
-"""Nice value of this process beside a lookup worker's, also as a session: a hit is answered before
-a model goes on, and beside a busy session it has a third of a core in place of a half. With 2 a
-hit's p99 beside misses was 5 times as long as alone, with 3 and 5 it was 1.4 and 1.0 times; with 5
-a lone miss took 2 times as long beside a busy session."""
+"""Nice value of this process beside a lookup worker's, also of its scheduling group (session): a
+hit is answered before a model goes on, and beside a busy group it has a third of a core, not a
+half. With 2 a hit's p99 beside misses was 5 times as long as alone, with 3 and 5 it was 1.4 and 1.0
+times; with 5 a lone miss took 2 times as long beside a busy group."""
 
 SPINS = "10000"
 """Times that a compute thread looks for work before it sleeps, about 0.1 ms: longer than from one
 layer to the next. GNU's OpenMP has it look 300,000 times, for milliseconds in which those that it
 waits for may have no core: beside busy processes on two cores one text took MiniLM 140 to 1,100 ms
-so, and 60 to 300 with this; of CPU 92 to 281 and 53 to 73."""
+(92 to 281 ms of CPU) by that, and 60 to 300 ms (53 to 73 ms of CPU) by this."""
 
 STAND_BY_S = 0.5
-"""How often a process that stands by looks what the other one has open."""
+"""How often a process that stands by reads what the other one has open."""
 
 MOST_AT_ONCE = 256
 """Rows in one message."""
@@ -138,7 +138,7 @@ class Conversation:
                 self._send(answers)
 
     def _send(self, answers: list[tuple[int, Future[Computed]]]) -> None:
-        rows, missed, data = [], [], []
+        rows, failed, data = [], [], []
         for number, future in answers:
             if (error := future.exception()) is None:
                 computed = future.result()
@@ -147,8 +147,8 @@ class Conversation:
             else:
                 if not isinstance(error, Miss):
                     error = Miss(Reason.MODEL_ERROR, str(error), broken=True)
-                missed.append((number, str(error.reason), str(error), error.broken))
-        header: dict[str, Any] = {"rows": rows, "missed": missed}
+                failed.append((number, str(error.reason), str(error), error.broken))
+        header: dict[str, Any] = {"rows": rows, "failed": failed}
         if (opened := self._fallback.open_publishings()) != self._reported:
             header["open"] = self._reported = opened
         body = b"".join(data)
@@ -157,14 +157,14 @@ class Conversation:
 
 def _write_open(path: Path, fallback: ViewFallback) -> None:
     """Write what is open, for the process that stands by: pointers, a line each."""
-    coming = path.with_suffix(".coming")
-    coming.write_bytes(b"\n".join(pointer.to_bytes() for pointer in fallback.open_pointers()))
-    coming.replace(path)
+    temporary = path.with_suffix(".coming")
+    temporary.write_bytes(b"\n".join(pointer.to_bytes() for pointer in fallback.open_pointers()))
+    temporary.replace(path)
 
 
 def _stand_by(
     fallback: ViewFallback,
-    opened: Path,
+    open_list: Path,
     orders: queue.SimpleQueue[dict[str, Any]],
     watch: Watch,
 ) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _stand_by(
         pointers = {}
         # nothing is open yet, or the disk was full
         with contextlib.suppress(OSError):
-            lines = opened.read_bytes().splitlines()
+            lines = open_list.read_bytes().splitlines()
             pointers = {(p.view.name, p.publishing): p for p in map(Pointer.from_bytes, lines)}
         # what could not be opened is tried again when it is requested
         opening = {which: future for which, future in opening.items() if which in pointers}
@@ -188,27 +188,31 @@ def _stand_by(
             return orders.get(timeout=STAND_BY_S)
 
 
-def _report(fallback: ViewFallback, meter: Meter, opened: Path, watch: Watch) -> None:
-    """Report every second what the process takes, and end it when the model that it loaded has not
-    been what is live for a while: what is on disk may be by now, and modules are imported once in a
-    process; or when its GPU is lost to it."""
+def _report_until_useless(
+    fallback: ViewFallback, meter: Meter, open_list: Path, watch: Watch
+) -> None:
+    """Report every second what the process uses. End it, to be restarted, when its GPU is lost, or
+    when the models that it loaded were refused for :data:`REFUSED_S`: the files on disk may be the
+    live ones by now, and only a new process imports modules again."""
     since, written = math.inf, list[Any]()
-    while time.monotonic() - since < REFUSED_S and not fallback.lost():
+    while time.monotonic() - since < REFUSED_S and not fallback.gpu_is_lost():
         time.sleep(1.0)
         meter.process_figures()
         if (publishings := fallback.open_publishings()) != written:
             # a full disk is reported elsewhere
             with contextlib.suppress(OSError):
-                _write_open(opened, fallback)
+                _write_open(open_list, fallback)
                 written = publishings
         fallback.try_postponed()
         watch.is_open = bool(publishings)
         since = min(since, time.monotonic()) if fallback.refused() else math.inf
     why = (
-        "its GPU is lost to this one" if fallback.lost() else "it may be the live snapshot's by now"
+        "its GPU computes nothing more in this one"
+        if fallback.gpu_is_lost()
+        else "the files on disk may be the live snapshot's by now"
     )
     log.warning("the model is loaded once more, in a new process: %s", why)
-    os._exit(AGAIN)
+    os._exit(STATUS_RESTART)
 
 
 def _meter(spec: Mapping[str, Any]) -> Meter:
@@ -231,15 +235,15 @@ def _tell(spec: Mapping[str, Any]) -> Tell | None:
 
 def main() -> None:
     """Serve until the supervisor ends it."""
-    spec, orders = begin()
+    spec, orders = read_spec()
     # before any library starts its threads
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     be_nicer(NICER)
-    # 32 texts cost a thread of MiniLM's 4,000 page faults and 7 % of its time without
+    # without this 32 texts cost a MiniLM thread 4,000 page faults and 7 % of its time
     keep_freed_memory()
     watch = Watch.of(spec["watch"])
     threading.Thread(target=watch.pulse, name="pulse", daemon=True).start()
-    meter, opened = _meter(spec), Path(spec["open"])
+    meter, open_list = _meter(spec), Path(spec["open"])
     fallback = ViewFallback(
         OfflineStore(Path(spec["root"])),
         Path(spec["folder"]),
@@ -249,10 +253,13 @@ def main() -> None:
         meter,
         _tell(spec),
     )
-    order = spec if spec["serves"] else _stand_by(fallback, opened, orders, watch)
+    order = spec if spec["serves"] else _stand_by(fallback, open_list, orders, watch)
     fallback.suspects = dict(order["suspects"])
     threading.Thread(
-        target=_report, args=(fallback, meter, opened, watch), name="report", daemon=True
+        target=_report_until_useless,
+        args=(fallback, meter, open_list, watch),
+        name="report",
+        daemon=True,
     ).start()
     listener = socket.socket(fileno=spec["listeners"][0])
     while True:

@@ -134,7 +134,7 @@ TRY_EVERY_S = 0.05
 
 MOST_SENT = 3
 """Times that a key is sent, to one process after the other: among others, alone, and once more for
-the reply that it is set aside."""
+the reply that it is barred."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,7 +163,7 @@ class ModelLink:
 
     Args:
         path: its socket.
-        want: called where the process is needed and not there.
+        ask: called where the process is needed and not there.
         on_lost: called when a connection was lost, with the views of the rows that were waited for.
 
     Raises:
@@ -172,9 +172,9 @@ class ModelLink:
     """
 
     def __init__(
-        self, path: Path, want: Callable[[], None], on_lost: Callable[[set[str]], None]
+        self, path: Path, ask: Callable[[], None], on_lost: Callable[[set[str]], None]
     ) -> None:
-        self._path, self._want, self._on_lost = path, want, on_lost
+        self._path, self._ask, self._on_lost = path, ask, on_lost
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._outbox: dict[int, _Row] = {}
@@ -213,7 +213,7 @@ class ModelLink:
             row.future.add_done_callback(partial(self._drop, number))
         return [row.future for row in rows.values()]
 
-    def is_open(self, pointer: Pointer) -> bool:
+    def has_open(self, pointer: Pointer) -> bool:
         """Whether the process has said that it has this publishing open."""
         return (pointer.view.name, pointer.publishing) in self._open
 
@@ -275,7 +275,7 @@ class ModelLink:
                 return connection
             except OSError:
                 connection.close()
-        self._want()
+        self._ask()
         with self._lock:
             soon = time.monotonic() + TRY_EVERY_S
             late = {n: row for n, row in self._outbox.items() if row.request.deadline < soon}
@@ -321,7 +321,7 @@ class ModelLink:
             except (RuntimeError, TypeError, ValueError) as exc:
                 # inputs that are no JSON, which come from no request over HTTP
                 unsent = [row for number in numbers for row in self._pop_sent(number)]
-                _fail(unsent, _unreachable(exc))
+                _fail(unsent, _not_sent(exc))
                 continue
             publishings[view] = publishing
             requests += 1
@@ -339,14 +339,14 @@ class ModelLink:
     def _receive(self, header: Mapping[str, Any], body: pa.Buffer) -> None:
         if "open" in header:
             self._open = frozenset((view, (epoch, at)) for view, (epoch, at) in header["open"])
-        rows, at = body.to_pybytes(), 0
+        rows, offset = body.to_pybytes(), 0
         for number, computed_at_us, size in header["rows"]:
             for row in self._pop_sent(number):
                 # given up just now
                 with contextlib.suppress(InvalidStateError):
-                    row.future.set_result(Computed(rows[at : at + size], computed_at_us))
-            at += size
-        for number, reason, detail, broken in header["missed"]:
+                    row.future.set_result(Computed(rows[offset : offset + size], computed_at_us))
+            offset += size
+        for number, reason, detail, broken in header["failed"]:
             _fail(self._pop_sent(number), Miss(Reason(reason), detail, broken=broken))
 
     def _pop_sent(self, number: int) -> list[_Row]:
@@ -373,7 +373,7 @@ def _ended() -> Miss:
     return Miss(Reason.MODEL_ERROR, "the model process ended", broken=None)
 
 
-def _unreachable(why: Exception) -> Miss:
+def _not_sent(why: Exception) -> Miss:
     return Miss(Reason.MODEL_ERROR, f"the model process cannot be queried: {why}", broken=None)
 
 
@@ -390,9 +390,9 @@ are shed."""
 
 LEAST_IN_FLIGHT = 64
 HELD_BACK_S = 1.0
-"""A client of which the process of a model shed keys has twice as many in flight as were not shed,
-and so many at least, for this long: to hand over, read and refuse a thousand keys takes both
-processes 55 ms."""
+"""For ``HELD_BACK_S`` after the process of a model shed a key of a client, that one may have twice
+as many keys in flight as it still has, and ``LEAST_IN_FLIGHT`` at least: to hand over, read and
+refuse a thousand keys takes both processes 55 ms."""
 
 MOST_SHARES = 256
 """Clients of views that are remembered, before those with nothing in flight are forgotten."""
@@ -465,7 +465,7 @@ class RemoteFallback(Fallback):
             try:
                 link = self._link(pointer) if taken else None
             except (OSError, RuntimeError) as exc:
-                futures = [_missed(_unreachable(exc)) for _ in keys[:taken]]
+                futures = [_failed(_not_sent(exc)) for _ in keys[:taken]]
             else:
                 futures = (
                     link.submit(pointer, keys[:taken], inputs, deadline, query) if link else []
@@ -477,24 +477,24 @@ class RemoteFallback(Fallback):
             future.add_done_callback(partial(self._count, view, share))
         if taken < len(keys):
             self._meter.counter(FALLBACK_ROWS, view, str(Reason.SHED)).add(len(keys) - taken)
-        return futures + [_missed(Miss(Reason.SHED, retry_after_s=retry_s)) for _ in keys[taken:]]
+        return futures + [_failed(Miss(Reason.SHED, retry_after_s=retry_s)) for _ in keys[taken:]]
 
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
-        """Have what a pointer names opened; the future always ends in an error, once that was tried
-        or the deadline is over."""
+        """Begin to open what a pointer names. The future has no result: it always ends in an error,
+        once that was tried or at the deadline; :meth:`ready` says which."""
         with self._lock:
             return self._link(pointer).submit(pointer, [None], {}, deadline)[0]
 
     def ready(self, pointer: Pointer) -> bool:
         """Whether a process has the view open for the pointer's publishing."""
         link = self._links.get(pointer.miss_model)
-        return link is not None and link.is_open(pointer)
+        return link is not None and link.has_open(pointer)
 
-    def want(self, models: Collection[str]) -> None:
+    def announce_live(self, models: Collection[str]) -> None:
         """Say which models are live: the others' processes may end, once the requests that saw them
         live are answered."""
         for model in models:
-            self._want(model)
+            self._ask_for(model)
         with self._lock:
             for model, link in list(self._links.items()):
                 if model not in models and link.idle:
@@ -508,12 +508,13 @@ class RemoteFallback(Fallback):
         self._control.close()
 
     def _link(self, pointer: Pointer) -> ModelLink:
-        """The lock is held until the request is sent: none is closed between."""
+        """The link to the process of the pointer's model, made if there is none. The caller holds
+        the lock until its request is sent: no link is closed between."""
         model = pointer.miss_model
         self._views[model].add(pointer.view.name)
         if model not in self._links:
-            path, want = socket_path(self._runtime, model), partial(self._want, model)
-            self._links[model] = ModelLink(path, want, self._lost)
+            path, ask = socket_path(self._runtime, model), partial(self._ask_for, model)
+            self._links[model] = ModelLink(path, ask, self._lost)
         return self._links[model]
 
     def _lost(self, views: set[str]) -> None:
@@ -523,20 +524,20 @@ class RemoteFallback(Fallback):
                 self._breakers[view].count(True, time.monotonic())
         self.on_lost()
 
-    def _want(self, model: str) -> None:
+    def _ask_for(self, model: str) -> None:
         message = "\0".join([model, *list(self._views.get(model, ()))[:MOST_NAMED]])
         # it is gone, and this process with it, or has enough to read
         with contextlib.suppress(OSError):
             self._control.sendto(message.encode(), str(self._runtime / CONTROL))
 
     def _share(self, view: str, client: str, now: float) -> _Share:
-        whose = view, client
-        if whose not in self._shares and len(self._shares) >= MOST_SHARES:
+        key = view, client
+        if key not in self._shares and len(self._shares) >= MOST_SHARES:
             left = {
                 who: one for who, one in self._shares.items() if one.in_flight or now < one.until
             }
             self._shares = defaultdict(_Share, left)
-        return self._shares[whose]
+        return self._shares[key]
 
     def _count(self, view: str, share: _Share, future: Future[Computed]) -> None:
         broken = None if future.cancelled() else _broken(future.exception())
@@ -559,7 +560,7 @@ def _broken(error: BaseException | None) -> bool | None:
     return None if error.reason in (Reason.DEADLINE, Reason.SHED) else error.broken
 
 
-def _missed(miss: Miss) -> Future[Computed]:
+def _failed(miss: Miss) -> Future[Computed]:
     future: Future[Computed] = Future()
     future.set_exception(miss)
     return future

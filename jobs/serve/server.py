@@ -35,22 +35,22 @@ from precompute.workers.process import end_all
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-"""How often the processes are looked at."""
+"""How often the processes are checked."""
 
 RETIRE_S = 120.0
-"""Seconds without a worker that needs a model, after which it is live no more, and no request waits
-for it."""
+"""A model that no worker has named as live for so long is not, and no request waits for it: its
+processes are ended."""
 
 MOST_MODELS = 64
-"""Model processes at most; each takes memory."""
+"""Models that have processes at a time, at most; each takes memory."""
 
 NO_ROOM_S = 5.0
 """Seconds before a model is given a process again, after the system had no room for one: no file,
 no disk."""
 
-FUTILE = 5
-"""Times in a row that each worker may end as soon as it was started, while none has answered yet:
-what is wrong with them is in what they were given."""
+MOST_QUICK_ENDS = 5
+"""If every worker ended this many times in a row soon after its start, and none ever came up, the
+server gives up: what they were given must be wrong."""
 
 WORKER_WAIT_S = 5.0
 """Seconds before a worker is restarted, at most: where a request ends it, all others wait for the
@@ -62,7 +62,7 @@ request any more."""
 
 
 class LookupWorker(SupervisedProcess):
-    """One lookup worker. Its loop shows that it lives."""
+    """A lookup worker, as the supervisor sees it. Its loop shows that it lives."""
 
     longest_wait_s = WORKER_WAIT_S
 
@@ -75,40 +75,48 @@ class LookupWorker(SupervisedProcess):
             Path(spec["runtime"]),
             meter,
         )
-        self.has_answered = False
-        """Whether it was ever ready to answer."""
+        self.has_come_up = False
+        """Whether it ever gave a sign of life."""
 
     def judged(self, now: float) -> str | None:
-        self.has_answered |= self.watch.has_begun(now)
+        self.has_come_up |= self.watch.has_begun(now)
         if self.watch.is_still(now):
             return f"was killed: its loop stood still for {STILL_S:g} s"
         return None
 
     def is_stuck(self, now: float) -> bool:
-        """Whether it was ordered to end, and does nothing for it."""
+        """Whether its loop has stood still for longer than a worker that ends may."""
         return now - self.watch.alive_at > DRAIN_STILL_S
 
 
 class Supervisor:
-    """Runs in the thread that makes it, which must be the main one: the processes end with it.
+    """Starts, checks and replaces the processes of a server. It is made and runs in the main
+    thread, with which the processes end.
 
     Args:
-        worker: what each lookup worker is given; see :mod:`precompute.jobs.serve.lookup_worker`.
-        project: what each model process is given; see :mod:`precompute.jobs.serve.model_server`.
+        worker_spec: of each lookup worker; see :mod:`precompute.jobs.serve.lookup_worker`.
+        model_spec: of each model process; see :mod:`precompute.jobs.serve.model_server`.
         limits: of each model process.
         workers: how many lookup workers.
     """
 
     def __init__(
-        self, worker: dict[str, Any], project: dict[str, Any], limits: ModelLimits, workers: int = 1
+        self,
+        worker_spec: dict[str, Any],
+        model_spec: dict[str, Any],
+        limits: ModelLimits,
+        workers: int = 1,
     ) -> None:
-        self._runtime, self._project, self._limits = Path(worker["runtime"]), project, limits
+        self._runtime, self._limits = Path(worker_spec["runtime"]), limits
+        self._model_spec = model_spec
         self._meter, self._figures_at = Meter(self._runtime, "supervisor"), 0.0
         for process in ("worker", "model"):
             for why in ("ended", "killed"):
                 # reported as 0 before the first: Prometheus sees its increase then
                 self._meter.counter(RESTARTS, process, why)
-        self._workers = [LookupWorker(number, worker, self._meter) for number in range(workers)]
+        self._workers = [
+            LookupWorker(number, worker_spec, self._meter) for number in range(workers)
+        ]
         self._groups: dict[str, ModelGroup] = {}
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._control.setblocking(False)
@@ -142,7 +150,7 @@ class Supervisor:
                         sum(group.spare.stands_by(now) for group in self._groups.values())
                     )
                 if all(
-                    worker.ends_quickly >= FUTILE and not worker.has_answered
+                    worker.ends_quickly >= MOST_QUICK_ENDS and not worker.has_come_up
                     for worker in self._workers
                 ):
                     raise PrecomputeError(
@@ -167,7 +175,7 @@ class Supervisor:
                     self._make(model)
                 if model in self._groups:
                     self._groups[model].wanted_at = time.monotonic()
-                    self._groups[model].serves(views)
+                    self._groups[model].note_views(views)
 
     def _make(self, model: str) -> None:
         free = set(range(MOST_MODELS)) - {one.number for one in self._groups.values()}
@@ -175,7 +183,7 @@ class Supervisor:
             if not free:
                 raise OSError(f"{MOST_MODELS} models have one")
             self._groups[model] = ModelGroup(
-                model, self._project, self._runtime, self._limits, self._meter, min(free)
+                model, self._model_spec, self._runtime, self._limits, self._meter, min(free)
             )
         except OSError as exc:
             self._room_at = time.monotonic() + NO_ROOM_S

@@ -34,28 +34,28 @@ FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 30.0
 
 STEADY_S = 60.0
-"""Seconds after which a process that ends had a reason of its own, and is restarted at once."""
+"""A process that ran for longer than this is restarted after the shortest wait."""
 
 PULSE_S = 1.0
 """How often a process gives a sign of life, at least."""
 
 STILL_S = 15.0
-"""A process that gave no sign of life for so long, and has no leave to, would answer no request:
-something holds Python's lock, or its loop, or has stopped it."""
+"""A process that gave no sign of life for so long, and has no task that allows it, would answer no
+request: something holds Python's lock, or its loop, or has stopped it."""
 
 START_S = 600.0
 """Seconds that a process has until its first sign of life: its libraries may come from a cold
 disk."""
 
 HELD_UP_S = 3.0
-"""Seconds by which a supervisor that looks late was stopped itself, as all of a paused container
-is: its processes get as long to show that they live."""
+"""A supervisor whose checks are further apart than this was paused itself, as in a paused
+container; for so long afterwards it kills nothing: its processes can show first that they live."""
 
-AGAIN = 75
-"""Status of a process that ended to be restarted, and said why."""
+STATUS_RESTART = 75
+"""Exit status of a process that wants to be restarted, and has logged why."""
 
 MOST_HELD = 64
-"""Rows that a process may have in hand."""
+"""Rows in hand that a watch has room for; further ones are not noted."""
 
 DRAIN_S = MAX_DEADLINE_S + 1
 """How long the requests at hand may take once a server was ordered to end: no request's deadline is
@@ -70,19 +70,18 @@ class Watch(ctypes.Structure):
         ("done_by", ctypes.c_double),
         ("alive_at", ctypes.c_double),
         ("is_open", ctypes.c_bool),
-        ("may_try", ctypes.c_bool),
+        ("may_try_suspects", ctypes.c_bool),
         ("_held", ctypes.c_uint64),
         ("_rows", ctypes.c_uint64 * MOST_HELD),
     )
     done_by: float
     """When it should be done with its task; infinity while it is idle."""
     alive_at: float
-    """When it last showed that it lives."""
+    """When it last showed that it lives; before that, until when it may take to do so first."""
     is_open: bool
     """Whether it could answer at once."""
-    may_try: bool
-    """Whether the supervisor lets it compute rows that may end it: no other is about to stand by,
-    or one does."""
+    may_try_suspects: bool
+    """Whether the supervisor lets it compute suspects: a spare stands by, or none is to come."""
 
     @classmethod
     def of(cls, descriptor: int) -> Watch:
@@ -90,9 +89,9 @@ class Watch(ctypes.Structure):
         return cls.from_buffer(mmap.mmap(descriptor, WATCH_BYTES))
 
     def begin(self) -> None:
-        """Begin a life: a process is about to be started."""
+        """Forget the process before: another one is about to be started."""
         self.set(math.inf, ())
-        self.is_open = self.may_try = False
+        self.is_open = self.may_try_suspects = False
         self.alive_at = time.monotonic() + START_S
 
     def set(self, done_by: float, rows: Collection[int] | None = None) -> None:
@@ -132,15 +131,16 @@ WATCH_BYTES = ctypes.sizeof(Watch)
 
 
 class SupervisedProcess:
-    """A process that is supervised, from the first :meth:`look` on. All of it is called in one
+    """A process that is supervised, from the first :meth:`check` on. All of it is called in one
     thread, which must live as long as the process: on Linux that ends with it.
 
     Args:
         kind: what it is, ``worker`` or ``model``.
         name: which of them, for people.
         module: whose ``main()`` it runs.
-        spec: plain JSON, what :func:`begin` returns there, which adds ``watch``; it has the
-            descriptors ``listeners``, too. Its next life begins with what is put in here.
+        spec: plain JSON, with the descriptors ``listeners``, which :func:`read_spec` returns in the
+            process; ``watch`` is added here. A process that is started later reads what it has
+            then.
         runtime: folder for what it shows of itself.
         meter: counts how often it is replaced.
 
@@ -171,11 +171,11 @@ class SupervisedProcess:
         self.ends_quickly = 0
         """How often in a row it has ended soon after it was started."""
         self._started_at = self._start_at = self._judged_from = -math.inf
-        self._looked_at = math.inf
+        self._checked_at = math.inf
         self._killed = ""
 
     def start(self) -> ChildProcess:
-        """Start a new life of it.
+        """Start the process.
 
         Raises:
             OSError: the system has no room for one.
@@ -217,9 +217,9 @@ class SupervisedProcess:
     def check(self, now: float) -> None:
         """Start it where it is due, and kill it where it must be; ``now`` is
         :func:`time.monotonic`."""
-        if now - self._looked_at > HELD_UP_S:
+        if now - self._checked_at > HELD_UP_S:
             self._judged_from = now + HELD_UP_S
-        self._looked_at = now
+        self._checked_at = now
         if self.process is None:
             if now >= self._start_at:
                 self._started_at, self._killed = now, ""
@@ -236,7 +236,7 @@ class SupervisedProcess:
             self._note_end(self.process, now)
 
     def end(self) -> None:
-        """Kill it; :meth:`look` starts it again."""
+        """Kill it; :meth:`check` starts it again."""
         if self.process is not None:
             end_all([self.process], grace_s=0.0, kill_s=1.0)
             _close_input(self.process)
@@ -248,9 +248,9 @@ class SupervisedProcess:
         wait_s = doubled_s(FIRST_WAIT_S, max(0, self.ends_quickly - 1), self.longest_wait_s)
         self._start_at, self.process, self.status = now + wait_s, None, process.status
         self._meter.counter(RESTARTS, self._kind, "killed" if self._killed else "ended").add()
-        # waits until all that it said stands above, whatever that was about
+        # waits until all of its output is in the log above the next line
         process.last_words()
-        if process.status == AGAIN and not self._killed:
+        if process.status == STATUS_RESTART and not self._killed:
             log.info("%s ended to begin again, in %g s", self.name, wait_s)
         else:
             how = self._killed or process.how_it_ended()
@@ -259,14 +259,14 @@ class SupervisedProcess:
 
 
 def _close_input(process: ChildProcess) -> None:
-    # that it was sent more, which it did not hear
+    # what was last written there was never read
     with contextlib.suppress(OSError):
         process.pipes()[0].close()
 
 
-def begin() -> tuple[dict[str, Any], queue.SimpleQueue[dict[str, Any]]]:
-    """Read, in the child and first of all, what it is to be, and take up what it is sent later, in
-    a thread of its own. It ends with the supervisor."""
+def read_spec() -> tuple[dict[str, Any], queue.SimpleQueue[dict[str, Any]]]:
+    """The spec of this process, and a queue of the messages that come later: called in the child,
+    first of all. The process ends with the supervisor."""
     source, _ = take_pipes()
     log_to_stderr()
     spec = read_message(source)

@@ -81,7 +81,7 @@ _JUDGED = {
 class Answer:
     """The rows of one request, some perhaps still in flight.
 
-    ``sighting`` is what bounds the rows' ages; ``again`` gives both once more, for a pointer.
+    ``now_us`` and ``sighting`` bound the rows' ages; ``again`` gives both once more, for a pointer.
     ``bad`` are the numbers of the keys that no entity can have. ``pending`` maps a row's number to
     the future that computes it; :meth:`wait` settles them.
     """
@@ -94,7 +94,7 @@ class Answer:
     again: Callable[[Pointer], tuple[int, Sighting]]
     bad: Collection[int] = ()
     oldest_s: float | None = None
-    """The largest age of a row that counts, whatever the TTL says."""
+    """Rows that are older count as missing; None: the view's limits alone hold."""
     deadline: float = 0.0
     pending: dict[int, Future[Computed]] = field(default_factory=dict)
     _computed_at: list[int] = field(default_factory=list)
@@ -123,8 +123,8 @@ class Answer:
         return self._others.get(i, _FRESH)
 
     def judge(self, columnar: bool = False) -> list[int]:
-        """Verify every row, give it its status and drop what has expired; returns the numbers of
-        the rows that are missing and could be had.
+        """Verify every row, and give it its status; returns the numbers of the rows that are
+        missing and whose keys are valid.
 
         Args:
             columnar: :meth:`table` or :meth:`whole_columns` will be called: the rows' values are
@@ -172,7 +172,7 @@ class Answer:
                 self._judge(i, self.age_s(i))
 
     def _all_fresh(self, oldest_us: int) -> bool:
-        """Whether rows are that were computed at ``oldest_us`` and later."""
+        """Whether every row that was computed at ``oldest_us`` or later is fresh."""
         ttl_s = self.plan.view.ttl_s
         limit_s = ttl_s if self.oldest_s is None else min(ttl_s, self.oldest_s)
         return self.sighting.age_us(oldest_us, self.now_us) <= limit_s * 1e6
@@ -186,16 +186,16 @@ class Answer:
                 judged if row.packed is None else replace(row, status=status, reason=judged.reason)
             )
 
-    def of_all_parts(self, missing: Iterable[int]) -> list[int]:
-        """Those of ``missing`` whose key has as many parts as the view's; the others are bad keys:
-        no entity can have them."""
-        whole = []
+    def of_whole_keys(self, missing: Iterable[int]) -> list[int]:
+        """Those of ``missing`` whose key has a value for each of the entity's columns; the others
+        are marked as bad keys: no entity can have them."""
+        valid = []
         for i in missing:
             if hint := parts_hint(self.keys[i], self.plan.view.entity):
                 self._others[i] = AnswerRow(Status.MISSING, reason=Reason.BAD_KEY, detail=hint)
             else:
-                whole.append(i)
-        return whole
+                valid.append(i)
+        return valid
 
     def damaged_keys(self) -> list[str]:
         """Keys of the rows that are damaged, before the fallback or what was cached stands in for
@@ -357,8 +357,8 @@ class Answer:
         """Age of what was published as computed then, or was found unchanged since."""
         return self.sighting.age_us(computed_at_us, self.now_us) / 1e6
 
-    def future_rows(self) -> int:
-        """Rows that say they were computed in the future: a clock was wrong."""
+    def rows_ahead(self) -> int:
+        """How many rows say they were computed in the future: a clock was wrong."""
         limit = self.now_us + AHEAD_US
         if not self._computed_at or max(self._computed_at) <= limit:
             return 0
@@ -377,7 +377,8 @@ class Answer:
 
     def table(self) -> pa.Table:
         """The answer as Arrow: the columns of :data:`precompute.store.answers.plan.ANSWER_FIELDS`,
-        then one per feature."""
+        those of :attr:`precompute.store.answers.plan.AnswerPlan.more_fields`, then one per
+        feature."""
         return pa.Table.from_arrays([self._key_column(), *self.columns()], schema=self.plan.schema)
 
     def columns(self) -> list[pa.Array]:

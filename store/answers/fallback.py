@@ -20,8 +20,8 @@ CLIENT: ContextVar[str] = ContextVar("client", default="")
 misses count; empty where clients cannot be told apart."""
 
 SHARE = 3
-"""A client may have so many times as many places as are left for others: of 500 one alone has 375,
-and 20 are left beside eight that want all."""
+"""A client may hold about so many times as many places (rows in a model's queue) as are free: of
+500 one alone holds 376, and beside eight that each want all, 20 stay free."""
 
 
 def places(free: int, mine: int) -> int:
@@ -42,8 +42,8 @@ class Likeness:
 @dataclass(frozen=True, slots=True)
 class Computed:
     """One row the model made now, packed as the online store would hold it, and when (µs since
-    1970); what a view is searched by is packed as a row of :func:`unpacked_view`. With ``like``, no
-    model made it now: it is the stored row of another entity
+    1970); what a view is searched by is packed as a row of :func:`unpacked_view`, its vector not
+    quantized. With ``like`` no model made it: it is the stored row of another entity
     (:mod:`precompute.store.answers.misses`).
     """
 
@@ -53,8 +53,8 @@ class Computed:
 
 
 class Miss(Exception):
-    """Why a fallback gave no row; carried by its future. ``broken``: not this row is to blame, but
-    the model; None: that says nothing of either. ``retry_after_s``: before then, a retry is in
+    """Why a fallback gave no row; carried by its future. ``broken``: true if the model is at fault,
+    false if this row is, None if that is not known. ``retry_after_s``: before then, a retry is in
     vain; 0: not known."""
 
     def __init__(
@@ -121,8 +121,8 @@ class Waiting:
         self._futures: list[Future[Computed]] = []
         self._lock, self._over = threading.Lock(), False
 
-    def begin(self, future: Future[Computed], until: float) -> None:
-        """It waits for this, too."""
+    def add(self, future: Future[Computed], until: float) -> None:
+        """Record a future that the request waits for, and until when (:func:`time.monotonic`)."""
         with self._lock:
             self._futures.append(future)
             self.until, over = max(self.until, until), self._over
@@ -130,7 +130,7 @@ class Waiting:
             future.cancel()
 
     def give_up(self) -> None:
-        """Nobody waits for its answer any more."""
+        """Cancel all that it waits for, now and later."""
         with self._lock:
             self._over = True
         for future in self._futures:

@@ -158,7 +158,9 @@ class Lookup:
         inputs: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> pa.Table:
         """The rows of ``keys``, in their order: key, status, source, reason, times, snapshot and
-        model (:data:`precompute.store.answers.plan.ANSWER_FIELDS`), then a column per feature.
+        model (:data:`precompute.store.answers.plan.ANSWER_FIELDS`), what a student or a semantic
+        cache adds (:attr:`precompute.store.answers.plan.AnswerPlan.more_fields`), then a column per
+        feature.
 
         Args:
             view: name of a published view.
@@ -243,11 +245,11 @@ class Lookup:
             raise self._nothing_live(view)
         pointer, found = read
         self._last[view] = pointer
-        behind = options.fallback and pointer.view.fallback
-        if options.inputs and options.fallback and (self.fallback is None or not behind):
+        may_compute = options.fallback and pointer.view.fallback
+        if options.inputs and options.fallback and (self.fallback is None or not may_compute):
             raise no_fallback(pointer.view)
         inputs = _inputs_by_key(pointer, options.inputs) if options.inputs else {}
-        fallback = self.fallback if behind else None
+        fallback = self.fallback if may_compute else None
         oldest_s = options.max_age_s
         if cache_control is not None:
             fallback = None if cache_control.only_if_cached else fallback
@@ -259,19 +261,19 @@ class Lookup:
         answer = Answer(plan, texts, found, *self.sighting(pointer), self.sighting, bad, oldest_s)
         missing = answer.judge(columnar)
         if missing and len(pointer.view.entity) > 1:
-            missing = answer.of_all_parts(missing)
+            missing = answer.of_whole_keys(missing)
         answer.read_s, answer.verify_s = read_at - began, time.perf_counter() - judging
         if answer.damaged:
             self.on_damaged(view, answer.damaged)
             if self.root is not None:
                 note_sighting(self.root / view / REFS, answer.damaged_keys())
-        if self._misses is not None and behind:
+        if self._misses is not None and may_compute:
             self._misses.begin(answer, missing, inputs, options.deadline_ms, fallback is not None)
         return answer
 
     def whole_row(self, view: str, key: str, options: LookupOptions) -> WholeRow | None:
-        """One row of a store that is not waited for; None where there is more to say of it than its
-        values, as :meth:`begin` does: it is missing, or damaged, or there is no such view.
+        """One row, from a store whose reads do not block; None where :meth:`begin` has more to say
+        of it than its values: it is missing, or damaged, or there is no such view.
 
         Args:
             view: its name.
@@ -524,8 +526,8 @@ class Lookup:
             filter: scalar feature → a value it must have, a list of values it may have, or bounds
                 (``gte``, ``gt``, ``lte``, ``lt``); all must hold.
             only: the only keys that may be found; of a view of chunks a long text's key, too, which
-                means all of its chunks. Where they are of one text, its chunks are found one by
-                one, and not the nearest alone.
+                means all of its chunks. Where they are of one text, each of its chunks may be
+                found, and not the nearest alone.
             exclude: keys to leave out; likewise.
             features: features to return with each neighbour; without any, the online store is not
                 read.
@@ -555,8 +557,8 @@ class Lookup:
         waiting: Waiting | None = None,
     ) -> tuple[FeatureView, dict[str, Any]]:
         """As :meth:`search`, and the view as it was searched; ``admit`` raises where features of so
-        many rows are too many, before any is read as a value; ``waiting`` is called with what is
-        waited for."""
+        many rows are too many, before any is read as a value; ``waiting`` records the
+        future that the search waits for."""
         return self._searches.search(view, options, self.fallback, admit, waiting)
 
     def warm(self, pointer: Pointer) -> None:

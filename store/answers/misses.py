@@ -64,17 +64,18 @@ class _Request:
 
 
 class SemanticCache:
-    """Stands before a fallback; queried where a request takes a row that is nearly its own.
+    """Answers a miss by the row of an entity whose input is nearly the same, else by the fallback.
 
     Args:
         fallback: computes rows, and embeds inputs.
         live: a view's pointer; raises where there is none.
         index_of: the index that was published with a pointer; raises where there is none.
-        begin: looks rows up.
+        begin: begins a lookup.
         report: called with a view, and how many of its misses came to what: ``hit``; ``far``: none
-            is near enough; ``no_row``: the near ones have no row here; ``no_vector``: the encoder
-            did not answer, or the inputs are not all that it takes; ``unusable``: its view or index
-            is not as it must be; ``busy``; and the sum of the similarities of the hits.
+            is near enough, or there was no time to search; ``no_row``: the near ones have no row
+            here; ``no_vector``: the encoder did not answer, or the inputs are not all that it
+            takes; ``unusable``: its view or index is not as it must be; ``busy``: too many requests
+            search; and the sum of the similarities of the hits.
     """
 
     def __init__(
@@ -128,8 +129,8 @@ class SemanticCache:
                 _Request(pointer, keys, inputs, deadline, oldest_s, futures),
             )
         except RuntimeError:
-            # closed meanwhile; or the system has no thread, and one that comes to it later has
-            # nothing to do for it
+            # closed meanwhile, or no thread could be started; one that takes it up later finds no
+            # futures
             self._room.release()
             futures.clear()
             return self._fallback.submit(pointer, keys, inputs, deadline)
@@ -200,7 +201,7 @@ class SemanticCache:
         """
         spec = request.pointer.view.semantic_cache
         assert spec is not None
-        encoder = self._live(spec.view)
+        encoder = self._live(spec.view)  # the pointer of the view whose model makes the vectors
         why = why_no_semantic_cache(request.pointer.view, encoder.view)
         if why is not None:
             raise RequestError(f"view {spec.view!r}: {why}", code="bad_request")
@@ -338,9 +339,9 @@ def _handed_on(to: Future[Computed], done: Future[Computed]) -> None:
             to.set_result(done.result())
 
 
-def _given_up(behind: Future[Computed], future: Future[Computed]) -> None:
+def _given_up(inner: Future[Computed], future: Future[Computed]) -> None:
     if future.cancelled():
-        behind.cancel()
+        inner.cancel()
 
 
 # ---- Misses: what becomes of rows that the store has not, or has too old: cached rows answer,
@@ -375,7 +376,7 @@ class MissReports:
     do nothing until one is replaced.
 
     ``semantic`` is called with what :class:`SemanticCache` reports;
-    ``cache_read`` how many rows were looked for among cached ones, and how many of them found;
+    ``cache_read`` how many rows were looked for among cached ones, and how many these settled;
     ``refreshed`` of a stale row that was computed behind its answer: its view, and what became of
     it, as :func:`precompute.store.answers.fallback.outcome_of` has it.
     """
@@ -468,7 +469,7 @@ class Misses:
         named: dict[int, tuple[str, ...]] = {
             i: (keys[i],) for i in (*missing, *stale) if keys[i] not in inputs
         }
-        # a row of the source that is stale is no matter of what a request brings
+        # inputs of a request do not refresh a stored row that is stale
         named |= {
             i: names
             for i in missing
@@ -493,9 +494,8 @@ class Misses:
         return [i for i in missing if i not in settled and i not in still], sorted(still)
 
     def _stale(self, answer: Answer) -> list[int]:
-        """The numbers of the rows that are stale and that what is computed may take the place of: a
-        student's row only that of another one, never of the model's, which is the better one for as
-        long as it is served at all."""
+        """The numbers of the stale rows that what is computed now may replace. With a student live,
+        only those that a student computed: the model's own row is better, even stale."""
         stale = [] if self._miss_cache is None else answer.stale_rows()
         if answer.pointer.student is None:
             return stale

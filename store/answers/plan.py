@@ -40,7 +40,7 @@ def default_row(view: FeatureView, codec: RowCodec) -> bytes | None:
     name are null. None for a view without.
 
     Raises:
-        ValueError: a value is none of its feature's type.
+        ValueError: a value is not of its feature's type.
     """
     if view.fallback_default is None:
         return None

@@ -125,8 +125,8 @@ class Searches:
                     "model": pointer.model,
                     "metric": index.metric,
                 }
-                by_model = options.inputs is not None or options.text is not None
-                if pointer.student is not None and by_model:
+                embedded = options.inputs is not None or options.text is not None
+                if pointer.student is not None and embedded:
                     about |= {
                         "query_model": pointer.student.fingerprint,
                         "agreement": pointer.student.least,
@@ -238,7 +238,7 @@ class Searches:
             )
         self._note(view.name)
         raise VectorIndexError(
-            # which one a log must not have: a key is a person's, as often as not
+            # without the key, which often names a person: this is logged
             f"the vector index {pointer.index} has no vector of a row that is live: `precompute"
             f" publish {view.name} --reload` builds it again"
         )
@@ -295,8 +295,8 @@ class Searches:
 
 
 CHUNKS_A_PARENT = 4
-"""Rows looked for at first, for each parent that is wanted; then four times as many, until there
-are enough."""
+"""Rows looked for at first, for each long text (the parent of its chunks) that is wanted; then four
+times as many, until there are enough."""
 
 
 def _best_chunks(search: Callable[[int], Neighbours], k: int, own: str | None) -> Neighbours:
@@ -322,8 +322,8 @@ def _best_chunks(search: Callable[[int], Neighbours], k: int, own: str | None) -
 MOST_CHUNKS = 20_000
 """Chunks, at most, of all the long texts that a search names: each may be compared."""
 _CHUNKS_AT_ONCE = 64
-"""Numbers of a text's chunks that are looked for together. After as many that are not there the
-text has no more; fewer are gaps, where chunks were rejected."""
+"""Numbers of a text's chunks that are looked for together. Where as many in a row are not there,
+the text has no more; fewer are gaps, where chunks were rejected."""
 
 
 def _keys_of(keys: Sequence[Any], entity: Sequence[str]) -> set[str]:
@@ -430,7 +430,7 @@ def _embedded(
     wait_s = view.fallback_deadline_s if deadline_ms is None else deadline_ms / 1000
     deadline = time.monotonic() + wait_s
     future = fallback.submit(pointer, ["query"], {"query": inputs}, deadline, query=True)[0]
-    waiting.begin(future, deadline)
+    waiting.add(future, deadline)
     try:
         row = future.result(timeout=wait_s).row
     except TimeoutError as exc:

@@ -1,8 +1,7 @@
 """Service: features of several views under one name, joined to one row for each entity. Serving and
 training read this one definition.
 
-Frozen, no I/O. The configuration builds it; who has none, such as a notebook, may write one down in
-Python.
+The configuration builds it; who has none, such as a notebook, may write one down in Python.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class ServicePart:
 
 @dataclass(frozen=True, eq=False)
 class Service:
-    """A named set of features.
+    """A named set of features: frozen, no I/O.
 
     Args:
         name: of the service.
@@ -86,8 +85,8 @@ class Service:
         deadline_ms: of a request that names none; without it each view's own holds.
 
     Raises:
-        ConfigError: a name is none, stands twice, or two columns of a row would have one name; says
-            which.
+        ConfigError: a name is not valid or stands twice, two columns of a row would have one name,
+            there are too many views, or a default or the deadline does not fit; says which.
     """
 
     name: str
@@ -137,8 +136,8 @@ class Service:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All of a joined row: the entity's, then of each view what is said of it, and its
-        features."""
+        """The columns of a joined row: the entity's, then of each view its status and the like, and
+        its features; without what a student or a semantic cache adds."""
         of_views = (
             column_of(part.view, name)
             for part in self.parts
@@ -380,8 +379,8 @@ class ServiceAnswer:
         cache_control: CacheControl | None = None,
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
     ) -> Answer:
-        """A view's share, as :meth:`precompute.store.answers.lookup.Lookup.begin`: its rows are
-        read once, and all under one pointer.
+        """A view's share, as :meth:`precompute.store.answers.lookup.Lookup.begin`: its rows are all
+        read under one pointer.
 
         Raises:
             RequestError: no such view is live, or its key is not among the entity's columns.
@@ -429,7 +428,7 @@ class ServiceAnswer:
         )
 
     def _options_of(self, part: ServicePart) -> LookupOptions:
-        """Those of one view's lookup: of the one deadline it has what is left."""
+        """The options of one view's lookup, with what is left of the one deadline."""
         options, oldest_s = self.options, self.service.oldest_s(part, self.options.max_age_s)
         if options.inputs is not None:
             options = options._replace(inputs=options.inputs.get(part.view))
@@ -466,9 +465,10 @@ class ServiceAnswer:
         self.judge_again()
 
     def check(self) -> None:
-        """Raises:
-        OnlineStoreError: no view is answered, and of one at least the store could not be read: it
-            may be soon.
+        """Raise the store's error where no view is answered.
+
+        Raises:
+            OnlineStoreError: of one view at least the store could not be read: it may be soon.
         """
         refused = [part.error for part in self.parts if isinstance(part, Refused)]
         failed = [error for error in refused if isinstance(error, OnlineStoreError)]
@@ -497,7 +497,7 @@ class ServiceAnswer:
 
     def table(self) -> pa.Table:
         """The joined rows as Arrow, with :attr:`Service.columns`; the entity's are text. A feature
-        of a view that is not live has no type, and is null."""
+        of a view that is refused is its default, or null without a type."""
         rows = self.entities.count
         arrays = [pa.array(self.entities.texts[name], pa.string()) for name in self.service.entity]
         for part, answer in zip(self.service.parts, self.parts, strict=True):

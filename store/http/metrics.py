@@ -91,7 +91,7 @@ class Metrics:
         else:
             for labels, rows in counts.items():
                 self.meter.counter(counted.ROWS, view, *labels).add(rows)
-        future = answer.future_rows()
+        future = answer.rows_ahead()
         if future:
             self.meter.counter(counted.FUTURE_ROWS, view).add(future)
         if route is not None:

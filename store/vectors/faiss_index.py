@@ -46,9 +46,9 @@ else:
 
 log = logging.getLogger(__name__)
 
-FLOAT = npt.NDArray[np.float32]
-ROWS = npt.NDArray[np.int64]
-BITS = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+RowNumbers = npt.NDArray[np.int64]
+Bits = npt.NDArray[np.uint8]
 
 LARGEST_FLOAT16 = 65504.0
 
@@ -98,7 +98,7 @@ class FlatFile:
         self._file: BinaryIO = path.open("wb")
         self._file.write(self._header)
 
-    def add(self, vectors: FLOAT) -> None:
+    def add(self, vectors: Floats) -> None:
         """Append float32 [n, dim]. In a float16 file a number too large for it becomes infinity."""
         with np.errstate(over="ignore"):
             self._file.write(np.ascontiguousarray(vectors, self._dtype).data)
@@ -140,7 +140,7 @@ def mapped_vectors(path: Path, dim: int, dtype: str) -> npt.NDArray[Any]:
     return np.asarray(np.memmap(path, DTYPES[dtype], "r", offset, (rows, dim)))
 
 
-def widened(vectors: npt.NDArray[Any]) -> FLOAT:
+def widened(vectors: npt.NDArray[Any]) -> Floats:
     """Vectors of a flat file, [n, dim], as float32.
 
     A finite float16 by way of its bits, the very same numbers: numpy takes 2 ns for each, and this
@@ -180,7 +180,7 @@ def write_codes(index: Any, path: Path) -> None:
 
 
 def trained_codes(
-    vectors: npt.NDArray[Any], held_out: ROWS, codes: Codes, *, l2: bool, seed: int = 0
+    vectors: npt.NDArray[Any], held_out: RowNumbers, codes: Codes, *, l2: bool, seed: int = 0
 ) -> Any:
     """An index of codes over all ``vectors``, in their order; the same for the same vectors.
 
@@ -208,8 +208,8 @@ def trained_codes(
 
 
 def nearest_of_some(
-    vectors: npt.NDArray[Any], rows: ROWS | None, queries: FLOAT, k: int, *, l2: bool
-) -> ROWS:
+    vectors: npt.NDArray[Any], rows: RowNumbers | None, queries: Floats, k: int, *, l2: bool
+) -> RowNumbers:
     """The ``k`` nearest of every query among some rows, by comparing with all of these, on a GPU
     where there is one, or in as many threads as FAISS takes; no more than a batch is in memory.
 
@@ -258,7 +258,9 @@ class _Knn:
             with self._or_on_the_cpu():
                 self._resources = faiss.StandardGpuResources()
 
-    def __call__(self, queries: FLOAT, vectors: FLOAT, k: int, metric: int) -> tuple[FLOAT, ROWS]:
+    def __call__(
+        self, queries: Floats, vectors: Floats, k: int, metric: int
+    ) -> tuple[Floats, RowNumbers]:
         if self._resources is not None:
             with self._or_on_the_cpu():
                 scores, rows = faiss.knn_gpu(self._resources, queries, vectors, k, metric=metric)
@@ -284,7 +286,7 @@ class _OnGpu:
         self._index = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, flat)
         self._lock = threading.Lock()
 
-    def search(self, queries: FLOAT, k: int) -> tuple[FLOAT, ROWS]:
+    def search(self, queries: Floats, k: int) -> tuple[Floats, RowNumbers]:
         with self._lock:
             if self._index is not None and k <= _MOST_ON_GPU:
                 try:
@@ -308,7 +310,9 @@ def on_gpu(flat: Any) -> Any:
         return flat
 
 
-def search_flat(flat: Any, query: FLOAT, k: int, bits: BITS | None = None) -> tuple[FLOAT, ROWS]:
+def search_flat(
+    flat: Any, query: Floats, k: int, bits: Bits | None = None
+) -> tuple[Floats, RowNumbers]:
     """The ``k`` nearest of one query, by comparing with every row that is admitted.
 
     Args:
@@ -330,7 +334,7 @@ def search_flat(flat: Any, query: FLOAT, k: int, bits: BITS | None = None) -> tu
     return scores[0][found], rows[0][found]
 
 
-def scan_codes(coded: Any, query: FLOAT, k: int, bits: BITS | None = None) -> ROWS:
+def scan_codes(coded: Any, query: Floats, k: int, bits: Bits | None = None) -> RowNumbers:
     """The ``k`` rows that are nearest by their codes, best first.
 
     Args:
@@ -342,7 +346,7 @@ def scan_codes(coded: Any, query: FLOAT, k: int, bits: BITS | None = None) -> RO
     )
     with threads(1):
         _, rows = coded.search(query[None], k, params=parameters)
-    found: ROWS = rows[0][rows[0] >= 0]
+    found: RowNumbers = rows[0][rows[0] >= 0]
     return found
 
 

@@ -22,9 +22,10 @@ from precompute.store.errors import SnapshotError, VectorIndexError
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
 from precompute.store.vectors.faiss_index import (
-    FLOAT,
     LARGEST_FLOAT16,
     FlatFile,
+    Floats,
+    RowNumbers,
     batches_of,
     mapped_vectors,
     open_flat,
@@ -65,9 +66,9 @@ def build_index(
     model: str,
     limits: Limits | None = None,
 ) -> IndexFigures:
-    """Build the index of a snapshot; one that is there already is replaced. Memory holds one batch
-    and the keys' hashes; for an index with codes also the codes and, while it is measured, some
-    bits for each row.
+    """Build the index of a snapshot; one that is there already is replaced. Memory holds up to
+    2²⁰ rows without their vectors, a hash or two of each row, for an index with codes also the
+    codes, and, while it is measured, some bits for each row.
 
     Args:
         folder: where; its parent is created.
@@ -85,7 +86,7 @@ def build_index(
     """
     with _built_aside(folder) as temporary:
         began = time.monotonic()
-        writer, dim, dtype, _ = _write_rows(temporary, rows, view)
+        writer, dim, dtype = _write_rows(temporary, rows, view)
         choice = _chosen(temporary, view, dim, dtype, limits or Limits())
         spec = view.index
         assert spec is not None
@@ -121,10 +122,11 @@ def build_overlay(
     *,
     model: str,
 ) -> IndexFigures:
-    """Build the index of an overlay: an exact one of the rows that changed since the base, and
-    which of the base's rows count no more.
+    """Build the index of an overlay: one without codes, of the rows that changed since the base,
+    in the base's dtype where that holds their numbers; and which of the base's rows count no more.
 
-    It costs what changed: nothing of the base is read but its record and where its keys are.
+    It costs what changed: of the base no more is read than its record, the hashes of its keys and
+    the keys that are looked for.
 
     Args:
         folder: where; one that is there already is replaced.
@@ -135,7 +137,7 @@ def build_overlay(
         view, model: as for :func:`build_index`; both the base's.
 
     Returns:
-        figures of an exact index, its size and time those of the overlay alone.
+        figures of an index of kind ``exact``, its size and time those of the overlay alone.
 
     Raises:
         SnapshotError: the disk is full or refuses.
@@ -153,9 +155,10 @@ def build_overlay(
         raise VectorIndexError(
             f"the vector index {base_folder} is of another model or metric: publish with --reload"
         )
+    replaced = [np.zeros(0, np.int64)]
     with _built_aside(folder) as temporary:
         began = time.monotonic()
-        writer, dim, dtype, keys = _write_rows(temporary, rows, view)
+        writer, dim, dtype = _write_rows(temporary, _noting(rows, view, base_rows, replaced), view)
         if dim != base.dim:
             raise VectorIndexError(
                 f"the vector index {base_folder} is of {base.dim} numbers a vector, these have"
@@ -163,8 +166,8 @@ def build_overlay(
             )
         stored_dtype = base.dtype if dtype == "float16" else "float32"
         _keep_flat(temporary, dim, stored_dtype, l2=spec.metric == "l2")
-        replaced = [base_rows.find_all(hashes_of(part), part) for part in (*keys, *removed)]
-        gone = np.unique(np.concatenate([np.zeros(0, np.int64), *replaced]))
+        replaced += [base_rows.find_all(hashes_of(keys), keys) for keys in removed]
+        gone = np.unique(np.concatenate(replaced))
         write_table(temporary / REPLACED, pa.table({"row": gone}))
         # nothing is approximate in it, and what was promised is the base's
         figures = IndexFigures(
@@ -181,14 +184,24 @@ def build_overlay(
         )
 
 
+def _noting(
+    rows: Iterable[pa.RecordBatch], view: FeatureView, base: IndexRows, found: list[RowNumbers]
+) -> Iterator[pa.RecordBatch]:
+    """The rows, while the numbers of those that the base has by the same keys are noted."""
+    for batch in rows:
+        keys = key_column(batch, view.entity)
+        found.append(base.find_all(hashes_of(keys), keys))
+        yield batch
+
+
 def _write_rows(
     folder: Path, rows: Iterable[pa.RecordBatch], view: FeatureView
-) -> tuple[RowsWriter, int, str, list[pa.Array]]:
+) -> tuple[RowsWriter, int, str]:
     """Vectors and rows of an index, in the order they come.
 
     Returns:
-        what wrote the rows, the dimension, whether float16 could hold every number (``float16``) or
-            not (``float32``), and the keys of all rows, null vectors or not.
+        what wrote the rows, the dimension, and whether float16 could hold every number
+            (``float16``) or not (``float32``).
     """
     spec = view.index
     assert spec is not None
@@ -197,11 +210,9 @@ def _write_rows(
     assert dim is not None
     flat = FlatFile(folder / _EXACT_VECTORS, dim, "float32", l2=spec.metric == "l2")
     writer = RowsWriter(folder, view)
-    keys: list[pa.Array] = []
     largest = 0.0
     try:
         for batch in rows:
-            keys.append(key_column(batch, view.entity))
             vectors = batch.column(spec.on)
             if vectors.null_count:
                 batch = batch.filter(vectors.is_valid())
@@ -216,7 +227,7 @@ def _write_rows(
     finally:
         flat.abandon()
         writer.abandon()
-    return writer, dim, "float16" if largest <= LARGEST_FLOAT16 else "float32", keys
+    return writer, dim, "float16" if largest <= LARGEST_FLOAT16 else "float32"
 
 
 def _chosen(folder: Path, view: FeatureView, dim: int, dtype: str, limits: Limits) -> Choice:
@@ -317,7 +328,7 @@ def _built_aside(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _normalised(vectors: FLOAT) -> FLOAT:
+def _normalised(vectors: Floats) -> Floats:
     scaled = vectors / np.maximum(
         np.abs(vectors).max(axis=1, keepdims=True), np.finfo(np.float32).tiny
     )

@@ -24,8 +24,8 @@ import pyarrow.compute as pc
 
 from precompute.store.vectors import vector_index
 from precompute.store.vectors.faiss_index import (
-    FLOAT,
-    ROWS,
+    Floats,
+    RowNumbers,
     nearest_of_some,
     search_flat,
     trained_codes,
@@ -88,10 +88,10 @@ class Queries:
     def __init__(
         self,
         vectors: npt.NDArray[Any],
-        queries: FLOAT,
+        queries: Floats,
         admitted: Sequence[Admitted],
-        excluded: Sequence[ROWS],
-        nearest: Sequence[ROWS],
+        excluded: Sequence[RowNumbers],
+        nearest: Sequence[RowNumbers],
         *,
         l2: bool,
         by: str | None = None,
@@ -105,17 +105,17 @@ class Queries:
     def __len__(self) -> int:
         return len(self.vectors)
 
-    def search(self, rows: NearestRows, number: int) -> ROWS:
+    def search(self, rows: NearestRows, number: int) -> RowNumbers:
         """What one of the queries finds."""
         return rows.nearest(
             self.vectors[number], NEIGHBOURS, self.admitted[number], self.excluded[number]
         )[1]
 
-    def searched(self, rows: NearestRows) -> list[ROWS]:
+    def searched(self, rows: NearestRows) -> list[RowNumbers]:
         """What each of the queries finds, one after the other, by one thread."""
         return [self.search(rows, number) for number in range(len(self))]
 
-    def recall(self, found: Sequence[ROWS]) -> Recall:
+    def recall(self, found: Sequence[RowNumbers]) -> Recall:
         """The share of the nearest that was found.
 
         A row counts when it is as near as the last of the true ones: of rows with the very same
@@ -137,10 +137,10 @@ class Queries:
             )
         return Recall(float(np.mean(shares)), float(np.std(shares)) / math.sqrt(len(shares)))
 
-    def _scores(self, number: int, rows: ROWS) -> FLOAT:
+    def _scores(self, number: int, rows: RowNumbers) -> Floats:
         """How near some rows are to a query, more is nearer, the best first."""
-        vectors, queries = self._vectors[rows], self.vectors[number]
-        scores: FLOAT = -np.square(vectors - queries).sum(axis=1) if self._l2 else vectors @ queries
+        vectors, query = self._vectors[rows], self.vectors[number]
+        scores: Floats = -np.square(vectors - query).sum(axis=1) if self._l2 else vectors @ query
         return np.sort(scores)[::-1]
 
 
@@ -179,7 +179,7 @@ class QueryKinds:
         self._filters = {name: _predicate(scalars, share, rng) for name, share in SHARES.items()}
         self._halves = self._regions(rng)
 
-    def of(self, asking: ROWS, *, filtered: bool = True) -> Iterator[tuple[str, Queries]]:
+    def of(self, asking: RowNumbers, *, filtered: bool = True) -> Iterator[tuple[str, Queries]]:
         """Each kind and its queries, one after the other.
 
         Args:
@@ -197,7 +197,8 @@ class QueryKinds:
             return
         for name, (mask, by) in self._filters.items():
             yield name, self._filtered(queries, asking, [mask] * len(asking), by)
-        masks = [~self._halves, self._halves]
+        # by the half of the query: the other one
+        masks = [self._halves, ~self._halves]
         yield (
             "elsewhere",
             self._filtered(
@@ -205,7 +206,7 @@ class QueryKinds:
             ),
         )
 
-    def _excluding(self, queries: FLOAT, asking: ROWS) -> Iterator[tuple[str, Queries]]:
+    def _excluding(self, queries: Floats, asking: RowNumbers) -> Iterator[tuple[str, Queries]]:
         """The kinds ``plain`` and :data:`EXCLUSIONS`: each query leaves out its own row, the latter
         also that many of its nearest, all from one search."""
         most = min(len(self._vectors), max(EXCLUSIONS.values()) + NEIGHBOURS + 1)
@@ -228,7 +229,7 @@ class QueryKinds:
                 ),
             )
 
-    def _plain(self, queries: FLOAT) -> Queries:
+    def _plain(self, queries: Floats) -> Queries:
         nearest = nearest_of_some(
             self._vectors, None, queries, min(NEIGHBOURS, len(self._vectors)), l2=self._l2
         )
@@ -238,11 +239,15 @@ class QueryKinds:
         )
 
     def _filtered(
-        self, queries: FLOAT, asking: ROWS, masks: list[npt.NDArray[np.bool_]], by: str | None
+        self,
+        queries: Floats,
+        asking: RowNumbers,
+        masks: list[npt.NDArray[np.bool_]],
+        by: str | None,
     ) -> Queries:
         """The queries, each with a mask of its own, of which only a few are different ones."""
         admitted: list[Admitted] = [self._all] * len(asking)
-        nearest: list[ROWS] = [np.zeros(0, np.int64)] * len(asking)
+        nearest: list[RowNumbers] = [np.zeros(0, np.int64)] * len(asking)
         for mask in {id(mask): mask for mask in masks}.values():
             rows = np.flatnonzero(mask)
             whose = [number for number, own in enumerate(masks) if own is mask]
@@ -255,7 +260,7 @@ class QueryKinds:
         excluded = [np.array([row]) for row in asking]
         return Queries(self._vectors, queries, admitted, excluded, nearest, l2=self._l2, by=by)
 
-    def _of_length_1(self, queries: FLOAT) -> FLOAT:
+    def _of_length_1(self, queries: Floats) -> Floats:
         if self._metric != "cosine":
             return queries
         lengths = np.linalg.norm(queries, axis=1, keepdims=True)
@@ -327,9 +332,9 @@ def _mask(admits: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
     return found
 
 
-_ROUNDING_QUERIES, _TUNING_QUERIES, _HELD_OUT_QUERIES, _LOOKS = 512, 128, 512, 3
-"""How many query rows measure what float16 loses; how many of these tune codes; how many each look
-takes, held out; and how many looks there are."""
+_ROUNDING_QUERIES, _TUNING_QUERIES, _HELD_OUT_QUERIES, _TRIALS = 512, 128, 512, 3
+"""How many query rows measure what float16 loses; how many of these tune codes; how many each trial
+takes, held out; and how many trials there are."""
 _TIMED_EXACT = 8
 _RESCORED = tuple(20 * 2**power for power in range(8))
 """20 to 2,560 rows are compared again at first for 10 neighbours."""
@@ -429,7 +434,7 @@ class Chooser:
         )
         if dtype == "float32":
             flat, vectors = self._flat, self._vectors
-        looks, said = iter(held_out), list[str]()
+        trials, said = iter(held_out), list[str]()
         for codes, coded in self._coded(np.concatenate([rounding, *held_out])):
 
             def by(codes: Codes, coded: Any = coded) -> NearestRows:
@@ -442,7 +447,7 @@ class Chooser:
                 tuned,
                 tuned._replace(rescored=2 * tuned.rescored, margin=tuned.margin + 1),
             ):
-                measured = self._measured(by(further), kinds, next(looks))
+                measured = self._measured(by(further), kinds, next(trials))
                 said.append(_in_words("codes", measured))
                 if self._holds(measured):
                     us = measured["plain"].query_us
@@ -453,7 +458,7 @@ class Chooser:
         if dtype == "float32":
             said.append("float16 loses neighbours of these vectors")
         else:
-            found = _by_flat(flat, dict(kinds.of(next(looks), filtered=False)))
+            found = _by_flat(flat, dict(kinds.of(next(trials), filtered=False)))
             measured = {
                 name: _figures(recall, queries, None) for name, (recall, queries) in found.items()
             }
@@ -471,15 +476,15 @@ class Chooser:
             _exact(f"no candidate met the promise ({'; '.join(said)})"), exact_us=exact_us
         )
 
-    def _drawn(self, rows: int) -> list[ROWS]:
-        """Query rows: those to tune by, and those of every look at the result. None is in
-        two of them."""
-        share = min(1.0, rows / 2 / (_ROUNDING_QUERIES + _LOOKS * _HELD_OUT_QUERIES))
-        sizes = [int(_ROUNDING_QUERIES * share), *[int(_HELD_OUT_QUERIES * share)] * _LOOKS]
+    def _drawn(self, rows: int) -> list[RowNumbers]:
+        """Query rows: those to measure rounding and to tune by, and those of every held-out trial.
+        None is in two of them."""
+        share = min(1.0, rows / 2 / (_ROUNDING_QUERIES + _TRIALS * _HELD_OUT_QUERIES))
+        sizes = [int(_ROUNDING_QUERIES * share), *[int(_HELD_OUT_QUERIES * share)] * _TRIALS]
         drawn = np.random.default_rng(1).permutation(rows)[: sum(sizes)]
         return np.split(drawn, np.cumsum(sizes)[:-1])
 
-    def _coded(self, asking: ROWS) -> Iterator[tuple[Codes, Any]]:
+    def _coded(self, asking: RowNumbers) -> Iterator[tuple[Codes, Any]]:
         for codes in candidates(len(self._vectors), self._vectors.shape[1], self._limits):
             yield codes, trained_codes(self._vectors, asking, codes, l2=self._l2)
 
@@ -510,12 +515,12 @@ class Chooser:
         return tuned if pays else None
 
     def _measured(
-        self, rows: NearestRows, kinds: QueryKinds, asking: ROWS
+        self, rows: NearestRows, kinds: QueryKinds, asking: RowNumbers
     ) -> dict[str, QueryRecall]:
         """What every kind of query finds, the queries one after the other, by one thread."""
         measured = {}
         for name, queries in kinds.of(asking):
-            began, found, seconds = time.perf_counter(), list[ROWS](), list[float]()
+            began, found, seconds = time.perf_counter(), list[RowNumbers](), list[float]()
             for number in range(len(queries)):
                 found.append(queries.search(rows, number))
                 seconds.append(-began + (began := time.perf_counter()))
@@ -553,7 +558,7 @@ def _exact(why: str) -> Choice:
 
 def _by_flat(flat: Any, kinds: dict[str, Queries]) -> dict[str, tuple[Recall, Queries]]:
     """Recall of a search that compares with every row, for each kind of query without a filter: it
-    loses by rounding alone, so filters need no look of their own."""
+    loses by rounding alone, so filters need no trial of their own."""
     recalls = {}
     for name, queries in kinds.items():
         most = max(len(excluded) for excluded in queries.excluded)

@@ -29,7 +29,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dt
 """What a flat file may hold."""
 
 MOST_RESCORED = 16_384
-"""Rows of one search that are compared again at first, at most, whatever its ``k``."""
+"""Rows of one search that are compared again at first, at most, unless its ``k`` is larger."""
 
 
 class Codes(NamedTuple):
@@ -57,9 +57,8 @@ class Codes(NamedTuple):
 
 class QueryRecall(Record, frozen=True):
     """What one kind of query found of the 10 nearest that it may find: the mean over ``queries``
-    rows that nothing was chosen by, what it is at least with 99 % confidence, and a search's median
-    time. ``by`` is the feature that was filtered by, None where rows stood in for what a filter
-    admits.
+    that nothing was chosen by, what it is at least with 99 % confidence, and a search's median
+    time. ``by`` is the feature that was filtered by, None where it was none.
     """
 
     recall_at_10: float
@@ -72,9 +71,9 @@ class QueryRecall(Record, frozen=True):
 class IndexFigures(Record, frozen=True):
     """What was measured when an index was built; what operators read of it.
 
-    ``kind`` is ``exact`` (every float32 vector is compared with), ``float16`` (every vector,
-    rounded), or ``codes`` (the best by a code of 4 bits for some numbers are compared again).
-    ``by_query`` has each kind of query that was measured
+    ``kind`` is ``exact`` (every float32 vector is compared with; of an overlay every vector,
+    whatever its dtype), ``float16`` (every vector, rounded), or ``codes`` (the best by a code of 4
+    bits for some numbers are compared again). ``by_query`` has each kind of query that was measured
     (:mod:`precompute.store.vectors.index_choice`); ``recall_at_10`` and ``recall_bound`` are the
     least of them, both 1 of an exact index, and ``queries`` how many of each kind. ``query_us`` is
     a search by one thread without a filter, ``exact_us`` what comparing with every float32 vector
@@ -123,8 +122,8 @@ class IndexRecord(Record, frozen=True):
     figures: IndexFigures = field(default_factory=IndexFigures)
     base: str | None = None
     name: str = ""
-    """Which one it is, as :func:`name_of` has it: another generation's, or another view's, in its
-    place answers nothing."""
+    """Which one it is, as :func:`name_of` has it: in the folder of another view or generation it is
+    refused."""
     format: int = FORMAT
 
 

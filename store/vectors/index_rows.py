@@ -21,7 +21,7 @@ from precompute.store.errors import RequestError, VectorIndexError, did_you_mean
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
 from precompute.store.online.kernels import Packed, hash_of, hashes, pack
-from precompute.store.vectors.faiss_index import ROWS as RowNumbers
+from precompute.store.vectors.faiss_index import RowNumbers
 from precompute.store.vectors.index_record import HASHES, ROWS
 
 BATCH_ROWS = 2**20
@@ -104,9 +104,10 @@ class RowsWriter:
         self._sink.close()
 
     def write_hashes(self, vectors: npt.NDArray[Any]) -> None:
-        """Write the hashes of all keys, ascending, each with its row number and what confirms the
-        row: the time and the vector's hash, and the hash of the scalars where there are any, each
-        XORed with the key's. A bit that changes in any of the files is seen by what reads the row.
+        """Write the hashes of all keys, ascending, each with its row number, ``check`` (key's hash
+        ^ time ^ vector's hash) and, where there are any, ``scalars`` (key's hash ^ scalars' hash).
+        So a bit that changes in a row's key, time or vector is seen by what reads it; in its
+        scalars, by what was filtered by them.
 
         Args:
             vectors: of all rows, [rows, dim], as they are stored.
@@ -165,8 +166,8 @@ class IndexRows:
     def named(
         self, rows: RowNumbers, vectors: npt.NDArray[Any], *, filtered: bool = False
     ) -> tuple[list[str], npt.NDArray[np.int64]]:
-        """The key texts of some rows and when they were computed (µs since 1970), which the hashes
-        confirm, and the vectors with them: the files are mapped, and a bit may have changed since
+        """The key texts of some rows and when they were computed (µs since 1970). The hashes
+        confirm these and the vectors given: the files are mapped, and a bit may have changed since
         their checksums were compared.
 
         Args:
@@ -197,7 +198,7 @@ class IndexRows:
         raise self._damaged()
 
     def _place(self, hashed: int, row: int) -> int:
-        """Where a row stands among those of one hash; -1 where it is not there."""
+        """Where a row of that hash stands in the sorted hashes; -1 where it is not there."""
         first, end = (
             np.searchsorted(self._hashes, np.uint64(hashed)),
             np.searchsorted(self._hashes, np.uint64(hashed), "right"),
@@ -227,7 +228,7 @@ class IndexRows:
             return None
 
     def find(self, keys: Collection[str]) -> RowNumbers:
-        """The rows of those ``keys`` that are here, each once, in their order."""
+        """The rows of those ``keys`` that are here, in the order of the keys."""
         if not keys or not len(self):
             return np.zeros(0, np.int64)
         texts = list(keys)
@@ -245,7 +246,7 @@ class IndexRows:
         return np.array(found, np.int64)
 
     def find_all(self, hashed: npt.NDArray[np.uint64], keys: pa.Array) -> RowNumbers:
-        """As :meth:`find` for very many keys at once, vectorised.
+        """The rows of those ``keys`` that are here, in any order; for very many keys at once.
 
         Args:
             hashed: xxh3_64 of each key, uint64 [n].

@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from precompute.store.errors import RequestError, VectorIndexError
 from precompute.store.vectors.faiss_index import (
-    BITS,
-    FLOAT,
-    ROWS,
+    Bits,
+    Floats,
+    RowNumbers,
     mapped_vectors,
     on_gpu,
     open_codes,
@@ -40,8 +40,8 @@ from precompute.store.vectors.index_rows import IndexRows, RowFilter, read_table
 FEW_ROWS = 4096
 """Admitted rows up to which they are compared with one by one, whatever the index."""
 _FEW_EXCLUDED = 16
-"""Excluded rows up to which they are searched for besides, and dropped; more are marked in a
-bitmap."""
+"""Up to so many excluded rows a search asks for that many more, and drops them; more are left out
+by a bitmap."""
 _GROWTH = 4
 SCANNED, STREAMED = 1 / 100, 1 / 16
 """The cost of reading one row's code, and of comparing one row in a scan of all, as shares of
@@ -55,7 +55,7 @@ class Admitted(NamedTuple):
     """Which rows may be found: a bit for each, lowest first, None for all; and how many they
     are."""
 
-    bits: BITS | None
+    bits: Bits | None
     total: int
 
 
@@ -88,14 +88,14 @@ class NearestRows:
         )
         self._whole: Any = on_gpu(flat) if codes is None else flat
 
-    def stored(self, rows: ROWS) -> npt.NDArray[Any]:
+    def stored(self, rows: RowNumbers) -> npt.NDArray[Any]:
         """The vectors of some rows as they are stored, [n, dim]."""
         vectors: npt.NDArray[Any] = self._vectors[rows]
         return vectors
 
     def nearest(
-        self, query: FLOAT, k: int, admitted: Admitted, excluded: ROWS
-    ) -> tuple[FLOAT, ROWS]:
+        self, query: Floats, k: int, admitted: Admitted, excluded: RowNumbers
+    ) -> tuple[Floats, RowNumbers]:
         """Scores and rows of the ``k`` nearest, best first.
 
         Args:
@@ -127,13 +127,13 @@ class NearestRows:
         scores, rows, _ = self.search(query, min(k, count), Admitted(bits, count))
         return scores, rows
 
-    def among(self, query: FLOAT, rows: ROWS, k: int) -> tuple[FLOAT, ROWS]:
+    def among(self, query: Floats, rows: RowNumbers, k: int) -> tuple[Floats, RowNumbers]:
         """The ``k`` nearest of some rows, by comparing with each."""
         if not len(rows):
             return np.zeros(0, np.float32), rows
         return self._best(self._scores(query, rows), rows, k)
 
-    def search(self, query: FLOAT, k: int, admitted: Admitted) -> tuple[FLOAT, ROWS, float]:
+    def search(self, query: Floats, k: int, admitted: Admitted) -> tuple[Floats, RowNumbers, float]:
         """The ``k`` nearest that are admitted, and the cost, as a number of rows gathered and
         compared.
 
@@ -141,7 +141,7 @@ class NearestRows:
         like the last ones that were compared. While these are not ``margin`` standard deviations
         worse than the k-th best, one beyond may be better than it, and four times as many are
         compared. That depends neither on which rows are admitted nor on where the query lies. It is
-        bounded: before it costs more than comparing with all that is admitted, that is done.
+        bounded: where it would cost more than comparing with all that is admitted, it does that.
         """
         codes, bits, cost = self._codes, admitted.bits, 0.0
         take = codes.to_rescore(k) if codes is not None else admitted.total
@@ -155,9 +155,9 @@ class NearestRows:
         scores, rows = search_flat(self._whole if bits is None else self._flat, query, k, bits)
         return scores, rows, cost + len(self._vectors) * STREAMED
 
-    def _is_sure(self, scores: FLOAT, k: int, margin: float) -> bool:
+    def _is_sure(self, scores: Floats, k: int, margin: float) -> bool:
         """Whether the last quarter of the rows, by code, is at least ``margin`` standard deviations
-        worse than the k-th best."""
+        worse, in the mean, than the k-th best, the tenth for a smaller k."""
         near = -scores if self._l2 else scores
         count = max(k, _LEAST_NEIGHBOURS)
         if len(near) <= count:
@@ -166,16 +166,16 @@ class NearestRows:
         # equal vectors are as near, but for the last digit
         return bool(kth - late.mean() >= margin * late.std() - 1e-6 * abs(kth))
 
-    def _scores(self, query: FLOAT, rows: ROWS) -> FLOAT:
+    def _scores(self, query: Floats, rows: RowNumbers) -> Floats:
         vectors = widened(self.stored(rows))
         # vecdot and not @, for which BLAS takes threads of its own: 25 ms for 2,000 rows on busy
         # cores, and this 0.1
-        scores: FLOAT = (
+        scores: Floats = (
             np.square(vectors - query).sum(axis=1) if self._l2 else np.vecdot(vectors, query)
         )
         return scores
 
-    def _best(self, scores: FLOAT, rows: ROWS, k: int) -> tuple[FLOAT, ROWS]:
+    def _best(self, scores: Floats, rows: RowNumbers, k: int) -> tuple[Floats, RowNumbers]:
         best = np.argsort(scores if self._l2 else -scores, kind="stable")[:k]
         return scores[best], rows[best]
 
@@ -210,7 +210,7 @@ class IndexLayer:
             vectors = mapped_vectors(folder / VECTORS, self.record.dim, self.record.dtype)
             codes = self.record.figures.codes
             coded = None if codes is None else open_codes(folder / CODES)
-            self.replaced: ROWS | None = (
+            self.replaced: RowNumbers | None = (
                 None
                 if self.record.base is None
                 else read_table(folder / REPLACED).column("row").to_numpy()
@@ -226,17 +226,17 @@ class IndexLayer:
         self._nearest = NearestRows(
             flat, vectors, l2=self.record.metric == "l2", coded=coded, codes=codes
         )
-        self._gone: BITS | None = None
-        self._left: BITS | None = None
+        self._gone: Bits | None = None
+        self._left: Bits | None = None
         """A bit for each row, lowest first, set where no overlay replaced it; None: all of them.
         Made once: of 10 M rows a mask takes 10 ms."""
         self.living = len(self.rows)
 
-    def without(self, gone: ROWS) -> IndexLayer:
+    def without(self, gone: RowNumbers) -> IndexLayer:
         """The same layer, opened once, without some of its rows.
 
         Raises:
-            VectorIndexError: they are none of its rows.
+            VectorIndexError: one of them is not a row of this layer.
         """
         if len(gone) and not 0 <= int(gone.min()) <= int(gone.max()) < len(self.rows):
             raise VectorIndexError(
@@ -254,15 +254,15 @@ class IndexLayer:
         left.living = len(self.rows) - len(gone)
         return left
 
-    def alive(self, rows: ROWS) -> ROWS:
+    def alive(self, rows: RowNumbers) -> RowNumbers:
         """Those of ``rows`` that an overlay has not replaced."""
         if self._gone is None or not len(rows):
             return rows
-        left: ROWS = rows[(self._gone[rows >> 3] >> (rows & 7) & 1) == 0]
+        left: RowNumbers = rows[(self._gone[rows >> 3] >> (rows & 7) & 1) == 0]
         return left
 
     def named(
-        self, rows: ROWS, *, filtered: bool = False
+        self, rows: RowNumbers, *, filtered: bool = False
     ) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[Any]]:
         """The key texts of some rows, when they were computed (µs since 1970), and their vectors as
         they are stored, [n, dim].
@@ -278,7 +278,7 @@ class IndexLayer:
         vectors = self._nearest.stored(rows)
         return *self.rows.named(rows, vectors, filtered=filtered), vectors
 
-    def nearest(self, query: FLOAT, k: int, limits: SearchLimits) -> tuple[FLOAT, ROWS]:
+    def nearest(self, query: Floats, k: int, limits: SearchLimits) -> tuple[Floats, RowNumbers]:
         """Scores and rows of the ``k`` nearest rows that ``limits`` admits, best first.
 
         Args:
@@ -320,7 +320,7 @@ class Found(NamedTuple):
     """A row of the index by its key: its vector, float32 [dim], of length 1 for cosine; and when it
     was computed, µs since 1970."""
 
-    vector: FLOAT
+    vector: Floats
     computed_at_us: int
 
 
@@ -328,11 +328,11 @@ class VectorIndex:
     """Nearest neighbours over one snapshot's vectors; safe to search from several threads.
 
         <root>/<view>/index/<generation:020d>/   vectors.faiss · codes.faiss where that pays ·
-                                                 rows.arrow · hashes.arrow · meta.json of an
-                                                 overlay: replaced.arrow as well
+                                                 rows.arrow · hashes.arrow · meta.json
+                                                 an overlay's: replaced.arrow as well
 
     Which kind it is and what it was measured to find stands in its figures. Everything is mapped
-    but the codes; every file's checksum is compared once, here.
+    but the codes and the offsets of text scalars; every file's checksum is compared once, here.
 
     Args:
         folder: what :func:`precompute.store.vectors.index_build.build_index` wrote.
@@ -419,7 +419,7 @@ class VectorIndex:
             where: what rows must be like.
 
         Raises:
-            RequestError: another length than ``dim``, or not finite.
+            RequestError: no list of ``dim`` finite numbers, or all zeros for cosine.
             VectorIndexError: a row that was found is damaged.
         """
         query = self._checked(vector)
@@ -442,11 +442,11 @@ class VectorIndex:
             [keys[i] for i in best.tolist()], every[best].tolist(), times[best].tolist()
         )
 
-    def _checked(self, vector: npt.ArrayLike) -> FLOAT:
+    def _checked(self, vector: npt.ArrayLike) -> Floats:
         """A query as float32 [dim], of length 1 for cosine.
 
         Raises:
-            RequestError: it is none.
+            RequestError: it cannot be one.
         """
         try:
             wide = np.asarray(vector, np.float64)

@@ -605,7 +605,7 @@ def test_a_batchs_deadline_follows_the_models_pace_not_patience(make_project: Ma
     }
     project = make_project([(1, 1.0)], view=slow)
     project.publish_all()
-    with opened(project, watch=Watched(may_try=True)) as (fallback, pointers):
+    with opened(project, watch=Watched(may_try_suspects=True)) as (fallback, pointers):
         warm(fallback, pointers["numbers"])
         Watched.seen.clear()
         began = time.monotonic()
@@ -623,7 +623,7 @@ def test_suspected_rows_are_computed_alone_until_they_came_through(
     one, two, three, four = (row_hash("numbers", str(number), None) for number in range(1, 5))
     suspects = {one: 0.0, two: 0.0, four: math.inf}
     data = project.folder / "data.parquet"
-    with opened(project, watch=Watched(may_try=True)) as (fallback, pointers):
+    with opened(project, watch=Watched(may_try_suspects=True)) as (fallback, pointers):
         fallback.suspects, pointer = suspects, pointers["numbers"]
         # while the view cannot be opened nothing is tried
         gone = data.rename(project.folder / "gone")
@@ -649,7 +649,7 @@ def test_a_suspect_that_is_given_up_while_it_waits_is_not_computed(
     """Nor one whose caller goes after it was begun, as with every other row."""
     project = make_project([(1, 1.0), (2, 2.0)], view=FALLBACK)
     project.publish_all()
-    watch = Watched(may_try=False)
+    watch = Watched(may_try_suspects=False)
     with opened(project, watch=watch) as (fallback, pointers):
         pointer = pointers["numbers"]
         warm(fallback, pointer)
@@ -658,7 +658,7 @@ def test_a_suspect_that_is_given_up_while_it_waits_is_not_computed(
         early, late = (_submit(fallback, pointer, key) for key in "12")
         fallback.try_postponed()
         early.cancel()
-        watch.may_try = True
+        watch.may_try_suspects = True
         with fallback._batcher._changed:
             # begun, and given up before it is computed
             fallback.try_postponed()
@@ -674,9 +674,9 @@ def test_rows_that_a_gpu_was_lost_with_stay_in_hand(
     project, _ = _scaled(make_project, tmp_path, 2.0, "lost")
     project.publish_all()
     write_data(project, {12: 12.0, 13: 13.0})
-    with opened(project, watch=Watched(may_try=True)) as (fallback, pointers):
+    with opened(project, watch=Watched(may_try_suspects=True)) as (fallback, pointers):
         assert isinstance(_submit(fallback, pointers["numbers"], "13").exception(20), Miss)
-        assert fallback.lost()
+        assert fallback.gpu_is_lost()
         _submit(fallback, pointers["numbers"], "12").result(20)
         eventually(lambda: Watched.seen[-1] == (math.inf, [row_hash("numbers", "13", None)]))
 

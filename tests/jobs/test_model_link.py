@@ -22,8 +22,8 @@ import pytest
 from precompute.jobs.serve import model_group
 from precompute.jobs.serve.fallback import row_hash
 from precompute.jobs.serve.model_group import (
-    LEFT_ALONE_S,
-    LONGEST_ALONE_S,
+    BARRED_S,
+    LONGEST_BARRED_S,
     MOST_SUSPECTS,
     TRIALS,
     TRIALS_S,
@@ -42,10 +42,10 @@ from precompute.jobs.serve.remote_fallback import (
 )
 from precompute.jobs.serve.server import LookupWorker
 from precompute.jobs.serve.supervised_process import (
-    AGAIN,
     HELD_UP_S,
     MOST_HELD,
     START_S,
+    STATUS_RESTART,
     STILL_S,
     SupervisedProcess,
     Watch,
@@ -254,12 +254,12 @@ def test_a_request_is_answered_by_the_model_it_saw(
 ) -> None:
     (future,) = fallback.submit(pointer, ["a"], {}, soon())
     eventually(lambda: "a" in process.model.asked)
-    fallback.want({"the next"})
+    fallback.announce_live({"the next"})
     row = computed_row(pointer, "a", Row(2.0))
     process.model.asked["a"].set_result(row)
     assert future.result(5) == row
     # and its connection goes once nobody waits
-    fallback.want({"the next"})
+    fallback.announce_live({"the next"})
     eventually(lambda: process.connections[0].fileno() == -1)
 
 
@@ -412,12 +412,12 @@ def test_suspects_are_tried_alone_and_killers_left_alone() -> None:
     suspects.add([1, 2, 3], 0.0)
     assert suspects.until() == {1: 0.0, 2: 0.0, 3: 0.0}
     suspects.add([2], 1.0)
-    assert suspects.until() == {1: 0.0, 2: 1 + LEFT_ALONE_S, 3: 0.0}
+    assert suspects.until() == {1: 0.0, 2: 1 + BARRED_S, 3: 0.0}
     suspects.add([2], 100.0)
-    assert suspects.until() == {1: 0.0, 2: 100 + 2 * LEFT_ALONE_S, 3: 0.0}
+    assert suspects.until() == {1: 0.0, 2: 100 + 2 * BARRED_S, 3: 0.0}
     for _ in range(100):
         suspects.add([4], 1000.0)
-    assert suspects.until()[4] == 1000 + LONGEST_ALONE_S
+    assert suspects.until()[4] == 1000 + LONGEST_BARRED_S
     suspects.add(range(10, 10 + MOST_SUSPECTS), 2000.0)
     assert len(suspects.until()) == MOST_SUSPECTS
     assert 1 not in suspects.until()
@@ -504,7 +504,7 @@ def test_a_spare_stands_by_while_memory_allows(
         return shell("exec sleep 60")
 
     monkeypatch.setattr(ModelProcess, "start", start)
-    group.serves(["films"])
+    group.note_views(["films"])
     group.check(time.monotonic())
     # what serves has nothing open yet
     assert len(group.running()) == 1
@@ -512,7 +512,7 @@ def test_a_spare_stands_by_while_memory_allows(
     seen = []
     for free_mb in (299, 301, 101, 99, 301):  # noqa: B007
         group.check(time.monotonic())
-        seen.append((len(group.running()), group.serving.watch.may_try))
+        seen.append((len(group.running()), group.serving.watch.may_try_suspects))
     # while one is on its way, no row is tried that may end the one that serves
     assert seen == [(1, True), (2, False), (2, False), (1, True), (2, False)]
     end_all(group.running(), grace_s=5)
@@ -520,7 +520,7 @@ def test_a_spare_stands_by_while_memory_allows(
         process.pipes()[0].close()
 
 
-@pytest.mark.parametrize("status", [3, AGAIN])
+@pytest.mark.parametrize("status", [3, STATUS_RESTART])
 def test_a_spare_takes_over_unless_what_it_has_loaded_is_as_old(
     group: ModelGroup, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
@@ -530,7 +530,7 @@ def test_a_spare_takes_over_unless_what_it_has_loaded_is_as_old(
 
     monkeypatch.setattr(model_group, "SPARE_AFTER_S", 2.0)
     monkeypatch.setattr(ModelProcess, "start", start)
-    group.serves(["always"])
+    group.note_views(["always"])
     now = time.monotonic()
     group.check(now)
     group.serving.watch.is_open = True
@@ -545,7 +545,7 @@ def test_a_spare_takes_over_unless_what_it_has_loaded_is_as_old(
     process.pipes()[0].close()
     eventually(process.ended)
     group.check(time.monotonic())
-    assert (group.serving is spare, spare.spec["serves"]) == (status != AGAIN,) * 2
+    assert (group.serving is spare, spare.spec["serves"]) == (status != STATUS_RESTART,) * 2
     for one in group.running():
         one.pipes()[0].close()
         assert one.wait(10)
@@ -555,14 +555,14 @@ def test_a_lost_process_is_reported_by_its_views_and_a_planned_end_is_not(
     group: ModelGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
-    statuses = iter((7, AGAIN, 7))
+    statuses = iter((7, STATUS_RESTART, 7))
     monkeypatch.setattr(
         ModelProcess, "start", lambda self: shell(f"echo unrelated >&2; exit {next(statuses)}")
     )
     monkeypatch.setattr(ModelProcess, "judged", lambda self, now: None)
     monkeypatch.setattr(ModelProcess, "longest_wait_s", 0.3)
-    group.serves(["tags", "films"])
-    group.serves(["films"])
+    group.note_views(["tags", "films"])
+    group.note_views(["films"])
     for ends in (1, 2, 3):
         while group.serving.ends_quickly < ends:
             group.check(time.monotonic())

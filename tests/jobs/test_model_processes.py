@@ -72,7 +72,7 @@ from precompute.jobs.serve.supervised_process import SupervisedProcess
 from precompute.jobs.serve import server
 from precompute.jobs.serve.server import LookupWorker
 SupervisedProcess.longest_wait_s = LookupWorker.longest_wait_s = 0.1
-server.FUTILE = 2
+server.MOST_QUICK_ENDS = 2
 """
 """What ended is restarted at once, however often it does: it ends some twenty times here, which
 were 40 s of waiting."""
@@ -317,7 +317,7 @@ def test_where_no_worker_comes_up_the_server_says_so_and_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LookupWorker, "longest_wait_s", 0.1)
-    monkeypatch.setattr("precompute.jobs.serve.server.FUTILE", 2)
+    monkeypatch.setattr("precompute.jobs.serve.server.MOST_QUICK_ENDS", 2)
     supervisor = Supervisor(
         {"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64)
     )

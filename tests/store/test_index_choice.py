@@ -409,6 +409,10 @@ def test_the_truth_of_every_kind_is_that_of_comparing_with_every_row(metric: str
             SHARES.get(name, 0.5 if name == "elsewhere" else 1.0), rel=0.5
         ), name
         assert left_out == EXCLUSIONS.get(name, 0) + (name not in ("noisy", "far")), name
+    for row, admitted in zip(asking, kinds["elsewhere"].admitted, strict=True):
+        assert admitted.bits is not None
+        admits = np.unpackbits(admitted.bits, bitorder="little", count=3000).astype(np.bool_)
+        assert not admits[row], "the query's own region"
 
 
 def test_float16_is_widened_to_the_very_same_numbers() -> None:

@@ -1249,7 +1249,7 @@ def test_rows_from_the_future_age_from_when_they_were_published(
             [status] * 2,
             [age] * 2,
         )
-        assert lookup.begin("things", ["a", "x", "b"]).future_rows() == (
+        assert lookup.begin("things", ["a", "x", "b"]).rows_ahead() == (
             0 if status == "missing" else 2
         )
         assert [view["age_s"] for view in lookup.views()] == [passed]
