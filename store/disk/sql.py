@@ -38,8 +38,11 @@ class SpillFolder:
     def __init__(self) -> None:
         sweep()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        self._file = (self.path / _LOCK).open("ab")
+        new = self.path / f"{_LOCK}.new"
+        self._file = new.open("ab")
         fcntl.flock(self._file, fcntl.LOCK_EX)
+        # it has its name once it is locked: who finds it unlocked removes the folder
+        new.rename(self.path / _LOCK)
 
     def close(self) -> None:
         """Remove it; closing twice is no error."""

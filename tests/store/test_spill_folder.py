@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from precompute.store.disk.sql import SpillFolder
+from precompute.store.disk.sql import SpillFolder, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +46,22 @@ def test_that_of_a_living_process_stays_and_that_of_a_killed_one_goes(folder: Pa
     process.stdout.close()
     SpillFolder().close()
     assert list(folder.iterdir()) == []
+
+
+def test_one_that_is_about_to_be_locked_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process that begins just then looks for folders of dead ones."""
+    flock = fcntl.flock
+
+    def after_the_others_sweep(file: Any, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            sweep()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_the_others_sweep)
+    spill = SpillFolder()
+    sweep()
+    assert spill.path.is_dir()
+    spill.close()
 
 
 def test_one_that_is_being_made_is_left_alone_for_an_hour(folder: Path) -> None:
