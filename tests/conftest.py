@@ -8,6 +8,7 @@ import gc
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.machinery import PathFinder
@@ -373,9 +374,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The README's file first: its demo takes minutes, and last it would run alone. What is slow is
-    marked."""
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
-    for item in items:
-        if name_of(item.nodeid) in SLOW:
-            item.add_marker("slow")
+    """What is slow is marked. The README's file comes first, whose demo takes minutes, then the
+    files with the most slow tests: last, they would run alone; and those that wait, as for a killed
+    process's lease, run beside those that compute."""
+    slow = [item for item in items if name_of(item.nodeid) in SLOW]
+    for item in slow:
+        item.add_marker("slow")
+    many = Counter(item.path for item in slow)
+    items.sort(key=lambda item: (item.path.name != "test_readme.py", -many[item.path]))
