@@ -1,6 +1,5 @@
 """The API against its own document, by schemathesis with all of its checks: what conforms is
-answered, what does not is refused, all in the forms described; and nobody is let in without what
-the document asks for."""
+answered, what does not is refused, all in the forms described."""
 
 from __future__ import annotations
 
@@ -14,10 +13,8 @@ from hypothesis import HealthCheck, settings
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.service import Service, ServicePart
 from precompute.store.http.app import create_app
-from precompute.store.http.guard.access import AccessControl, Tokens, make_token
 from precompute.store.http.openapi import Asks, openapi_document
 from precompute.store.http.telemetry.access_log import route_of
-from precompute.store.http.telemetry.instruments import Meter
 from tests import REPOSITORY
 from tests.memory_store import MemoryStore
 from tests.world import World
@@ -49,15 +46,6 @@ class Served:
 SERVED = Served()
 
 
-class Guarded(Served):
-    """The same behind access control, once there is one."""
-
-    app = create_app(Lookup(MemoryStore()), asks=Asks.TOKEN)
-
-
-GUARDED = Guarded()
-
-
 def document_of(served: Served, real_views: bool = False) -> Any:
     """The document as it is served; of real views, requests are for the one that is there."""
     document = schemathesis.openapi.from_asgi("/openapi.json", served)
@@ -68,7 +56,7 @@ def document_of(served: Served, real_views: bool = False) -> Any:
     return document
 
 
-ANY, OF_A_VIEW, WITH_A_TOKEN = document_of(SERVED), document_of(SERVED, True), document_of(GUARDED)
+ANY, OF_A_VIEW = document_of(SERVED), document_of(SERVED, True)
 
 
 @OF_A_VIEW.hook
@@ -90,20 +78,13 @@ def map_body(_: Any, body: Any) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def token(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("world")
-    world = World(folder, {"new": 1.0, "old": 9.0, "expired": 20.0})
+def _serves_a_view(tmp_path_factory: pytest.TempPathFactory) -> None:
+    world = World(tmp_path_factory.mktemp("world"), {"new": 1.0, "old": 9.0, "expired": 20.0})
     world.model.known = frozenset({"0", "a", "expired"})
     world.lookup.services["things"] = Service(
         "things", ("id",), (ServicePart("things", ("vector",)), ServicePart("others", ("x",)))
     )
     SERVED.app = world.app
-    token = make_token(folder / "tokens", "operator", "admin")
-    access = AccessControl(Meter(), Tokens(folder / "tokens"))
-    GUARDED.app = create_app(
-        world.lookup, fallback_ready=lambda _: True, access=access, asks=Asks.TOKEN
-    )
-    return token
 
 
 @ANY.parametrize()
@@ -116,13 +97,6 @@ def test_what_is_asked_by_the_document_is_answered_by_it(case: Any) -> None:
 @EXAMPLES
 def test_and_so_it_is_of_a_view_that_is_there(case: Any) -> None:
     case.call_and_validate()
-
-
-@WITH_A_TOKEN.parametrize()
-@settings(EXAMPLES, max_examples=5)
-def test_where_the_document_asks_for_a_token_none_is_let_in_without(case: Any, token: str) -> None:
-    """Each that is answered is asked again without its token, and with a wrong one."""
-    case.call_and_validate(headers={"Authorization": f"Bearer {token}"})
 
 
 def test_every_route_is_in_the_document_and_has_its_name_in_logs() -> None:
