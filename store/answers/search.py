@@ -89,51 +89,65 @@ class Searches:
         waits for."""
         options.check()
         for _ in range(5):
-            pointer = self._live(view)
-            index = self.index_of(pointer)
-            check_features(pointer.view, options.features)
-            _check_model(pointer, options.model)
-            entity = pointer.view.entity
-            chunked = pointer.view.definition.chunk is not None
-            keys_of = partial(_chunks_of, index) if chunked else _keys_of
-            exclude = keys_of(options.exclude, entity)
-            only = None if options.only is None else keys_of(options.only, entity)
-            where = None if options.filter is None else RowFilter(pointer.view, options.filter)
-            if options.key is not None:
-                exclude.add(key_text(options.key, entity))
-            query = self._query(pointer, index, options, fallback, waiting or Waiting())
-            if query is None:
-                continue
             try:
-                if not chunked or (only is not None and len({_parent(key) for key in only}) == 1):
-                    found = index.search(query, options.k, exclude=exclude, only=only, where=where)
-                else:
-                    own = None if options.key is None else _parent(key_text(options.key, entity))
-                    found = _best_chunks(
-                        partial(index.search, query, exclude=exclude, only=only, where=where),
-                        options.k,
-                        own,
-                    )
+                found = self._searched(view, options, fallback, admit, waiting or Waiting())
             except VectorIndexError:
                 self._note(view)
                 raise
-            rows = self._rows(pointer, found, options.features, admit)
-            if rows is not None:
-                about = {
-                    "view": view,
-                    "snapshot": pointer.snapshot,
-                    "model": pointer.model,
-                    "metric": index.metric,
-                }
-                embedded = options.inputs is not None or options.text is not None
-                if pointer.student is not None and embedded:
-                    about |= {
-                        "query_model": pointer.student.fingerprint,
-                        "agreement": pointer.student.least,
-                    }
-                return pointer.view, about | {"rows": rows}
+            if found is not None:
+                return found
         # five publishes within one search
         raise VectorIndexError(f"view {view!r} is being published over and over; search again")
+
+    def _searched(
+        self,
+        view: str,
+        options: SearchOptions,
+        fallback: Fallback | None,
+        admit: Callable[[AnswerPlan, FoundRows], None] | None,
+        waiting: Waiting,
+    ) -> tuple[FeatureView, dict[str, Any]] | None:
+        """As :meth:`search`; None where another snapshot was published meanwhile."""
+        pointer = self._live(view)
+        index = self.index_of(pointer)
+        check_features(pointer.view, options.features)
+        _check_model(pointer, options.model)
+        entity = pointer.view.entity
+        chunked = pointer.view.definition.chunk is not None
+        keys_of = partial(_chunks_of, index) if chunked else _keys_of
+        exclude = keys_of(options.exclude, entity)
+        only = None if options.only is None else keys_of(options.only, entity)
+        where = None if options.filter is None else RowFilter(pointer.view, options.filter)
+        if options.key is not None:
+            exclude.add(key_text(options.key, entity))
+        query = self._query(pointer, index, options, fallback, waiting)
+        if query is None:
+            return None
+        if not chunked or (only is not None and len({_parent(key) for key in only}) == 1):
+            found = index.search(query, options.k, exclude=exclude, only=only, where=where)
+        else:
+            own = None if options.key is None else _parent(key_text(options.key, entity))
+            found = _best_chunks(
+                partial(index.search, query, exclude=exclude, only=only, where=where),
+                options.k,
+                own,
+            )
+        rows = self._rows(pointer, found, options.features, admit)
+        if rows is None:
+            return None
+        about = {
+            "view": view,
+            "snapshot": pointer.snapshot,
+            "model": pointer.model,
+            "metric": index.metric,
+        }
+        embedded = options.inputs is not None or options.text is not None
+        if pointer.student is not None and embedded:
+            about |= {
+                "query_model": pointer.student.fingerprint,
+                "agreement": pointer.student.least,
+            }
+        return pointer.view, about | {"rows": rows}
 
     def index_of(self, pointer: Pointer) -> VectorIndex:
         """The index that was published with a pointer. A base that stays under a new overlay is not
@@ -236,7 +250,6 @@ class Searches:
                 status=404,
                 code="null_vector",
             )
-        self._note(view.name)
         raise VectorIndexError(
             # without the key, which often names a person: this is logged
             f"the vector index {pointer.index} has no vector of a row that is live: `precompute"
@@ -245,8 +258,8 @@ class Searches:
 
     def _note(self, view: str) -> None:
         """Note a sighting, so that the checker looks at the view soon."""
-        assert self.root is not None
-        note_sighting(self.root / view / REFS)
+        if self.root is not None:
+            note_sighting(self.root / view / REFS)
 
     def _rows(
         self,

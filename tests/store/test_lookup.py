@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from precompute.store.account.account import REFS, has_sightings
 from precompute.store.answers.fallback import Computed, Miss, unpacked_view
 from precompute.store.answers.lookup import MAX_KEYS, Lookup
 from precompute.store.answers.plan import ANSWER_FIELDS
@@ -35,7 +37,7 @@ from precompute.store.online.online_store import Generation, OnlineStore, Pointe
 from precompute.store.online.url import open_online_store
 from precompute.store.times import Reason
 from precompute.store.vectors.index_build import build_index
-from precompute.store.vectors.index_record import index_figures
+from precompute.store.vectors.index_record import VECTORS, index_figures
 from precompute.store.wire.lookup_options import MAX_NEIGHBOURS, LookupOptions
 from tests.memory_store import MemoryStore
 from tests.redis_process import free_port
@@ -808,6 +810,26 @@ def test_a_search_leaves_out_the_damaged_and_finds_the_others(house: House) -> N
     ]
     assert found(lookup.search("things", vector=[3.0, 1.0], k=1, features=["double"])) == []
     assert found(lookup.search("things", key="k3", k=2)) == [("k2", 1.0), ("k4", 1.0)]
+
+
+@pytest.mark.parametrize("by", [{"key": "k2"}, {"vector": [2.0, 1.0]}])
+def test_a_vector_that_changes_in_an_open_index_is_noted(house: House, by: dict[str, Any]) -> None:
+    """And the search refused: in whatever of its steps it is met."""
+    pointer = house.publish(NEIGHBOURS, metric="l2")
+    assert pointer.index is not None
+    lookup, refs = house.lookup(), house.root / "things" / REFS
+    refs.mkdir()
+    assert lookup.search("things", k=6, **by)["rows"]
+    assert not has_sightings(refs)
+    vectors = house.root / pointer.index / VECTORS
+    with vectors.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+        file.seek(-8 * (len(NEIGHBOURS) - 2) + 3, os.SEEK_END)
+        file.write(b"\x01")
+    with pytest.raises(VectorIndexError, match="damaged since it was opened"):
+        lookup.search("things", k=6, **by)
+    assert has_sightings(refs)
 
 
 def test_a_search_over_an_overlay_answers_with_its_rows(house: House) -> None:
