@@ -566,6 +566,21 @@ def test_beyond_those_that_are_refused_the_rest_waits_to_be_accepted() -> None:
         assert read_reply(more[-1]).status in (200, 503)
 
 
+def test_what_fails_now_and_then_keeps_nothing_else_from_being_done(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such as a file of tokens that cannot be read, beside the deadlines of all connections."""
+    done: list[int] = []
+
+    def fail() -> None:
+        raise RuntimeError("no such file")
+
+    with guarded(tick_s=0.01) as server:
+        server.server.connections.on_tick += [fail, lambda: done.append(1)]
+        eventually(lambda: len(done) > 2)
+    assert "RuntimeError: no such file" in caplog.text
+
+
 def test_one_client_has_as_many_as_it_may() -> None:
     with guarded(connections_per_client=2) as server, contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(server.connect()) for _ in range(2))

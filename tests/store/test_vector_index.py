@@ -4,6 +4,7 @@ damaged one is refused before it answers."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -343,6 +344,10 @@ def test_files_of_two_indexes_do_not_mix(tmp_path: Path) -> None:
         ):
             VectorIndex(tmp_path / "one")
         (tmp_path / "one" / name).write_bytes(own)
+    # nor does another generation's, whole as it is, answer in its place
+    shutil.copytree(tmp_path / "two", tmp_path / "three")
+    with pytest.raises(VectorIndexError, match=r"it is the index .*/two"):
+        VectorIndex(tmp_path / "three")
 
 
 FULL_DISK = """
