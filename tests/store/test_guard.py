@@ -575,7 +575,7 @@ def test_what_fails_now_and_then_keeps_nothing_else_from_being_done(
     def fail() -> None:
         raise RuntimeError("no such file")
 
-    with guarded(tick_s=0.01) as server:
+    with guarded(header_s=0.2) as server:
         server.server.connections.on_tick += [fail, lambda: done.append(1)]
         eventually(lambda: len(done) > 2)
     assert "RuntimeError: no such file" in caplog.text
