@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from precompute.store.errors import VectorIndexError
-from precompute.store.vectors import vector_index
+from precompute.store.vectors import index_build, index_rows, vector_index
 from precompute.store.vectors import vector_index as index_part
 from precompute.store.vectors.index_build import build_index, build_overlay
 from precompute.store.vectors.index_choice import Limits
@@ -119,6 +119,37 @@ def test_over_a_base_with_codes_as_much_is_found(
         found = index.search(overlapping(ROWS)[number], 20)
         assert not gone & set(found.keys)
         assert len(set(found.keys)) == 20
+
+
+def test_numbers_too_large_for_the_bases_float16_are_float32(tmp_path: Path) -> None:
+    view, large = view_of(4, "l2", recall=0.9), np.full((1, 4), 1e6, np.float32)
+    rows = rows_of([f"k{i}" for i in range(ROWS)], overlapping(ROWS, 4))
+    limits = Limits(small_rows=1000, small_numbers=0)
+    build_index(tmp_path / "1", [rows], view, model="m", limits=limits)
+    build_overlay(tmp_path / "2", tmp_path / "1", [rows_of(["far"], large)], [], view, model="m")
+    index = VectorIndex(tmp_path / "1", tmp_path / "2")
+    assert index.dtype == "float16"
+    found = index.find("far")
+    assert found is not None
+    assert found.vector.tolist() == [1e6] * 4
+    assert index.search(large[0], 1).scores == [0.0]
+
+
+def test_keys_of_one_hash_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_rows, "hash_of", lambda _: 7)
+    for module in (index_rows, index_build):
+        monkeypatch.setattr(module, "hashes_of", lambda keys: np.full(len(keys), 7, np.uint64))
+    view, vectors = view_of(4, "l2"), overlapping(10, 4)
+    build_index(tmp_path / "1", [rows_of([*"abcdefghij"], vectors)], view, model="m")
+    changed = [rows_of(["c", "new"], vectors[:2] + 9)]
+    build_overlay(tmp_path / "2", tmp_path / "1", changed, [pa.array(["e"])], view, model="m")
+    index = VectorIndex(tmp_path / "1", tmp_path / "2")
+    assert sorted(index.search(vectors[0], 20).keys) == [*"abcdfghij", "new"]
+    for key, vector in (("b", vectors[1]), ("c", vectors[0] + 9), ("new", vectors[1] + 9)):
+        found = index.find(key)
+        assert found is not None
+        np.testing.assert_allclose(found.vector, vector)
+    assert index.find("e") is None
 
 
 def test_only_what_changed_is_written(tmp_path: Path) -> None:

@@ -201,10 +201,15 @@ def test_what_is_no_filter_of_the_view_is_refused(wanted: Any) -> None:
     assert len(str(refused.value)) < 400
 
 
-def test_a_bit_that_changes_under_an_open_index_admits_no_other_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer", ["1", "2"])
+def test_a_bit_that_changes_under_an_open_index_admits_no_other_row(
+    tmp_path: Path, layer: str
+) -> None:
     """A scalar, or an offset of a text, that is another now leaves its row out or is damage."""
-    build_index(tmp_path / "1", rows(0, 200, seed=0), VIEW, model="m")
-    index, path, rng = VectorIndex(tmp_path / "1"), tmp_path / "1/rows.arrow", random.Random(4)
+    build_index(tmp_path / "1", rows(0, 100, seed=0), VIEW, model="m")
+    build_overlay(tmp_path / "2", tmp_path / "1", rows(100, 200, seed=0), [], VIEW, model="m")
+    index, rng = VectorIndex(tmp_path / "1", tmp_path / "2"), random.Random(4)
+    path = tmp_path / layer / "rows.arrow"
     cases = [
         (RowFilter(VIEW, wanted), {f"k{i}" for i in range(200) if admits(truth(i))})
         for wanted, admits in CASES
