@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from precompute.jobs.serve.fallback import ViewFallback
+from precompute.jobs.serve.live_view import check_confirmed
 from precompute.jobs.serve.remote_fallback import socket_path
 from precompute.store.disk.record import replace
-from precompute.store.errors import DamagedPointerError
+from precompute.store.errors import ConfigError, DamagedPointerError
 from precompute.store.feature_view import Definition, FeatureView, ModelUse
 from precompute.store.online.online_store import Pointer
 from tests.conftest import MakeProject
@@ -96,6 +97,16 @@ def test_what_only_the_online_store_says_is_served_and_not_run(
         assert pointer is not None
         fallback.begin_warm(pointer, time.monotonic() + 20).exception()
         assert not fallback.ready(pointer)
+
+
+def test_a_name_that_leads_out_of_the_root_confirms_nothing(project: Scene) -> None:
+    """A manifest that somebody else could write, such as in the system's temporary folder."""
+    pointer = project.pointer()
+    check_confirmed(pointer, project.offline, project.home)
+    shutil.copytree(project.root / "numbers", project.root.parent / "elsewhere")
+    forged = replace(pointer, view=dataclasses.replace(pointer.view, name="../elsewhere"))
+    with pytest.raises(ConfigError, match="names SQL or a model that neither"):
+        check_confirmed(forged, project.offline, project.home)
 
 
 def test_what_an_open_model_makes_is_no_row_of_another_pointer(project: Scene) -> None:
