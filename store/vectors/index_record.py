@@ -23,7 +23,7 @@ VECTORS, CODES, ROWS, HASHES, REPLACED = (
     "replaced.arrow",
 )
 METRICS = ("cosine", "dot", "l2")
-FORMAT = 5
+FORMAT = 1
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 """What a flat file may hold."""
