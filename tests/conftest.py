@@ -8,7 +8,7 @@ import gc
 import os
 import shutil
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.machinery import PathFinder
@@ -374,11 +374,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is slow is marked. The README's file comes first, whose demo takes minutes, then the
-    files with the most slow tests: last, they would run alone; and those that wait, as for a killed
-    process's lease, run beside those that compute."""
-    slow = [item for item in items if name_of(item.nodeid) in SLOW]
-    for item in slow:
-        item.add_marker("slow")
-    many = Counter(item.path for item in slow)
-    items.sort(key=lambda item: (item.path.name != "test_readme.py", -many[item.path]))
+    """What is slow is marked, and the files that take longest come first: last, they would run
+    alone; and those that wait, as for a killed process's lease, run beside those that compute."""
+    slow: dict[Path, dict[str, int]] = defaultdict(dict)
+    for item in items:
+        if (name := name_of(item.nodeid)) in SLOW:
+            item.add_marker("slow")
+            slow[item.path][name] = SLOW[name]
+    items.sort(key=lambda item: -sum(slow[item.path].values()))

@@ -11,8 +11,12 @@ from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-SLOW = frozenset(Path(__file__).with_suffix(".txt").read_text().splitlines())
-"""``path::test``, or ``path::Class::test``, of all cases of a test."""
+SLOW = {
+    name: int(seconds)
+    for line in Path(__file__).with_suffix(".txt").read_text().splitlines()
+    for name, seconds in [line.split()]
+}
+"""``path::test``, or ``path::Class::test``, of all cases of a test → seconds they took together."""
 LIMIT_S = 1.0
 
 
@@ -21,8 +25,8 @@ def name_of(node_id: str) -> str:
     return node_id.partition("[")[0]
 
 
-def slow(recorded: Path) -> list[str]:
-    """Names of the slow tests of a JUnit file."""
+def slow(recorded: Path) -> dict[str, float]:
+    """The slow tests of a JUnit file, and the seconds of each."""
     seconds: dict[str, float] = defaultdict(float)
     for case in ElementTree.parse(recorded).iter("testcase"):
         module, *classes = case.attrib["classname"].partition(".Test")
@@ -31,8 +35,9 @@ def slow(recorded: Path) -> list[str]:
         seconds[name_of("::".join([path, *owner, case.attrib["name"]]))] += float(
             case.attrib["time"]
         )
-    return sorted(name for name, taken in seconds.items() if taken > LIMIT_S)
+    return {name: taken for name, taken in seconds.items() if taken > LIMIT_S}
 
 
 if __name__ == "__main__":
-    print("\n".join(sorted({name for path in sys.argv[1:] for name in slow(Path(path))})))
+    found = slow(Path(sys.argv[1]))
+    print("\n".join(f"{name} {found[name]:.0f}" for name in sorted(found)))
