@@ -478,12 +478,30 @@ def test_a_lost_root_goes_past_the_online_epoch(make_project: MakeProject, onlin
         project.run()
     assert project.served() == (3, [6.0, 6.0, 6.0])
     assert project.numbers() == []  # it is told before anything is computed
+    project.materialize()
+    before = generations(project)
+    with pytest.raises(ConflictError, match="published by another project"):
+        project.publish()
+    assert generations(project) == before  # and before anything of the other's is dropped
     report = project.run(take_over=True)
     assert (report.snapshot, report.epoch) == (1, 4)
     assert project.served() == (1, [14.0, 16.0, None])
     assert project.nearest(8.0) == (1, "2")
     assert generations(project) == [3, 4]
     assert project.run().status == "current"
+
+
+def test_a_lost_root_and_pointer_go_past_the_generations_that_are_there(
+    make_project: MakeProject,
+) -> None:
+    for x in (1.0, 2.0, 3.0):
+        project = make_project([(1, x)])
+        project.run()
+    for part in ("refs", "manifests", "data", "runs"):
+        shutil.rmtree(project.root / "numbers" / part)
+    (project.root / "online/numbers/live.json").unlink()
+    assert generations(project) == [2, 3]
+    assert make_project([(1, 7.0)]).run().epoch == 4
 
 
 def test_a_root_restored_from_an_older_backup_goes_past_the_online_epoch(
