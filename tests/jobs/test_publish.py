@@ -504,20 +504,22 @@ def test_a_lost_root_and_pointer_go_past_the_generations_that_are_there(
     assert make_project([(1, 7.0)]).run().epoch == 4
 
 
+@pytest.mark.parametrize("since", [[2.0], [2.0, 3.0]])  # its generation is there, or dropped
 def test_a_root_restored_from_an_older_backup_goes_past_the_online_epoch(
-    make_project: MakeProject, online: str
+    make_project: MakeProject, online: str, since: list[float]
 ) -> None:
     make = {"project": {"online": online}}
     project = make_project([(1, 1.0)], **make)
     project.run()
     shutil.copytree(project.root, project.folder / "backup")
-    for x in (2.0, 3.0):
+    for x in since:
         make_project([(1, x)], **make).run()
     shutil.rmtree(project.root)
     (project.folder / "backup").rename(project.root)
-    assert epochs(project) == (1, 3)
+    last = 1 + len(since)
+    assert epochs(project) == (1, last)
     report = project.publish()
-    assert (report.status, report.snapshot, report.epoch) == ("published", 1, 4)
+    assert (report.status, report.snapshot, report.epoch) == ("published", 1, last + 1)
     assert project.served([1]) == (1, [2.0])
 
 
