@@ -337,11 +337,12 @@ class ViewFallback(Fallback):
                     # each time: what was opened before comes here, too
                     deadlines = [request.pointer.view.fallback_deadline_s for request in requests]
                     row_s = self._row_s.get(requests[0].pointer.miss_model)
-                    rows_in_hand = [
-                        row_hash(one.pointer.view.name, one.key, _inputs_text(one.values))
+                    # equal inputs under two keys are one suspect
+                    rows_in_hand = {
+                        row_hash(one.pointer.view.name, one.key, _inputs_text(one.values)): None
                         for one in requests
-                    ]
-                    self._due_in(longest_s(deadlines, row_s), rows_in_hand)
+                    }
+                    self._due_in(longest_s(deadlines, row_s), list(rows_in_hand))
                     with self._batches.inputs([requests[i].caller for i in numbers]):
                         found = opened.rows_of({i: requests[i] for i in numbers}, results)
                     if found:

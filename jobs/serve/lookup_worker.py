@@ -221,7 +221,7 @@ class Warmer:
             if newest <= live.snapshot:
                 return None
             snapshot = store.snapshot(newest)
-        except PrecomputeError as exc:
+        except (OSError, PrecomputeError) as exc:
             log.warning("cannot look for new snapshots: %s", exc)
             return None
         created = parsed_time(snapshot.created_at)
@@ -264,7 +264,7 @@ class Warmer:
         try:
             self._lookup.warm(pointer)
             opening.index_at = math.inf
-        except PrecomputeError as exc:
+        except (OSError, PrecomputeError) as exc:
             log.error("view %r is not searchable: %s", pointer.view.name, exc)
             opening.index_at = time.monotonic() + AGAIN_S
 

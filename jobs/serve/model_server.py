@@ -84,8 +84,12 @@ class Conversation:
         self._outbox: queue.SimpleQueue[tuple[int, Future[Computed]] | None] = queue.SimpleQueue()
         self._reported: list[Any] = []
         self._pending: dict[int, Future[Computed]] = {}
-        for work in (self._read, self._write):
-            threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+        try:
+            for work in (self._read, self._write):
+                threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+        except RuntimeError:
+            self._hang_up()
+            raise
 
     def _read(self) -> None:
         try:
@@ -127,8 +131,16 @@ class Conversation:
         if not future.cancelled():
             self._outbox.put((number, future))
 
+    def _hang_up(self) -> None:
+        """End the connection for both threads, and for the worker: half a conversation would leave
+        it waiting for every answer."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
     def _write(self) -> None:
-        with contextlib.suppress(OSError), self._connection:
+        with contextlib.ExitStack() as at_end, contextlib.suppress(OSError):
+            at_end.callback(self._hang_up)
             while (answer := self._outbox.get()) is not None:
                 answers = [answer]
                 while not self._outbox.empty() and len(answers) < MOST_AT_ONCE:
@@ -197,14 +209,19 @@ def _report_until_useless(
     since, written = math.inf, list[Any]()
     while time.monotonic() - since < REFUSED_S and not fallback.gpu_is_lost():
         time.sleep(1.0)
-        meter.process_figures()
-        if (publishings := fallback.open_publishings()) != written:
-            # a full disk is reported elsewhere
-            with contextlib.suppress(OSError):
-                _write_open(open_list, fallback)
-                written = publishings
-        fallback.try_postponed()
+        publishings = fallback.open_publishings()
         watch.is_open = bool(publishings)
+        try:
+            meter.process_figures()
+            fallback.try_postponed()
+            if publishings != written:
+                # a full disk is reported elsewhere
+                with contextlib.suppress(OSError):
+                    _write_open(open_list, fallback)
+                    written = publishings
+        except Exception:
+            # what ends the process, where it must, does not depend on this
+            log.exception("what is done every second failed")
         since = min(since, time.monotonic()) if fallback.refused() else math.inf
     why = (
         "its GPU computes nothing more in this one"

@@ -522,6 +522,7 @@ class RemoteFallback(Fallback):
         with self._lock:
             for view in views:
                 self._breakers[view].count(True, time.monotonic())
+                self._meter.gauge(BREAKER_OPEN, view).set(self._breakers[view].is_open)
         self.on_lost()
 
     def _ask_for(self, model: str) -> None:

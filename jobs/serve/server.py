@@ -21,7 +21,12 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.run.replica import Follower
 from precompute.jobs.serve.model_group import ModelGroup, ModelLimits, machine_memory_mb
 from precompute.jobs.serve.remote_fallback import CONTROL, check_runtime
-from precompute.jobs.serve.supervised_process import DRAIN_S, STILL_S, SupervisedProcess
+from precompute.jobs.serve.supervised_process import (
+    DRAIN_S,
+    HELD_UP_S,
+    STILL_S,
+    SupervisedProcess,
+)
 from precompute.store.account.rounds import Rounds
 from precompute.store.answers.service import Service
 from precompute.store.disk.sql import SpillFolder
@@ -136,10 +141,16 @@ class Supervisor:
         Raises:
             PrecomputeError: no worker came up.
         """
+        checked_at = time.monotonic()
         try:
             while self._stopping is None:
                 self._read_control()
                 now = time.monotonic()
+                if now - checked_at > HELD_UP_S:
+                    # paused itself, and the workers that name models with it
+                    for group in self._groups.values():
+                        group.wanted_at = now
+                checked_at = now
                 for each in self._all():
                     each.check(now)
                 self._retire(now)

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from precompute.jobs.run.command_process import log_to_stderr
 from precompute.store.answers.answer import MAX_DEADLINE_S
+from precompute.store.disk.durable_file import allocate
 from precompute.store.http.telemetry.instruments import RESTARTS, Meter
 from precompute.store.times import doubled_s
 from precompute.workers.frames import read_message, take_pipes, write_frame
@@ -162,7 +163,7 @@ class SupervisedProcess:
     ) -> None:
         self.name, self._kind, self._module, self._meter = name, kind, module, meter
         self._file = tempfile.TemporaryFile(dir=runtime)  # noqa: SIM115
-        self._file.truncate(WATCH_BYTES)
+        allocate(self._file.fileno(), WATCH_BYTES)
         self.watch = Watch.of(self._file.fileno())
         self.spec = {**spec, "watch": self._file.fileno()}
         self.process: ChildProcess | None = None

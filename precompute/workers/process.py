@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import fcntl
 import logging
 import math
@@ -139,7 +140,14 @@ class ChildProcess(ProcessGroup):
                 name=f"stderr of {self.pid}",
                 daemon=True,
             )
-            self._echo.start()
+            try:
+                self._echo.start()
+            except RuntimeError as exc:
+                self._popen.kill()
+                self._popen.wait()
+                for file in (*self.pipes(), self._popen.stderr):
+                    file.close()
+                raise OSError(errno.EAGAIN, str(exc)) from exc
 
     @property
     def status(self) -> int | None:

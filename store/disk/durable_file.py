@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -178,6 +179,19 @@ def sync_file(path: Path) -> None:
     """fsync a file that another process wrote."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
+
+
+def allocate(file: int, size_bytes: int) -> None:
+    """Give a file that is to be mapped all of its space now: what is written to a hole, on a disk
+    that is full by then, ends the process (SIGBUS).
+
+    Raises:
+        OSError: there is no space.
+    """
+    if sys.platform == "linux":
+        os.posix_fallocate(file, 0, size_bytes)
+    else:
+        os.ftruncate(file, size_bytes)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import sys
 import threading
 import time
 from array import array
@@ -25,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from precompute.store.disk.durable_file import allocate
 from precompute.store.disk.record import Record, read_record, sealed
 from precompute.store.errors import PrecomputeError
 
@@ -71,7 +71,7 @@ class Slots:
                 folder / f"{process}.values", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
             )
             try:
-                _allocate(values)
+                allocate(values, 8 * MAX_SLOTS)
                 self._map = mmap.mmap(values, 8 * MAX_SLOTS)
             finally:
                 os.close(values)
@@ -116,15 +116,6 @@ class Slots:
         if self._keys is not None:
             os.close(self._keys)
             self._keys = None
-
-
-def _allocate(file: int) -> None:
-    """All of it, now: what is written to a hole of a mapped file, on a disk that is full by then,
-    ends the process."""
-    if sys.platform == "linux":
-        os.posix_fallocate(file, 0, 8 * MAX_SLOTS)
-    else:
-        os.ftruncate(file, 8 * MAX_SLOTS)
 
 
 def read_slots(folder: Path) -> Iterator[tuple[str, Key, list[float]]]:
