@@ -668,6 +668,22 @@ def test_a_suspect_that_is_given_up_while_it_waits_is_not_computed(
         assert row_hash("numbers", "2", None) not in seen
 
 
+def test_equal_inputs_under_two_keys_are_one_row_in_hand(make_project: MakeProject) -> None:
+    """Else what ends process after process would never have been alone."""
+    project = make_project([(1, 1.0)], view=FALLBACK)
+    project.publish_all()
+    with opened(project, watch=Watched(may_try_suspects=True)) as (fallback, pointers):
+        pointer, deadline = pointers["numbers"], time.monotonic() + 20
+        warm(fallback, pointer)
+        Watched.seen.clear()
+        given = {"x": 3.0}
+        with fallback._batcher._changed:
+            futures = fallback.submit(pointer, ["8", "9"], {"8": given, "9": given}, deadline)
+        assert [values_of(pointer, one.result(20))["double"] for one in futures] == [6.0, 6.0]
+        row = row_hash("numbers", "8", '{"x": 3.0}')
+        eventually(lambda: [rows for _, rows in Watched.seen if rows] == [[row]])
+
+
 def test_rows_that_a_gpu_was_lost_with_stay_in_hand(
     make_project: MakeProject, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -405,6 +406,51 @@ def test_what_a_process_had_in_its_hands_is_known_to_the_next_one(
     for done_by, rows in ((5.0, [2**64 - 1, 7]), (6.0, list(range(MOST_HELD))), (math.inf, [])):
         watch.set(done_by, rows + [1] * (len(rows) // MOST_HELD))
         assert (ours.done_by, ours.held()) == (done_by, rows)
+
+
+def test_a_watch_has_its_space_before_it_is_written(group: ModelGroup) -> None:
+    """A hole of a mapped file that is written on a full disk ends the supervisor."""
+    assert os.fstat(group.serving.spec["watch"]).st_blocks > 0
+
+
+def test_half_a_conversation_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def first_alone(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", first_alone)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            Conversation(theirs, Slow())  # type: ignore[arg-type]
+    ours.settimeout(20)
+    assert ours.recv(1) == b""
+    started[0].join(20)
+    ours.close()
+
+
+def test_a_child_without_a_thread_for_its_words_is_not_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    popen, made = subprocess.Popen, list[subprocess.Popen[bytes]]()
+
+    def noted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        made.append(popen(*arguments, **options))
+        return made[0]
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", noted)
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OSError, match="can't start new thread"):
+            ChildProcess([sys.executable, "-c", "input()"], output="piped")
+    assert made[0].returncode == -signal.SIGKILL
 
 
 def test_suspects_are_tried_alone_and_killers_left_alone() -> None:

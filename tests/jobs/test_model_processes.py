@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.serve.model_group import ModelLimits
+from precompute.jobs.serve.model_group import ModelGroup, ModelLimits
 from precompute.jobs.serve.remote_fallback import CONTROL
 from precompute.jobs.serve.server import RETIRE_S, LookupWorker, Supervisor
 from precompute.store.errors import PrecomputeError
@@ -349,6 +349,31 @@ def test_a_model_without_room_for_its_process_is_named_and_gets_one_later(
         assert list(supervisor._groups) == ["three"]
     supervisor._end(supervisor._all())
     supervisor._control.close()
+
+
+def test_after_a_pause_the_models_that_were_live_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the whole container: the workers had no time to name them either."""
+    supervisor = Supervisor(
+        {"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64)
+    )
+    for checked in (ModelGroup, LookupWorker):
+        monkeypatch.setattr(checked, "check", lambda *_: None)
+    monkeypatch.setattr(Supervisor, "_drain", lambda _: None)
+    clock, seen = [time.monotonic()], list[list[str]]()
+
+    def tick(*_: object) -> None:
+        seen.append(list(supervisor._groups))
+        clock[0] += RETIRE_S + 1 if len(seen) == 2 else 0.1
+        if len(seen) == 4:
+            supervisor.stop()
+
+    supervisor._make("model")
+    monkeypatch.setattr("precompute.jobs.serve.server.select.select", tick)
+    monkeypatch.setattr("precompute.jobs.serve.server.time.monotonic", lambda: clock[0])
+    supervisor.run()
+    assert seen == [["model"]] * 4
 
 
 def test_a_stalled_worker_that_should_end_is_not_waited_for(

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from precompute.jobs.run.rows import chunks
-from precompute.store.disk import object_storage
+from precompute.store.disk import lease, object_storage
 from precompute.store.disk.lease import holder, is_held, take
 from precompute.store.disk.object_storage import ObjectStorage
 from precompute.store.disk.storage import File
@@ -188,6 +188,30 @@ def test_one_holds_a_lease_and_a_second_is_refused_at_once(
         assert second.record.fence == first.record.fence + 1
         with pytest.raises(FencedError, match="lost its lease 'run' to second"):
             first.check()
+
+
+def test_a_lease_that_was_taken_meanwhile_is_no_second_ones(
+    storage: ObjectStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache" / "view" / "refs"
+    with (
+        take(folder, "run", "first", ttl_s=60) as first,
+        take(folder, "run", "second", ttl_s=60, force=True) as second,
+    ):
+        # who was silent does not write over the record of the next
+        with pytest.raises(ConflictError, match="somebody else took it"):
+            first._sign.beat()
+        second.check()
+    with monkeypatch.context() as patch:
+        # another one is quicker between reading that it is free and taking it
+        free = lease._free_record(storage, lease._record_path(folder, "run"), "run", "")
+        patch.setattr(lease, "_free_record", lambda *_: free)
+        with (
+            take(folder, "run", "quicker", ttl_s=60) as quicker,
+            pytest.raises(ConflictError, match=r"'run' is held \(by quicker"),
+        ):
+            take(folder, "run", "slower", ttl_s=60)
+        quicker.release()
 
 
 HOLD = """
