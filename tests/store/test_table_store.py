@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,6 +65,14 @@ def test_a_table_folder_holds_generations_pointer_and_lock_alone(folder: Path) -
     expected = {"numbers", "numbers/.lock", "numbers/live.json", f"numbers/{1:020d}.table"}
     assert {str(p.relative_to(folder)) for p in folder.rglob("*")} == expected
     assert json.loads((folder / "numbers" / "live.json").read_bytes())["epoch"] == 1
+
+
+def test_another_views_pointer_in_its_place_is_damage(folder: Path) -> None:
+    store = TableStore(folder)
+    publish(store, 1, TABLE)
+    shutil.copytree(folder / "numbers", folder / "others")
+    with pytest.raises(DamagedPointerError, match="it is another view's"):
+        TableStore(folder).live("others")
 
 
 @pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "a folder"])
