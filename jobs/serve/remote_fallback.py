@@ -132,6 +132,9 @@ def check_runtime(runtime: Path) -> None:
 TRY_EVERY_S = 0.05
 """How often a process that is not there yet is looked for."""
 
+LATE_S = 1.0
+"""How often rows that were sent are compared with their deadlines."""
+
 MOST_SENT = 3
 """Times that a key is sent, to one process after the other: among others, alone, and once more for
 the reply that it is barred."""
@@ -182,7 +185,7 @@ class ModelLink:
         self._cancelled: list[int] = []
         """Numbers of rows that were sent and that no request waits for any more."""
         self._open: frozenset[tuple[str, tuple[int, str]]] = frozenset()
-        self._closed = False
+        self._closed, self._late_at = False, 0.0
         with contextlib.ExitStack() as unless_made:
             self._waker, self._woken = socket.socketpair()
             unless_made.callback(self._woken.close)
@@ -294,7 +297,8 @@ class ModelLink:
             selector.register(self._woken, selectors.EVENT_READ)
             while not self._closed:
                 self._send(connection, publishings)
-                for ready, _ in selector.select():
+                self._end_late()
+                for ready, _ in selector.select(LATE_S if self._sent else None):
                     if ready.fileobj is self._woken:
                         self._woken.recv(4096)
                     elif (message := read_message(file)) is not None:
@@ -348,6 +352,20 @@ class ModelLink:
             offset += size
         for number, reason, detail, broken in header["failed"]:
             _fail(self._pop_sent(number), Miss(Reason(reason), detail, broken=broken))
+
+    def _end_late(self) -> None:
+        """End, about every second, what was sent and is not answered in time: a process that ends
+        before it accepts the connection leaves it open, and nobody else ends what opens a view."""
+        now = time.monotonic()
+        if now < self._late_at:
+            return
+        self._late_at = now + LATE_S
+        with self._lock:
+            late = {n: row for n, row in self._sent.items() if row.request.deadline < now}
+            for number in late:
+                del self._sent[number]
+            self._cancelled += late
+        _fail(late.values(), Miss(Reason.DEADLINE))
 
     def _pop_sent(self, number: int) -> list[_Row]:
         with self._lock:

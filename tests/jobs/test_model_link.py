@@ -332,6 +332,20 @@ def test_a_lost_process_has_its_requests_sent_to_the_next_one(
     link.close()
 
 
+def test_what_no_process_accepts_ends_at_its_deadline(runtime: Path, pointer: Pointer) -> None:
+    """The socket outlives the processes: one that ends as it begins leaves what it was sent."""
+    path = socket_path(runtime, pointer.model)
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        link = ModelLink(path, lambda: None, lambda _: None)
+        (opening,) = link.submit(pointer, [None], {}, time.monotonic() + 0.2)
+        error = opening.exception(20)
+        assert isinstance(error, Miss)
+        assert error.reason is Reason.DEADLINE
+        link.close()
+
+
 @pytest.mark.parametrize("requests", [1, 2])
 def test_a_request_that_was_never_sent_whole_has_ended_no_process(
     runtime: Path, pointer: Pointer, requests: int
