@@ -159,6 +159,7 @@ class Server:
             eventually(
                 lambda: self.get("/readyz").status == 200,
                 lambda: f"{self.get('/readyz')}\n{self.log.read_text()}",
+                seconds=60.0,
             )
 
     def __enter__(self) -> Server:
