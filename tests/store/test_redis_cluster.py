@@ -374,10 +374,14 @@ def test_a_master_killed_in_mid_read_is_an_error_until_taken_over(
             thread.join()
     assert wrong == []
     assert slowest_s[0] < 5.0
-    assert any(
-        "the server was restarted, or another one took its place" in doubt
-        for doubt in store.doubts("numbers")
-    )
+
+    def doubted() -> bool:
+        # a reply that took longer than the budget has opened the breaker for a moment
+        with contextlib.suppress(OnlineStoreError):
+            return any("the server was restarted, or" in one for one in store.doubts("numbers"))
+        return False
+
+    eventually(doubted)
 
 
 def test_a_block_waiting_for_room_at_a_cut_is_sent_all_the_same(
