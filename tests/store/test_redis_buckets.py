@@ -29,10 +29,11 @@ from precompute.store.online.redis.layout import (
     Block,
     Buckets,
     Layout,
+    bucket_cost_bytes,
+    key_cost_bytes,
     slot_of,
 )
-from precompute.store.online.redis.preflight import bucket_cost_bytes, bucket_count, key_cost_bytes
-from precompute.store.online.redis.redis_store import RedisStore
+from precompute.store.online.redis.redis_store import RedisStore, bucket_count
 from tests.online import Stopped, commands_in, plain
 from tests.redis_process import RedisCluster, RedisProcess, newest_redis, redis_binaries
 from tests.store.test_redis_cluster import migrate

@@ -25,9 +25,8 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online.kernels import Packed, Rows
 from precompute.store.online.online_store import Generation, Pointer, Terms
 from precompute.store.online.redis import meta, removal, servers
-from precompute.store.online.redis.layout import MSET_KEYS, blocks
-from precompute.store.online.redis.link import Breaker
-from precompute.store.online.redis.preflight import ServerState, check_room, key_cost_bytes
+from precompute.store.online.redis.layout import MSET_KEYS, blocks, key_cost_bytes
+from precompute.store.online.redis.link import Breaker, ServerState, check_room
 from precompute.store.online.redis.redis_store import WARM_CONNECTIONS, RedisStore
 from precompute.store.online.redis.servers import SingleServer
 from precompute.store.online.url import open_online_store

@@ -34,10 +34,10 @@ from precompute.store.online.redis.link import (
     Budget,
     Link,
     NoAnswer,
+    identity_of,
     no_answer,
     refusal,
 )
-from precompute.store.online.redis.preflight import identity_of
 from precompute.store.online.redis.removal import counted
 from precompute.store.online.redis.servers import (
     ADMIN_S,

@@ -1,5 +1,6 @@
 """Layout: how a generation's rows lie in Redis, one key each or, if narrow, as fields of small
-hashes; and the commands that write and read them, built in numpy by the block."""
+hashes; what memory they take; and the commands that write and read them, built in numpy by the
+block."""
 
 from __future__ import annotations
 
@@ -525,3 +526,43 @@ def _beside(count: int, columns: Sequence[bytes | U1]) -> U1:
     cells = np.empty((count, width), np.uint8)
     _fill(cells, columns)
     return cells
+
+
+def key_cost_bytes(key_bytes: float, row_bytes: float) -> int:
+    """Bytes of a Redis server's memory for one row under a key of so many bytes (with its prefix).
+
+    A table entry (24, for which 32 are given out) and its bucket (8), an object (16), and two
+    strings with their headers and final zero, each rounded up to what the allocator gives out. By
+    the source of Redis 7.0 (dict.h, object.c, sds.h) and jemalloc's size classes; within 2 % of
+    what 7.0 was measured to take with 16,384 and 131,072 keys of 4 to 4,000 bytes, within 13 %
+    where Redis is built without jemalloc.
+    """
+    # up to 44 bytes lie in their object
+    value = (
+        size_class(16 + 3 + row_bytes + 1)
+        if row_bytes <= 44
+        else 16 + size_class(row_bytes + (4 if row_bytes < 256 else 6))
+    )
+    return 32 + 8 + size_class(key_bytes + (2 if key_bytes < 32 else 4)) + value
+
+
+def size_class(size_bytes: float) -> int:
+    """What jemalloc gives out for so many bytes: steps of 16 up to 128, then four classes to each
+    doubling."""
+    size = max(1, int(size_bytes))
+    step = 16 if size <= 128 else 1 << ((size - 1).bit_length() - 3)
+    return -(-size // step) * step
+
+
+def bucket_cost_bytes(prefix_bytes: int, row_bytes: float) -> float:
+    """Bytes of a Redis server's memory for one row in a bucket: its field and value, each with two
+    bytes of its own (three beyond 63), and its share of the bucket, which is rounded up to what the
+    allocator gives out, and of the bucket's key. By the source of Redis 7.0 (listpack.c); within 5
+    % of what 7.0 was measured to take, and 15 % of 6.2 without jemalloc.
+    """
+    value = 1 + KEPT + row_bytes - HEADER_BYTES
+    entry = FIELD_BYTES + 2 + value + (2 if value < 64 else 3)
+    # they are not all of the same size: two thirds have 56 to 72 rows
+    counts = range(FIELDS - 16, FIELDS + 17)
+    bucket = sum(size_class(7 + count * entry) for count in counts) / sum(counts)
+    return bucket + (32 + 8 + 16 + size_class(prefix_bytes + NAME_BYTES + 4)) / FIELDS

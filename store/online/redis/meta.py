@@ -20,7 +20,7 @@ from precompute.store.online.online_store import (
 )
 from precompute.store.online.redis.connection import Command
 from precompute.store.online.redis.layout import Buckets
-from precompute.store.online.redis.preflight import (
+from precompute.store.online.redis.link import (
     ServerState,
     evicted_of,
     identity_of,

@@ -28,8 +28,16 @@ from precompute.store.online.redis.connection import (
     words,
 )
 from precompute.store.online.redis.layout import FIELDS, WIDEST_VALUE, Block, Layout
-from precompute.store.online.redis.link import MOVING, PASSING, Budget, Link, no_answer, refusal
-from precompute.store.online.redis.preflight import ServerState, server_state
+from precompute.store.online.redis.link import (
+    MOVING,
+    PASSING,
+    Budget,
+    Link,
+    ServerState,
+    no_answer,
+    refusal,
+    server_state,
+)
 
 log = logging.getLogger(__name__)
 
