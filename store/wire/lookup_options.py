@@ -126,8 +126,10 @@ class SearchOptions(NamedTuple):
             raise RequestError(
                 f"text is a text, got {type(self.text).__name__}: {str(self.text)[:80]}"
             )
-        if not 0 < self.k <= MAX_NEIGHBOURS:
-            raise RequestError(f"k is 1 to {MAX_NEIGHBOURS}, got {self.k}")
+        if self.k % 1 or not 0 < self.k <= MAX_NEIGHBOURS:
+            raise RequestError(
+                f"k is a whole number from 1 to {MAX_NEIGHBOURS}, got {str(self.k)[:80]}"
+            )
         for name, keys in (("only", self.only or ()), ("exclude", self.exclude)):
             if len(keys) > MAX_KEYS:
                 raise RequestError(

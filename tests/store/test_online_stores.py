@@ -502,7 +502,18 @@ def test_a_pointer_of_a_later_version_is_read_an_unsealed_one_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "memory", "table:", "http://x", "redis", "file:///x", "sqlite:x"]
+    "url",
+    [
+        "",
+        "memory",
+        "table:",
+        "table://x",
+        "table://./x",
+        "http://x",
+        "redis",
+        "file:///x",
+        "sqlite:x",
+    ],
 )
 def test_a_url_that_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"online: '.*' names no (online store|folder): write "):

@@ -213,6 +213,10 @@ def test_a_master_of_few_slots_has_a_key_to_try_rights_with() -> None:
         assert slot_of(cluster.scratch(cluster.link(("a", 1)), "precompute")) != slot
     with pytest.raises(OnlineStoreError, match=r"c:3 of .* has no slots any more"):
         cluster.scratch(cluster.link(("c", 3)), "precompute")
+    # its last slot moved away
+    cluster._follow(SLOTS - 1, ("a", 1))
+    with pytest.raises(OnlineStoreError, match=r"b:2 of .* has no slots any more"):
+        cluster.scratch(cluster.link(("b", 2)), "precompute")
 
 
 def test_masters_that_change_between_looks_are_each_queried(

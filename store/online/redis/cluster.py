@@ -207,9 +207,9 @@ class Cluster(Servers):
 
     def scratch(self, link: Link, prefix: str, at: int = 0) -> str:
         slots = self._slots(time.monotonic() + ADMIN_S, "find a key of a server's")
-        if link.node not in slots.masters:
+        owner = slots.masters.index(link.node) if link.node in slots.masters else None
+        if owner not in slots.owners:
             raise OnlineStoreError(f"Redis at {link.where} has no slots any more: do it again")
-        owner = slots.masters.index(link.node)
         # each slot has a number below 200,000: 0.1 s where the server has one only
         held = (
             number for number in itertools.count() if slots.owners[slot_of(str(number))] == owner

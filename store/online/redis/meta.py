@@ -71,6 +71,7 @@ redis.call('HSET', KEYS[1], 'dropping:all', ARGV[1])
 return {'done', ''}
 """
 _ENDED = """
+if #redis.call('HGETALL', KEYS[1]) == 0 then return {'done', ''} end
 if redis.call('HGET', KEYS[1], 'dropping:all') ~= ARGV[1] then return {'changed', ''} end
 redis.call('UNLINK', KEYS[1])
 return {'done', ''}
