@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from precompute.jobs.serve.fallback import MissCacheWriter
 from precompute.store.answers.fallback import Miss
@@ -145,7 +146,16 @@ def test_a_row_is_cached_for_its_time_and_its_absence_for_less(
         assert set(miss_cache.read(pointer, ["a", "none"])) == known
 
 
-def test_what_a_clock_that_ran_ahead_kept_does_not_count(
+def test_what_redis_caches_is_gone_once_nothing_of_it_counts(
+    redis_url: str, pointer: Pointer
+) -> None:
+    MissCacheRedis(redis_url, MissCacheLimits(), Clock()).write(pointer, [CachedMiss("a", None)])
+    with redis.Redis.from_url(redis_url) as client:
+        (name,) = client.keys("*:misses:*")
+        assert 90_000 < client.pttl(name) <= 100_000
+
+
+def test_what_a_clock_that_ran_ahead_cached_does_not_count(
     open_cache: Open, pointer: Pointer
 ) -> None:
     clock = Clock()

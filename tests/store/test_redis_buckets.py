@@ -33,6 +33,7 @@ from precompute.store.online.redis.layout import (
     key_cost_bytes,
     slot_of,
 )
+from precompute.store.online.redis.meta import Loaded
 from precompute.store.online.redis.redis_store import RedisStore, bucket_count
 from tests.online import Stopped, commands_in, plain
 from tests.redis_process import RedisCluster, RedisProcess, newest_redis, redis_binaries
@@ -478,6 +479,9 @@ def test_buckets_are_chosen_by_the_rows_width(store: RedisStore, raw: redis.Redi
         store.prepare("scores", Generation(1, 1), 20, 1000, "us", row_bytes)
         store.load("scores", Generation(1, 1), batches(ids(20)))
         assert len(hashes_of(raw)) == keys
+    # of few rows some buckets may have none
+    few = [Loaded(Generation(1, 1), rows, buckets=Buckets(10, "")) for rows in (0, 319, 320)]
+    assert [loaded.keys for loaded in few] == [0, 1, 10]
 
 
 @pytest.mark.parametrize("columns", [1, 3])
@@ -518,7 +522,7 @@ def test_a_server_without_small_hashes_gets_keys(
     raw.config_set("hash-max-ziplist-entries", 32)
     publish(store, 1, ids(20))
     assert len(hashes_of(raw)) == 20
-    assert "keeps no small hashes of 128 fields" in caplog.text
+    assert "has no small hashes of 128 fields" in caplog.text
     raw.config_set("hash-max-ziplist-entries", 512)
     for number, right in ((5, "-object"), (6, "-hlen")):
         raw.acl_setuser(

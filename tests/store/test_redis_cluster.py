@@ -428,7 +428,7 @@ def test_a_cluster_whose_replicas_lag_is_not_made_live(
     store = open_store(own_cluster.url())
     own_cluster.replicas[0].stop()
     with pytest.raises(
-        OnlineStoreError, match=r"of 1 replicas of Redis at .* only 0 have what was loaded"
+        OnlineStoreError, match=r"of 1 replicas of Redis at .* only 0 have what was written"
     ):
         store.load("numbers", Generation(1, 1), rows_of(many(2000), 1000))
     own_cluster.replicas[0].go_on()
@@ -437,5 +437,11 @@ def test_a_cluster_whose_replicas_lag_is_not_made_live(
         number=1, rows_done=2000
     )
     assert store.load("numbers", Generation(1, 1), [], 2000) == 2000
+    for replica in own_cluster.replicas:
+        replica.stop()
+    with pytest.raises(OnlineStoreError, match=r"only 0 have .*, and do it again"):
+        store.flip(pointer(1))
+    for replica in own_cluster.replicas:
+        replica.go_on()
     store.flip(pointer(1))
     assert read_all(store, many(2000)) == list(many(2000).values())

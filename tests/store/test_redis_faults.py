@@ -21,7 +21,7 @@ from precompute.store.online.kernels import Rows
 from precompute.store.online.online_store import Generation, Pointer, Terms
 from precompute.store.online.redis import meta, removal, servers
 from precompute.store.online.redis.cluster import Cluster, SlotMap
-from precompute.store.online.redis.connection import RedisOptions
+from precompute.store.online.redis.connection import RedisOptions, Refused
 from precompute.store.online.redis.layout import SLOTS, slot_of
 from precompute.store.online.redis.redis_store import RedisStore
 from precompute.store.online.redis.removal import sweep
@@ -152,6 +152,24 @@ def test_what_is_elsewhere_is_asked_for_there_at_once(
         assert store.live("numbers") == pointer(1), "by ASK"
 
 
+def test_where_an_ask_points_to_counts_for_the_next_try_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, tried = Cluster(RedisOptions.of("redis+cluster://a:1,b:2")), list[str]()
+    cluster._map = SlotMap((("a", 1), ("b", 2)), np.zeros(SLOTS, np.int16))
+    answers = iter([Refused("ASK 0 b:2"), Refused("MOVED 0 a:1"), b"1"])
+
+    def scattered(parts: Any, *arguments: Any) -> Any:
+        (node,), values, answer = parts, arguments[2], next(answers)
+        tried.append(node[0])
+        values[0] = answer
+        return {0: (node, answer)} if isinstance(answer, Refused) else {}
+
+    monkeypatch.setattr(cluster, "_scattered", scattered)
+    assert cluster.replies("key", [("GET", "key")], "read") == [b"1"]
+    assert tried == ["a", "b", "a"]
+
+
 def test_slots_that_are_asked_for_on_both_sides_are_tried_again(
     cluster: RedisCluster, open_store: OpenStore
 ) -> None:
@@ -168,10 +186,10 @@ def test_slots_that_are_asked_for_on_both_sides_are_tried_again(
             with pytest.raises(
                 OnlineStoreError, match=r"moves its slots, could not look: .*TRYAGAIN"
             ):
-                servers.ask(names[0], [("MGET", *names)], "look", 0.2)
+                servers.call(names[0], [("MGET", *names)], "look", 0.2)
             later = threading.Timer(0.3, back.close)
             later.start()
-            assert servers.ask(names[0], [("MGET", *names)], "look", 10.0) == [[b"x"] * 10]
+            assert servers.call(names[0], [("MGET", *names)], "look", 10.0) == [[b"x"] * 10]
             later.join()
 
 

@@ -255,6 +255,19 @@ def torn(rows: Rows, batches: int) -> Rows:
     raise Stopped
 
 
+def test_rows_count_as_loaded_once_their_last_block_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(servers, "NOTE_EVERY_S", 0.0)
+    noted: list[int] = []
+    progress = servers.Progress(5, noted.append, None)
+    progress.mark(1, 10)
+    progress.mark(2, 20)
+    for oldest, expected in ((0, []), (1, []), (2, [10]), (None, [10, 20])):
+        progress.settled(oldest)
+        assert noted == expected
+
+
 def test_an_interrupted_load_goes_on_where_the_server_had_it(
     store: RedisStore,
     server: RedisProcess,
@@ -467,7 +480,20 @@ def test_a_read_takes_no_longer_than_its_budget_and_the_next_ones_no_time(
             assert read(store, [b"a"]) == [b"1"]
 
 
-def test_connections_are_there_before_anybody_asks(
+def test_the_connection_of_a_short_read_waits_as_long_as_its_next_call_may(
+    own_server: RedisProcess, open_store: OpenStore
+) -> None:
+    store = open_store(own_server.url("?budget_ms=100"))
+    publish(store, 1, TABLE)
+    assert read(store, [b"a"]) == [b"1"]
+    own_server.stop()
+    later = threading.Timer(0.5, own_server.go_on)
+    later.start()
+    assert store.generations("numbers") == [Generation(1, 1)]
+    later.join()
+
+
+def test_connections_are_open_before_the_first_request(
     own_server: RedisProcess, open_store: OpenStore
 ) -> None:
     store = open_store(own_server.url())

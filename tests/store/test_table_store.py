@@ -75,6 +75,24 @@ def test_another_views_pointer_in_its_place_is_damage(folder: Path) -> None:
         TableStore(folder).live("others")
 
 
+def test_a_reader_that_two_publishings_overtake_reads_the_second(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader, slept = TableStore(folder), TableStore(folder), iter([True])
+    publish(writer, 1, TABLE)
+    found = TableStore._pointer
+
+    def pointer_of(store: TableStore, view: str) -> Any:
+        opened = found(store, view)
+        if store is reader and next(slept, False):
+            publish(writer, 2, {b"a": b"2"})
+            writer.drop(view, 1)
+        return opened
+
+    monkeypatch.setattr(TableStore, "_pointer", pointer_of)
+    assert values(reader.read("numbers", [b"a"])) == [b"2"]
+
+
 @pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "a folder"])
 def test_a_live_generation_that_is_gone_or_damaged_is_told(folder: Path, damage: str) -> None:
     publish(TableStore(folder), 1, TABLE)

@@ -302,7 +302,7 @@ class Cluster(Servers):
         version = None
         if meta is not None:
             # only now: what it names was there while all rows were read
-            (version,) = self.ask(meta, [("HGET", meta, "version")], doing, budget)
+            (version,) = self.call(meta, [("HGET", meta, "version")], doing, budget)
         return version, [
             layout.found(keys, replies[i * len(keys) : (i + 1) * len(keys)], hashes)
             for i, layout in enumerate(layouts)
@@ -334,7 +334,7 @@ class Cluster(Servers):
                 parts.setdefault(
                     elsewhere.get(i) or slots.masters[slots.owners[of_slots[i]]], []
                 ).append(i)
-            # half of what is left: a node that hangs must not take the time to ask who has its
+            # half of what is left: a node that hangs must not take the time to find out who has its
             # slots by now
             half = time.monotonic() + max(0.01, budget.left_s / 2)
             failed = self._scattered(parts, commands, elsewhere, values, half, doing)

@@ -32,7 +32,7 @@ from precompute.store.online.redis.connection import Command, Lost, RedisOptions
 from precompute.store.online.redis.layout import (
     FEW,
     FIELDS,
-    KEPT,
+    OWN_BYTES,
     WIDEST_VALUE,
     Buckets,
     Layout,
@@ -49,6 +49,7 @@ from precompute.store.online.redis.link import (
     evicted_of,
     identity_of,
     no_answer,
+    server_state,
 )
 from precompute.store.online.redis.meta import (
     EVERYTHING,
@@ -66,7 +67,6 @@ from precompute.store.online.redis.servers import (
     ADMIN_S,
     Progress,
     begun,
-    handed_on,
     keep_small,
     replicated,
 )
@@ -176,7 +176,7 @@ class RedisStore(OnlineStore):
             return None
         doing = f"read the pointer of {view!r}"
         meta, requested_s = self._names.meta(view), time.monotonic()
-        (found,) = self._servers.ask(meta, [("HMGET", meta, "version", "pointer")], doing, budget)
+        (found,) = self._servers.call(meta, [("HMGET", meta, "version", "pointer")], doing, budget)
         assert isinstance(found, list)
         version, body = found
         seen = self._seen.get(view)
@@ -205,7 +205,7 @@ class RedisStore(OnlineStore):
         """How generations lie in Redis. One that is gone by now was another pointer's, which the
         reader finds out."""
         meta = self._names.meta(view)
-        (records_,) = self._servers.ask(
+        (records_,) = self._servers.call(
             meta, [("HMGET", meta, *[f"rows:{number}" for number in numbers])], doing, budget
         )
         return [
@@ -224,7 +224,9 @@ class RedisStore(OnlineStore):
 
     def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
         meta, fields = self._names.meta(view), [b"rows:%d" % number for number in numbers]
-        (found,) = self._servers.ask(meta, [("HMGET", meta, *fields)], f"look at {view!r}", _look())
+        (found,) = self._servers.call(
+            meta, [("HMGET", meta, *fields)], f"look at {view!r}", _look()
+        )
         return Meta.of(
             [
                 part
@@ -236,21 +238,22 @@ class RedisStore(OnlineStore):
 
     def views(self) -> list[str]:
         doing, budget = "list the views", _look()
-        (members,) = self._servers.ask(
+        (members,) = self._servers.call(
             self._names.views, [("SMEMBERS", self._names.views)], doing, budget
         )
         assert isinstance(members, list)
         names = sorted(name.decode(errors="replace") for name in members)
         metas = [self._names.meta(name) for name in names]
         live = [
-            self._servers.ask(meta, [("HEXISTS", meta, "pointer")], doing, budget) for meta in metas
+            self._servers.call(meta, [("HEXISTS", meta, "pointer")], doing, budget)
+            for meta in metas
         ]
         return [name for name, (there,) in zip(names, live, strict=True) if there]
 
     def doubts(self, view: str) -> list[str]:
         doing, views, budget = f"look after {view!r}", self._names.views, _look()
         states = self._servers.states(doing, budget).values()
-        (members,) = self._servers.ask(views, [("SMEMBERS", views)], doing, budget)
+        (members,) = self._servers.call(views, [("SMEMBERS", views)], doing, budget)
         # beside rows there are the set of views, and a hash for each
         return doubts(self._hashes.read(view), states, beside=1 + len(members))
 
@@ -356,7 +359,7 @@ class RedisStore(OnlineStore):
     def _check_room(self, size_bytes: int, dropped: bool) -> None:
         until = time.monotonic() + (FREED_S if dropped else 0)
         while True:
-            states = self._servers.states("ask for its memory", ADMIN_S)
+            states = self._servers.states("look at its memory", ADMIN_S)
             try:
                 for link, state in states.items():
                     check_room(state, link.where, size_bytes // len(states))
@@ -423,7 +426,7 @@ class RedisStore(OnlineStore):
             evicted=evicted,
             buckets=buckets,
         )
-        self._servers.ask(self._names.views, [("SADD", self._names.views, view)], doing, ADMIN_S)
+        self._servers.call(self._names.views, [("SADD", self._names.views, view)], doing, ADMIN_S)
         self._hashes.begin_loading(view, loading)
         return self._send(view, loading, rows, doing)
 
@@ -451,7 +454,7 @@ class RedisStore(OnlineStore):
             raise
         states = self._servers.states(doing, ADMIN_S)
         for link, state in states.items():
-            replicated(self._servers, link, self._names.prefix, state.replicas or 0, doing)
+            replicated(self._servers, link, self._names.prefix, state.replicas, doing)
         # in a cluster the note may be there and rows not: of one server it comes after all of them
         server = whole if self._servers.cluster else identity_of(states.values())
         parts = None if listed is None else listed.parts
@@ -469,7 +472,7 @@ class RedisStore(OnlineStore):
         return progress.done
 
     def _write(self, key: bytes, value: bytes, doing: str) -> None:
-        self._servers.ask(key, [("SET", key, value)], doing, ADMIN_S)
+        self._servers.call(key, [("SET", key, value)], doing, ADMIN_S)
 
     def _clean_up(self, view: str, number: int, token: str) -> None:
         """Drop what this process loaded, unless another one has gone on with it. What stays after
@@ -488,7 +491,9 @@ class RedisStore(OnlineStore):
         if self._servers.cluster:
             # a failover would bring the pointer before back, and other masters have dropped its
             # rows
-            handed_on(self._servers, self._names.meta(view), f"hand on what is live of {view!r}")
+            link, doing = self._servers.at(self._names.meta(view)), f"hand on {view!r}"
+            replicas = server_state(link, doing, ADMIN_S).replicas
+            replicated(self._servers, link, self._names.prefix, replicas, doing)
 
     def record_damage(self, view: str) -> list[str]:
         return [
@@ -569,7 +574,7 @@ def bucket_count(rows: int, row_bytes: int | None, prefix_bytes: int) -> int:
     if (
         not rows
         or row_bytes is None
-        or not HEADER_BYTES <= row_bytes <= WIDEST_VALUE - 1 - KEPT + HEADER_BYTES
+        or not HEADER_BYTES <= row_bytes <= WIDEST_VALUE - 1 - OWN_BYTES + HEADER_BYTES
     ):
         return 0
     saving = key_cost_bytes(prefix_bytes + KEY_BYTES, row_bytes) / bucket_cost_bytes(
