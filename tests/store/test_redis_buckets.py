@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from precompute.store.online.redis.layout import (
 )
 from precompute.store.online.redis.meta import Loaded
 from precompute.store.online.redis.redis_store import RedisStore, bucket_count
-from tests.online import Stopped, commands_in, plain
+from tests.online import OpenStore, Stopped, commands_in, plain, values
 from tests.redis_process import RedisCluster, RedisProcess, newest_redis, redis_binaries
 from tests.store.test_redis_cluster import migrate
 
@@ -101,15 +101,6 @@ def raw(shared_server: RedisProcess) -> Iterator[redis.Redis]:
         client.acl_deluser("some")
 
 
-OpenStore = Callable[[str], RedisStore]
-
-
-@pytest.fixture
-def open_store() -> Iterator[OpenStore]:
-    with contextlib.ExitStack() as opened:
-        yield lambda url: opened.enter_context(contextlib.closing(RedisStore(url)))
-
-
 @pytest.fixture
 def store(shared_server: RedisProcess, raw: redis.Redis, open_store: OpenStore) -> RedisStore:
     return open_store(shared_server.url())
@@ -138,9 +129,7 @@ def publish(store: RedisStore, number: int, keys: list[bytes]) -> None:
 
 
 def read(store: RedisStore, keys: list[bytes]) -> list[bytes | None]:
-    found = store.read("scores", keys)
-    assert found is not None
-    return plain(found[1])
+    return values(store.read("scores", keys))
 
 
 def hashes_of(raw: redis.Redis, number: int = 1) -> list[bytes]:

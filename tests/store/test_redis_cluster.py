@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from precompute.store.online.redis.connection import Lost, Refused
 from precompute.store.online.redis.layout import SLOTS, row_slots, slot_of
 from precompute.store.online.redis.redis_store import RedisStore
 from precompute.store.online.redis.servers import Pipe
-from tests.online import TABLE, numbers, pointer, rows_of, values
+from tests.online import TABLE, OpenStore, many, numbers, pointer, rows_of, values
 from tests.redis_process import RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
 
 BINARIES = redis_binaries()
@@ -48,19 +47,6 @@ def own_cluster(tmp_path: Path) -> Iterator[RedisCluster]:
     """One whose servers the test may kill."""
     with RedisCluster(NEWEST, tmp_path) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def open_store() -> Iterator[Callable[[str], RedisStore]]:
-    with contextlib.ExitStack() as opened:
-        yield lambda url: opened.enter_context(contextlib.closing(RedisStore(url)))
-
-
-OpenStore = Callable[[str], RedisStore]
-
-
-def many(rows: int, width: int = 100) -> dict[bytes, bytes]:
-    return {b"%d" % i: b"%d:" % i + b"x" * (width - len(str(i)) - 1) for i in range(rows)}
 
 
 def load(store: RedisStore, number: int, table: dict[bytes, bytes]) -> None:

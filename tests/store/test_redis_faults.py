@@ -8,7 +8,6 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,18 @@ from precompute.store.online.redis import meta, removal, servers
 from precompute.store.online.redis.cluster import Cluster, SlotMap
 from precompute.store.online.redis.connection import RedisOptions, Refused
 from precompute.store.online.redis.layout import SLOTS, slot_of
-from precompute.store.online.redis.redis_store import RedisStore
 from precompute.store.online.redis.removal import sweep
-from tests.online import TABLE, Stopped, pointer, publish, rows_of, values
+from tests.online import (
+    TABLE,
+    OpenStore,
+    Stopped,
+    is_refused,
+    many,
+    pointer,
+    publish,
+    rows_of,
+    values,
+)
 from tests.redis_process import (
     Proxy,
     RedisCluster,
@@ -33,25 +41,10 @@ from tests.redis_process import (
     eventually,
     newest_redis,
 )
-from tests.store.test_redis_cluster import in_one_slot, many, migrate, read_all
+from tests.store.test_redis_cluster import in_one_slot, migrate, read_all
 
 NEWEST = newest_redis()
 META = "precompute:{numbers}:meta"
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisProcess]:
-    with RedisProcess(NEWEST, tmp_path) as process:
-        yield process
-
-
-OpenStore = Callable[[str], RedisStore]
-
-
-@pytest.fixture
-def open_store() -> Iterator[OpenStore]:
-    with contextlib.ExitStack() as opened:
-        yield lambda url: opened.enter_context(contextlib.closing(RedisStore(url)))
 
 
 # ---- a cluster in which something moves
@@ -265,7 +258,7 @@ def test_a_failover_between_preflight_and_load_is_no_load_to_go_on_with(
         assert terms.rows_done > 0
         cluster.master_of("precompute:{}numbers:1:0").kill()
         eventually(
-            lambda: not _refused(lambda: store.read_generation("numbers", 1, list(table)[:100])),
+            lambda: not is_refused(lambda: store.read_generation("numbers", 1, list(table)[:100])),
             within_s=20,
         )
         with pytest.raises(
@@ -292,7 +285,7 @@ def test_a_master_that_is_started_anew_when_all_was_acknowledged_is_told(
             other.kill()
             other.start()
             eventually(
-                lambda: not _refused(lambda: store.read_generation("numbers", 1, list(table)))
+                lambda: not is_refused(lambda: store.read_generation("numbers", 1, list(table)))
             )
             return whole
 
@@ -301,23 +294,15 @@ def test_a_master_that_is_started_anew_when_all_was_acknowledged_is_told(
         assert any("restarted" in doubt for doubt in store.doubts("numbers"))
 
 
-def _refused(use: Callable[[], object]) -> bool:
-    try:
-        use()
-    except OnlineStoreError:
-        return True
-    return False
-
-
 # ---- one server
 
 
 def test_one_read_has_one_budget_however_many_calls_it_takes(
-    server: RedisProcess, open_store: OpenStore
+    own_server: RedisProcess, open_store: OpenStore
 ) -> None:
     """Pointer and rows are there in 0.2 s each."""
-    publish(open_store(server.url()), 1, TABLE)
-    with Proxy(server.port) as proxy:
+    publish(open_store(own_server.url()), 1, TABLE)
+    with Proxy(own_server.port) as proxy:
         proxy.delay_s = 0.1
         with pytest.raises(OnlineStoreError, match="does not answer, could not read"):
             open_store(f"redis://127.0.0.1:{proxy.port}/0?budget_ms=300").read("numbers", [b"a"])
@@ -327,17 +312,17 @@ def test_one_read_has_one_budget_however_many_calls_it_takes(
 
 
 def test_a_server_that_refuses_is_no_silent_one_any_more(
-    server: RedisProcess, open_store: OpenStore
+    own_server: RedisProcess, open_store: OpenStore
 ) -> None:
-    store = open_store(server.url("?budget_ms=200", ":right@"))
-    with server.client() as client:
+    store = open_store(own_server.url("?budget_ms=200", ":right@"))
+    with own_server.client() as client:
         client.config_set("requirepass", "right")
     publish(store, 1, TABLE)
-    server.kill()
+    own_server.kill()
     with pytest.raises(OnlineStoreError, match="does not answer"):
         store.read("numbers", [b"a"])
-    server.start()
-    with server.client() as client:
+    own_server.start()
+    with own_server.client() as client:
         client.config_set("requirepass", "another")
     said: list[str] = []
 
@@ -352,11 +337,11 @@ def test_a_server_that_refuses_is_no_silent_one_any_more(
 
 
 def test_what_is_evicted_while_rows_are_loaded_is_doubted(
-    server: RedisProcess, open_store: OpenStore
+    own_server: RedisProcess, open_store: OpenStore
 ) -> None:
-    with server.client() as raw:
+    with own_server.client() as raw:
         raw.config_set("maxmemory-policy", "allkeys-random")
-        store = open_store(server.url("?allow_eviction=yes"))
+        store = open_store(own_server.url("?allow_eviction=yes"))
 
         def evicting() -> Rows:
             parts = list(rows_of(many(20_000), 1000))
@@ -378,9 +363,9 @@ def test_what_is_evicted_while_rows_are_loaded_is_doubted(
 
 
 def test_an_end_that_outlives_its_lease_leaves_alone_what_was_begun_anew(
-    server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+    own_server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, other = open_store(server.url()), open_store(server.url())
+    store, other = open_store(own_server.url()), open_store(own_server.url())
     publish(store, 1, many(3000))
     slept = iter([True])
 
@@ -398,14 +383,14 @@ def test_an_end_that_outlives_its_lease_leaves_alone_what_was_begun_anew(
     assert other.doubts("numbers") == []
     monkeypatch.undo()
     store.forget("numbers")
-    with server.client() as raw:
+    with own_server.client() as raw:
         assert raw.dbsize() == 0
 
 
 def test_a_drop_that_outlives_its_lease_leaves_alone_what_was_loaded_anew(
-    server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+    own_server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, other = open_store(server.url()), open_store(server.url())
+    store, other = open_store(own_server.url()), open_store(own_server.url())
     publish(store, 1, many(3000))
     publish(store, 2, {b"a": b"live"})
     slept = iter([True])
@@ -422,14 +407,14 @@ def test_a_drop_that_outlives_its_lease_leaves_alone_what_was_loaded_anew(
 
 
 def test_a_master_that_becomes_a_replica_in_mid_load_is_told(
-    server: RedisProcess, tmp_path_factory: pytest.TempPathFactory, open_store: OpenStore
+    own_server: RedisProcess, tmp_path_factory: pytest.TempPathFactory, open_store: OpenStore
 ) -> None:
     """READONLY, as after a failover that the address does not follow."""
-    store = open_store(server.url())
+    store = open_store(own_server.url())
     publish(store, 1, TABLE)
     with (
         RedisProcess(NEWEST, tmp_path_factory.mktemp("master")) as master,
-        server.client() as client,
+        own_server.client() as client,
     ):
 
         def demoted() -> Rows:
@@ -506,7 +491,7 @@ def test_a_redis_killed_inside_the_flip_has_old_or_new_whole(
         proxy.silent = False
         server.start()
         reader = open_store(server.url())
-        eventually(lambda: not _refused(lambda: reader.live("numbers")))
+        eventually(lambda: not is_refused(lambda: reader.live("numbers")))
         new = when == "before it is answered"
         assert reader.live("numbers") == pointer(2 if new else 1)
         assert values(reader.read("numbers", [b"a", b"b"])) == (

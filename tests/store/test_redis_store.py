@@ -30,7 +30,17 @@ from precompute.store.online.redis.link import Breaker, ServerState, check_room
 from precompute.store.online.redis.redis_store import WARM_CONNECTIONS, RedisStore
 from precompute.store.online.redis.servers import SingleServer
 from precompute.store.online.url import open_online_store, shown_url
-from tests.online import DAMAGED_POINTERS, TABLE, Stopped, commands_in, plain, rows_of
+from tests.online import (
+    DAMAGED_POINTERS,
+    TABLE,
+    OpenStore,
+    Stopped,
+    commands_in,
+    is_refused,
+    many,
+    rows_of,
+    values,
+)
 from tests.redis_process import (
     Proxy,
     RedisProcess,
@@ -89,29 +99,6 @@ def raw(server: RedisProcess) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[RedisProcess]:
-    """A server that the test may kill."""
-    with RedisProcess(newest_redis(), tmp_path) as process:
-        yield process
-
-
-OpenStore = Callable[..., RedisStore]
-
-
-@pytest.fixture
-def open_store() -> Iterator[OpenStore]:
-    opened: list[RedisStore] = []
-
-    def opening(url: str) -> RedisStore:
-        opened.append(RedisStore(url))
-        return opened[-1]
-
-    yield opening
-    for store in opened:
-        store.close()
-
-
-@pytest.fixture
 def store(server: RedisProcess, open_store: OpenStore) -> RedisStore:
     return open_store(server.url())
 
@@ -134,10 +121,6 @@ def pointer(
     )
 
 
-def many(rows: int, width: int = 100) -> dict[bytes, bytes]:
-    return {b"%d" % i: b"%d:" % i + b"x" * (width - len(str(i)) - 1) for i in range(rows)}
-
-
 def load(
     store: RedisStore,
     number: int,
@@ -158,9 +141,7 @@ def publish(store: RedisStore, number: int, table: dict[bytes, bytes]) -> None:
 
 
 def read(store: RedisStore, keys: list[bytes]) -> list[bytes | None]:
-    found = store.read("numbers", keys)
-    assert found is not None
-    return plain(found[1])
+    return values(store.read("numbers", keys))
 
 
 def fields_of(raw: redis.Redis) -> list[str]:
@@ -408,19 +389,11 @@ def test_a_server_that_comes_back_empty_takes_the_view_again(
     with pytest.raises(OnlineStoreError, match="does not answer"):
         store.read("numbers", [b"a"])
     own_server.start()
-    eventually(lambda: not _refused(lambda: store.read("numbers", [b"a"])))
+    eventually(lambda: not is_refused(lambda: store.read("numbers", [b"a"])))
     assert store.read("numbers", [b"a"]) is None
     assert store.views() == []
     publish(store, 1, {b"a": b"back"})
     assert read(store, [b"a", b"b"]) == [b"back", None]
-
-
-def _refused(use: Callable[[], Any]) -> bool:
-    try:
-        use()
-    except OnlineStoreError:
-        return True
-    return False
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before it arrives", "before it is answered"])
@@ -476,7 +449,7 @@ def test_a_read_takes_no_longer_than_its_budget_and_the_next_ones_no_time(
         if how != "refuses":
             own_server.go_on()
             proxy.delay_s, proxy.piece_bytes = 0.0, 65536
-            eventually(lambda: not _refused(lambda: store.read("numbers", [b"a"])))
+            eventually(lambda: not is_refused(lambda: store.read("numbers", [b"a"])))
             assert read(store, [b"a"]) == [b"1"]
 
 
@@ -663,7 +636,7 @@ def test_a_server_that_was_started_anew_or_emptied_is_doubted(
         own_server.start()
         for key, value in kept.items():
             raw.restore(key, 0, value)
-        eventually(lambda: not _refused(lambda: store.doubts("numbers")))
+        eventually(lambda: not is_refused(lambda: store.doubts("numbers")))
         assert store.doubts("numbers") == [
             "the server was restarted, or another one took its place, since generation 1 was loaded"
         ]
@@ -770,7 +743,7 @@ def test_two_prefixes_in_one_redis_do_not_see_each_other(
         "allow_eviction=1",
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused(query: str) -> None:
+def test_an_option_that_makes_no_sense_isrefused(query: str) -> None:
     with pytest.raises(ConfigError, match=f"online: {query.partition('=')[0]}"):
         RedisStore(f"redis://127.0.0.1:1/0?{query}")
 
@@ -1082,24 +1055,9 @@ def test_redis_answers_over_a_unix_socket(
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``ca.pem``, and ``server.pem`` of 127.0.0.1 with its ``server.key``."""
     folder = tmp_path_factory.mktemp("tls")
-    made = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-keyout",
-        "server.key",
-        "-out",
-        "server.pem",
-        "-subj",
-        "/CN=test",
-    ]
-    made += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(made, cwd=folder, check=True, capture_output=True)
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -keyout server.key -out server.pem"
+    made += " -subj /CN=test -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run(made.split(), cwd=folder, check=True, capture_output=True)
     (folder / "ca.pem").write_bytes((folder / "server.pem").read_bytes())
     return folder
 
@@ -1108,15 +1066,11 @@ def test_rediss_is_encrypted_and_checks_whom_it_talks_to(
     certificates: Path, tmp_path: Path, open_store: OpenStore
 ) -> None:
     port = free_port()
-    files = [f"--tls-{what}-file" for what in ("cert", "key", "ca-cert")]
+    files = {"cert": "server.pem", "key": "server.key", "ca-cert": "ca.pem"}
     options = [
         part
-        for pair in zip(
-            files,
-            [str(certificates / name) for name in ("server.pem", "server.key", "ca.pem")],
-            strict=True,
-        )
-        for part in pair
+        for what, name in files.items()
+        for part in (f"--tls-{what}-file", str(certificates / name))
     ]
     binaries = [
         path
