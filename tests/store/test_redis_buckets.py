@@ -140,7 +140,7 @@ def hashes_of(raw: redis.Redis, number: int = 1) -> list[bytes]:
 # ---- rows as fields
 
 
-def test_every_row_is_laid_out_once_in_its_bucket_and_asked_for_there() -> None:
+def test_every_row_is_laid_out_once_in_its_bucket_and_read_there() -> None:
     """By the letter, rows of one width and of several, by the block and one by one, asked for by
     many and by few."""
     long = b"k" * 300

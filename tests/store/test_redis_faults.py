@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,7 @@ def test_a_node_that_is_behind_does_not_keep_the_map_wrong(
             assert behind.asked == 1, "then it is another one, who knew better"
 
 
-def test_what_is_elsewhere_is_asked_for_there_at_once(
+def test_what_is_elsewhere_is_read_there_at_once(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a pause."""
@@ -143,6 +144,23 @@ def test_what_is_elsewhere_is_asked_for_there_at_once(
             ]
     with moving(cluster, META, finish=False):
         assert store.live("numbers") == pointer(1), "by ASK"
+
+
+def test_a_node_that_knows_no_master_of_some_slots_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(RedisOptions.of("redis+cluster://a:1,b:2"))
+    few, all_of_them = [[0, 99, [b"a", 1]]], [[0, SLOTS - 1, [b"b", 2]]]
+    said = {("a", 1): few, ("b", 2): all_of_them}
+
+    def link(node: tuple[str, int]) -> Any:
+        return SimpleNamespace(where="there", replies=lambda *_: [said[node]])
+
+    monkeypatch.setattr(cluster, "link", link)
+    assert cluster._slots(time.monotonic() + 9, "look").masters == (("b", 2),)
+    said["b", 2], cluster._map = few, None
+    with pytest.raises(OnlineStoreError, match="of whose 16,384 slots 16284 are no server's"):
+        cluster._slots(time.monotonic() + 9, "look")
 
 
 def test_where_an_ask_points_to_counts_for_the_next_try_alone(
@@ -163,7 +181,7 @@ def test_where_an_ask_points_to_counts_for_the_next_try_alone(
     assert tried == ["a", "b", "a"]
 
 
-def test_slots_that_are_asked_for_on_both_sides_are_tried_again(
+def test_slots_that_move_are_tried_on_both_sides(
     cluster: RedisCluster, open_store: OpenStore
 ) -> None:
     """TRYAGAIN: some keys of one command are still here, and some there already."""
@@ -186,7 +204,7 @@ def test_slots_that_are_asked_for_on_both_sides_are_tried_again(
             later.join()
 
 
-def test_a_cluster_that_is_down_is_told_and_waited_for(
+def test_a_cluster_that_is_down_is_reported_and_waited_for(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
     """CLUSTERDOWN: a master is gone and nobody took its place yet: all others refuse, too."""
@@ -271,7 +289,7 @@ def test_a_failover_between_preflight_and_load_is_no_load_to_go_on_with(
         assert read_all(store, table) == list(table.values())
 
 
-def test_a_master_that_is_started_anew_when_all_was_acknowledged_is_told(
+def test_a_master_restarted_when_all_was_acknowledged_ends_the_load(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the last reply and the note that all is there, which another one keeps."""
@@ -337,16 +355,18 @@ def test_a_server_that_refuses_is_no_silent_one_any_more(
 
 
 def test_what_is_evicted_while_rows_are_loaded_is_doubted(
-    own_server: RedisProcess, open_store: OpenStore
+    own_server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By a load that is interrupted, too, and resumed."""
+    monkeypatch.setattr(servers, "NOTE_EVERY_S", 0.03)
     with own_server.client() as raw:
         raw.config_set("maxmemory-policy", "allkeys-random")
         store = open_store(own_server.url("?allow_eviction=yes"))
 
         def evicting() -> Rows:
-            parts = list(rows_of(many(20_000), 1000))
-            yield from parts[:10]
-            time.sleep(0.1)
+            for part in itertools.islice(rows_of(many(20_000), 1000), 10):
+                yield part
+                time.sleep(0.02)
             # the view's own keys are as likely to go as any: not these
             kept = {key: raw.dump(key) for key in (META, "precompute:views")}
             raw.config_set("maxmemory", raw.info("memory")["used_memory"] - 200_000)
@@ -354,15 +374,20 @@ def test_what_is_evicted_while_rows_are_loaded_is_doubted(
             raw.config_set("maxmemory", 0)
             for key, value in kept.items():
                 raw.restore(key, 0, value or b"", replace=True)
-            yield from parts[10:]
+            raise Stopped
 
-        store.load("numbers", Generation(1, 1), evicting())
+        with pytest.raises(Stopped):
+            store.load("numbers", Generation(1, 1), evicting())
+        done = store.prepare("numbers", Generation(1, 1), 20_000, 10**6, "").rows_done
+        rest = dict(list(many(20_000).items())[done:])
+        assert 0 < len(rest) < 20_000
+        store.load("numbers", Generation(1, 1), rows_of(rest, 1000), done)
         store.flip(pointer(1))
         (doubt, *_) = store.doubts("numbers")
         assert "keys were evicted since generation 1 was loaded" in doubt
 
 
-def test_an_end_that_outlives_its_lease_leaves_alone_what_was_begun_anew(
+def test_an_end_that_outlives_its_lease_leaves_a_new_beginning_alone(
     own_server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, other = open_store(own_server.url()), open_store(own_server.url())
@@ -387,7 +412,7 @@ def test_an_end_that_outlives_its_lease_leaves_alone_what_was_begun_anew(
         assert raw.dbsize() == 0
 
 
-def test_a_drop_that_outlives_its_lease_leaves_alone_what_was_loaded_anew(
+def test_a_drop_that_outlives_its_lease_leaves_a_new_load_alone(
     own_server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, other = open_store(own_server.url()), open_store(own_server.url())
@@ -406,7 +431,7 @@ def test_a_drop_that_outlives_its_lease_leaves_alone_what_was_loaded_anew(
     assert values(other.read("numbers", list(TABLE))) == list(TABLE.values())
 
 
-def test_a_master_that_becomes_a_replica_in_mid_load_is_told(
+def test_a_master_that_becomes_a_replica_in_mid_load_ends_it(
     own_server: RedisProcess, tmp_path_factory: pytest.TempPathFactory, open_store: OpenStore
 ) -> None:
     """READONLY, as after a failover that the address does not follow."""

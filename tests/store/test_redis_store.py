@@ -332,7 +332,7 @@ def test_a_process_that_slept_leaves_alone_what_another_one_goes_on_with(
 # ---- a server that fails
 
 
-def test_replies_lost_in_mid_load_are_asked_again(
+def test_what_has_no_reply_in_mid_load_is_sent_again(
     server: RedisProcess, open_store: OpenStore, raw: redis.Redis
 ) -> None:
     table = many(30_000, 300)
@@ -365,7 +365,7 @@ def test_a_server_that_is_another_one_after_a_cut_ends_the_load(
     assert read(store, [b"a"]) == [b"1"]
 
 
-def test_a_server_that_is_gone_for_good_in_mid_load_is_told(
+def test_a_server_that_is_gone_for_good_in_mid_load_is_an_error(
     own_server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "STALL_S", 0.5)
@@ -476,6 +476,10 @@ def test_connections_are_open_before_the_first_request(
         publish(store, 1, TABLE)
         assert read(store, [b"a"]) == [b"1"]
         assert len(client.client_list()) <= WARM_CONNECTIONS + 2
+    own_server.kill()
+    own_server.start()
+    # the first that is found cut ends the others: no call tries one after the other
+    assert store.read("numbers", [b"a"]) is None
     own_server.kill()
     with pytest.raises(OnlineStoreError, match="does not answer, could not open connections"):
         open_store(own_server.url()).warm()
@@ -624,7 +628,7 @@ def test_a_server_that_evicts_is_refused_unless_that_is_allowed(
     )
 
 
-def test_a_server_that_was_started_anew_or_emptied_is_doubted(
+def test_a_server_that_was_restarted_or_emptied_is_doubted(
     own_server: RedisProcess, open_store: OpenStore
 ) -> None:
     store = open_store(own_server.url())
@@ -961,7 +965,7 @@ def test_what_a_key_costs_is_estimated(raw: redis.Redis, row_bytes: int, key_byt
         "unix://user:hunter2@/nowhere/redis.sock",
     ],
 )
-def test_a_redis_that_does_not_answer_is_told_without_the_password(
+def test_a_redis_that_does_not_answer_is_named_without_the_password(
     url: str, open_store: OpenStore
 ) -> None:
     calls: list[Callable[[RedisStore], Any]] = [
@@ -1012,7 +1016,7 @@ def test_a_redis_url_that_cannot_be_read_is_refused_without_the_password(url: st
     ],
     ids=["authority", "query"],
 )
-def test_a_password_of_any_characters_opens_redis_and_a_wrong_one_is_told(
+def test_a_password_of_any_characters_opens_redis_a_wrong_one_does_not(
     server: RedisProcess,
     raw: redis.Redis,
     open_store: OpenStore,

@@ -380,7 +380,7 @@ ABSURD = [
 
 
 @pytest.mark.parametrize(("rows", "records_bytes", "home_lines", "lines"), ABSURD)
-def test_a_header_that_tells_what_cannot_be(
+def test_a_header_that_is_not_consistent(
     rows: int, records_bytes: int, home_lines: int, lines: int, tmp_path: Path
 ) -> None:
     header = header_of({}, rows, records_bytes, home_lines, lines)
@@ -394,7 +394,7 @@ def test_a_header_that_tells_what_cannot_be(
         TableFile(tmp_path / "t")
 
 
-def test_other_versions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("precompute.store.online.table_file.FORMAT_VERSION", 2)
     path = write(tmp_path / "t", numbered(0, 10))
     monkeypatch.undo()
