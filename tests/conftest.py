@@ -28,8 +28,9 @@ from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.storage import unmount_all
 from precompute.store.online import kernels
 from precompute.store.online.redis import connection
+from precompute.store.online.redis.redis_store import RedisStore
 from tests.object_store import ObjectStore, object_store
-from tests.redis_process import RedisCluster, RedisProcess
+from tests.redis_process import RedisCluster, RedisProcess, newest_redis
 from tests.scene import Scene
 from tests.slow import SLOW, name_of
 
@@ -130,6 +131,20 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """``redis://127.0.0.1:<port>/0`` of a real server that lives as long as the tests."""
     with RedisProcess(redis_binary(), tmp_path_factory.mktemp("redis")) as server:
         yield server.url()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RedisProcess]:
+    """A Redis server that the test may kill."""
+    with RedisProcess(newest_redis(), tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def open_store() -> Iterator[Callable[[str], RedisStore]]:
+    """Opens a Redis store, which is closed after the test."""
+    with contextlib.ExitStack() as opened:
+        yield lambda url: opened.enter_context(contextlib.closing(RedisStore(url)))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,16 @@ import pytest
 import redis
 
 from precompute.store.disk.record import replace
+from precompute.store.errors import OnlineStoreError
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.online import kernels
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.kernels import Packed, RowBatch, Rows
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
 from precompute.store.online.redis import redis_store
+
+OpenStore = Callable[[str], redis_store.RedisStore]
+"""Opens a Redis store, which is closed after the test."""
 
 
 def pointer(epoch: int, view: str = "numbers", snapshot: int | None = None) -> Pointer:
@@ -99,6 +104,20 @@ def plain(found: FoundRows) -> list[bytes | None]:
     rows = [None if value is None else bytes(value) for value in found.values]
     assert [bytes(string) or None for string in found.packed.strings()] == rows
     return rows
+
+
+def many(rows: int, width: int = 100) -> dict[bytes, bytes]:
+    """So many rows of so many bytes."""
+    return {b"%d" % i: b"%d:" % i + b"x" * (width - len(str(i)) - 1) for i in range(rows)}
+
+
+def is_refused(use: Callable[[], object]) -> bool:
+    """Whether the online store refuses, or does not answer."""
+    try:
+        use()
+    except OnlineStoreError:
+        return True
+    return False
 
 
 TABLE = {b"a": b"1", b"b": b"22", b"c": b"3", b"d": b"\0\xff" * 300}

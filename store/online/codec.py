@@ -245,7 +245,7 @@ class RowCodec:
             features: which features, in which order; all of them by default.
 
         Raises:
-            OnlineStoreError: a row does not have the size its own fields tell.
+            OnlineStoreError: a row does not have the size its own fields say.
         """
         count = len(packed)
         shown = np.ones(count, np.bool_) if present is None else present
@@ -286,7 +286,7 @@ class RowCodec:
         for _, name in self._slots:
             expected += record[name]
         if not np.array_equal(expected, sizes):
-            raise damaged_row("does not have the size its own fields tell")
+            raise damaged_row("does not have the size its own fields say")
         return data, starts, record
 
     def _column(
@@ -415,14 +415,14 @@ class RowCodec:
             sizes = unpacked[at : at + (2 if is_string_list(f) else 1)]
             end = position + sum(sizes)
             if end > len(data):
-                raise damaged_row("does not have the size its own fields tell")
+                raise damaged_row("does not have the size its own fields say")
             try:
                 values[i] = one_value(f, data[position:end], sizes)
             except (UnicodeDecodeError, struct.error) as exc:
                 raise damaged_row(f"has a {f.name} that cannot be read ({exc})") from exc
             position = end
         if position != len(data):
-            raise damaged_row("does not have the size its own fields tell")
+            raise damaged_row("does not have the size its own fields say")
         return values
 
     def number_of(self, name: str) -> int:

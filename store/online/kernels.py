@@ -115,7 +115,7 @@ COMPILED = native is not None
 """Whether the C extension runs."""
 
 LARGEST_KEY, LARGEST_ROW = 2**16 - 1, 2**32 - 1
-"""Bytes that a record has room to tell the size of."""
+"""Bytes of a key and a row, at most: what the fields of a record for their sizes can hold."""
 
 ABSENT, FOUND, DAMAGED = 0, 1, 2
 """What reading a key came to."""
@@ -251,7 +251,7 @@ def lay_out(keys: Packed, rows: Packed) -> tuple[U1, I8]:
     of 8 bytes.
 
     Raises:
-        ValueError: a key or row is larger than a record can tell.
+        ValueError: a key or row is larger than :data:`LARGEST_KEY`, :data:`LARGEST_ROW`.
     """
     key_sizes, row_sizes = keys.sizes, rows.sizes
     if len(keys) and (int(key_sizes.max()) > LARGEST_KEY or int(row_sizes.max()) > LARGEST_ROW):

@@ -60,7 +60,7 @@ def clock_us() -> int:
 
 
 class CachedMiss(NamedTuple):
-    """A packed row to keep under a key, or under what :func:`input_names` says, or None: there is
+    """A packed row to cache under a key, or under what :func:`input_names` says, or None: there is
     no such entity."""
 
     key: str
@@ -319,7 +319,7 @@ class MissCacheRedis(MissCache):
     def _get(self, space: Space, slots: Sequence[int]) -> dict[int, bytes]:
         name = self._name(space)
         try:
-            (records,) = self._servers.ask(
+            (records,) = self._servers.call(
                 name, [("HMGET", name, *map(str, slots))], f"read cached rows of {space.view!r}"
             )
         except OnlineStoreError as exc:
@@ -330,17 +330,15 @@ class MissCacheRedis(MissCache):
         }
 
     def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> bool:
-        name, fields = (
-            self._name(space),
-            [part for slot, (record, _) in records.items() for part in (str(slot), record)],
-        )
+        name = self._name(space)
+        fields = [part for slot, (record, _) in records.items() for part in (str(slot), record)]
         # in one go: a writer that ends leaves none behind that stays for ever
         commands = [
             ("HSET", name, *fields),
             ("PEXPIRE", name, str(max(1, space.longest_us // 1000))),
         ]
         try:
-            self._servers.ask(name, commands, f"keep rows of {space.view!r}")
+            self._servers.call(name, commands, f"cache rows of {space.view!r}")
         except OnlineStoreError as exc:
             # it is full, gone, or gives no right to: nothing is cached
             log.debug("%s", exc)

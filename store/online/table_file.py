@@ -139,14 +139,14 @@ class TableFile:
         self._checks_start = start + LINE_BYTES * lines
         blocks = -(-(self._checks_start - size) // BLOCK_BYTES)
         if records_bytes % 8 or not 0 < home_lines < min(lines, 2**32) or rows > LINE_SLOTS * lines:
-            raise ValueError("its header tells what cannot be")
+            raise ValueError("its header is not consistent")
         whole = self._checks_start + 8 * blocks + 8
         if whole != len(mapping):
             raise ValueError(f"it has {len(mapping):,} bytes, and should have {whole:,}")
         self.rows: int = rows
         meta = json.loads(mapping[_HEAD.size : _HEAD.size + text_size])
         if not isinstance(meta, dict):
-            raise ValueError("its header tells what cannot be")
+            raise ValueError("its header is not consistent")
         self.meta: dict[str, Any] = meta
 
     def read(
@@ -477,11 +477,8 @@ class _Entries:
 
     def _part(self, run: _Run, first: int, stop: int) -> tuple[U8, I8]:
         assert self._file is not None
-        file, start, end = (
-            self._file.fileno(),
-            8 * int(run.bounds[first]),
-            8 * int(run.bounds[stop]),
-        )
+        file = self._file.fileno()
+        start, end = 8 * int(run.bounds[first]), 8 * int(run.bounds[stop])
         positions = run.offset + 8 * int(run.bounds[-1])
         return (
             np.frombuffer(_read(file, end - start, run.offset + start), np.uint64),

@@ -3,6 +3,7 @@ The embedded default."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
@@ -236,8 +237,12 @@ class TableStore(OnlineStore):
             return Generation(number, 0)
 
     def file_checks(self, view: str, numbers: Sequence[int]) -> list[FileCheck]:
-        paths = [path for number in numbers if (path := self._path(view, number)).exists()]
-        return [FileCheck(str(path), path.stat().st_size, partial(_damage, path)) for path in paths]
+        checks = []
+        for path in (self._path(view, number) for number in numbers):
+            # another publishing may drop one meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                checks.append(FileCheck(str(path), path.stat().st_size, partial(_damage, path)))
+        return checks
 
     def views(self) -> list[str]:
         return sorted(p.parent.name for p in self.folder.glob("*/live.json"))

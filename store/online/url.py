@@ -29,12 +29,14 @@ def table_folder(url: str) -> str | None:
         ConfigError: it names no store known here.
     """
     scheme, _, rest = url.partition(":")
-    if scheme == "table" and rest:
+    # written like a host, the folder would lie at the root of the file system
+    is_host = rest.startswith("//") and not rest.startswith("///")
+    if scheme == "table" and rest and not is_host:
         return rest
     if url.startswith(_REDIS):
         return None
     if scheme == "table":
-        why = "no folder: write table:./folder"
+        why = "no folder: write table:./folder, or table:/folder from the root"
     else:
         kinds = ("table", *(kind.removesuffix("://") for kind in _REDIS))
         near = "" if scheme in kinds else nearest_or_all(scheme, kinds)
@@ -44,7 +46,11 @@ def table_folder(url: str) -> str | None:
 
 def shown_url(url: str) -> str:
     """A URL for messages: without a password."""
-    return re.sub(r"//.*@", "//…@", url.partition("?")[0])
+    base, _, query = url.partition("?")
+    if "@" in query:
+        # the ? may be one of a password
+        return f"{base.partition('//')[0]}//…"
+    return re.sub(r"//.*@", "//…@", base)
 
 
 def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024) -> OnlineStore:

@@ -38,10 +38,6 @@ def table_at(data: bytes | bytearray, field: int) -> int:
     return position
 
 
-# ---- Arrow: bodies as Arrow IPC streams, both ways; apart from the JSON ones, so that who
-# needs no Arrow loads none.
-
-
 MAX_MESSAGES = 16
 """Messages of an Arrow body at most: schema, dictionaries and batches. Each batch has its whole
 dictionary looked through, and a dictionary that comes in pieces is copied for each."""

@@ -165,7 +165,8 @@ class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
             self.text,
             self.vector,
             self.inputs,
-            int(self.k) if self.k % 1 == 0 else 0,
+            # another one is refused with what else cannot be
+            int(self.k) if self.k % 1 == 0 else self.k,  # type: ignore[arg-type]
             conditions,
             self.only,
             self.exclude,

@@ -52,8 +52,8 @@ class LookupOptions(NamedTuple):
 
 
 class CacheControl(NamedTuple):
-    """What a request's ``Cache-Control`` asks of the rows that are stored (RFC 9111 §5.2.1), ages
-    in seconds. A directive that is not there is None or False."""
+    """What a request's ``Cache-Control`` demands of stored rows (RFC 9111 §5.2.1), ages in seconds.
+    A directive that is not there is None or False."""
 
     max_age_s: float | None = None
     """No older than this."""
@@ -62,13 +62,13 @@ class CacheControl(NamedTuple):
     max_stale_s: float | None = None
     """Stale for no longer."""
     no_cache: bool = False
-    """Not without asking the origin: where a model may be called, it is; where none may, the store
-    is the origin itself."""
+    """Not without the origin: where a model may be called, it is; where none may, the store is the
+    origin itself."""
     only_if_cached: bool = False
     """Nothing but what is stored: never the model."""
 
     def oldest_s(
-        self, view: FeatureView, max_age_s: float | None, model_may_be_asked: bool
+        self, view: FeatureView, max_age_s: float | None, model_may_be_called: bool
     ) -> float | None:
         """The largest age that a stored row may have, or None: all limits hold; below 0, none is
         good enough.
@@ -76,14 +76,14 @@ class CacheControl(NamedTuple):
         Args:
             view: whose TTL counts.
             max_age_s: of the lookup's own options.
-            model_may_be_asked: whether one stands behind the view, and the request allows it.
+            model_may_be_called: whether one stands behind the view, and the request allows it.
         """
         limits = [limit for limit in (max_age_s, self.max_age_s) if limit is not None]
         if self.min_fresh_s is not None:
             limits.append(view.ttl_s - self.min_fresh_s)
         if self.max_stale_s is not None:
             limits.append(view.ttl_s + self.max_stale_s)
-        if self.no_cache and (model_may_be_asked or self.only_if_cached):
+        if self.no_cache and (model_may_be_called or self.only_if_cached):
             limits.append(-1.0)
         return min(limits, default=None)
 
@@ -126,8 +126,10 @@ class SearchOptions(NamedTuple):
             raise RequestError(
                 f"text is a text, got {type(self.text).__name__}: {str(self.text)[:80]}"
             )
-        if not 0 < self.k <= MAX_NEIGHBOURS:
-            raise RequestError(f"k is 1 to {MAX_NEIGHBOURS}, got {self.k}")
+        if self.k % 1 or not 0 < self.k <= MAX_NEIGHBOURS:
+            raise RequestError(
+                f"k is a whole number from 1 to {MAX_NEIGHBOURS}, got {str(self.k)[:80]}"
+            )
         for name, keys in (("only", self.only or ()), ("exclude", self.exclude)):
             if len(keys) > MAX_KEYS:
                 raise RequestError(

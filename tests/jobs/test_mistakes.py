@@ -329,7 +329,7 @@ MISTAKES = {
     "a search without an index": Mistake(both(swap("index: {on: vector}\n", ""), run), "view 'books' has no vector index: add `index: {on: <vector feature>}` to it", command="search books --key 1"),
     "a search by a key that is not there": Mistake(nothing, "key '99' of view 'books' has no vector to search by: unknown_entity", command="search books --key 99"),
     "a search by no key": Mistake(nothing, 'a key has 1 to 511 bytes of UTF-8 without NUL, got 0 bytes: ""', command="search books --key="),
-    "a search for none": Mistake(nothing, "k is 1 to 1000, got 0", command="search books --key 1 -k 0"),
+    "a search for none": Mistake(nothing, "k is a whole number from 1 to 1000, got 0", command="search books --key 1 -k 0"),
     "a filter by no feature": Mistake(nothing, "view 'books' has no scalar feature 'lenght' to filter by (it has: length); did you mean 'length'?", command='search books --key 1 --filter {"lenght":1}'),
     "a filter's bounds": Mistake(nothing, "filter: the bounds of 'length' are some of gte, gt, lte, lt, got ['gtt']", command='search books --key 1 --filter {"length":{"gtt":1}}'),
     "a key without a history": Mistake(nothing, "view 'books' has no history of key '99': none of its 1 snapshots has it, and no run rejected it", command="explain books 99"),

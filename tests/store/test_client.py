@@ -190,6 +190,7 @@ def test_in_process_over_json_and_over_arrow_the_answers_are_equal(
                 {},
                 {"key": 77},
                 {"key": 1, "k": 0},
+                {"key": 1, "k": 2.5},
                 {"vector": [1.0]},
                 {"inputs": {"nope": 1}},
                 {"key": 1, "features": ["nope"]},

@@ -293,7 +293,7 @@ def test_not_a_number_stays_one() -> None:
         assert np.isnan(items[0])
 
 
-def test_a_part_of_the_features_is_read_in_the_order_asked_for() -> None:
+def test_a_part_of_the_features_is_read_in_the_order_of_the_request() -> None:
     codec = codec_of(MIXED)
     values = [*packed(MIXED, MIXED_ROW, dict.fromkeys(MIXED_ROW)), None]
     for names in (["ids", "text"], ["vector"], ["tags", "score", "ids"], []):
@@ -445,7 +445,7 @@ def test_a_row_of_another_schema_is_damaged(other: tuple[Feature, ...]) -> None:
     assert limits[0] != limits[1]
 
 
-def test_a_tombstone_is_a_header_alone_and_tells_that_there_is_no_row() -> None:
+def test_a_tombstone_is_a_header_alone_and_says_that_there_is_no_row() -> None:
     codec = codec_of(FIXED)
     loaded = codec.tombstones(pa.array(["skipped", "k0", "é"]).slice(1), -7, MAX_SNAPSHOT)
     keys = [b"k0", "é".encode()]
@@ -491,7 +491,7 @@ def test_a_tombstone_that_is_damaged_is_not_taken_for_one(
 
 
 @both_kinds
-def test_what_a_store_could_not_tell_is_damaged_whatever_it_gave(
+def test_what_a_store_does_not_know_is_damaged_whatever_it_gave(
     features: tuple[Feature, ...], row: dict[str, Any]
 ) -> None:
     codec = codec_of(features)
@@ -573,7 +573,7 @@ def test_what_an_overlay_has_stands_and_the_base_where_it_has_nothing() -> None:
 
 
 @pytest.mark.parametrize("told_by", ["base", "overlay", "both"])
-def test_what_one_of_two_generations_cannot_tell_is_damaged(told_by: str) -> None:
+def test_what_one_of_two_generations_does_not_know_is_damaged(told_by: str) -> None:
     """The base's damage is of no account where the overlay has a row; the overlay's always is."""
     codec = codec_of(FIXED)
     (base,), (over,) = packed(FIXED, FIXED_ROW), packed(FIXED, FIXED_ROW, computed_at=9, snapshot=2)

@@ -217,7 +217,7 @@ def test_bitmaps_are_made_only_where_something_is_missing() -> None:
     assert table["n"].to_pylist() == [3, None]
 
 
-def test_what_a_store_could_not_tell_is_damaged() -> None:
+def test_what_a_store_does_not_know_is_damaged() -> None:
     view = FeatureView("things", ("id",), FIXED, TTL_S, 10)
     codec = RowCodec(view)
     batch = loaded(codec, KEYS[:3], [FIXED_ROW] * 3, [0] * 3, [0] * 3, 1)

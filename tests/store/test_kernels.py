@@ -56,7 +56,7 @@ def test_strings_are_packed_and_hashed() -> None:
         pack([b"a", "b"])  # type: ignore[list-item]
 
 
-def test_texts_are_packed_and_hashed_and_told_whether_they_are_keys() -> None:
+def test_texts_are_packed_hashed_and_checked_whether_they_are_keys() -> None:
     for texts, keys in (
         ([], True),
         (["a"], True),
@@ -262,7 +262,7 @@ def test_records_are_laid_out_on_words() -> None:
     assert (len(data), len(starts)) == (0, 0)
 
 
-def test_a_key_that_a_record_cannot_tell_the_size_of() -> None:
+def test_a_key_that_is_too_large_for_a_record() -> None:
     largest = bytes(LARGEST_KEY)
     assert (
         lay_out(Packed.of([largest]), Packed.of([b""]))[0].tobytes()

@@ -105,7 +105,7 @@ def test_a_forgotten_view_is_gone_for_old_readers_and_can_begin_again(
 # ---- loading and reading
 
 
-def test_what_was_loaded_is_read_in_the_order_asked_for_once_it_is_live(
+def test_what_was_loaded_is_read_in_the_keys_order_once_it_is_live(
     open_store: OpenStore,
 ) -> None:
     writer, reader = open_store(), open_store()
@@ -170,7 +170,7 @@ def test_a_key_is_its_bytes_and_no_pattern(store: OnlineStore) -> None:
     assert plain(store.read_generation("numbers", 1, HARD_KEYS)) == [None] * len(HARD_KEYS)
 
 
-def test_a_generation_tells_what_it_is(open_store: OpenStore) -> None:
+def test_a_generation_says_what_it_is(open_store: OpenStore) -> None:
     store, reader = open_store(), open_store()
     loaded = [
         Generation(3, 2, None, "run-x"),
@@ -502,7 +502,18 @@ def test_a_pointer_of_a_later_version_is_read_an_unsealed_one_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "memory", "table:", "http://x", "redis", "file:///x", "sqlite:x"]
+    "url",
+    [
+        "",
+        "memory",
+        "table:",
+        "table://x",
+        "table://./x",
+        "http://x",
+        "redis",
+        "file:///x",
+        "sqlite:x",
+    ],
 )
 def test_a_url_that_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"online: '.*' names no (online store|folder): write "):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ from precompute.store.online.redis.layout import (
     Block,
     Buckets,
     Layout,
+    bucket_cost_bytes,
+    key_cost_bytes,
     slot_of,
 )
-from precompute.store.online.redis.preflight import bucket_cost_bytes, bucket_count, key_cost_bytes
-from precompute.store.online.redis.redis_store import RedisStore
-from tests.online import Stopped, commands_in, plain
+from precompute.store.online.redis.meta import Loaded
+from precompute.store.online.redis.redis_store import RedisStore, bucket_count
+from tests.online import OpenStore, Stopped, commands_in, plain, values
 from tests.redis_process import RedisCluster, RedisProcess, newest_redis, redis_binaries
 from tests.store.test_redis_cluster import migrate
 
@@ -99,15 +101,6 @@ def raw(shared_server: RedisProcess) -> Iterator[redis.Redis]:
         client.acl_deluser("some")
 
 
-OpenStore = Callable[[str], RedisStore]
-
-
-@pytest.fixture
-def open_store() -> Iterator[OpenStore]:
-    with contextlib.ExitStack() as opened:
-        yield lambda url: opened.enter_context(contextlib.closing(RedisStore(url)))
-
-
 @pytest.fixture
 def store(shared_server: RedisProcess, raw: redis.Redis, open_store: OpenStore) -> RedisStore:
     return open_store(shared_server.url())
@@ -136,9 +129,7 @@ def publish(store: RedisStore, number: int, keys: list[bytes]) -> None:
 
 
 def read(store: RedisStore, keys: list[bytes]) -> list[bytes | None]:
-    found = store.read("scores", keys)
-    assert found is not None
-    return plain(found[1])
+    return values(store.read("scores", keys))
 
 
 def hashes_of(raw: redis.Redis, number: int = 1) -> list[bytes]:
@@ -149,7 +140,7 @@ def hashes_of(raw: redis.Redis, number: int = 1) -> list[bytes]:
 # ---- rows as fields
 
 
-def test_every_row_is_laid_out_once_in_its_bucket_and_asked_for_there() -> None:
+def test_every_row_is_laid_out_once_in_its_bucket_and_read_there() -> None:
     """By the letter, rows of one width and of several, by the block and one by one, asked for by
     many and by few."""
     long = b"k" * 300
@@ -477,6 +468,9 @@ def test_buckets_are_chosen_by_the_rows_width(store: RedisStore, raw: redis.Redi
         store.prepare("scores", Generation(1, 1), 20, 1000, "us", row_bytes)
         store.load("scores", Generation(1, 1), batches(ids(20)))
         assert len(hashes_of(raw)) == keys
+    # of few rows some buckets may have none
+    few = [Loaded(Generation(1, 1), rows, buckets=Buckets(10, "")) for rows in (0, 319, 320)]
+    assert [loaded.keys for loaded in few] == [0, 1, 10]
 
 
 @pytest.mark.parametrize("columns", [1, 3])
@@ -517,7 +511,7 @@ def test_a_server_without_small_hashes_gets_keys(
     raw.config_set("hash-max-ziplist-entries", 32)
     publish(store, 1, ids(20))
     assert len(hashes_of(raw)) == 20
-    assert "keeps no small hashes of 128 fields" in caplog.text
+    assert "has no small hashes of 128 fields" in caplog.text
     raw.config_set("hash-max-ziplist-entries", 512)
     for number, right in ((5, "-object"), (6, "-hlen")):
         raw.acl_setuser(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from precompute.store.online.redis.connection import Lost, Refused
 from precompute.store.online.redis.layout import SLOTS, row_slots, slot_of
 from precompute.store.online.redis.redis_store import RedisStore
 from precompute.store.online.redis.servers import Pipe
-from tests.online import TABLE, numbers, pointer, rows_of, values
+from tests.online import TABLE, OpenStore, many, numbers, pointer, rows_of, values
 from tests.redis_process import RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
 
 BINARIES = redis_binaries()
@@ -48,19 +47,6 @@ def own_cluster(tmp_path: Path) -> Iterator[RedisCluster]:
     """One whose servers the test may kill."""
     with RedisCluster(NEWEST, tmp_path) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def open_store() -> Iterator[Callable[[str], RedisStore]]:
-    with contextlib.ExitStack() as opened:
-        yield lambda url: opened.enter_context(contextlib.closing(RedisStore(url)))
-
-
-OpenStore = Callable[[str], RedisStore]
-
-
-def many(rows: int, width: int = 100) -> dict[bytes, bytes]:
-    return {b"%d" % i: b"%d:" % i + b"x" * (width - len(str(i)) - 1) for i in range(rows)}
 
 
 def load(store: RedisStore, number: int, table: dict[bytes, bytes]) -> None:
@@ -432,7 +418,7 @@ def test_a_cluster_whose_replicas_lag_is_not_made_live(
     store = open_store(own_cluster.url())
     own_cluster.replicas[0].stop()
     with pytest.raises(
-        OnlineStoreError, match=r"of 1 replicas of Redis at .* only 0 have what was loaded"
+        OnlineStoreError, match=r"of 1 replicas of Redis at .* only 0 have what was written"
     ):
         store.load("numbers", Generation(1, 1), rows_of(many(2000), 1000))
     own_cluster.replicas[0].go_on()
@@ -441,5 +427,11 @@ def test_a_cluster_whose_replicas_lag_is_not_made_live(
         number=1, rows_done=2000
     )
     assert store.load("numbers", Generation(1, 1), [], 2000) == 2000
+    for replica in own_cluster.replicas:
+        replica.stop()
+    with pytest.raises(OnlineStoreError, match=r"only 0 have .*, and do it again"):
+        store.flip(pointer(1))
+    for replica in own_cluster.replicas:
+        replica.go_on()
     store.flip(pointer(1))
     assert read_all(store, many(2000)) == list(many(2000).values())

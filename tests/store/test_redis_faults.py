@@ -8,8 +8,8 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,20 @@ from precompute.store.online.kernels import Rows
 from precompute.store.online.online_store import Generation, Pointer, Terms
 from precompute.store.online.redis import meta, removal, servers
 from precompute.store.online.redis.cluster import Cluster, SlotMap
-from precompute.store.online.redis.connection import RedisOptions
+from precompute.store.online.redis.connection import RedisOptions, Refused
 from precompute.store.online.redis.layout import SLOTS, slot_of
-from precompute.store.online.redis.redis_store import RedisStore
 from precompute.store.online.redis.removal import sweep
-from tests.online import TABLE, Stopped, pointer, publish, rows_of, values
+from tests.online import (
+    TABLE,
+    OpenStore,
+    Stopped,
+    is_refused,
+    many,
+    pointer,
+    publish,
+    rows_of,
+    values,
+)
 from tests.redis_process import (
     Proxy,
     RedisCluster,
@@ -33,25 +42,10 @@ from tests.redis_process import (
     eventually,
     newest_redis,
 )
-from tests.store.test_redis_cluster import in_one_slot, many, migrate, read_all
+from tests.store.test_redis_cluster import in_one_slot, migrate, read_all
 
 NEWEST = newest_redis()
 META = "precompute:{numbers}:meta"
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisProcess]:
-    with RedisProcess(NEWEST, tmp_path) as process:
-        yield process
-
-
-OpenStore = Callable[[str], RedisStore]
-
-
-@pytest.fixture
-def open_store() -> Iterator[OpenStore]:
-    with contextlib.ExitStack() as opened:
-        yield lambda url: opened.enter_context(contextlib.closing(RedisStore(url)))
 
 
 # ---- a cluster in which something moves
@@ -133,7 +127,7 @@ def test_a_node_that_is_behind_does_not_keep_the_map_wrong(
             assert behind.asked == 1, "then it is another one, who knew better"
 
 
-def test_what_is_elsewhere_is_asked_for_there_at_once(
+def test_what_is_elsewhere_is_read_there_at_once(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a pause."""
@@ -152,7 +146,42 @@ def test_what_is_elsewhere_is_asked_for_there_at_once(
         assert store.live("numbers") == pointer(1), "by ASK"
 
 
-def test_slots_that_are_asked_for_on_both_sides_are_tried_again(
+def test_a_node_that_knows_no_master_of_some_slots_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(RedisOptions.of("redis+cluster://a:1,b:2"))
+    few, all_of_them = [[0, 99, [b"a", 1]]], [[0, SLOTS - 1, [b"b", 2]]]
+    said = {("a", 1): few, ("b", 2): all_of_them}
+
+    def link(node: tuple[str, int]) -> Any:
+        return SimpleNamespace(where="there", replies=lambda *_: [said[node]])
+
+    monkeypatch.setattr(cluster, "link", link)
+    assert cluster._slots(time.monotonic() + 9, "look").masters == (("b", 2),)
+    said["b", 2], cluster._map = few, None
+    with pytest.raises(OnlineStoreError, match="of whose 16,384 slots 16284 are no server's"):
+        cluster._slots(time.monotonic() + 9, "look")
+
+
+def test_where_an_ask_points_to_counts_for_the_next_try_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, tried = Cluster(RedisOptions.of("redis+cluster://a:1,b:2")), list[str]()
+    cluster._map = SlotMap((("a", 1), ("b", 2)), np.zeros(SLOTS, np.int16))
+    answers = iter([Refused("ASK 0 b:2"), Refused("MOVED 0 a:1"), b"1"])
+
+    def scattered(parts: Any, *arguments: Any) -> Any:
+        (node,), values, answer = parts, arguments[2], next(answers)
+        tried.append(node[0])
+        values[0] = answer
+        return {0: (node, answer)} if isinstance(answer, Refused) else {}
+
+    monkeypatch.setattr(cluster, "_scattered", scattered)
+    assert cluster.replies("key", [("GET", "key")], "read") == [b"1"]
+    assert tried == ["a", "b", "a"]
+
+
+def test_slots_that_move_are_tried_on_both_sides(
     cluster: RedisCluster, open_store: OpenStore
 ) -> None:
     """TRYAGAIN: some keys of one command are still here, and some there already."""
@@ -168,14 +197,14 @@ def test_slots_that_are_asked_for_on_both_sides_are_tried_again(
             with pytest.raises(
                 OnlineStoreError, match=r"moves its slots, could not look: .*TRYAGAIN"
             ):
-                servers.ask(names[0], [("MGET", *names)], "look", 0.2)
+                servers.call(names[0], [("MGET", *names)], "look", 0.2)
             later = threading.Timer(0.3, back.close)
             later.start()
-            assert servers.ask(names[0], [("MGET", *names)], "look", 10.0) == [[b"x"] * 10]
+            assert servers.call(names[0], [("MGET", *names)], "look", 10.0) == [[b"x"] * 10]
             later.join()
 
 
-def test_a_cluster_that_is_down_is_told_and_waited_for(
+def test_a_cluster_that_is_down_is_reported_and_waited_for(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
     """CLUSTERDOWN: a master is gone and nobody took its place yet: all others refuse, too."""
@@ -213,6 +242,10 @@ def test_a_master_of_few_slots_has_a_key_to_try_rights_with() -> None:
         assert slot_of(cluster.scratch(cluster.link(("a", 1)), "precompute")) != slot
     with pytest.raises(OnlineStoreError, match=r"c:3 of .* has no slots any more"):
         cluster.scratch(cluster.link(("c", 3)), "precompute")
+    # its last slot moved away
+    cluster._follow(SLOTS - 1, ("a", 1))
+    with pytest.raises(OnlineStoreError, match=r"b:2 of .* has no slots any more"):
+        cluster.scratch(cluster.link(("b", 2)), "precompute")
 
 
 def test_masters_that_change_between_looks_are_each_queried(
@@ -243,7 +276,7 @@ def test_a_failover_between_preflight_and_load_is_no_load_to_go_on_with(
         assert terms.rows_done > 0
         cluster.master_of("precompute:{}numbers:1:0").kill()
         eventually(
-            lambda: not _refused(lambda: store.read_generation("numbers", 1, list(table)[:100])),
+            lambda: not is_refused(lambda: store.read_generation("numbers", 1, list(table)[:100])),
             within_s=20,
         )
         with pytest.raises(
@@ -256,7 +289,7 @@ def test_a_failover_between_preflight_and_load_is_no_load_to_go_on_with(
         assert read_all(store, table) == list(table.values())
 
 
-def test_a_master_that_is_started_anew_when_all_was_acknowledged_is_told(
+def test_a_master_restarted_when_all_was_acknowledged_ends_the_load(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the last reply and the note that all is there, which another one keeps."""
@@ -270,7 +303,7 @@ def test_a_master_that_is_started_anew_when_all_was_acknowledged_is_told(
             other.kill()
             other.start()
             eventually(
-                lambda: not _refused(lambda: store.read_generation("numbers", 1, list(table)))
+                lambda: not is_refused(lambda: store.read_generation("numbers", 1, list(table)))
             )
             return whole
 
@@ -279,23 +312,15 @@ def test_a_master_that_is_started_anew_when_all_was_acknowledged_is_told(
         assert any("restarted" in doubt for doubt in store.doubts("numbers"))
 
 
-def _refused(use: Callable[[], object]) -> bool:
-    try:
-        use()
-    except OnlineStoreError:
-        return True
-    return False
-
-
 # ---- one server
 
 
 def test_one_read_has_one_budget_however_many_calls_it_takes(
-    server: RedisProcess, open_store: OpenStore
+    own_server: RedisProcess, open_store: OpenStore
 ) -> None:
     """Pointer and rows are there in 0.2 s each."""
-    publish(open_store(server.url()), 1, TABLE)
-    with Proxy(server.port) as proxy:
+    publish(open_store(own_server.url()), 1, TABLE)
+    with Proxy(own_server.port) as proxy:
         proxy.delay_s = 0.1
         with pytest.raises(OnlineStoreError, match="does not answer, could not read"):
             open_store(f"redis://127.0.0.1:{proxy.port}/0?budget_ms=300").read("numbers", [b"a"])
@@ -305,17 +330,17 @@ def test_one_read_has_one_budget_however_many_calls_it_takes(
 
 
 def test_a_server_that_refuses_is_no_silent_one_any_more(
-    server: RedisProcess, open_store: OpenStore
+    own_server: RedisProcess, open_store: OpenStore
 ) -> None:
-    store = open_store(server.url("?budget_ms=200", ":right@"))
-    with server.client() as client:
+    store = open_store(own_server.url("?budget_ms=200", ":right@"))
+    with own_server.client() as client:
         client.config_set("requirepass", "right")
     publish(store, 1, TABLE)
-    server.kill()
+    own_server.kill()
     with pytest.raises(OnlineStoreError, match="does not answer"):
         store.read("numbers", [b"a"])
-    server.start()
-    with server.client() as client:
+    own_server.start()
+    with own_server.client() as client:
         client.config_set("requirepass", "another")
     said: list[str] = []
 
@@ -330,16 +355,18 @@ def test_a_server_that_refuses_is_no_silent_one_any_more(
 
 
 def test_what_is_evicted_while_rows_are_loaded_is_doubted(
-    server: RedisProcess, open_store: OpenStore
+    own_server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with server.client() as raw:
+    """By a load that is interrupted, too, and resumed."""
+    monkeypatch.setattr(servers, "NOTE_EVERY_S", 0.03)
+    with own_server.client() as raw:
         raw.config_set("maxmemory-policy", "allkeys-random")
-        store = open_store(server.url("?allow_eviction=yes"))
+        store = open_store(own_server.url("?allow_eviction=yes"))
 
         def evicting() -> Rows:
-            parts = list(rows_of(many(20_000), 1000))
-            yield from parts[:10]
-            time.sleep(0.1)
+            for part in itertools.islice(rows_of(many(20_000), 1000), 10):
+                yield part
+                time.sleep(0.02)
             # the view's own keys are as likely to go as any: not these
             kept = {key: raw.dump(key) for key in (META, "precompute:views")}
             raw.config_set("maxmemory", raw.info("memory")["used_memory"] - 200_000)
@@ -347,18 +374,23 @@ def test_what_is_evicted_while_rows_are_loaded_is_doubted(
             raw.config_set("maxmemory", 0)
             for key, value in kept.items():
                 raw.restore(key, 0, value or b"", replace=True)
-            yield from parts[10:]
+            raise Stopped
 
-        store.load("numbers", Generation(1, 1), evicting())
+        with pytest.raises(Stopped):
+            store.load("numbers", Generation(1, 1), evicting())
+        done = store.prepare("numbers", Generation(1, 1), 20_000, 10**6, "").rows_done
+        rest = dict(list(many(20_000).items())[done:])
+        assert 0 < len(rest) < 20_000
+        store.load("numbers", Generation(1, 1), rows_of(rest, 1000), done)
         store.flip(pointer(1))
         (doubt, *_) = store.doubts("numbers")
         assert "keys were evicted since generation 1 was loaded" in doubt
 
 
-def test_an_end_that_outlives_its_lease_leaves_alone_what_was_begun_anew(
-    server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+def test_an_end_that_outlives_its_lease_leaves_a_new_beginning_alone(
+    own_server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, other = open_store(server.url()), open_store(server.url())
+    store, other = open_store(own_server.url()), open_store(own_server.url())
     publish(store, 1, many(3000))
     slept = iter([True])
 
@@ -376,14 +408,14 @@ def test_an_end_that_outlives_its_lease_leaves_alone_what_was_begun_anew(
     assert other.doubts("numbers") == []
     monkeypatch.undo()
     store.forget("numbers")
-    with server.client() as raw:
+    with own_server.client() as raw:
         assert raw.dbsize() == 0
 
 
-def test_a_drop_that_outlives_its_lease_leaves_alone_what_was_loaded_anew(
-    server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+def test_a_drop_that_outlives_its_lease_leaves_a_new_load_alone(
+    own_server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, other = open_store(server.url()), open_store(server.url())
+    store, other = open_store(own_server.url()), open_store(own_server.url())
     publish(store, 1, many(3000))
     publish(store, 2, {b"a": b"live"})
     slept = iter([True])
@@ -399,15 +431,15 @@ def test_a_drop_that_outlives_its_lease_leaves_alone_what_was_loaded_anew(
     assert values(other.read("numbers", list(TABLE))) == list(TABLE.values())
 
 
-def test_a_master_that_becomes_a_replica_in_mid_load_is_told(
-    server: RedisProcess, tmp_path_factory: pytest.TempPathFactory, open_store: OpenStore
+def test_a_master_that_becomes_a_replica_in_mid_load_ends_it(
+    own_server: RedisProcess, tmp_path_factory: pytest.TempPathFactory, open_store: OpenStore
 ) -> None:
     """READONLY, as after a failover that the address does not follow."""
-    store = open_store(server.url())
+    store = open_store(own_server.url())
     publish(store, 1, TABLE)
     with (
         RedisProcess(NEWEST, tmp_path_factory.mktemp("master")) as master,
-        server.client() as client,
+        own_server.client() as client,
     ):
 
         def demoted() -> Rows:
@@ -484,7 +516,7 @@ def test_a_redis_killed_inside_the_flip_has_old_or_new_whole(
         proxy.silent = False
         server.start()
         reader = open_store(server.url())
-        eventually(lambda: not _refused(lambda: reader.live("numbers")))
+        eventually(lambda: not is_refused(lambda: reader.live("numbers")))
         new = when == "before it is answered"
         assert reader.live("numbers") == pointer(2 if new else 1)
         assert values(reader.read("numbers", [b"a", b"b"])) == (

@@ -4,10 +4,8 @@ was live before is answered for a moment, and no longer."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.online.redis.redis_store import KNOWN_S, RedisStore
 from tests.asgi import call, exchange, samples, scope_of
+from tests.online import OpenStore
 from tests.redis_process import Proxy, RedisCluster, RedisProcess, eventually, newest_redis
 
 VIEW = FeatureView(
@@ -34,19 +33,12 @@ VIEW = FeatureView(
 )
 KEYS = 20
 META = "precompute:{numbers}:meta"
-OpenStore = Callable[[str], RedisStore]
 
 
 @pytest.fixture(params=["redis_url", "oldest_redis_url", "cluster_url"])
 def url(request: pytest.FixtureRequest) -> str:
     """Of an empty server: of the newest version there is, of the oldest, a cluster."""
     return str(request.getfixturevalue(request.param))
-
-
-@pytest.fixture
-def open_store() -> Iterator[OpenStore]:
-    with contextlib.ExitStack() as opened:
-        yield lambda url: opened.enter_context(contextlib.closing(RedisStore(url)))
 
 
 def publish(store: RedisStore, number: int, over: Pointer | None = None) -> Pointer:
@@ -194,7 +186,7 @@ def test_a_pointer_is_known_for_a_moment_and_never_an_older_one(
     assert reader.known("numbers") is None
 
 
-def test_who_asked_before_and_was_told_later_puts_back_nothing(
+def test_a_reader_that_began_before_and_ended_later_puts_back_nothing(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RedisProcess(newest_redis(), tmp_path) as server:

@@ -380,7 +380,7 @@ ABSURD = [
 
 
 @pytest.mark.parametrize(("rows", "records_bytes", "home_lines", "lines"), ABSURD)
-def test_a_header_that_tells_what_cannot_be(
+def test_a_header_that_is_not_consistent(
     rows: int, records_bytes: int, home_lines: int, lines: int, tmp_path: Path
 ) -> None:
     header = header_of({}, rows, records_bytes, home_lines, lines)
@@ -389,14 +389,12 @@ def test_a_header_that_tells_what_cannot_be(
     (tmp_path / "t").write_bytes(header.ljust(size_bytes if feasible else 10_000, b"\0"))
     with pytest.raises(
         OnlineStoreError,
-        match="tells what cannot be"
-        if feasible
-        else r"tells what cannot be|t: it has 10,000 bytes",
+        match="is not consistent" if feasible else r"is not consistent|t: it has 10,000 bytes",
     ):
         TableFile(tmp_path / "t")
 
 
-def test_other_versions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("precompute.store.online.table_file.FORMAT_VERSION", 2)
     path = write(tmp_path / "t", numbered(0, 10))
     monkeypatch.undo()

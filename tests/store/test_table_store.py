@@ -75,8 +75,26 @@ def test_another_views_pointer_in_its_place_is_damage(folder: Path) -> None:
         TableStore(folder).live("others")
 
 
+def test_a_reader_that_two_publishings_overtake_reads_the_second(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader, slept = TableStore(folder), TableStore(folder), iter([True])
+    publish(writer, 1, TABLE)
+    found = TableStore._pointer
+
+    def pointer_of(store: TableStore, view: str) -> Any:
+        opened = found(store, view)
+        if store is reader and next(slept, False):
+            publish(writer, 2, {b"a": b"2"})
+            writer.drop(view, 1)
+        return opened
+
+    monkeypatch.setattr(TableStore, "_pointer", pointer_of)
+    assert values(reader.read("numbers", [b"a"])) == [b"2"]
+
+
 @pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "a folder"])
-def test_a_live_generation_that_is_gone_or_damaged_is_told(folder: Path, damage: str) -> None:
+def test_a_live_generation_that_is_gone_or_damaged_is_an_error(folder: Path, damage: str) -> None:
     publish(TableStore(folder), 1, TABLE)
     path = generation_file(folder, 1)
     size = path.stat().st_size
@@ -116,7 +134,7 @@ for read in (lambda s: s.read("numbers", keys), lambda s: s.read_generation("num
 
 
 @pytest.mark.parametrize("part", [0.02, 0.99], ids=["the first pages", "all but the last page"])
-def test_a_generation_cut_short_is_told_and_does_not_kill_the_process(
+def test_a_generation_cut_short_is_an_error_and_no_end_of_the_process(
     folder: Path, part: float
 ) -> None:
     """In a process of its own: reading a map past the end of its file is a bus error."""
@@ -139,7 +157,7 @@ def test_a_damaged_pointer_file_is_refused(folder: Path, damaged: bytes) -> None
                 use("numbers")
 
 
-def test_a_flipped_bit_in_a_pointer_file_is_told_and_makes_no_row_fresh(folder: Path) -> None:
+def test_a_flipped_bit_in_a_pointer_file_is_an_error_and_no_fresh_row(folder: Path) -> None:
     store = TableStore(folder)
     publish(store, 1, TABLE)
     path = folder / "numbers" / "live.json"
@@ -201,7 +219,7 @@ def test_a_full_disk_leaves_the_live_generation_and_no_files(folder: Path) -> No
         )
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     store = TableStore(tmp_path / "file" / "online")
     uses: list[Callable[[], Any]] = [lambda: load(store, 1, TABLE), lambda: store.flip(pointer(1))]

@@ -97,7 +97,7 @@ def test_what_is_not_finite_comes_back_as_nan_throughout_and_alone(
     assert (now[0] == -now[2]).all()
 
 
-def test_subnormal_halves_are_kept() -> None:
+def test_subnormal_halves_come_back() -> None:
     least = 2.0**-24
     vectors = np.array([[least, -3 * least, 127 * least, 0]], np.float16)
     assert back("float16", "int8", vectors).tolist() == vectors.tolist()

@@ -34,10 +34,10 @@ from precompute.store.online.redis.link import (
     Budget,
     Link,
     NoAnswer,
+    identity_of,
     no_answer,
     refusal,
 )
-from precompute.store.online.redis.preflight import identity_of
 from precompute.store.online.redis.removal import counted
 from precompute.store.online.redis.servers import (
     ADMIN_S,
@@ -207,9 +207,9 @@ class Cluster(Servers):
 
     def scratch(self, link: Link, prefix: str, at: int = 0) -> str:
         slots = self._slots(time.monotonic() + ADMIN_S, "find a key of a server's")
-        if link.node not in slots.masters:
+        owner = slots.masters.index(link.node) if link.node in slots.masters else None
+        if owner not in slots.owners:
             raise OnlineStoreError(f"Redis at {link.where} has no slots any more: do it again")
-        owner = slots.masters.index(link.node)
         # each slot has a number below 200,000: 0.1 s where the server has one only
         held = (
             number for number in itertools.count() if slots.owners[slot_of(str(number))] == owner
@@ -302,7 +302,7 @@ class Cluster(Servers):
         version = None
         if meta is not None:
             # only now: what it names was there while all rows were read
-            (version,) = self.ask(meta, [("HGET", meta, "version")], doing, budget)
+            (version,) = self.call(meta, [("HGET", meta, "version")], doing, budget)
         return version, [
             layout.found(keys, replies[i * len(keys) : (i + 1) * len(keys)], hashes)
             for i, layout in enumerate(layouts)
@@ -334,7 +334,7 @@ class Cluster(Servers):
                 parts.setdefault(
                     elsewhere.get(i) or slots.masters[slots.owners[of_slots[i]]], []
                 ).append(i)
-            # half of what is left: a node that hangs must not take the time to ask who has its
+            # half of what is left: a node that hangs must not take the time to find out who has its
             # slots by now
             half = time.monotonic() + max(0.01, budget.left_s / 2)
             failed = self._scattered(parts, commands, elsewhere, values, half, doing)

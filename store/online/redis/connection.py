@@ -106,21 +106,22 @@ class RedisOptions:
         scheme, separator, rest = base.partition("://")
         credentials, at, place = rest.rpartition("@")
         nodes: tuple[tuple[str, int], ...] = ()
+        # an @ behind the ? may be the end of a password with a ? in it
+        where = f"{scheme}{separator}{'…' if '@' in query else place}"
         if scheme in ("redis+cluster", "rediss+cluster"):
-            nodes = _nodes(place.partition("/")[0])
+            nodes = _nodes(place.partition("/")[0], where)
             host, port = nodes[0]
             scheme = scheme.removesuffix("+cluster")
             place = f"{f'[{host}]' if ':' in host else host}:{port}/0"
-        shown = base.partition("://")
         return cls(
             f"{scheme}{separator}{credentials}{at}{place}?{'&'.join(others)}".removesuffix("?"),
-            f"{shown[0]}{shown[1]}{shown[2].rpartition('@')[2]}",
+            where,
             nodes,
             **own,
         )
 
 
-def _nodes(text: str) -> tuple[tuple[str, int], ...]:
+def _nodes(text: str, where: str) -> tuple[tuple[str, int], ...]:
     nodes = []
     for node in text.split(","):
         host, colon, port = ("", "", "") if node.endswith("]") else node.rpartition(":")
@@ -128,7 +129,8 @@ def _nodes(text: str) -> tuple[tuple[str, int], ...]:
         host = host.removeprefix("[").removesuffix("]")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(
-                f"online: {node!r} is no host and port; write redis+cluster://host:6379,host:6379"
+                f"online: {where} is no list of hosts and ports; write"
+                " redis+cluster://host:6379,host:6379"
             )
         nodes.append((host, int(port)))
     return tuple(nodes)
@@ -296,6 +298,6 @@ def opener(options: RedisOptions) -> Callable[[Node | None], Connection]:
         # not the library's words: they may hold a part of the password
         raise ConfigError(
             f"online: {options.where} is not a Redis URL; write redis://host:6379/0, rediss://…,"
-            " unix:///path?db=0 or redis+cluster://host:6379,host:6379"
+            " unix:///path?db=0 or redis+cluster://host:6379,host:6379; a password's ? is %3F"
         ) from exc
     return connection

@@ -1,19 +1,29 @@
-"""Link: a pool of connections to one Redis server; each call has one budget for connecting,
-retrying and reading."""
+"""Link: one Redis server: a pool of connections to it, one budget for each call's connecting,
+retrying and reading; and what it says of itself: whether it can take a load."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from precompute.store.errors import OnlineStoreError
-from precompute.store.online.redis.connection import Connection, Lost, Node, Refused, words
+from precompute.store.online.redis.connection import (
+    Connection,
+    Lost,
+    Node,
+    Refused,
+    packed,
+    words,
+)
+
+log = logging.getLogger(__name__)
 
 PASSING = frozenset({"LOADING", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "BUSY"})
 """Refusals that pass: the server starts, a slot moves, a replica takes over, a script runs."""
@@ -338,3 +348,166 @@ def _again(tried: int, deadline: float) -> bool:
         return False
     time.sleep(pause_s)
     return True
+
+
+OLDEST = (6, 2)
+"""Version of Redis that will do."""
+MARGIN = 1.1
+"""Factor on the estimate: what it leaves out is the server's buffers and fragmentation."""
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What a server says of itself. All but ``version``, ``role`` and ``mode`` come from INFO: None
+    (or empty) where the user has no right to it.
+
+    ``identity`` names the process and its data: another one may have lost what this one
+    acknowledged. ``keys`` are those of all its databases.
+    """
+
+    version: tuple[int, ...]
+    role: str
+    mode: str
+    identity: str = ""
+    evicted: int | None = None
+    used_bytes: int | None = None
+    limit_bytes: int | None = None
+    machine_bytes: int | None = None
+    policy: str | None = None
+    replicas: int | None = None
+    keys: int | None = None
+
+    @property
+    def flags_scripts(self) -> bool:
+        """Whether scripts can be flagged to run when the server is full; older ones need a trick,
+        and do not understand the flag."""
+        return self.version >= (7,)
+
+    @property
+    def evicts(self) -> bool | None:
+        """Whether it drops keys without expiry, which are all of ours, when it is full; None when
+        that is not known."""
+        return None if self.policy is None else self.policy.startswith("allkeys-")
+
+
+def identity_of(states: Iterable[ServerState]) -> str:
+    """Who all of these servers are; empty when one does not say."""
+    identities = sorted(state.identity for state in states)
+    return ",".join(identities) if all(identities) else ""
+
+
+def evicted_of(states: Iterable[ServerState]) -> int | None:
+    """How many keys all of these servers have evicted; None when one does not say."""
+    return _sum([state.evicted for state in states])
+
+
+def keys_of(states: Iterable[ServerState]) -> int | None:
+    """How many keys they hold; None when one does not say."""
+    return _sum([state.keys for state in states])
+
+
+def _sum(numbers: Sequence[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
+
+
+def server_state(link: Link, doing: str, budget: Budget | float | None = None) -> ServerState:
+    """Ask a server.
+
+    Raises:
+        OnlineStoreError: it does not answer, or refuses the login.
+    """
+    hello, said = link.replies(packed(("HELLO",), ("INFO",)), 2, doing, budget)
+    if isinstance(hello, Refused):
+        raise refusal(link.where, doing, hello)
+    of = {key.decode(): value for key, value in zip(hello[::2], hello[1::2], strict=True)}
+    version = tuple(int(part) for part in of["version"].decode().split(".")[:3] if part.isdigit())
+    role, mode = of["role"].decode(), of["mode"].decode()
+    if isinstance(said, Refused):
+        return ServerState(version, role, mode)
+    info = dict(
+        line.split(":", 1) for line in said.decode(errors="replace").splitlines() if ":" in line
+    )
+
+    def number(name: str) -> int | None:
+        value = info.get(name, "")
+        return int(value) if value.isdigit() else None
+
+    databases = [
+        dict(part.split("=") for part in value.split(","))
+        for name, value in info.items()
+        if name[:2] == "db" and "keys=" in value
+    ]
+    # the second one changes where a replica took over, and the first where a replica is attached,
+    # too
+    names = [info.get(name, "") for name in ("run_id", "master_replid2")]
+    return ServerState(
+        version,
+        role,
+        mode,
+        identity=":".join(names) if all(names) else "",
+        evicted=number("evicted_keys"),
+        used_bytes=number("used_memory"),
+        limit_bytes=number("maxmemory"),
+        machine_bytes=number("total_system_memory"),
+        policy=info.get("maxmemory_policy"),
+        replicas=number("connected_slaves"),
+        keys=sum(int(of["keys"]) for of in databases) if "redis_version" in info else None,
+    )
+
+
+def check_server(state: ServerState, where: str, *, cluster: bool, allow_eviction: bool) -> bool:
+    """Whether rows may be lost there: it drops keys by itself, or may.
+
+    Raises:
+        OnlineStoreError: too old, a replica, of the other kind, or it drops keys and the URL does
+            not allow that.
+    """
+    if state.version < OLDEST:
+        raise OnlineStoreError(
+            f"Redis at {where} is of version {'.'.join(map(str, state.version))}; 6.2 is the oldest"
+            " that will do"
+        )
+    if state.role not in ("master", "primary"):
+        raise OnlineStoreError(f"Redis at {where} is a read-only replica: name its master")
+    if (state.mode == "cluster") != cluster:
+        raise OnlineStoreError(
+            f"Redis at {where} is {'no' if cluster else 'part of a'} cluster: write"
+            f" {'redis' if cluster else 'redis+cluster'}://host:6379"
+        )
+    if state.evicts is None:
+        log.warning(
+            "Redis at %s does not let this user see INFO: whether it has room, and whether it drops"
+            " rows when full, is not known",
+            where,
+        )
+    if state.evicts and not allow_eviction:
+        raise OnlineStoreError(
+            f"Redis at {where} drops rows by itself when it is full (maxmemory-policy"
+            f" {state.policy}): set it to noeviction, give this store a server of its own, or allow"
+            " it by ?allow_eviction=yes in the URL: a row that is not found is then reported as"
+            " not_in_store, and not as unknown"
+        )
+    return state.evicts is not False
+
+
+def check_room(state: ServerState, where: str, needed_bytes: int) -> None:
+    """Raises:
+    OnlineStoreError: the load would not fit.
+    """
+    if state.used_bytes is None:
+        return
+    limit, of = state.limit_bytes, "its maxmemory"
+    if not limit:
+        limit, of = state.machine_bytes, "its machine's memory"
+    wanted = state.used_bytes + int(needed_bytes * MARGIN)
+    if limit and wanted > limit:
+        raise OnlineStoreError(
+            f"Redis at {where} has no room: it uses {_mb(state.used_bytes)} of {_mb(limit)} ({of}),"
+            f" and the load needs about {_mb(int(needed_bytes * MARGIN))} more: raise maxmemory or"
+            " drop data; the live version stays beside the new one until the next publish"
+        )
+
+
+def _mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.0f} MB"

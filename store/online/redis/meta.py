@@ -20,7 +20,7 @@ from precompute.store.online.online_store import (
 )
 from precompute.store.online.redis.connection import Command
 from precompute.store.online.redis.layout import Buckets
-from precompute.store.online.redis.preflight import (
+from precompute.store.online.redis.link import (
     ServerState,
     evicted_of,
     identity_of,
@@ -71,6 +71,7 @@ redis.call('HSET', KEYS[1], 'dropping:all', ARGV[1])
 return {'done', ''}
 """
 _ENDED = """
+if #redis.call('HGETALL', KEYS[1]) == 0 then return {'done', ''} end
 if redis.call('HGET', KEYS[1], 'dropping:all') ~= ARGV[1] then return {'changed', ''} end
 redis.call('UNLINK', KEYS[1])
 return {'done', ''}
@@ -310,15 +311,15 @@ class ViewHashes:
         self._servers, self._names = servers, names
         self._flags_scripts: bool | None = None
 
-    def ask(self, view: str, commands: Sequence[Command], doing: str) -> list[Any]:
+    def call(self, view: str, commands: Sequence[Command], doing: str) -> list[Any]:
         """Replies to commands on a view's hash."""
-        return self._servers.ask(self._names.meta(view), commands, doing, ADMIN_S)
+        return self._servers.call(self._names.meta(view), commands, doing, ADMIN_S)
 
     def read(self, view: str) -> Meta:
         """All of a view's hash; an empty one for a name that no view can have."""
         if not NAME.match(view):
             return Meta()
-        (fields,) = self.ask(view, [("HGETALL", self._names.meta(view))], f"look at {view!r}")
+        (fields,) = self.call(view, [("HGETALL", self._names.meta(view))], f"look at {view!r}")
         return Meta.of(fields)
 
     def trials(self, view: str) -> list[Command]:
@@ -339,7 +340,7 @@ class ViewHashes:
 
     def _run(self, text: str, view: str, *arguments: bytes | str | int) -> list[bytes]:
         """Run a script on a view's hash: what came of it, and a detail."""
-        (answer,) = self.ask(
+        (answer,) = self.call(
             view, [self._script(text, view, *arguments)], f"move what is live of {view!r}"
         )
         assert isinstance(answer, list)
@@ -387,7 +388,9 @@ class ViewHashes:
         """Which of :data:`BESIDE` are not as the pointer has them: field → (what it is, what it
         should be). A pointer that is not whole says nothing."""
         names = ("version", "pointer", *BESIDE)
-        (values,) = self.ask(view, [("HMGET", self._names.meta(view), *names)], f"look at {view!r}")
+        (values,) = self.call(
+            view, [("HMGET", self._names.meta(view), *names)], f"look at {view!r}"
+        )
         version, body, *others = values
         pointer = sealed_pointer(version, body)
         if pointer is None:

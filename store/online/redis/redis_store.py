@@ -16,7 +16,7 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, OnlineStoreError
 from precompute.store.feature_view import NAME
 from precompute.store.online import kernels
-from precompute.store.online.codec import FORMAT_VERSION
+from precompute.store.online.codec import FORMAT_VERSION, HEADER_BYTES
 from precompute.store.online.found_rows import FoundRows, overlaid
 from precompute.store.online.kernels import Rows
 from precompute.store.online.online_store import (
@@ -29,8 +29,28 @@ from precompute.store.online.online_store import (
 )
 from precompute.store.online.redis.cluster import open_servers
 from precompute.store.online.redis.connection import Command, Lost, RedisOptions, Refused, packed
-from precompute.store.online.redis.layout import FEW, Buckets, Layout
-from precompute.store.online.redis.link import Budget, Full, Link, no_answer
+from precompute.store.online.redis.layout import (
+    FEW,
+    FIELDS,
+    OWN_BYTES,
+    WIDEST_VALUE,
+    Buckets,
+    Layout,
+    bucket_cost_bytes,
+    key_cost_bytes,
+)
+from precompute.store.online.redis.link import (
+    Budget,
+    Full,
+    Link,
+    ServerState,
+    check_room,
+    check_server,
+    evicted_of,
+    identity_of,
+    no_answer,
+    server_state,
+)
 from precompute.store.online.redis.meta import (
     EVERYTHING,
     Loaded,
@@ -42,22 +62,11 @@ from precompute.store.online.redis.meta import (
     doubts,
     read_pointer,
 )
-from precompute.store.online.redis.preflight import (
-    ServerState,
-    bucket_cost_bytes,
-    bucket_count,
-    check_room,
-    check_server,
-    evicted_of,
-    identity_of,
-    key_cost_bytes,
-)
 from precompute.store.online.redis.removal import KeyList, Removal
 from precompute.store.online.redis.servers import (
     ADMIN_S,
     Progress,
     begun,
-    handed_on,
     keep_small,
     replicated,
 )
@@ -71,6 +80,11 @@ even while the server loads."""
 WARM_CONNECTIONS = 8
 """Connections to each server that are open before the first request: the first requests of a
 worker do not come one by one."""
+SAVING = 3.0
+"""How many times a key for each row must take what a bucket takes: an HGET costs the server 1.7
+times what a key of an MGET does."""
+KEY_BYTES = 16
+"""Bytes of an entity key, about: keys of 6 to 20 bytes cost the same under the usual prefix."""
 FREED_S = 3.0
 """Seconds that the server has to give back the memory of what was dropped, which it does behind its
 replies."""
@@ -162,7 +176,7 @@ class RedisStore(OnlineStore):
             return None
         doing = f"read the pointer of {view!r}"
         meta, requested_s = self._names.meta(view), time.monotonic()
-        (found,) = self._servers.ask(meta, [("HMGET", meta, "version", "pointer")], doing, budget)
+        (found,) = self._servers.call(meta, [("HMGET", meta, "version", "pointer")], doing, budget)
         assert isinstance(found, list)
         version, body = found
         seen = self._seen.get(view)
@@ -191,7 +205,7 @@ class RedisStore(OnlineStore):
         """How generations lie in Redis. One that is gone by now was another pointer's, which the
         reader finds out."""
         meta = self._names.meta(view)
-        (records_,) = self._servers.ask(
+        (records_,) = self._servers.call(
             meta, [("HMGET", meta, *[f"rows:{number}" for number in numbers])], doing, budget
         )
         return [
@@ -210,7 +224,9 @@ class RedisStore(OnlineStore):
 
     def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
         meta, fields = self._names.meta(view), [b"rows:%d" % number for number in numbers]
-        (found,) = self._servers.ask(meta, [("HMGET", meta, *fields)], f"look at {view!r}", _look())
+        (found,) = self._servers.call(
+            meta, [("HMGET", meta, *fields)], f"look at {view!r}", _look()
+        )
         return Meta.of(
             [
                 part
@@ -222,21 +238,22 @@ class RedisStore(OnlineStore):
 
     def views(self) -> list[str]:
         doing, budget = "list the views", _look()
-        (members,) = self._servers.ask(
+        (members,) = self._servers.call(
             self._names.views, [("SMEMBERS", self._names.views)], doing, budget
         )
         assert isinstance(members, list)
         names = sorted(name.decode(errors="replace") for name in members)
         metas = [self._names.meta(name) for name in names]
         live = [
-            self._servers.ask(meta, [("HEXISTS", meta, "pointer")], doing, budget) for meta in metas
+            self._servers.call(meta, [("HEXISTS", meta, "pointer")], doing, budget)
+            for meta in metas
         ]
         return [name for name, (there,) in zip(names, live, strict=True) if there]
 
     def doubts(self, view: str) -> list[str]:
         doing, views, budget = f"look after {view!r}", self._names.views, _look()
         states = self._servers.states(doing, budget).values()
-        (members,) = self._servers.ask(views, [("SMEMBERS", views)], doing, budget)
+        (members,) = self._servers.call(views, [("SMEMBERS", views)], doing, budget)
         # beside rows there are the set of views, and a hash for each
         return doubts(self._hashes.read(view), states, beside=1 + len(members))
 
@@ -342,7 +359,7 @@ class RedisStore(OnlineStore):
     def _check_room(self, size_bytes: int, dropped: bool) -> None:
         until = time.monotonic() + (FREED_S if dropped else 0)
         while True:
-            states = self._servers.states("ask for its memory", ADMIN_S)
+            states = self._servers.states("look at its memory", ADMIN_S)
             try:
                 for link, state in states.items():
                     check_room(state, link.where, size_bytes // len(states))
@@ -409,7 +426,7 @@ class RedisStore(OnlineStore):
             evicted=evicted,
             buckets=buckets,
         )
-        self._servers.ask(self._names.views, [("SADD", self._names.views, view)], doing, ADMIN_S)
+        self._servers.call(self._names.views, [("SADD", self._names.views, view)], doing, ADMIN_S)
         self._hashes.begin_loading(view, loading)
         return self._send(view, loading, rows, doing)
 
@@ -437,7 +454,7 @@ class RedisStore(OnlineStore):
             raise
         states = self._servers.states(doing, ADMIN_S)
         for link, state in states.items():
-            replicated(self._servers, link, self._names.prefix, state.replicas or 0, doing)
+            replicated(self._servers, link, self._names.prefix, state.replicas, doing)
         # in a cluster the note may be there and rows not: of one server it comes after all of them
         server = whole if self._servers.cluster else identity_of(states.values())
         parts = None if listed is None else listed.parts
@@ -455,7 +472,7 @@ class RedisStore(OnlineStore):
         return progress.done
 
     def _write(self, key: bytes, value: bytes, doing: str) -> None:
-        self._servers.ask(key, [("SET", key, value)], doing, ADMIN_S)
+        self._servers.call(key, [("SET", key, value)], doing, ADMIN_S)
 
     def _clean_up(self, view: str, number: int, token: str) -> None:
         """Drop what this process loaded, unless another one has gone on with it. What stays after
@@ -474,7 +491,9 @@ class RedisStore(OnlineStore):
         if self._servers.cluster:
             # a failover would bring the pointer before back, and other masters have dropped its
             # rows
-            handed_on(self._servers, self._names.meta(view), f"hand on what is live of {view!r}")
+            link, doing = self._servers.at(self._names.meta(view)), f"hand on {view!r}"
+            replicas = server_state(link, doing, ADMIN_S).replicas
+            replicated(self._servers, link, self._names.prefix, replicas, doing)
 
     def record_damage(self, view: str) -> list[str]:
         return [
@@ -530,3 +549,35 @@ def _taken_over(view: str, number: int) -> ConflictError:
         f"generation {number} of view {view!r} was dropped, or is loaded by another process:"
         " nothing of it went live"
     )
+
+
+def bucket_count(rows: int, row_bytes: int | None, prefix_bytes: int) -> int:
+    """How many buckets a generation is laid out in; 0 where each row has a key of its own.
+
+    Bytes of Redis 7.0 (jemalloc) and 6.2 (libc) a row, keys of 8 bytes in a view called
+    ``numbers``, 40,000 rows:
+
+        columns of 8 bytes         1           2           3           4           5
+        bytes of a row            33          41          49          57          65
+        a key each         157 / 133   157 / 149   173 / 157   173 / 173   189 / 173
+        in buckets           39 / 36     48 / 44     56 / 52     65 / 60     75 / 68
+
+    So it is buckets for rows of up to 49 bytes. (With keys of 24 bytes a key each takes 16 bytes
+    more, and a bucket none.)
+
+    Args:
+        rows: how many there will be, about.
+        row_bytes: of each, header included; None where they are not all of one width: a single one
+            that is too wide would undo its bucket.
+        prefix_bytes: of a generation's keys.
+    """
+    if (
+        not rows
+        or row_bytes is None
+        or not HEADER_BYTES <= row_bytes <= WIDEST_VALUE - 1 - OWN_BYTES + HEADER_BYTES
+    ):
+        return 0
+    saving = key_cost_bytes(prefix_bytes + KEY_BYTES, row_bytes) / bucket_cost_bytes(
+        prefix_bytes, row_bytes
+    )
+    return max(1, rows // FIELDS) if saving >= SAVING else 0

@@ -111,7 +111,7 @@ class Removal:
         """
         token, views = secrets.token_hex(8), self._names.views
         self._hashes.end_view(view, token)
-        self._servers.ask(views, [("SREM", views, view)], f"remove {view!r}", ADMIN_S)
+        self._servers.call(views, [("SREM", views, view)], f"remove {view!r}", ADMIN_S)
         self._finish_end(view, token)
 
     def _finish_end(self, view: str, token: str) -> None:
@@ -161,7 +161,7 @@ class Removal:
                 self._sweep(
                     view, lambda n: n in numbers or (n < newest and n not in known), marks, doing
                 )
-            self._hashes.ask(view, [("HDEL", self._names.meta(view), *marks)], doing)
+            self._hashes.call(view, [("HDEL", self._names.meta(view), *marks)], doing)
 
     def _sweep(
         self, view: str, goes: Callable[[int], bool], marks: Mapping[str, bytes], doing: str
@@ -179,7 +179,7 @@ class Removal:
             )
 
     def _check_marks(self, view: str, marks: Mapping[str, bytes], doing: str) -> None:
-        (there,) = self._hashes.ask(view, [("HMGET", self._names.meta(view), *marks)], doing)
+        (there,) = self._hashes.call(view, [("HMGET", self._names.meta(view), *marks)], doing)
         if there != list(marks.values()):
             raise _TakenFromUs
 
@@ -195,7 +195,9 @@ class Removal:
         cluster = self._servers.cluster
         for number in range(loaded.key_parts or 0):
             key = part_key(prefix, number)
-            (found,) = self._servers.ask(key, [("GET" if cluster else "MGET", key)], doing, SWEEP_S)
+            (found,) = self._servers.call(
+                key, [("GET" if cluster else "MGET", key)], doing, SWEEP_S
+            )
             try:
                 keys = [prefix + own for own in keys_of((found if cluster else found[0]) or b"")]
             except ValueError:

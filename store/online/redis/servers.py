@@ -28,8 +28,16 @@ from precompute.store.online.redis.connection import (
     words,
 )
 from precompute.store.online.redis.layout import FIELDS, WIDEST_VALUE, Block, Layout
-from precompute.store.online.redis.link import MOVING, PASSING, Budget, Link, no_answer, refusal
-from precompute.store.online.redis.preflight import ServerState, server_state
+from precompute.store.online.redis.link import (
+    MOVING,
+    PASSING,
+    Budget,
+    Link,
+    ServerState,
+    no_answer,
+    refusal,
+    server_state,
+)
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +281,7 @@ class Servers(ABC):
             OnlineStoreError: no answer in time (of a read's budget, if none is named).
         """
 
-    def ask(
+    def call(
         self,
         key: bytes | str,
         commands: Sequence[Command],
@@ -492,9 +500,9 @@ def check_same(link: Link, identity: str, doing: str) -> None:
         )
 
 
-def replicated(servers: Servers, link: Link, prefix: str, replicas: int, doing: str) -> None:
-    """Wait until a server's replicas have what it has. ``prefix``: of a key that it may hold for a
-    moment.
+def replicated(servers: Servers, link: Link, prefix: str, replicas: int | None, doing: str) -> None:
+    """Wait until a server's so many replicas have what it has. ``prefix``: of a key that it may
+    hold for a moment.
 
     Raises:
         OnlineStoreError: one does not keep up.
@@ -515,40 +523,21 @@ def replicated(servers: Servers, link: Link, prefix: str, replicas: int, doing: 
             break
         if not servers.cluster or refused.code not in MOVING or time.monotonic() > until:
             raise refusal(link.where, doing, refused)
-        # the key's slot moves: try a key of another slot, and ask again who holds them
+        # the key's slot moves: try a key of another slot, and look again who holds them
         time.sleep(0.05)
         servers.masters()
     have = replies[1]
     if have < replicas:
         raise OnlineStoreError(
-            f"of {replicas} replicas of Redis at {link.where} only {have} have what was loaded"
-            f" after {REPLICATED_S:.0f} s: a failover would lose rows. Mend or remove the one that"
+            f"of {replicas} replicas of Redis at {link.where} only {have} have what was written"
+            f" after {REPLICATED_S:.0f} s: a failover would lose it. Mend or remove the one that"
             " lags, and do it again"
-        )
-
-
-def handed_on(servers: Servers, key: str, doing: str) -> None:
-    """Wait until the replicas have what was written to a key.
-
-    Raises:
-        OnlineStoreError: they do not keep up.
-    """
-    replicas = server_state(servers.at(key), doing, ADMIN_S).replicas
-    if not replicas:
-        return
-    # on the connection that has written last
-    commands: list[Command] = [("HDEL", key, "-"), ("WAIT", replicas, int(ADMIN_S * 1000 / 2))]
-    _, have = servers.ask(key, commands, doing, ADMIN_S)
-    if not isinstance(have, int) or have < replicas:
-        raise OnlineStoreError(
-            f"of {replicas} replicas only {have} keep up, could not {doing}: nothing older is"
-            " dropped; publish it again"
         )
 
 
 def keep_small(servers: Servers, prefix: str, doing: str) -> bool:
     """Whether hashes of as many fields as a bucket may have are small ones to the servers, and may
-    be counted: tried, since few may ask how they are set."""
+    be counted: tried, since few users may read the server's settings."""
     pairs = [part for i in range(2 * FIELDS) for part in (b"%06d" % i, b"-" * WIDEST_VALUE)]
     for link in servers.masters():
         key = servers.scratch(link, prefix)
@@ -566,7 +555,7 @@ def keep_small(servers: Servers, prefix: str, doing: str) -> bool:
                 encoding,
             )
             log.info(
-                "Redis at %s keeps no small hashes of %d fields, or does not tell (%s): each row"
+                "Redis at %s has no small hashes of %d fields, or does not say (%s): each row"
                 " has a key of its own",
                 link.where,
                 2 * FIELDS,
