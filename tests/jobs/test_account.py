@@ -14,10 +14,9 @@ import redis
 
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.rollback import reconcile
-from precompute.store.account import checker, rounds
+from precompute.store.account import checker
 from precompute.store.account.account import Act, read_account
-from precompute.store.account.checker import check_live, share_of
-from precompute.store.account.rounds import Rounds
+from precompute.store.account.checker import Rounds, check_live, share_of
 from precompute.store.errors import PrecomputeError
 from tests.conftest import MakeProject, Prepared
 from tests.scene import Scene
@@ -336,7 +335,7 @@ def test_beside_a_server_somebody_looks_every_minute(
     project: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the readers say; and heals nothing."""
-    monkeypatch.setattr(rounds, "POLL_S", 0.01)
+    monkeypatch.setattr(checker, "POLL_S", 0.01)
     refs = project.store.refs.folder
     flip(index(project, 1, "vectors.faiss"))
     before = read_account(refs, "numbers").at_us
