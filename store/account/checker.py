@@ -64,6 +64,7 @@ from precompute.store.online.online_store import (
     Pointer,
     check_own_rows,
 )
+from precompute.store.times import AHEAD_US
 from precompute.store.vectors.index_files import index_checks
 
 log = logging.getLogger(__name__)
@@ -166,6 +167,9 @@ class _Look:
         self._budget_s, self._now_us = budget_s, clock_us()
         self._ends_s = time.monotonic() + budget_s
         self._before = read_account(store.refs.folder, store.name)
+        if self._before.at_us > self._now_us + AHEAD_US:
+            # by a clock that was wrong: what was read when is not known
+            self._before = replace(self._before, files={}, turn=Turn())
         self._findings: list[Finding] = []
         self._sighted_files: tuple[str, ...] = ()
         self._by_files = store.storage is not LOCAL and not online.blocking
@@ -504,7 +508,8 @@ def is_due(store: ViewStore, every_s: float = EVERY_S, *, here: bool = False) ->
     """Whether a view is to be looked at: none did for so long, or for a while and readers met
     damage since. During a publishing no process looks, but for those that look only ``here``."""
     refs = store.refs.folder
-    since_s = time.time() - read_account(refs, store.name).at_us / 1e6
+    # a look that lies ahead was noted by a clock that was wrong
+    since_s = abs(time.time() - read_account(refs, store.name).at_us / 1e6)
     if since_s < min(every_s, SOON_S) or (since_s < every_s and not has_sightings(refs)):
         return False
     return here or not is_held(store.leases, PUBLISH_LEASE)

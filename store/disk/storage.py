@@ -258,7 +258,13 @@ class LocalStorage:
             return None
 
     def size_bytes(self, folder: Path) -> int:
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        total = 0
+        for below, _, names in os.walk(folder):
+            for name in names:
+                # else removed meanwhile
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.stat(f"{below}/{name}").st_size
+        return total
 
     def shown(self, path: Path) -> str:
         return str(path)
@@ -364,15 +370,21 @@ def known_identity(folder: Path) -> str:
     Raises:
         SnapshotError: it is damaged.
     """
-    known = None
+    damage: SnapshotError | None = None
     for name in IDENTITIES:
         try:
-            known = known or read_record_file(_Identity, folder / name, _REMEDY)
+            known = read_record_file(_Identity, folder / name, _REMEDY)
         except SnapshotError as exc:
-            if name == IDENTITIES[-1] or not isinstance(exc.__cause__, ValueError):
+            if not isinstance(exc.__cause__, ValueError):
                 raise
             log.warning("%s", exc)
-    return "" if known is None else known.id
+            damage = exc
+        else:
+            if known is not None:
+                return known.id
+    if damage is not None:
+        raise damage
+    return ""
 
 
 def identity_of(folder: Path) -> str:

@@ -401,8 +401,11 @@ def joined_rows(
     """
     layers = [store.layers(snapshot) for snapshot in (first, second)]
     sides = (rows_beside(layers[0], layers[1]), rows_beside(layers[1], layers[0]))
-    spill = SpillFolder()
-    with reading(store.name), closing(spill), closing(open_duckdb(spill, memory_mb)) as connection:
+    with (
+        reading(store.name),
+        closing(SpillFolder()) as spill,
+        closing(open_duckdb(spill, memory_mb)) as connection,
+    ):
         for side, rows, snapshot in zip("ab", sides, (first, second), strict=True):
             connection.register(side, _reader(rows, snapshot.view.entity, features))
         columns = ", ".join(

@@ -539,12 +539,20 @@ class Refs:
         return self.folder / "pins" / f"{number}.json"
 
     def mark_bad(self, number: int, mark: BadMark) -> None:
-        """Mark a snapshot bad, for good; marking it twice is no error.
+        """Mark a snapshot bad, for good. Of two marks the first stays, unless only the second says
+        that the rows are at fault, or the first cannot be read.
 
         Raises:
             SnapshotError: the file system failed.
         """
-        self._mark(self.bad_path(number), mark)
+        path = self.bad_path(number)
+        self._mark(path, mark)
+        try:
+            first = whole_record(BadMark, self._storage.read(path))
+            if mark.rows and (first is None or not first.rows):
+                self._storage.write(path, sealed(mark))
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
 
     def pins(self) -> set[int]:
         """Numbers of the pinned snapshots."""

@@ -15,8 +15,9 @@ import redis
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.rollback import reconcile
 from precompute.store.account import checker
-from precompute.store.account.account import Act, read_account
-from precompute.store.account.checker import Rounds, check_live, share_of
+from precompute.store.account.account import Act, read_account, write_account
+from precompute.store.account.checker import Rounds, check_live, is_due, share_of
+from precompute.store.disk.record import replace
 from precompute.store.errors import PrecomputeError
 from tests.conftest import MakeProject, Prepared
 from tests.scene import Scene
@@ -324,6 +325,25 @@ def test_a_window_moves_over_all_rows(project: Scene, monkeypatch: pytest.Monkey
         assert looked()[2] == [told]
         garble(project, 1)
         assert looked()[2] == []
+
+
+def test_what_a_wrong_clock_noted_is_looked_at_again(
+    project: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was days ahead when an account was written, and is right now."""
+    monkeypatch.setattr(checker, "OFTEN_S", 45.0)
+    refs, ahead = project.store.refs.folder, 10 * 86_400_000_000
+    with contextlib.closing(project.open_online()) as online:
+        account = check_live(project.store, online, share=1.0)
+        files = {path: at_us + ahead for path, at_us in account.files.items()}
+        turn = replace(account.turn, began_us=account.turn.began_us + ahead)
+        write_account(refs, replace(account, at_us=account.at_us + ahead, files=files, turn=turn))
+        flip(index(project, 1, "vectors.faiss"))
+        assert is_due(project.store)
+        found = check_live(project.store, online, budget_s=10.0)
+    assert [finding.act for finding in found.findings] == [Act.LOAD]
+    assert max(found.files.values()) <= found.at_us
+    assert not is_due(project.store)
 
 
 def test_an_hours_share_is_read_whatever_time_it_takes() -> None:
