@@ -804,8 +804,9 @@ def test_a_torn_or_flipped_live_pointer_is_refused(store: ViewStore) -> None:
     # a bit of the snapshot's number
     for damaged in [*torn, whole.replace(b'"snapshot": 1', b'"snapshot": 3', 1)]:
         path.write_bytes(damaged)
-        with pytest.raises(SnapshotError, match=r"live.json is damaged"):
-            store.refs.live()
+        for read in (store.refs.live, store.refs.resume_live):
+            with pytest.raises(SnapshotError, match=r"live.json is damaged"):
+                read()
 
 
 # ---- several processes
