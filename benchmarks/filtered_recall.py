@@ -28,7 +28,7 @@ from benchmarks.common import median_us, report
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.vectors.index_build import build_index
 from precompute.store.vectors.index_choice import Limits
-from precompute.store.vectors.index_record import METRICS
+from precompute.store.vectors.index_files import METRICS
 from precompute.store.vectors.index_rows import RowFilter
 from precompute.store.vectors.vector_index import VectorIndex
 

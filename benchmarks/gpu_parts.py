@@ -473,7 +473,7 @@ def faiss_part(notes: Notes, device: str, size: Size) -> None:
     """A vector index built with the GPU and without, and searched."""
     import faiss
 
-    from precompute.store.vectors import faiss_index
+    from precompute.store.vectors import index_files
     from precompute.store.vectors.index_build import build_index
     from precompute.store.vectors.vector_index import VectorIndex
 
@@ -497,7 +497,7 @@ def faiss_part(notes: Notes, device: str, size: Size) -> None:
             }
         )
 
-    own = faiss_index.gpus
+    own = index_files.gpus
     with tempfile.TemporaryDirectory() as name:
         for where, count in (("GPU", own), ("CPU", lambda: 0)):
             if where == "GPU" and not own():
@@ -505,7 +505,7 @@ def faiss_part(notes: Notes, device: str, size: Size) -> None:
                 continue
             with (
                 notes.trying(f"built and searched on the {where}"),
-                mock.patch.object(faiss_index, "gpus", count),
+                mock.patch.object(index_files, "gpus", count),
             ):
                 started = time.perf_counter()
                 figures = build_index(Path(name) / where, rows(), view, model="m")

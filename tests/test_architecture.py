@@ -105,9 +105,9 @@ SEAMS = {
     "xxhash": {
         "store/online/kernels.py",
         "store/online/table_file.py",
-        "store/vectors/index_record.py",
+        "store/vectors/index_files.py",
     },
-    "faiss": {"store/vectors/faiss_index.py"},
+    "faiss": {"store/vectors/index_files.py"},
     "apscheduler": {"jobs/schedule/scheduler.py"},
     "cronsim": {"jobs/config/schedule.py"},
     "uvicorn": {"store/http/guard/protocol.py", "store/http/guard/server.py"},

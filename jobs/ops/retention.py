@@ -13,9 +13,8 @@ from typing import Any
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.replica import Replica
 from precompute.store.disk.durable_file import spending_reserve
-from precompute.store.disk.identity import known_identity
 from precompute.store.disk.lease import holder, is_held, take
-from precompute.store.disk.storage import LOCAL, storage_of
+from precompute.store.disk.storage import LOCAL, known_identity, storage_of
 from precompute.store.errors import (
     ConfigError,
     ConflictError,

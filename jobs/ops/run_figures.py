@@ -43,7 +43,7 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Sighting, as_us, microseconds, parsed_time
-from precompute.store.vectors.index_record import IndexFigures, index_figures
+from precompute.store.vectors.index_files import IndexFigures, index_figures
 
 ROWS, ROWS_BEFORE = 1500, 500
 """Drawn of the snapshot, and of the one it is compared with."""

@@ -42,7 +42,7 @@ from precompute.store.times import (
     parsed_time,
     shown_time,
 )
-from precompute.store.vectors.index_record import index_figures
+from precompute.store.vectors.index_files import index_figures
 
 log = logging.getLogger(__name__)
 

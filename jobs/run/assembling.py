@@ -18,7 +18,7 @@ from precompute.model import Verbatim, digest
 from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
-from precompute.store.history.newest_rows import NewestRows, newest_rows
+from precompute.store.history.changes import NewestRows, newest_rows
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import Standing, are_alike

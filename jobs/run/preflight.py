@@ -12,7 +12,7 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.judge.gates import served_snapshot
 from precompute.jobs.run.judge.value_gates import Verdicts, judge_contract
-from precompute.store.disk.identity import known_identity
+from precompute.store.disk.storage import known_identity
 from precompute.store.errors import ConfigError, GateError
 from precompute.store.offline.snapshot import Verdict
 from precompute.store.offline.standing import Standing

@@ -22,9 +22,9 @@ from precompute.store.account.account import Act
 from precompute.store.account.checker import check_live
 from precompute.store.account.rows import DOUBTED_ROWS, check_served
 from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.identity import identity_of
 from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
+from precompute.store.disk.storage import identity_of
 from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,

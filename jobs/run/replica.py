@@ -25,9 +25,8 @@ from precompute.store.disk.durable_file import (
     restore,
     sha256_of,
 )
-from precompute.store.disk.identity import known_identity
 from precompute.store.disk.record import Record, read_record, sealed
-from precompute.store.disk.storage import LOCAL, File, storage_of
+from precompute.store.disk.storage import LOCAL, File, known_identity, storage_of
 from precompute.store.errors import (
     DamagedPointerError,
     OnlineStoreError,

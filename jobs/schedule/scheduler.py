@@ -27,8 +27,7 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.run.report import close_dead
 from precompute.jobs.schedule.due import LEADER, RETRIED, Decision, Ledger
 from precompute.store.account.account import HEALING, Account, Act, has_sightings
-from precompute.store.account.checker import LOOK_S, check_live, share_of
-from precompute.store.account.rounds import is_due
+from precompute.store.account.checker import LOOK_S, check_live, is_due, share_of
 from precompute.store.disk.lease import Lease, holder, take
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, FencedError, PrecomputeError

@@ -27,7 +27,7 @@ from precompute.jobs.serve.supervised_process import (
     STILL_S,
     SupervisedProcess,
 )
-from precompute.store.account.rounds import Rounds
+from precompute.store.account.checker import Rounds
 from precompute.store.answers.service import Service
 from precompute.store.disk.sql import SpillFolder
 from precompute.store.disk.storage import LOCAL, storage_of

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from precompute.jobs.config.project import Project
-from precompute.store.disk.identity import known_identity
+from precompute.store.disk.storage import known_identity
 from precompute.store.errors import ConfigError, ConflictError, PrecomputeError
 from precompute.store.online import kernels
 from precompute.store.online.url import open_online_store, shown_url, table_folder

@@ -1,5 +1,5 @@
 """Checker: looks at all that is live of a view, and writes its account, which says whether it is
-whole.
+whole; and the thread of a server that has it look every minute.
 
 Each look reads pointers, small records, the headers of generations and indexes, the rows that
 readers reported, a window of rows that moves over all of them, and files by their checksums, the
@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
+import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -25,6 +29,7 @@ from precompute.store.account.account import (
     Finding,
     State,
     Turn,
+    has_sightings,
     read_account,
     take_sightings,
     write_account,
@@ -35,22 +40,22 @@ from precompute.store.account.rows import (
     MovedError,
     check_served,
     not_whole,
+    read_on,
+    served_pointer,
 )
-from precompute.store.disk.identity import COPY, NAME, known_identity
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import content_of, replace
-from precompute.store.disk.storage import LOCAL
+from precompute.store.disk.storage import IDENTITIES, LOCAL
 from precompute.store.errors import (
-    ConflictError,
     DamagedPointerError,
+    PrecomputeError,
     RowsLostError,
     SnapshotError,
 )
-from precompute.store.keys import key_column
-from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, LiveRef, run_lease
+from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
 from precompute.store.offline.selection import Selection, all_rows
 from precompute.store.offline.snapshot import Snapshot
-from precompute.store.offline.view_store import ViewStore
+from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.codec import State as RowState
 from precompute.store.online.online_store import (
@@ -58,10 +63,11 @@ from precompute.store.online.online_store import (
     OnlineStore,
     Pointer,
     check_own_rows,
-    check_owner,
 )
-from precompute.store.online.row_values import packed_strings
-from precompute.store.vectors.index_record import mark_of, read_index_record
+from precompute.store.times import AHEAD_US
+from precompute.store.vectors.index_files import index_checks
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 0.3
 """Seconds for all views of a project together, at each look: half a percent of a core where one
@@ -82,9 +88,6 @@ MOST_KEYS = 16
 NEWEST_REPORTS = 50
 """Reports of runs, the newest, whose files are read for ``status``."""
 DEGRADED = "its rows are said to be degraded, and all that were compared are there"
-
-_NETWORK_KEYS = 500
-_MAPPED_KEYS = 8192
 
 
 def clock_us() -> int:
@@ -164,6 +167,9 @@ class _Look:
         self._budget_s, self._now_us = budget_s, clock_us()
         self._ends_s = time.monotonic() + budget_s
         self._before = read_account(store.refs.folder, store.name)
+        if self._before.at_us > self._now_us + AHEAD_US:
+            # by a clock that was wrong: what was read when is not known
+            self._before = replace(self._before, files={}, turn=Turn())
         self._findings: list[Finding] = []
         self._sighted_files: tuple[str, ...] = ()
         self._by_files = store.storage is not LOCAL and not online.blocking
@@ -198,7 +204,8 @@ class _Look:
         account = replace(
             before, epoch=ref.epoch, snapshot=ref.snapshot, rows=snapshot.rows, doubts=()
         )
-        pointer = self._pointer(ref)
+        pointer, wrong = served_pointer(self._store, self._online, ref)
+        self._findings += wrong
         # what an object store takes to answer is no work of ours
         self._ends_s = time.monotonic() + self._budget_s
         if pointer is not None and self._by_files:
@@ -258,7 +265,11 @@ class _Look:
             folder / f"lease-{lease}.json" for lease in (PUBLISH_LEASE, DROP_LEASE, run_lease(None))
         ]
         groups: list[tuple[Iterable[Path], Act, str]] = [
-            ([*leases, folder / "epoch.json", root / NAME, root / COPY], Act.REMOVE, again),
+            (
+                [*leases, folder / "epoch.json", *(root / name for name in IDENTITIES)],
+                Act.REMOVE,
+                again,
+            ),
             (
                 map(self._store.runs.path, self._store.runs.ids()[:NEWEST_REPORTS]),
                 Act.REMOVE,
@@ -303,46 +314,6 @@ class _Look:
         self, what: str, state: State, act: Act, found: str, keys: tuple[str, ...] = ()
     ) -> None:
         self._findings.append(Finding(what, state, act, found, keys))
-
-    def _pointer(self, ref: LiveRef) -> Pointer | None:
-        """The online pointer, where it is the root's and names what was loaded; else what is wrong
-        is a finding."""
-        name, found = self._store.name, ""
-        try:
-            pointer = self._online.live(name)
-        except DamagedPointerError as exc:
-            self._add("online pointer", State.DAMAGED, Act.POINT, str(exc))
-            return None
-        if pointer is None:
-            found = (
-                f"the online store has no pointer of view {name!r}, whose snapshot {ref.snapshot}"
-                " is live"
-            )
-            self._add("online pointer", State.MISSING, Act.POINT, found)
-            return None
-        try:
-            check_owner(pointer, name, known_identity(self._store.offline.root))
-        except ConflictError as exc:
-            self._add("online pointer", State.FOREIGN, Act.PERSON, str(exc))
-            return None
-        if pointer.epoch > ref.epoch:
-            # the root is older than what is served: nothing was lost online
-            return None
-        if (pointer.epoch, set(pointer.generations)) != (ref.epoch, ref.place.generations):
-            found = (
-                f"the online store serves snapshot {pointer.snapshot} of view {name!r}, and"
-                f" {ref.snapshot} is live"
-            )
-            self._add("online pointer", State.DAMAGED, Act.POINT, found)
-            return None
-        try:
-            check_own_rows(pointer, self._online.loaded(name, pointer.generations))
-        except RowsLostError as exc:
-            self._add(ROWS, State.MISSING, Act.LOAD, str(exc))
-            return None
-        for damage in self._online.record_damage(name):
-            self._add("records online", State.DAMAGED, Act.POINT, damage)
-        return pointer
 
     # ---- rows
 
@@ -421,28 +392,13 @@ class _Look:
         not whole."""
         if turn.base != pointer.generation:
             turn = Turn(pointer.generation, began_us=self._now_us)
-        everything = self._share >= 1.0
+        least = self._share * snapshot.rows
         if self._publishing and time.monotonic() >= self._ends_s:
             return turn, []
-        if everything:
+        if self._share >= 1.0:
             turn = replace(turn, file=0, group=0, rows=0, began_us=self._now_us)
-        wrong: list[bytes] = []
-        codec, entity, read = RowCodec(pointer.view), list(pointer.view.entity), 0
-        most = _NETWORK_KEYS if self._online.blocking else _MAPPED_KEYS
-        for file, group, table in rows.groups(turn.file, turn.group, [*entity, "computed_at"]):
-            for batch in table.combine_chunks().to_batches(max_chunksize=most):
-                keys = list(map(bytes, packed_strings(key_column(batch, tuple(entity))).strings()))
-                computed_us = np.asarray(batch.column("computed_at").cast("int64"))
-                wrong += not_whole(self._online, pointer, codec, keys, computed_us)
-            read += table.num_rows
-            turn = replace(turn, file=file, group=group, rows=turn.rows + table.num_rows)
-            if (
-                not everything
-                and read >= self._share * snapshot.rows
-                and time.monotonic() >= self._ends_s
-            ):
-                return turn, wrong
-        return Turn(turn.base, began_us=self._now_us, before_us=turn.began_us), wrong
+            least = math.inf
+        return read_on(turn, self._online, pointer, rows, least, self._ends_s, self._now_us)
 
     # ---- files
 
@@ -508,30 +464,14 @@ class _Look:
     def _index_checks(self, folder: Path) -> Iterator[tuple[FileCheck, Act]]:
         name = self._store.name
         try:
-            record, _ = read_index_record(folder)
+            for check in index_checks(folder, name):
+                yield check, Act.LOAD
         except (OSError, ValueError) as exc:
             found = (
                 f"the vector index {folder} of view {name!r} cannot be opened ({exc}): precompute"
                 f" publish {name} --reload builds it again"
             )
             self._add("index", State.DAMAGED, Act.LOAD, found)
-            return
-        for file, mark in record.files.items():
-            path = folder / file
-
-            def damage(path: Path = path, mark: object = mark) -> str | None:
-                try:
-                    if mark_of(path) == mark:
-                        return None
-                    why = "differs from its checksum"
-                except OSError as exc:
-                    why = exc.strerror or str(exc)
-                return (
-                    f"{path} of the vector index of view {name!r} {why}: precompute publish {name}"
-                    " --reload builds it again"
-                )
-
-            yield FileCheck(str(path), mark.size_bytes, damage), Act.LOAD
 
 
 def _check_answered(exc: Exception) -> None:
@@ -548,3 +488,105 @@ def _message(check: Callable[[], None]) -> str | None:
     except SnapshotError as exc:
         return str(exc)
     return None
+
+
+# ---- Rounds: in a server a thread has the checker look at what is live every minute, and sooner
+# where readers met damage.
+
+
+EVERY_S = 60.0
+"""Seconds between two looks at a view, whichever process looks."""
+SOON_S = 5.0
+"""Seconds after a look before sightings are looked at: readers may meet what cannot be healed every
+second, and a look takes up to a third of one."""
+POLL_S = 1.0
+"""How often sightings are looked for."""
+NICE = 10
+
+
+def is_due(store: ViewStore, every_s: float = EVERY_S, *, here: bool = False) -> bool:
+    """Whether a view is to be looked at: none did for so long, or for a while and readers met
+    damage since. During a publishing no process looks, but for those that look only ``here``."""
+    refs = store.refs.folder
+    # a look that lies ahead was noted by a clock that was wrong
+    since_s = abs(time.time() - read_account(refs, store.name).at_us / 1e6)
+    if since_s < min(every_s, SOON_S) or (since_s < every_s and not has_sightings(refs)):
+        return False
+    return here or not is_held(store.leases, PUBLISH_LEASE)
+
+
+class Rounds:
+    """The thread of a server that has the checker look at its views; begins at once.
+
+    Args:
+        offline: the root; a view whose refs cannot be written is not looked at.
+        open_online: opens the online store, each time it is looked.
+        names: of the views.
+        every_s: between two looks.
+        mend: on a host that follows a root, fetches again what of a view differs from there; the
+            root is not read otherwise.
+    """
+
+    def __init__(
+        self,
+        offline: OfflineStore,
+        open_online: Callable[[], OnlineStore],
+        names: Sequence[str],
+        every_s: float = EVERY_S,
+        mend: Callable[[str], None] | None = None,
+    ) -> None:
+        self._stores = [offline.view(name) for name in names]
+        self._open, self._every_s, self._mend = open_online, every_s, mend
+        self._stopping, self._reported = threading.Event(), dict[str, list[str]]()
+        self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, after the look in progress."""
+        self._stopping.set()
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while not self._stopping.wait(POLL_S):
+            try:
+                due = [store for store in self._stores if self._is_due(store)]
+                if due:
+                    self._look(due)
+            except Exception:
+                # what is looked at next time may be well again
+                log.exception("looking at what is live failed")
+
+    def _is_due(self, store: ViewStore) -> bool:
+        return os.access(store.refs.folder, os.W_OK) and is_due(
+            store, self._every_s, here=self._mend is not None
+        )
+
+    def _look(self, due: Sequence[ViewStore]) -> None:
+        with contextlib.closing(self._open()) as online:
+            for store in due:
+                found = self._found(store, online)
+                if found and self._mend is not None:
+                    try:
+                        self._mend(store.name)
+                        found = self._found(store, online)
+                    except PrecomputeError as exc:
+                        log.error("view %r: nothing is mended: %s", store.name, exc)
+                self._reported[store.name] = found
+                if self._stopping.is_set():
+                    return
+
+    def _found(self, store: ViewStore, online: OnlineStore) -> list[str]:
+        """Sentences about what is not whole; those that are new are logged."""
+        share, budget_s = share_of(self._every_s), LOOK_S / len(self._stores)
+        try:
+            found = check_live(
+                store, online, share=share, budget_s=budget_s, here=self._mend is not None
+            ).trouble
+        except PrecomputeError as exc:
+            found = [f"whether what is live of view {store.name!r} is whole is not known: {exc}"]
+        for sentence in found:
+            if sentence not in self._reported.get(store.name, []):
+                log.error("%s", sentence)
+        return found

@@ -1,22 +1,38 @@
-"""Rows: whether the online store returns the rows of a snapshot, by a sample or one after the
-other."""
+"""Rows: whether the online store serves what is live: its pointer, and the rows of a snapshot, by a
+sample or one after the other."""
 
 from __future__ import annotations
 
+import time
 from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.store.errors import OnlineStoreError, RowsLostError
+from precompute.store.account.account import ROWS, Act, Finding, Turn
+from precompute.store.account.account import State as AccountState
+from precompute.store.disk.record import replace
+from precompute.store.disk.storage import known_identity
+from precompute.store.errors import (
+    ConflictError,
+    DamagedPointerError,
+    OnlineStoreError,
+    RowsLostError,
+)
 from precompute.store.keys import key_column
-from precompute.store.offline.selection import CLUSTERS
+from precompute.store.offline.refs import LiveRef
+from precompute.store.offline.selection import CLUSTERS, Selection
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import HEADER_BYTES, RowCodec, State
 from precompute.store.online.found_rows import FoundRows, overlaid
-from precompute.store.online.online_store import OnlineStore, Pointer, check_own_rows
+from precompute.store.online.online_store import (
+    OnlineStore,
+    Pointer,
+    check_own_rows,
+    check_owner,
+)
 from precompute.store.online.row_values import packed_strings
 
 SAMPLE_ROWS = 256
@@ -29,9 +45,67 @@ KEY_PLACES = 16
 """Places of the files that keys alone are drawn from: what an online store loses by itself is
 spread over all keys, and of what was loaded one after the other a sixteenth is seen for sure. They
 take 9 ms of CPU, and 64 places 20."""
-_BATCH_KEYS = 500
+_BATCH_KEYS, _MAPPED_KEYS = 500, 8192
+"""Keys of one read; of a store whose rows are mapped, many at once."""
 
 Times = npt.NDArray[np.int64]
+
+
+def served_pointer(
+    store: ViewStore, online: OnlineStore, ref: LiveRef
+) -> tuple[Pointer | None, list[Finding]]:
+    """The online pointer of a view, where it is the root's and names what was loaded, with what is
+    wrong beside it; else None, and what is wrong.
+
+    Args:
+        store: of the view.
+        online: where it is served from.
+        ref: what the root says is live.
+
+    Raises:
+        OnlineStoreError: the store does not answer.
+        SnapshotError: the root's identity cannot be read.
+    """
+
+    def wrong(what: str, state: AccountState, act: Act, found: str) -> tuple[None, list[Finding]]:
+        return None, [Finding(what, state, act, found)]
+
+    name, what = store.name, "online pointer"
+    try:
+        pointer = online.live(name)
+    except DamagedPointerError as exc:
+        return wrong(what, AccountState.DAMAGED, Act.POINT, str(exc))
+    if pointer is None:
+        return wrong(
+            what,
+            AccountState.MISSING,
+            Act.POINT,
+            f"the online store has no pointer of view {name!r}, whose snapshot {ref.snapshot} is"
+            " live",
+        )
+    try:
+        check_owner(pointer, name, known_identity(store.offline.root))
+    except ConflictError as exc:
+        return wrong(what, AccountState.FOREIGN, Act.PERSON, str(exc))
+    if pointer.epoch > ref.epoch:
+        # the root is older than what is served: nothing was lost online
+        return None, []
+    if (pointer.epoch, set(pointer.generations)) != (ref.epoch, ref.place.generations):
+        return wrong(
+            what,
+            AccountState.DAMAGED,
+            Act.POINT,
+            f"the online store serves snapshot {pointer.snapshot} of view {name!r}, and"
+            f" {ref.snapshot} is live",
+        )
+    try:
+        check_own_rows(pointer, online.loaded(name, pointer.generations))
+    except RowsLostError as exc:
+        return wrong(ROWS, AccountState.MISSING, Act.LOAD, str(exc))
+    return pointer, [
+        Finding("records online", AccountState.DAMAGED, Act.POINT, damage)
+        for damage in online.record_damage(name)
+    ]
 
 
 def check_served(
@@ -139,6 +213,41 @@ def not_whole(
     if computed_us is not None:
         wrong |= computed != computed_us
     return [keys[i] for i in np.flatnonzero(wrong).tolist()]
+
+
+def read_on(
+    turn: Turn,
+    online: OnlineStore,
+    pointer: Pointer,
+    rows: Selection,
+    least: float,
+    ends_s: float,
+    now_us: int,
+) -> tuple[Turn, list[bytes]]:
+    """Read a snapshot's rows in the online store, from where a turn over all of them is, at least
+    so many, and more until a time by the monotonic clock.
+
+    Returns:
+        the turn as it is then, the next one after the last row; and keys of rows that are not
+            whole.
+
+    Raises:
+        OnlineStoreError, MovedError: as :func:`not_whole` raises them.
+        SnapshotError: the snapshot cannot be read.
+    """
+    wrong: list[bytes] = []
+    codec, entity, read = RowCodec(pointer.view), list(pointer.view.entity), 0
+    most = _BATCH_KEYS if online.blocking else _MAPPED_KEYS
+    for file, group, table in rows.groups(turn.file, turn.group, [*entity, "computed_at"]):
+        for batch in table.combine_chunks().to_batches(max_chunksize=most):
+            keys = list(map(bytes, packed_strings(key_column(batch, tuple(entity))).strings()))
+            computed_us = np.asarray(batch.column("computed_at").cast("int64"))
+            wrong += not_whole(online, pointer, codec, keys, computed_us)
+        read += table.num_rows
+        turn = replace(turn, file=file, group=group, rows=turn.rows + table.num_rows)
+        if read >= least and time.monotonic() >= ends_s:
+            return turn, wrong
+    return Turn(turn.base, began_us=now_us, before_us=turn.began_us), wrong
 
 
 class MovedError(Exception):

@@ -32,7 +32,7 @@ from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import AnswerSource, Reason, Status, as_datetime
-from precompute.store.vectors.index_record import index_figures
+from precompute.store.vectors.index_files import index_figures
 from precompute.store.vectors.index_rows import RowFilter
 from precompute.store.vectors.vector_index import Neighbours, VectorIndex
 from precompute.store.wire.lookup_options import LookupOptions, SearchOptions, check_features

@@ -223,8 +223,15 @@ def _split(path: str) -> tuple[str, str]:
 def _pattern(key: str) -> str:
     """A regular expression for the names that a pattern of DuckDB's finds."""
     found = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]*\])", key)
+    pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", key)
     return "".join(
-        found.get(piece) or (piece if number % 2 else re.escape(piece))
+        found.get(piece) or (_one_of(piece[1:-1]) if number % 2 else re.escape(piece))
         for number, piece in enumerate(pieces)
     )
+
+
+def _one_of(letters: str) -> str:
+    """Letters and ranges of them, such as ``a-c``, as a regular expression; after a ``!`` any
+    others."""
+    escaped = re.sub(r"[\\^\[]", r"\\\g<0>", letters.removeprefix("!"))
+    return f"[^/{escaped}]" if letters.startswith("!") else f"[{escaped}]"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import re
 import shutil
 import tempfile
 import time
@@ -153,8 +154,9 @@ def memory_wanted() -> Iterator[None]:
 
 def parquet_sql(paths: Sequence[Path]) -> str:
     """DuckDB's SQL for the columns that files of ours have: a folder above them, ``env=prod``, is
-    no partition."""
-    listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
+    no partition, and ``v[1]`` no pattern."""
+    plain = (re.sub(r"[*?\[]", r"[\g<0>]", str(path)).replace("'", "''") for path in paths)
+    listed = ", ".join(f"'{path}'" for path in plain)
     return f"read_parquet([{listed}], hive_partitioning = false)"
 
 

@@ -1,4 +1,5 @@
-"""Storage: where the records and files of a root lie, and the few things that are done to them.
+"""Storage: where the records and files of a root lie, the few things that are done to them, and the
+identity of a root.
 
 A path names each of them, in an object store too: a folder that is **mounted** is the local cache
 of a root there, laid out alike. What is done to a path is done by the storage that it lies in.
@@ -7,9 +8,11 @@ of a root there, laid out alike. What is done to a path is done by the storage t
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -17,14 +20,17 @@ from typing import NamedTuple, Protocol, TypeVar
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import (
     create_once,
+    disk_message,
     locked,
     make_folder,
     replace_durably,
     replace_undurably,
     sync_folder,
 )
-from precompute.store.disk.record import read_record
+from precompute.store.disk.record import Record, read_record, sealed
 from precompute.store.errors import SnapshotError
+
+log = logging.getLogger(__name__)
 
 _R = TypeVar("_R")
 
@@ -252,7 +258,13 @@ class LocalStorage:
             return None
 
     def size_bytes(self, folder: Path) -> int:
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        total = 0
+        for below, _, names in os.walk(folder):
+            for name in names:
+                # else removed meanwhile
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.stat(f"{below}/{name}").st_size
+        return total
 
     def shown(self, path: Path) -> str:
         return str(path)
@@ -337,3 +349,57 @@ def read_record_file(kind: type[_R], path: Path, remedy: str) -> _R | None:
         raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
     except ValueError as exc:
         raise SnapshotError(f"{path} is damaged ({exc}); {remedy}") from exc
+
+
+# ---- Identity: the random name of a folder of ours, such as a root, which stays when it is moved.
+
+
+IDENTITIES = (".identity.json", ".identity-copy.json")
+"""Two, so that one bit takes no folder's name: without it, all that it publishes would be somebody
+else's."""
+_REMEDY = "remove it to give the store a new one, and publish each view once with --take-over"
+
+
+class _Identity(Record, frozen=True):
+    id: str
+
+
+def known_identity(folder: Path) -> str:
+    """As :func:`identity_of`; empty where none was given yet. Writes nothing.
+
+    Raises:
+        SnapshotError: it is damaged.
+    """
+    damage: SnapshotError | None = None
+    for name in IDENTITIES:
+        try:
+            known = read_record_file(_Identity, folder / name, _REMEDY)
+        except SnapshotError as exc:
+            if not isinstance(exc.__cause__, ValueError):
+                raise
+            log.warning("%s", exc)
+            damage = exc
+        else:
+            if known is not None:
+                return known.id
+    if damage is not None:
+        raise damage
+    return ""
+
+
+def identity_of(folder: Path) -> str:
+    """The folder's name of its own, 12 hex digits; made on first use.
+
+    Raises:
+        SnapshotError: it is damaged, or the file system failed.
+    """
+    known, storage = known_identity(folder), storage_of(folder)
+    for name in IDENTITIES:
+        if not known or storage.stat(folder / name) is None:
+            try:
+                with contextlib.suppress(FileExistsError):
+                    storage.create(folder / name, sealed(_Identity(known or uuid.uuid4().hex[:12])))
+            except OSError as exc:
+                raise SnapshotError(disk_message(folder / name, exc)) from exc
+            known = known_identity(folder)
+    return known

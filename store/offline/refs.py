@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from precompute.store.errors import ConflictError, SnapshotError
 from precompute.store.times import utc_now
 
 LOG_NAME = "publishings.jsonl"
+_OLDER_NAME = re.compile(r"publishings-(\d{6,})\.jsonl")
 
 NEWEST_BYTES = 1 << 16
 """Size of the file that is rewritten with every publishing, about: 250 lines."""
@@ -106,10 +108,16 @@ class PublishingLog:
                 yield read_record(Publishing, line)
             except ValueError as exc:
                 path = self._older_path(number) if number else self._path
+                remedy = "remove the line, and what was live before counts until the next one"
+                names = self._storage.names(self._path.parent)
+                older = sorted(int(name[1]) for name in map(_OLDER_NAME.fullmatch, names) if name)
+                if older and (number, at) == (0, 1):
+                    # without such a line they would be forgotten
+                    head = sealed(_Older(older[0], older[-1])).decode()
+                    remedy = f"put this line in its place: {head}"
                 raise SnapshotError(
                     f"{path}: line {at} is damaged ({exc}), so nobody knows what was live then:"
-                    " restore the file, or remove the line, and what was live before counts until"
-                    " the next one"
+                    f" restore the file, or {remedy}"
                 ) from exc
 
     def _older_path(self, number: int) -> Path:
@@ -447,6 +455,8 @@ class Refs:
 
         def resumed(current: LiveRef | None) -> LiveRef:
             if current is None:
+                # says so where it is damaged
+                self.live()
                 raise SnapshotError(
                     f"view {self._view!r} was never published: there is nothing to resume"
                 )
@@ -508,8 +518,7 @@ class Refs:
             raise SnapshotError(disk_message(path, exc, "it was to be removed")) from exc
 
     def thin_log(self, snapshots: Collection[int]) -> None:
-        """Forget publishings of snapshots that are gone, where they are many; ``snapshots`` are
-        those that are there.
+        """As :meth:`PublishingLog.thin`.
 
         Raises:
             SnapshotError: the file system failed, or the log is damaged.
@@ -539,12 +548,20 @@ class Refs:
         return self.folder / "pins" / f"{number}.json"
 
     def mark_bad(self, number: int, mark: BadMark) -> None:
-        """Mark a snapshot bad, for good; marking it twice is no error.
+        """Mark a snapshot bad, for good. Of two marks the first stays, unless only the second says
+        that the rows are at fault, or the first cannot be read.
 
         Raises:
             SnapshotError: the file system failed.
         """
-        self._mark(self.bad_path(number), mark)
+        path = self.bad_path(number)
+        self._mark(path, mark)
+        try:
+            first = whole_record(BadMark, self._storage.read(path))
+            if mark.rows and (first is None or not first.rows):
+                self._storage.write(path, sealed(mark))
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
 
     def pins(self) -> set[int]:
         """Numbers of the pinned snapshots."""

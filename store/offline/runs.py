@@ -307,7 +307,7 @@ class Report(Record):
     """What computing took, stage by stage, as the engine's meter has it."""
     index: dict[str, Any] = field(default_factory=dict)
     """What was measured of the vector index, where one was built: see
-    :class:`precompute.store.vectors.index_record.IndexFigures`."""
+    :class:`precompute.store.vectors.index_files.IndexFigures`."""
     inputs: dict[str, int] = field(default_factory=dict)
     gates: list[Verdict] = field(default_factory=list)
     resumed: int = 0

@@ -526,7 +526,7 @@ class ViewStore:
     def mark_bad(
         self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None
     ) -> None:
-        """Mark a snapshot bad, for good; marking it twice is no error.
+        """Mark a snapshot bad, for good: see :meth:`Refs.mark_bad`.
 
         Args:
             number: of the snapshot.

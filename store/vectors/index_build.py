@@ -21,29 +21,27 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError, VectorIndexError
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
-from precompute.store.vectors.faiss_index import (
-    LARGEST_FLOAT16,
-    FlatFile,
-    Floats,
-    RowNumbers,
-    batches_of,
-    mapped_vectors,
-    open_flat,
-    write_codes,
-)
 from precompute.store.vectors.index_choice import Choice, Chooser, Limits
-from precompute.store.vectors.index_record import (
+from precompute.store.vectors.index_files import (
     CODES,
     HASHES,
+    LARGEST_FLOAT16,
     REPLACED,
     ROWS,
     VECTORS,
     FileMark,
+    FlatFile,
+    Floats,
     IndexFigures,
     IndexRecord,
+    RowNumbers,
+    batches_of,
+    mapped_vectors,
     mark_of,
     name_of,
+    open_flat,
     read_index_record,
+    write_codes,
     write_index_record,
 )
 from precompute.store.vectors.index_rows import (

@@ -23,14 +23,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.store.vectors import vector_index
-from precompute.store.vectors.faiss_index import (
+from precompute.store.vectors.index_files import (
+    Codes,
     Floats,
+    QueryRecall,
     RowNumbers,
     nearest_of_some,
     search_flat,
     trained_codes,
 )
-from precompute.store.vectors.index_record import Codes, QueryRecall
 from precompute.store.vectors.vector_index import Admitted, NearestRows
 
 NEIGHBOURS = 10

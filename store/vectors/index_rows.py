@@ -21,8 +21,7 @@ from precompute.store.errors import RequestError, VectorIndexError, did_you_mean
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
 from precompute.store.online.kernels import Packed, hash_of, hashes, pack
-from precompute.store.vectors.faiss_index import RowNumbers
-from precompute.store.vectors.index_record import HASHES, ROWS
+from precompute.store.vectors.index_files import HASHES, ROWS, RowNumbers
 
 BATCH_ROWS = 2**20
 """Rows of one record batch of the file: what building holds in memory."""

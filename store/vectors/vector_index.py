@@ -14,26 +14,24 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.store.errors import RequestError, VectorIndexError
-from precompute.store.vectors.faiss_index import (
+from precompute.store.vectors.index_files import (
+    CODES,
+    REPLACED,
+    VECTORS,
     Bits,
+    Codes,
     Floats,
+    IndexFigures,
     RowNumbers,
+    check_files,
     mapped_vectors,
     on_gpu,
     open_codes,
     open_flat,
+    read_index_record,
     scan_codes,
     search_flat,
     widened,
-)
-from precompute.store.vectors.index_record import (
-    CODES,
-    REPLACED,
-    VECTORS,
-    Codes,
-    IndexFigures,
-    check_files,
-    read_index_record,
 )
 from precompute.store.vectors.index_rows import IndexRows, RowFilter, read_table
 

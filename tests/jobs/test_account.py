@@ -14,10 +14,10 @@ import redis
 
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.rollback import reconcile
-from precompute.store.account import checker, rounds
-from precompute.store.account.account import Act, read_account
-from precompute.store.account.checker import check_live, share_of
-from precompute.store.account.rounds import Rounds
+from precompute.store.account import checker
+from precompute.store.account.account import Act, read_account, write_account
+from precompute.store.account.checker import Rounds, check_live, is_due, share_of
+from precompute.store.disk.record import replace
 from precompute.store.errors import PrecomputeError
 from tests.conftest import MakeProject, Prepared
 from tests.scene import Scene
@@ -327,6 +327,25 @@ def test_a_window_moves_over_all_rows(project: Scene, monkeypatch: pytest.Monkey
         assert looked()[2] == []
 
 
+def test_what_a_wrong_clock_noted_is_looked_at_again(
+    project: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was days ahead when an account was written, and is right now."""
+    monkeypatch.setattr(checker, "OFTEN_S", 45.0)
+    refs, ahead = project.store.refs.folder, 10 * 86_400_000_000
+    with contextlib.closing(project.open_online()) as online:
+        account = check_live(project.store, online, share=1.0)
+        files = {path: at_us + ahead for path, at_us in account.files.items()}
+        turn = replace(account.turn, began_us=account.turn.began_us + ahead)
+        write_account(refs, replace(account, at_us=account.at_us + ahead, files=files, turn=turn))
+        flip(index(project, 1, "vectors.faiss"))
+        assert is_due(project.store)
+        found = check_live(project.store, online, budget_s=10.0)
+    assert [finding.act for finding in found.findings] == [Act.LOAD]
+    assert max(found.files.values()) <= found.at_us
+    assert not is_due(project.store)
+
+
 def test_an_hours_share_is_read_whatever_time_it_takes() -> None:
     assert share_of(60.0) == pytest.approx(0.02)
     assert share_of(7200.0) == 0.99
@@ -336,7 +355,7 @@ def test_beside_a_server_somebody_looks_every_minute(
     project: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the readers say; and heals nothing."""
-    monkeypatch.setattr(rounds, "POLL_S", 0.01)
+    monkeypatch.setattr(checker, "POLL_S", 0.01)
     refs = project.store.refs.folder
     flip(index(project, 1, "vectors.faiss"))
     before = read_account(refs, "numbers").at_us

@@ -20,14 +20,13 @@ from precompute.jobs.run import replica as replica_module
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.replica import SERVED, Follower, Replica
 from precompute.jobs.run.rollback import reconcile
-from precompute.store.account import checker, rounds
+from precompute.store.account import checker
 from precompute.store.account.account import (
     read_account,
     read_followed,
     write_followed,
 )
-from precompute.store.account.checker import check_live
-from precompute.store.account.rounds import Rounds
+from precompute.store.account.checker import Rounds, check_live
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk import object_storage
 from precompute.store.disk.record import replace
@@ -312,7 +311,7 @@ def test_while_the_root_cannot_be_reached_damage_stays_reported(
     damaged_host: Host, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And is looked for all the same; restored as soon as the root answers."""
-    monkeypatch.setattr(rounds, "POLL_S", 0.01)
+    monkeypatch.setattr(checker, "POLL_S", 0.01)
     scene, bucket = damaged_host.scene, damaged_host.bucket
     bucket.fault = lambda _: "forbid"
     follower = Follower(scene.offline, scene.open_online, ["numbers"])

@@ -25,7 +25,7 @@ from precompute.models.text_encoder import TextEncoder, UnpaddedEncoder
 from precompute.models.top_k import TopK
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.vectors import faiss_index
+from precompute.store.vectors import index_files
 from precompute.students.lesson import Recipe
 from precompute.students.text_student import FewerLayers, Int8Aware, Narrow, Pruned
 from precompute.techniques.conversion import convert, use_variant
@@ -228,12 +228,12 @@ def test_faiss_finds_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import faiss
 
     vectors = np.random.default_rng(0).normal(size=(70_000, 16)).astype(np.float32)
-    found = faiss_index.nearest_of_some(vectors, None, vectors[:50], 10, l2=True)
+    found = index_files.nearest_of_some(vectors, None, vectors[:50], 10, l2=True)
     flat = faiss.IndexFlatL2(16)
     flat.add(vectors)
-    searched = faiss_index.on_gpu(flat).search(vectors[:50], 10)[1]
-    monkeypatch.setattr(faiss_index, "gpus", lambda: 0)
-    expected = faiss_index.nearest_of_some(vectors, None, vectors[:50], 10, l2=True)
+    searched = index_files.on_gpu(flat).search(vectors[:50], 10)[1]
+    monkeypatch.setattr(index_files, "gpus", lambda: 0)
+    expected = index_files.nearest_of_some(vectors, None, vectors[:50], 10, l2=True)
     # two as near as each other may change places
     assert (found == expected).mean() > 0.999
     assert (searched == expected).mean() > 0.999

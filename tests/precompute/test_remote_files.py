@@ -66,6 +66,7 @@ def read(sql: str, folder: Path = Path("/nowhere")) -> list[tuple[Any, ...]]:
         ("read_parquet('{}/day=1/part 1.parquet')", range(100, 200)),
         ("read_parquet('{}/day=*/*.parquet')", range(300)),
         ("read_parquet('{}/day=[12]/part ?.parquet', hive_partitioning = true)", range(100, 300)),
+        ("read_parquet('{}/day=[!02]/part ?.parquet')", range(100, 200)),
         (
             "read_parquet(['{}/day=0/part 1.parquet', '{}/day=2/part 1.parquet'])",
             [*range(100), *range(200, 300)],

@@ -14,13 +14,6 @@ import pytest
 
 from precompute.store.feature_view import Feature
 from precompute.store.vectors import index_choice, vector_index
-from precompute.store.vectors.faiss_index import (
-    nearest_of_some,
-    scan_codes,
-    threads,
-    trained_codes,
-    widened,
-)
 from precompute.store.vectors.index_build import build_index
 from precompute.store.vectors.index_choice import (
     EXCLUSIONS,
@@ -32,7 +25,15 @@ from precompute.store.vectors.index_choice import (
     candidates,
     lower_bound,
 )
-from precompute.store.vectors.index_record import METRICS, Codes
+from precompute.store.vectors.index_files import (
+    METRICS,
+    Codes,
+    nearest_of_some,
+    scan_codes,
+    threads,
+    trained_codes,
+    widened,
+)
 from precompute.store.vectors.index_rows import RowFilter
 from precompute.store.vectors.vector_index import Admitted, NearestRows, VectorIndex
 from tests.vectors import Vectors, nearest, overlapping, rows_of, view_of

@@ -13,7 +13,7 @@ from precompute.store.vectors import index_build, index_rows, vector_index
 from precompute.store.vectors import vector_index as index_part
 from precompute.store.vectors.index_build import build_index, build_overlay
 from precompute.store.vectors.index_choice import Limits
-from precompute.store.vectors.index_record import METRICS
+from precompute.store.vectors.index_files import METRICS
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.vectors import Vectors, nearest, overlapping, rows_of, view_of
 

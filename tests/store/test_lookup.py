@@ -37,7 +37,7 @@ from precompute.store.online.online_store import Generation, OnlineStore, Pointe
 from precompute.store.online.url import open_online_store
 from precompute.store.times import Reason
 from precompute.store.vectors.index_build import build_index
-from precompute.store.vectors.index_record import VECTORS, index_figures
+from precompute.store.vectors.index_files import VECTORS, index_figures
 from precompute.store.wire.lookup_options import MAX_NEIGHBOURS, LookupOptions
 from tests.memory_store import MemoryStore
 from tests.redis_process import free_port

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from precompute.store.disk.crashpoint import arm, disarm
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace
+from precompute.store.disk.storage import IDENTITIES, LOCAL, identity_of, known_identity
 from precompute.store.errors import ConflictError, FencedError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.part_file import Layers, write_part_file
@@ -523,12 +524,40 @@ def test_a_snapshot_is_marked_bad_once_and_for_good(store: ViewStore) -> None:
     )
     store.mark_bad(9, "its manifest is gone")
     assert (store.refs.bad()[9].reason, store.refs.bad()[9].content) == ("its manifest is gone", "")
+    # what is served cannot be whole again, but its rows can come again
+    store.mark_bad(2, "its values are wrong", back_to=1)
+    store.mark_bad(2, "damaged again", rows=False)
+    assert (store.refs.bad()[2].content, store.refs.bad()[2].back_to) == ("two", 1)
     for torn in ("{torn", "[]", "7", ""):  # is as bad as any
         (folder / "2.json").write_text(torn)
         assert (store.refs.bad()[2].content, sorted(store.refs.bad())) == ("", [1, 2, 9])
+    store.mark_bad(2, "its values are wrong")
+    assert store.refs.bad()[2].content == "two"
     (folder / "notes.json").write_text("{}")
     assert sorted(store.refs.bad()) == [1, 2, 9]
     assert not list(folder.glob(".*"))
+
+
+def test_a_roots_identity_is_read_from_its_copy_and_never_replaced(tmp_path: Path) -> None:
+    assert known_identity(tmp_path) == ""
+    identity, (path, copy) = identity_of(tmp_path), [tmp_path / name for name in IDENTITIES]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert identity_of(tmp_path) == identity
+    copy.unlink()
+    for identify in (known_identity, identity_of):
+        with pytest.raises(SnapshotError, match=r"identity\.json is damaged .*; remove it to"):
+            identify(tmp_path)
+    path.write_bytes(whole)
+    assert (identity_of(tmp_path), copy.read_bytes()) == (identity, whole)
+
+
+def test_the_size_of_a_folder_is_that_of_the_files_that_are_left(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "file").write_bytes(b"123")
+    (tmp_path / "gone").symlink_to("removed meanwhile")
+    assert LOCAL.size_bytes(tmp_path) == 3
+    assert LOCAL.size_bytes(tmp_path / "none") == 0
 
 
 def test_a_pin_holds_until_it_is_let_go(store: ViewStore) -> None:
@@ -775,8 +804,9 @@ def test_a_torn_or_flipped_live_pointer_is_refused(store: ViewStore) -> None:
     # a bit of the snapshot's number
     for damaged in [*torn, whole.replace(b'"snapshot": 1', b'"snapshot": 3', 1)]:
         path.write_bytes(damaged)
-        with pytest.raises(SnapshotError, match=r"live.json is damaged"):
-            store.refs.live()
+        for read in (store.refs.live, store.refs.resume_live):
+            with pytest.raises(SnapshotError, match=r"live.json is damaged"):
+                read()
 
 
 # ---- several processes

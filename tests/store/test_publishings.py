@@ -168,6 +168,16 @@ def test_a_long_log_grows_by_files_that_are_not_written_again(
     with pytest.raises(SnapshotError, match=r"publishings-000001.jsonl is not there: restore it"):
         view.publishings()
     older.write_bytes(whole)
+    # the line that says which they are: removed, they would be forgotten
+    newest = tmp_path / "publishings.jsonl"
+    lines = newest.read_bytes().splitlines(True)
+    newest.write_bytes(b"".join([b"x", *lines]))
+    with pytest.raises(SnapshotError, match=r"line 1 is damaged .*, or put this line in") as damage:
+        view.publishings()
+    newest.write_bytes(
+        b"".join([str(damage.value).rpartition("place: ")[2].encode(), b"\n", *lines[1:]])
+    )
+    assert lived(view) == expected
     # thinned, they are one; what a crash left of those before is in nobody's way
     monkeypatch.setattr(refs, "THINNED_BYTES", 1)
     view.thin_log({1, 12})

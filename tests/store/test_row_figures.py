@@ -183,13 +183,13 @@ def values_of(
 def test_every_kind_of_value_is_counted_by_its_type() -> None:
     inf, nan = np.inf, np.nan
     batch = values_of(
-        [1.0, -2.0, 0.0, None, nan, inf],
-        ["a", "", "a", None, "b", "a"],
-        [[1, 2], [1], [], None, [1, 9, 9], [2, 1]],
+        [1.0, -2.0, 0.0, None, inf, -inf, nan],
+        ["a", "", "a", None, "b", "a", None],
+        [[1, 2], [1], [], None, [1, 9, 9], [2, 1], None],
     )
     found = count([batch.slice(0, 2), batch.slice(2)], VALUES).values
     score, label, items = (found[name] for name in ("score", "label", "items"))
-    assert (score.rows, score.not_finite, score.zero, score.numbers) == (5, 2, 1, 3)
+    assert (score.rows, score.not_finite, score.zero, score.numbers) == (6, 3, 1, 3)
     assert score.mean == pytest.approx(-1 / 3)
     assert score.spread == pytest.approx(np.std([1.0, -2.0, 0.0]))
     assert score.quantiles([0.0, 0.5, 1.0]) == pytest.approx([-2.0, 0.0, 1.0], rel=0.01)

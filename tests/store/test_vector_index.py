@@ -17,9 +17,9 @@ import pyarrow as pa
 import pytest
 
 from precompute.store.errors import RequestError, SnapshotError, VectorIndexError
-from precompute.store.vectors import faiss_index
+from precompute.store.vectors import index_files
 from precompute.store.vectors.index_build import build_index, build_overlay
-from precompute.store.vectors.index_record import HASHES, ROWS, VECTORS, index_figures
+from precompute.store.vectors.index_files import HASHES, ROWS, VECTORS, index_figures
 from precompute.store.vectors.vector_index import Neighbours, VectorIndex, is_there
 from tests.vectors import Vectors, overlapping, rows_of, view_of
 
@@ -282,12 +282,12 @@ def test_a_gpu_without_room_costs_time_and_nothing_else(
     flat = faiss.IndexFlatL2(vectors.shape[1])
     flat.add(vectors)
     nearest_rows = flat.search(vectors[:3], 4)[1].tolist()
-    monkeypatch.setattr(faiss_index, "gpus", lambda: 1)
+    monkeypatch.setattr(index_files, "gpus", lambda: 1)
     monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
     monkeypatch.setattr(faiss, "index_cpu_to_gpu", no_room, raising=False)
-    assert faiss_index.on_gpu(flat) is flat
+    assert index_files.on_gpu(flat) is flat
     monkeypatch.setattr(faiss, "index_cpu_to_gpu", lambda _, __, index: _NoRoom(index))
-    searched = faiss_index.on_gpu(flat)
+    searched = index_files.on_gpu(flat)
     for _ in range(3):
         assert searched.search(vectors[:3], 4)[1].tolist() == nearest_rows
     assert [record.message.partition(" the CPU")[0] for record in caplog.records] == [
@@ -300,7 +300,7 @@ def test_a_gpu_compares_while_an_index_is_built_as_long_as_it_can(
 ) -> None:
     vectors = overlapping(2000)
     vectors = np.concatenate([vectors] * 70)[: 2 * 65536 + 10]
-    expected = faiss_index.nearest_of_some(vectors, None, vectors[:3], 7, l2=True)
+    expected = index_files.nearest_of_some(vectors, None, vectors[:3], 7, l2=True)
     asked = []
 
     def knn_gpu(resources: Any, queries: Any, vectors: Any, k: int, metric: int) -> Any:
@@ -314,11 +314,11 @@ def test_a_gpu_compares_while_an_index_is_built_as_long_as_it_can(
     monkeypatch.setattr(faiss, "knn_gpu", knn_gpu, raising=False)
 
     def found(k: int = 7) -> Any:
-        return faiss_index.nearest_of_some(vectors, None, vectors[:3], k, l2=True)
+        return index_files.nearest_of_some(vectors, None, vectors[:3], k, l2=True)
 
     assert (found() == expected).all()
     assert asked == []
-    monkeypatch.setattr(faiss_index, "gpus", lambda: 1)
+    monkeypatch.setattr(index_files, "gpus", lambda: 1)
     assert (found() == expected).all()
     l2 = faiss.METRIC_L2
     assert asked == [(65536, 7, l2), (65536, 7, l2), (10, 7, l2)]

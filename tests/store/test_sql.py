@@ -1,4 +1,5 @@
-"""The spill folder: one's own while one lives, and gone afterwards, however one died."""
+"""DuckDB's spill folder is one's own while one lives, and gone afterwards, however one died; and it
+reads the files that it is given."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from precompute.store.disk.sql import SpillFolder, sweep
+from precompute.store.disk.sql import SpillFolder, parquet_sql, sweep, without_data
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +75,15 @@ def test_one_that_is_being_made_is_left_alone_for_an_hour(folder: Path) -> None:
     os.utime(made, (0, 0))
     SpillFolder().close()
     assert not made.exists()
+
+
+def test_a_file_is_read_by_its_path_and_never_by_a_pattern(folder: Path) -> None:
+    names = ["ab", "axb", "a*b", "a?b", "a[b]", "a[", "a]", "a[[]b", "a{b,c}", "it's"]
+    for number, name in enumerate(names):
+        (folder / name).mkdir()
+        pq.write_table(pa.table({"x": [number]}), folder / name / "part.parquet")
+    read = [
+        without_data().sql(f"SELECT x FROM {parquet_sql([folder / name / 'part.parquet'])}")
+        for name in names
+    ]
+    assert [rows.fetchall() for rows in read] == [[(number,)] for number in range(len(names))]
