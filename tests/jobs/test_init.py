@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from precompute.jobs.config.project import Project
 from precompute.jobs.setup import model_file
 from precompute.jobs.setup.model_file import FOLDER

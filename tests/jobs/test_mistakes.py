@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 
 NEAR = "views/near.yaml"
 
