@@ -60,8 +60,10 @@ READS = frozenset(
         "report",
         "resume",
         "search",
+        "snapshots",
+        "status",
+        "training",
     }
-    | {"snapshots", "status", "training", "unpin"}
 )
 """Commands that run no model, and so no code of the user's, but for a miss or a text's embedding
 where one is requested."""

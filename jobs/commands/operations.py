@@ -204,7 +204,8 @@ def _drop(arguments: argparse.Namespace) -> int:
         if arguments.json or not sys.stdin.isatty():
             raise ConfigError(f"nobody is there to ask: say --yes ({would})")
         print(would)
-        if input("Drop it? [y/N] ").strip().lower() not in ("y", "yes"):
+        print("Drop it? [y/N] ", end="", flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print("nothing was done")
             return FAILED
     dropped = drop(project, arguments.view, data=arguments.data, take_over=arguments.take_over)

@@ -327,7 +327,7 @@ def _views(config: str | None) -> list[str]:
     return (
         []
         if folder is None
-        else sorted(path.stem for path in (Path(folder) / "views").glob("*.yaml"))
+        else sorted(path.stem for path in (Path(folder) / "views").glob("[!.]*.yaml"))
     )
 
 

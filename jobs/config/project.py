@@ -31,6 +31,7 @@ from precompute.jobs.config.section import (
     Name,
     Section,
     checked,
+    config_files,
     merged,
     overrides,
     place,
@@ -320,7 +321,7 @@ class Project:
             name: {".": "./", "..": "../"}.get(value, value)
             for name, value in self.settings.vars.items()
         }
-        self.names = sorted(path.stem for path in (self.folder / "views").glob("*.yaml"))
+        self.names = sorted(path.stem for path in config_files(self.folder / "views"))
         if not self.names:
             instead = (
                 self._other_suffix("*") or "; add views/<name>.yaml (see 'a view' in the README)"
@@ -448,7 +449,7 @@ class Project:
 
     def _read_services(self) -> Mapping[str, Service | ConfigError]:
         read: dict[str, Service | ConfigError] = {}
-        for path in sorted((self.folder / "services").glob("*.yaml")):
+        for path in config_files(self.folder / "services"):
             try:
                 read[path.stem] = read_service(path)
             except ConfigError as exc:

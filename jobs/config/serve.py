@@ -29,7 +29,8 @@ _DEFAULT = Limits()
 _KEPT = MissCacheLimits()
 MOST_WORKERS = 64
 """Processes that answer."""
-_ADDRESS = re.compile(r"\A(unix:.+|\[?[0-9A-Za-z.:_-]+\]?:\d{1,5})\Z")
+_ADDRESS = re.compile(r"\A(unix:.+|\[?[0-9A-Za-z.:_-]+\]?:(?P<port>\d{1,5}))\Z")
+_MOST_PORT = 65_535
 
 _HOST = re.compile(r"\A[0-9A-Za-z_-]+(\.[0-9A-Za-z_-]+)*\Z")
 
@@ -164,7 +165,8 @@ class ServeConfig(Section):
     @field_validator("bind", "admin")
     @classmethod
     def _address(cls, bind: str | None) -> str | None:
-        if bind is not None and not _ADDRESS.match(bind):
+        found = None if bind is None else _ADDRESS.match(bind)
+        if bind is not None and (found is None or int(found["port"] or 0) > _MOST_PORT):
             raise ValueError("write host:port, such as 127.0.0.1:8080, or unix:./api.sock")
         return bind
 

@@ -149,12 +149,16 @@ def rejections(store: ViewStore, run: str) -> dict[str, Any] | None:
     path = store.data / run / "rejected.parquet"
     if not store.is_here(path):
         return None
-    with reading(store.name):
-        table = pq.read_table(path, columns=["key", "stage", "error"])
-    rows = table.slice(0, MOST_REJECTED).to_pylist()
+    rows: list[dict[str, Any]] = []
+    with reading(store.name), pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(MOST_REJECTED, columns=["key", "stage", "error"]):
+            rows += batch.to_pylist()
+            if len(rows) >= MOST_REJECTED:
+                break
+        rejected = file.metadata.num_rows
     reasons = Counter(f"{row['stage']}: {row['error']}" for row in rows)
     return {
-        "rows": table.num_rows,
+        "rows": rejected,
         "path": str(path),
         "reasons": dict(reasons.most_common(SHOWN_REASONS)),
         "first": rows[:SHOWN_REJECTED],

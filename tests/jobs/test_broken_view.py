@@ -144,6 +144,21 @@ def test_a_broken_project_refuses_everything(
     assert "project.yaml:1: root" in capsys.readouterr().err
 
 
+def test_a_hidden_file_is_no_view(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An editor's lock on the file it has open, and what macOS puts into archives."""
+    (folder / "services").mkdir()
+    for place in (folder / "views", folder / "services"):
+        (place / ".#numbers.yaml").symlink_to("somebody@here.1")
+        (place / "._numbers.yaml").write_bytes(b"\0\5\x16\7")
+    capsys.readouterr()
+    assert call(folder, "graph", "--json") == 0
+    assert report_of(capsys)["order"] == ["broken", "numbers"]
+    assert call(folder, "validate", "--json") == 2
+    assert {line["view"] for line in report_of(capsys)["checks"]} == {"broken", "numbers"}
+    assert call(folder, "completion", "bash", "--", "-c", str(folder), "run", "") == 0
+    assert capsys.readouterr().out.split() == ["broken", "numbers"]
+
+
 def test_an_override_that_spoils_a_view_is_that_views_mistake(folder: Path) -> None:
     project = Scene(folder, {"PRECOMPUTE_VIEWS__NUMBERS__TTL": "never"})
     assert sorted(project.broken) == ["broken", "numbers"]
