@@ -296,6 +296,12 @@ def test_a_feature_may_be_called_score_beside_the_score_of_a_search(
         table = lookup.get("numbers", ["2"])
     assert (found["key"], found["score"], found["features"]) == ("2", 4.0, {"score": 4.0})
     assert table.column("score").to_pylist() == [4.0]
+    with precompute.open(project.folder) as opened:
+        near = opened.search("numbers", key=1, k=2)
+    assert [(row["key"], row["score"], row["features.score"]) for row in near] == [
+        ("2", 4.0, 4.0),
+        ("3", 3364.0, 60.0),
+    ]
 
 
 def test_search_by_key_leaves_the_key_out_and_is_narrowed(
