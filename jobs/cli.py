@@ -1,34 +1,224 @@
-"""Entry: what the command ``precompute`` calls. Where only the client was installed there is no
-command line, and that is reported without a traceback."""
+"""Command line: what ``precompute -c configs/<project> COMMAND`` calls: its parser, and its exit
+status.
+
+Exit status: 0 done · 1 failed, or something needs attention (status, verify) · 2 bad usage or
+configuration · 3 rows were rejected past the threshold or a gate refused: nothing was published.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
+import os
 import sys
+from collections.abc import Sequence
+
+from precompute.jobs.commands import measure, operations, review, rows, run, setup
+from precompute.jobs.commands.command import (
+    BAD_USAGE,
+    FAILED,
+    REJECTED,
+    BadUsage,
+    Commands,
+    Parser,
+    with_history,
+)
+from precompute.jobs.run.command_process import (
+    described,
+    documents_alone,
+    end_signal,
+    enduring_output,
+    log_to_stderr,
+    report_error,
+    show,
+    spare_pandas,
+    terminable,
+)
+from precompute.store.disk.durable_file import limit_of
+from precompute.store.errors import (
+    ConfigError,
+    GateError,
+    PrecomputeError,
+    RejectedError,
+    RequestError,
+)
+
+READS = frozenset(
+    {
+        "diff",
+        "drop",
+        "explain",
+        "export",
+        "gc",
+        "graph",
+        "history",
+        "log",
+        "lookup",
+        "pin",
+        "plan",
+        "report",
+        "resume",
+        "search",
+        "snapshots",
+        "status",
+        "training",
+    }
+)
+"""Commands that run no model, and so no code of the user's, but for a miss or a text's embedding
+where one is requested."""
 
 
-def main() -> int:
-    """As :func:`precompute.jobs.commands.command_line.main`; 2 where what it needs is not
-    installed."""
-    try:
-        from precompute.jobs.commands.command_line import main as command_line
-
-        # what a command needs is imported by it; a user's own module that is missing is a
-        # ConfigError
-        return command_line()
-    except ModuleNotFoundError as exc:
-        if (exc.name or "").partition(".")[0] == "precompute":
-            raise
-        message = (
-            f"{exc.name} is not installed: what is here asks a server (`from precompute import"
-            " Client`); the command comes with pip install 'precompute-store[cpu]', or [gpu]"
-        )
-        if "--json" in sys.argv:
-            print(
-                json.dumps({"error": {"kind": "ConfigError", "message": message}, "exit_status": 2})
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Never a traceback for a user's mistake, nor where
+    only the client was installed."""
+    with enduring_output():
+        try:
+            return _main(argv)
+        except ModuleNotFoundError as exc:
+            # of the user's own modules one that is missing is a ConfigError
+            if (exc.name or "").partition(".")[0] == "precompute":
+                raise
+            message = (
+                f"{exc.name} is not installed: what is here reads from a server (`from precompute"
+                " import Client`); the command comes with pip install 'precompute-store[cpu]', or"
+                " [gpu]"
             )
-        print(f"precompute: {message}", file=sys.stderr)
-        return 2
+            _print_refusal(argv, "ConfigError", message)
+            report_error(message)
+            return BAD_USAGE
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    log_to_stderr()
+    try:
+        arguments = parser.parse_args(argv)
+    except BadUsage as exc:
+        _print_refusal(argv, "BadUsage", exc.message)
+        raise
+    computes = getattr(arguments, "fallback", False) or getattr(arguments, "text", None) is not None
+    arguments.own_process = argv is None
+    with documents_alone(arguments.own_process) if arguments.json else contextlib.nullcontext():
+        return _called(arguments, computes)
+
+
+def _print_refusal(argv: Sequence[str] | None, kind: str, message: str) -> None:
+    """With ``--json``: what is wrong, of a command line that need not have been read."""
+    if "--json" in (sys.argv[1:] if argv is None else argv):
+        print(json.dumps(_refusal(kind, message, BAD_USAGE)))
+
+
+def _called(arguments: argparse.Namespace, computes: bool) -> int:
+    if arguments.own_process and arguments.command in READS and not computes:
+        spare_pandas()
+    try:
+        with contextlib.nullcontext() if arguments.command in operations.SERVICES else terminable():
+            ended: int = arguments.call(arguments)
+            sys.stdout.flush()
+            return ended
+    except BaseException as exc:
+        number = end_signal()
+        if number is None:
+            return _failed(arguments, exc)
+        _report(arguments, "Terminated", described(number), 128 + number)
+    if arguments.own_process:
+        # the process of its own command, which a library's thread must not keep from ending
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + number)
+    return 128 + number
+
+
+def _failed(arguments: argparse.Namespace, exc: BaseException) -> int:
+    """The exit status of a command that raised ``exc``, whose message is reported; what nobody
+    foresaw is raised again."""
+    if isinstance(exc, KeyboardInterrupt):
+        return _report(arguments, "Terminated", "interrupted", 130)
+    if not isinstance(exc, PrecomputeError):
+        limit = limit_of(exc)
+        if limit is None:
+            raise exc
+        return _report(arguments, type(exc).__name__, f"{exc}: {limit}", FAILED)
+    status = REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED
+    if isinstance(exc, ConfigError) or (isinstance(exc, RequestError) and exc.status < 500):
+        status = BAD_USAGE
+    return _report(arguments, type(exc).__name__, with_history(str(exc)), status)
+
+
+def _report(arguments: argparse.Namespace, kind: str, message: str, status: int) -> int:
+    """Say what ended a command: for people on stderr and, with ``--json``, on stdout unless a
+    report stands there already. Returns the exit status."""
+    if arguments.json and not getattr(arguments, "reported", False):
+        show(json.dumps(_refusal(kind, message, status)))
+    report_error(message)
+    return status
+
+
+def _refusal(kind: str, message: str, status: int) -> dict[str, object]:
+    return {"error": {"kind": kind, "message": message}, "exit_status": status}
+
+
+class _Version(argparse.Action):
+    """As argparse's own, which would look the version up for every command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        from precompute.store.online import kernels
+
+        built = (
+            ""
+            if kernels.COMPILED
+            else (
+                ", without its C extension: install it with a C compiler, lookups of many keys are"
+                " slower in plain Python"
+            )
+        )
+        print(f"precompute {metadata.version('precompute-store')}{built}")
+        parser.exit()
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="precompute",
+        description=(
+            "Run models ahead of time and answer with a key lookup that tells how fresh it is."
+        ),
+    )
+    parser.add_argument(
+        "-c",
+        "--config",
+        default=os.environ.get("PRECOMPUTE_CONFIG"),
+        metavar="FOLDER",
+        help=(
+            "the project's folder, before or after the command (default: $PRECOMPUTE_CONFIG, or"
+            " that of the nearest project.yaml, here or above)"
+        ),
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
+    commands = Commands(parser)
+    for add in (
+        setup.add,
+        run.add,
+        run.add_backfill,
+        run.add_graph,
+        operations.add_rollback,
+        operations.add_services,
+        rows.add,
+        review.add,
+        rows.add_training,
+        review.add_verify,
+        operations.add,
+        setup.add_plan,
+        measure.add,
+        measure.add_optimize,
+        review.add_status,
+        setup.add_schema,
+        setup.add_completion,
+    ):
+        add(commands)
+    return parser
 
 
 if __name__ == "__main__":

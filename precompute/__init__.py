@@ -118,7 +118,7 @@ def services(folder: "str | Path") -> "dict[str, Service]":
         ConfigError: there is no project, or its ``project.yaml`` is wrong.
     """
     from precompute.jobs.config.project import Project
-    from precompute.jobs.config.service import Services
+    from precompute.jobs.config.serve import Services
 
     project = Project(folder)
     return Services(project.services, project.service)

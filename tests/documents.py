@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from tests import REPOSITORY
 
 PRECOMPUTE = [str(Path(sys.executable).with_name("precompute"))]

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.status import StatusLine, view_status
 from precompute.jobs.ops.verify import Check, verify

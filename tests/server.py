@@ -134,7 +134,7 @@ class Server:
         start = (
             [
                 "-c",
-                f"{first}\nimport sys; from precompute.jobs.commands.command_line import main; sys.exit(main())",
+                f"{first}\nimport sys; from precompute.jobs.cli import main; sys.exit(main())",
             ]
             if first
             else ["-m", "precompute.jobs.cli"]

@@ -132,7 +132,6 @@ SEAMS = {
         "jobs/config/schedule.py",
         "jobs/config/section.py",
         "jobs/config/serve.py",
-        "jobs/config/service.py",
         "jobs/config/view.py",
     },
     "yaml": {"jobs/config/section.py"},

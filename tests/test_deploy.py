@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from precompute.jobs.commands.command_line import _parser
+from precompute.jobs.cli import _parser
 from precompute.jobs.config.project import Project
 from precompute.store.http.openapi import openapi_document
 from tests import REPOSITORY

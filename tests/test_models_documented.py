@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from tests import REPOSITORY
 
 VIEWS = dict(

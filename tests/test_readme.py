@@ -15,11 +15,11 @@ import pytest
 from pydantic import BaseModel
 
 from demo.__main__ import VIEWS
-from precompute.jobs.commands.command_line import _parser
+from precompute.jobs.cli import _parser
 from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.schedule import ScheduleConfig
-from precompute.jobs.config.service import ServiceConfig
+from precompute.jobs.config.serve import ServiceConfig
 from precompute.jobs.config.view import FeatureConfig, ViewConfig
 from precompute.store.feature_view import RESERVED
 from precompute.store.wire.bodies import LookupRequest, SearchRequest, ServiceRequest

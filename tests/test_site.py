@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import precompute
-from precompute.jobs.commands.command_line import _parser
+from precompute.jobs.cli import _parser
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.section import parse_duration
 from precompute.jobs.config.view import ViewConfig

@@ -21,10 +21,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import precompute
-from precompute.jobs.commands.command_line import _parser
+from precompute.jobs.cli import _parser
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.section import descriptions, parse_duration
-from precompute.jobs.config.service import ServiceConfig
+from precompute.jobs.config.serve import ServiceConfig
 from precompute.jobs.config.view import ViewConfig
 from precompute.store.http.openapi import openapi_document
 from precompute.store.times import duration

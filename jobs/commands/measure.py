@@ -1,11 +1,10 @@
-"""Measure: the commands that compute a sample (``profile``, ``tune`` and ``thresholds``), and
-``plan``, which says by what was measured of a view's runs what others will take."""
+"""Measure: the commands that compute a sample of a view (``profile``, ``tune`` and ``thresholds``),
+and ``optimize``, which makes cheaper models behind a view and shows them beside its own."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from precompute.jobs.commands.command import (
 )
 from precompute.jobs.run.command_process import say
 from precompute.store.errors import ConfigError
-from precompute.store.times import duration
 
 PACE = {
     "read": (
@@ -129,53 +127,37 @@ def add(commands: Commands) -> None:
     )
 
 
-def add_plan(commands: Commands) -> None:
-    """The command ``plan``."""
-    plan = commands.add(
-        "plan",
-        _plan,
-        "what a view takes at another number of rows: time, CPU and GPU hours, bytes, memory and"
-        " money, fitted to its own runs; what will not fit is said first",
+def add_optimize(commands: Commands) -> None:
+    """The command ``optimize``."""
+    optimize = commands.add(
+        "optimize",
+        _optimize,
+        "make cheaper models from what a view published, and judge them on rows they never saw;"
+        " nothing goes live by itself",
         view=True,
         only=True,
     )
-    plan.option("--rows", "N", "of its source, as 1e9 (default: those of its largest run)")
-    plan.option(
-        "--workers",
-        "N",
-        "that compute rows at once, like those of its runs, or like their one process (default: as"
-        " many as they had)",
-        type=int,
+    optimize.option(
+        "--by",
+        "WAY",
+        "distil, prune, qat or cascade (default: all that fit the view's model)",
+        choices=("distil", "prune", "qat", "cascade"),
     )
-    plan.option("--price", "MONEY", "of a worker's machine for an hour, as 0.80", type=float)
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.ops.capacity import plan
-
-    project, workers, price = project_of(arguments), arguments.workers, arguments.price
-    rows = None if arguments.rows is None else _whole(arguments.rows)
-    if workers is not None and workers < 1:
-        raise ConfigError(f"--workers: {workers}: at least 1")
-    if price is not None and not 0 < price < math.inf:
-        raise ConfigError(f"--price: {price:g}: more than 0")
-    planned = plan(project, arguments.view, rows=rows, workers=workers, price=price)
-    return answer(arguments, planned, describe_plan(planned))
-
-
-def _whole(text: str) -> int:
-    """A number of rows, as 1000000000, 1_000_000_000 or 1e9."""
-    try:
-        rows = int(float(text))
-    except (ValueError, OverflowError):
-        rows = 0
-    if rows < 1:
-        raise ConfigError(f"--rows: {text!r}: a number of rows of at least 1, as 1e9")
-    return rows
+    optimize.option(
+        "--for",
+        "PURPOSE",
+        "batch, for what computes a view's rows, or fallback, for what answers its misses"
+        " (default: both)",
+        choices=("batch", "fallback"),
+        dest="purpose",
+    )
+    optimize.option(
+        "--within", "TIME", "what making them may take in all (default: 20m)", default="20m"
+    )
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.ops.snapshots import checked_target
+    from precompute.jobs.ops.history import checked_target
     from precompute.jobs.ops.tune import profile
 
     project = project_of(arguments)
@@ -223,132 +205,6 @@ def _thresholds(arguments: argparse.Namespace) -> int:
 def _check_rows(rows: int) -> None:
     if rows < 1:
         raise ConfigError(f"--rows: {rows}: at least 1")
-
-
-def describe_plan(planned: Mapping[str, Any]) -> str:
-    """What does not fit, then what a run takes, and the lines that say so."""
-    workers, cores = planned["workers"], planned["cores"]
-    lines = [
-        f"{planned['view']}: {planned['rows']:,} rows by {workers} worker{'s' * (workers > 1)} like"
-        f" its runs' ({cores} core{'s' * (cores > 1)}, {planned['device']})"
-    ]
-    fit = [limit for limit in planned["limits"] if limit["share"] <= 1]
-    for limit in planned["limits"][: -len(fit) or None]:
-        lines.append(f"  DOES NOT FIT: {_limit_words(limit)}; {limit['remedy']}")
-    lines += [f"  fits: {_limit_words(limit)}" for limit in fit if limit["needed"]]
-    growing = [limit for limit in planned["limits"] if limit["breaks_at_rows"]]
-    if growing:
-        first = min(growing, key=lambda limit: limit["breaks_at_rows"])
-        lines.append(f"  breaks first: {first['what']}, at some {first['breaks_at_rows']:.1e} rows")
-    found = {kind: planned[kind] for kind in ("full", "delta") if planned[kind] is not None}
-    lines += ["", *table([*_plan_rows(planned, found)])]
-    for kind, predicted in found.items():
-        lines += ["", *table([*_stage_rows(kind, predicted)])]
-    lines.append("")
-    for kind, predicted in found.items():
-        lines += [f"{kind}: {note}" for note in _plan_notes(planned["rows"], kind, predicted)]
-    lines += [f"{kind}: cannot tell: {why}" for kind, why in planned["cannot_tell"].items()]
-    return "\n".join([*lines, "elapsed goes by the cores that the least disturbed run kept busy"])
-
-
-def _limit_words(limit: Mapping[str, Any]) -> str:
-    shown = _seconds if limit["what"].startswith("seconds") else _bytes
-    what = limit["what"].removeprefix("seconds ")
-    return f"{what}: {shown(limit['needed'])} needed, {shown(limit['there'])} there"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
-
-
-def _bytes(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:,.1f} MB"
-
-
-_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
-    "seconds": ("elapsed", _seconds),
-    "undivided_s": ("  that no worker shortens", _seconds),
-    "cpu_s": ("CPU", _seconds),
-    "gpu_s": ("GPU", _seconds),
-    "root_bytes": ("written to the root", _bytes),
-    "online_bytes": ("loaded online", _bytes),
-    "memory_bytes": ("memory, at most", _bytes),
-    "worker_memory_bytes": ("memory of a worker, at most", _bytes),
-    "money": ("money", "{:,.2f}".format),
-    "money_held": ("  if all are held to the end", "{:,.2f}".format),
-}
-
-
-def _plan_rows(
-    planned: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[str, ...]]:
-    heads = {
-        "full": "full run",
-        "delta": f"delta of {found['delta']['changed_share']:.2%}" if "delta" in found else "",
-    }
-    yield ("", *(heads[kind] for kind in found))
-    for figure, (name, shown) in _FIGURES.items():
-        if figure == "money_held" and planned["workers"] == 1:
-            continue
-        if any(predicted[figure] for predicted in found.values()):
-            yield (name, *(_estimate(predicted[figure], shown) for predicted in found.values()))
-
-
-def _estimate(estimate: Mapping[str, float] | None, shown: Callable[[float], str]) -> str:
-    if estimate is None:
-        return "–"
-    value, error = estimate["value"], estimate["error"]
-    return f"{shown(value)} ± {error / value:.0%}" if value and error else shown(value)
-
-
-def _stage_rows(kind: str, predicted: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    yield (f"{kind}: stage", "CPU s", "± s", "start s", "µs a row", "rows", "divided")
-    for line in sorted(predicted["stages"], key=lambda line: -line["value"]):
-        if line["value"] >= 0.01 * predicted["cpu_s"]["value"]:
-            yield (
-                line["stage"],
-                f"{line['value']:,.2f}",
-                f"{line['error']:,.2f}",
-                f"{round(line['start_s'], 2) + 0.0:.2f}",
-                f"{1e6 * line['row_s']:.3f}",
-                f"{line['rows']:,} {line['by']}",
-                "among workers" if line["divides"] else "no",
-            )
-
-
-def _plan_notes(rows: int, kind: str, predicted: Mapping[str, Any]) -> Iterator[str]:
-    from precompute.jobs.ops.capacity import CROWDED, FAR, OF_DUCKDB, SPILLED
-
-    first, last = predicted["rows_of_runs"]
-    idle = [share for share in predicted["idle"] if share is not None]
-    yield (
-        f"fitted to {predicted['runs']} runs of {first:,} to {last:,} rows"
-        + (f" (the machine {min(idle):.0%} to {max(idle):.0%} idle)" if idle else "")
-        + f" and {predicted['publishings']} publishings"
-        + ("" if predicted["publishings"] else ", so that publishing is not in it")
-    )
-    if kind == "full":
-        yield (
-            "with one after the other the root holds as many snapshots as retention.keep says, and"
-            " there are three table files while one is loaded: it, the live one, the one before"
-        )
-    else:
-        yield f"{predicted['changed_share']:.2%} of the rows change, as in these runs"
-    if predicted["others"] > CROWDED:
-        yield (
-            f"others took {predicted['others']:.0%} of the machine or more in each of these runs:"
-            " elapsed time and money are too high; CPU seconds are not, but for what crowding adds"
-        )
-    if rows > FAR * last:
-        yield (
-            f"{rows / last:,.0f} times the rows of the largest run: what does not grow in a line is"
-            " not in it"
-        )
-    if predicted["first_spill"]:
-        yield (
-            f"DuckDB spills some {_bytes(predicted['spill_bytes'])}, which no run did: of"
-            f" {', '.join(OF_DUCKDB)} a row counts {SPILLED:g} times"
-        )
 
 
 def describe_profile(figures: dict[str, Any]) -> str:
@@ -494,3 +350,147 @@ def describe_thresholds(measured: Mapping[str, Any]) -> str:
             ),
         ]
     )
+
+
+# ---- optimize
+
+FIGURES = {
+    "mean_cosine": "cosine",
+    "tail_cosine": "p5",
+    "into_index": "into its index",
+    "own_index": "own index",
+    "rank_correlation": "rank",
+    "overlap": "overlap",
+}
+"""Figure of a feature → what it is called in the table."""
+
+
+def _optimize(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.ops.optimize import optimize
+
+    outcome = optimize(
+        project_of(arguments),
+        arguments.view,
+        by=arguments.by,
+        purpose=arguments.purpose,
+        within_s=seconds_of(arguments.within, "--within"),
+        announce=say,
+    )
+    return answer(arguments, outcome, describe_optimized(outcome))
+
+
+def describe_optimized(outcome: Mapping[str, Any]) -> str:
+    """Speed against agreement as a table, and how each student is used."""
+    made = [line for line in outcome["students"] if line["refused"] is None]
+    rows = [
+        (
+            *(
+                "model",
+                "rows/s",
+                "speed",
+                "batch p50 ms",
+                "p95",
+                "p99",
+                "miss p50 ms",
+                "p95",
+                "p99",
+            ),
+            *("MiB", "made in", "held-out rows against the teacher", "as the view's model"),
+        )
+    ]
+    for line in made:
+        batch, miss, memory = line["batch_ms"], line["miss_ms"], line["memory_bytes"]
+        rows.append(
+            (
+                line["name"],
+                f"{line['rows_per_s']:,.0f}",
+                f"{line['speed']:.2f}×",
+                *(f"{batch[point]:.3g}" for point in ("p50", "p95", "p99")),
+                *(f"{miss[point]:.2f}" for point in ("p50", "p95", "p99")),
+                f"{memory / 2**20:,.0f}" if memory else "–",
+                "–" if line["make_s"] is None else f"{line['make_s']:,.0f} s",
+                _figures(line["accuracy"]),
+                _verdict(line, outcome["picked"]),
+            )
+        )
+    lines = [
+        f"{outcome['view']}, snapshot {outcome['snapshot']}: {outcome['learned_rows']:,} rows to"
+        f" learn from, {outcome['held_out_rows']:,} held out",
+        *table(rows),
+        *(
+            f"  {line['name']}: not made: {line['refused']}"
+            for line in outcome["students"]
+            if line["refused"] is not None
+        ),
+    ]
+    lines += [
+        f"  {one['name']}: rejects {rows:,} of the judged rows; no figure counts them"
+        for one in made[1:]
+        if (rows := one["rejected_rows"])
+    ]
+    lines += [f"  {line}" for one in made[1:] if (line := _cascade(one))]
+    behind = next((one for one in made if one["name"] == outcome["behind_misses"]), None)
+    if behind is not None:
+        lines.append(
+            f"behind misses: fallback: {{enabled: true, model: {behind['path']}}}, which answers"
+            f" with {_agreement(behind)}"
+        )
+    elif len(made) > 1:
+        lines.append(
+            "behind misses: no student answers in half the teacher's time and promises an agreement"
+            " above 0.5"
+        )
+    if outcome["picked"] is None:
+        lines.append("no student is both faster and within the view's accuracy")
+    lines.append(
+        f"students lie in {outcome['folder']}, each with a card; the table is in {outcome['file']}"
+    )
+    return "\n".join(lines)
+
+
+def _figures(accuracy: Mapping[str, Mapping[str, float]]) -> str:
+    shown = []
+    for name, figures in list(accuracy.items())[:4]:
+        found = [f"{word} {figures[key]:.3f}" for key, word in FIGURES.items() if key in figures]
+        shown.append(f"{name}: " * (len(accuracy) > 1) + " · ".join(found))
+    more = len(accuracy) - len(shown)
+    return "; ".join(shown) + (f"; and {more} features more" if more > 0 else "") or "–"
+
+
+ENOUGH, WORTHWHILE = 0.985, 0.4
+"""Recall that a cascade must have, and the share of rows that its student must then answer to be
+worth two models."""
+
+
+def _cascade(line: Mapping[str, Any]) -> str:
+    """A line on a cascade that begins with this student; an empty text without vectors."""
+    shares = line["cascade"]
+    if not shares:
+        return ""
+    best = max((one["share"] for one in shares if one["recall"] >= ENOUGH), default=0.0)
+    shown = ", ".join(f"{one['share']:.0%}: {one['recall']:.3f}" for one in shares)
+    # the student computes all rows, the teacher those that are left
+    rate = 1 / (1 / line["speed"] + 1 - best)
+    pays = best >= WORTHWHILE and rate > 1
+    verdict = (
+        "would pay"
+        if pays
+        else f"refused: it pays from {WORTHWHILE:.0%} of the rows on, at a rate above 1"
+    )
+    return (
+        f"cascade with {line['name']} first: {best:.0%} of the rows by it at a recall of {ENOUGH},"
+        f" at {rate:.2f} times the teacher's rate ({verdict}); {shown}"
+    )
+
+
+def _agreement(line: Mapping[str, Any]) -> str:
+    name, value = min(line["agreement"].items(), key=lambda pair: float(pair[1]))
+    return f"an agreement of {value:.3f} ({name})"
+
+
+def _verdict(line: Mapping[str, Any], picked: str | None) -> str:
+    if line["by"] is None:
+        return "teacher"
+    if line["beyond"]:
+        return f"refused: {line['beyond']}"
+    return "picked" if line["name"] == picked else "within its accuracy"

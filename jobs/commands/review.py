@@ -1,11 +1,10 @@
 """Review: the commands that show what happened to a view and what its snapshots hold (``history``,
-``diff``, ``log``, ``export``, ``report``), what is live and needs attention (``status``,
-``verify``), and what the configuration may hold (``schema``)."""
+``diff``, ``log``, ``export``, ``report``), and what is live and needs attention (``status``,
+``verify``)."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +19,12 @@ from precompute.jobs.commands.command import (
     table,
     with_history,
 )
-from precompute.jobs.run.command_process import show
 from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError
 from precompute.store.times import duration, shown_time
 
 if TYPE_CHECKING:
-    from precompute.jobs.ops.snapshots import SnapshotDiff
+    from precompute.jobs.ops.history import SnapshotDiff
     from precompute.store.offline.runs import Report
 
 SHOWN_EVENTS = 30
@@ -165,7 +163,7 @@ _EVENTS = {"snapshot": _snapshot_words, "run": _run_words, "pointer": _pointer_w
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.ops.snapshots import diff
+    from precompute.jobs.ops.history import diff
 
     found = diff(project_of(arguments), arguments.view, arguments.first, arguments.second)
     return answer(arguments, found.to_json(), describe_diff(found))
@@ -299,7 +297,7 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.ops.snapshots import export
+    from precompute.jobs.ops.history import export
 
     done = export(
         project_of(arguments),
@@ -316,8 +314,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.ops.history import checked_target
     from precompute.jobs.ops.run_figures import write_report
-    from precompute.jobs.ops.snapshots import checked_target
 
     if arguments.to is not None:
         checked_target(arguments.to, (".html",), arguments.replace)
@@ -425,24 +423,3 @@ def _verify(arguments: argparse.Namespace) -> int:
     views = arguments.views or project.names
     checks = ((view, check) for view in views for check in verify(project, view))
     return DONE if show_checks(arguments, checks) else FAILED
-
-
-def add_schema(commands: Commands) -> None:
-    """The command ``schema``."""
-    commands.add(
-        "schema",
-        _schema,
-        "JSON Schemas: of project.yaml, views/*.yaml and services/*.yaml for editors; of run"
-        " reports and `status --json` for programs",
-    )
-
-
-def _schema(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.config.project import json_schemas
-    from precompute.jobs.ops.status import StatusLine
-    from precompute.store.disk.record import schema_of
-    from precompute.store.offline.runs import Report
-
-    written = {"report": schema_of(Report), "status": schema_of(list[StatusLine])}
-    show(json.dumps(json_schemas() | written, indent=None if arguments.json else 2))
-    return DONE

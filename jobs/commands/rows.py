@@ -315,8 +315,8 @@ def add_training(commands: Commands) -> None:
 def _training(arguments: argparse.Namespace) -> int:
     import pyarrow.parquet as pq
 
-    from precompute.jobs.config.service import mistakes
-    from precompute.jobs.ops.snapshots import checked_target
+    from precompute.jobs.config.serve import mistakes
+    from precompute.jobs.ops.history import checked_target
     from precompute.store.answers.service import column_of
     from precompute.store.history import get_historical_features
 

@@ -31,13 +31,20 @@ from precompute.jobs.config.section import (
     Name,
     Section,
     checked,
+    config_files,
     merged,
     overrides,
     place,
     read_yaml,
     substituted,
 )
-from precompute.jobs.config.serve import ServeConfig
+from precompute.jobs.config.serve import (
+    ServeConfig,
+    ServiceConfig,
+    fitted,
+    mistakes,
+    read_service,
+)
 from precompute.store.disk.durable_file import make_folder, replace_durably
 from precompute.store.disk.record import digest_of
 from precompute.store.disk.storage import LOCAL, OBJECT_STORES, mount, storage_of
@@ -314,7 +321,7 @@ class Project:
             name: {".": "./", "..": "../"}.get(value, value)
             for name, value in self.settings.vars.items()
         }
-        self.names = sorted(path.stem for path in (self.folder / "views").glob("*.yaml"))
+        self.names = sorted(path.stem for path in config_files(self.folder / "views"))
         if not self.names:
             instead = (
                 self._other_suffix("*") or "; add views/<name>.yaml (see 'a view' in the README)"
@@ -434,8 +441,6 @@ class Project:
     def services(self) -> Mapping[str, Service | ConfigError]:
         """Name → each that has a file, or what is wrong with that: the others go on. Defaults that
         fit no feature as the view is configured are left out."""
-        from precompute.jobs.config.service import fitted
-
         read = self._read_services()
         return {
             name: one if isinstance(one, ConfigError) else fitted(one, self.views)
@@ -443,10 +448,8 @@ class Project:
         }
 
     def _read_services(self) -> Mapping[str, Service | ConfigError]:
-        from precompute.jobs.config.service import read_service
-
         read: dict[str, Service | ConfigError] = {}
-        for path in sorted((self.folder / "services").glob("*.yaml")):
+        for path in config_files(self.folder / "services"):
             try:
                 read[path.stem] = read_service(path)
             except ConfigError as exc:
@@ -474,8 +477,6 @@ class Project:
     def service_mistakes(self) -> list[str]:
         """A line for each mistake in the services' files: what keeps one from being served, and
         where one does not fit the views."""
-        from precompute.jobs.config.service import mistakes
-
         lines = []
         for name, found in self._read_services().items():
             path = self.folder / "services" / f"{name}.yaml"
@@ -587,7 +588,6 @@ class Project:
 
 def json_schemas() -> dict[str, Any]:
     """JSON Schemas of the files, for editors: ``{"project": …, "view": …, "service": …}``."""
-    from precompute.jobs.config.service import ServiceConfig
     from precompute.jobs.config.view import ViewConfig
 
     kinds: dict[str, type[Section]] = {

@@ -283,15 +283,22 @@ def check_schedules(
                     else nearest_or_all(parent, views)
                 )
                 raise ConfigError(f"{where}: {parent!r} is not scheduled itself{other}")
+    acyclic = set[str]()
     for name in schedules:
-        _check_circle(schedules, (name,), project_file)
+        _check_circle(schedules, (name,), acyclic, project_file)
 
 
 def _check_circle(
-    schedules: Mapping[str, Schedule], path: tuple[str, ...], project_file: Path
+    schedules: Mapping[str, Schedule],
+    path: tuple[str, ...],
+    acyclic: set[str],
+    project_file: Path,
 ) -> None:
-    """Raises:
-    ConfigError: a view runs after one of ``path``, each of which runs after the next.
+    """Follow the views that the last of ``path`` runs after, each but once: ``acyclic`` are those
+    that were followed to the end, to which this one is added.
+
+    Raises:
+        ConfigError: a view runs after one of ``path``, each of which runs after the next.
     """
     for parent in schedules[path[-1]].parents:
         if parent in path:
@@ -300,4 +307,6 @@ def _check_circle(
                 f" {' after '.join((*path, parent))} goes round in a circle; give one of them a"
                 " cron line"
             )
-        _check_circle(schedules, (*path, parent), project_file)
+        if parent not in acyclic:
+            _check_circle(schedules, (*path, parent), acyclic, project_file)
+    acyclic.add(path[-1])

@@ -318,6 +318,12 @@ class Section(BaseModel):
         return schema
 
 
+def config_files(folder: Path) -> list[Path]:
+    """The YAML files of a folder, sorted, without hidden ones: an editor's lock on one
+    (``.#name.yaml``) and what macOS puts beside it into an archive (``._name.yaml``)."""
+    return sorted(folder.glob("[!.]*.yaml"))
+
+
 def descriptions(section: type[BaseModel]) -> dict[str, str]:
     """Key → the text below it. Pydantic's own ``use_attribute_docstrings`` would parse the file for
     every command."""

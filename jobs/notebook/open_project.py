@@ -272,7 +272,8 @@ class OpenProject:
         that takes texts, and the model embeds it now.
 
         Args:
-            features: those returned with each row; by default all that are no vectors.
+            features: those returned with each row; by default all that are no vectors. One that
+                is called ``score`` is the column ``features.score``.
 
         Raises:
             RequestError: the view is not searchable, or a bad argument.
@@ -298,9 +299,8 @@ class OpenProject:
             deadline_ms=DEADLINE_MS,
         )
         table = _neighbours(near["rows"], pointer.view, names)
-        hidden = (*_SAME, *([] if names else ["features"]))
         return Rows(
-            table, f"{view}: the {len(near['rows'])} nearest by {near['metric']}", hidden=hidden
+            table, f"{view}: the {len(near['rows'])} nearest by {near['metric']}", hidden=_SAME
         )
 
     def history(self, view: str, key: Any = None, *, at: str | datetime | None = None) -> Rows:
@@ -554,13 +554,15 @@ def _view_cells(
 def _neighbours(
     rows: Sequence[Mapping[str, Any]], view: FeatureView, features: Sequence[str]
 ) -> pa.Table:
-    """What a search found, a column for each feature."""
+    """What a search found, a column for each feature; one that is called ``score`` is
+    ``features.score``, beside the search's own."""
     names = dict(ANSWER_FIELDS)
     fields = [("key", names["key"]), ("score", pa.float64())]
     fields += [(name, kind) for name, kind in ANSWER_FIELDS if name not in ("key", "reason")]
     columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in fields}
     for name in features:
-        columns[name] = pa.array(
+        column = f"features.{name}" if name in columns else name
+        columns[column] = pa.array(
             [row["features"][name] for row in rows], view.feature(name).arrow_type
         )
     return pa.table(columns)

@@ -204,7 +204,12 @@ def _run(project: Project, name: str, options: Sequence[str], output: Output) ->
         if not process.ended():
             end_all([process], STOP_GRACE_S)
     report = store.runs.last()
-    report = None if report is None or (before is not None and report.run <= before.run) else report
+    if report is not None and (
+        (before is not None and report.run <= before.run) or report.pid != process.pid
+    ):
+        # none was written: the last one is of a run before, or of one that was begun elsewhere
+        # while this process started, and keeps it from running
+        report = None
     return _outcome(name, process, report, time.monotonic() - started)
 
 

@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypedDict
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.ops.partitions import in_words as partitions_in_words
-from precompute.jobs.ops.partitions import partitions_served
+from precompute.jobs.ops.retention import partitions_in_words, partitions_served
 from precompute.jobs.run.report import LEASED, PUBLISHING, as_it_ended
 from precompute.jobs.run.rows.open_view import REPORTS, known_source_at
 from precompute.jobs.schedule.due import outlook

@@ -101,6 +101,11 @@ class Column:
         return f"CASE WHEN isfinite({column}) THEN {column} END" if self.odd else column
 
     @property
+    def number_sql(self) -> str:
+        """SQL of its value as a number, true is 1; one that is not finite is null."""
+        return f"{quoted(self.name)}::TINYINT" if self.type == "BOOLEAN" else self.finite_sql
+
+    @property
     def may_be_key(self) -> bool:
         """Whether its type and length are those of a key."""
         return self.values > 0 and (

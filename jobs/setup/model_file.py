@@ -95,10 +95,9 @@ class ModelFile:
         """A column as the model takes it: a graph has no missing values."""
         if self.use != "onnx" or column.values - column.odd == rows:
             return quoted(column.name)
-        return (
-            f"coalesce({column.finite_sql},"
-            f" {number_text(column.mean) if column.is_number else repr('')})"
-        )
+        if column.is_number:
+            return f"coalesce({column.number_sql}, {number_text(column.mean)})"
+        return f"coalesce({column.finite_sql}, '')"
 
     def features(self, args: Mapping[str, Any], sql: str, key: Sequence[str]) -> dict[str, str]:
         """Feature → what a view declares of it, by the first row that the model computes.

@@ -362,7 +362,7 @@ def _scores(shape: _Shape, template: str, name: str) -> Draft:
     shape.renamed = {column.name for column in numbers}
     shape.note_nulls(numbers, "count as the mean of their column")
     inputs = {
-        c.alias: (f"coalesce({c.finite_sql}, {number_text(c.mean)})::DOUBLE", c.mean, c.spread)
+        c.alias: (f"coalesce({c.number_sql}, {number_text(c.mean)})::DOUBLE", c.mean, c.spread)
         for c in numbers
     }
     if not inputs:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from precompute.engine.runner import AHEAD_WINDOWS
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.rollback import rollback
 from precompute.sources.source import Source

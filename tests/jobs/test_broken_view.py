@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from tests.conftest import MakeProject, Prepared
 from tests.jobs.test_cli import INDEXED, ROWS, report_of
 from tests.scene import Scene
@@ -142,6 +142,21 @@ def test_a_broken_project_refuses_everything(
     for command in (["status"], ["lookup", "numbers", "1"], ["gc"], ["run", "numbers"]):
         assert call(folder, *command) == 2
     assert "project.yaml:1: root" in capsys.readouterr().err
+
+
+def test_a_hidden_file_is_no_view(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An editor's lock on the file it has open, and what macOS puts into archives."""
+    (folder / "services").mkdir()
+    for place in (folder / "views", folder / "services"):
+        (place / ".#numbers.yaml").symlink_to("somebody@here.1")
+        (place / "._numbers.yaml").write_bytes(b"\0\5\x16\7")
+    capsys.readouterr()
+    assert call(folder, "graph", "--json") == 0
+    assert report_of(capsys)["order"] == ["broken", "numbers"]
+    assert call(folder, "validate", "--json") == 2
+    assert {line["view"] for line in report_of(capsys)["checks"]} == {"broken", "numbers"}
+    assert call(folder, "completion", "bash", "--", "-c", str(folder), "run", "") == 0
+    assert capsys.readouterr().out.split() == ["broken", "numbers"]
 
 
 def test_an_override_that_spoils_a_view_is_that_views_mistake(folder: Path) -> None:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 
 import precompute
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from precompute.jobs.commands.rows import describe_row
 from precompute.jobs.commands.run import describe_report
 from precompute.store.disk.record import plain, replace
@@ -75,7 +75,7 @@ def report_of(capsys: Captured) -> Any:
 
 
 def test_help_loads_nothing_that_takes_long() -> None:
-    code = "import sys; from precompute.jobs.commands.command_line import _parser; _parser().format_help(); print(*sys.modules)"
+    code = "import sys; from precompute.jobs.cli import _parser; _parser().format_help(); print(*sys.modules)"
     told = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout
@@ -97,7 +97,7 @@ def test_help_loads_nothing_that_takes_long() -> None:
 def test_a_command_that_reads_loads_what_it_needs(
     published: Scene, command: list[str], needed: set[str]
 ) -> None:
-    code = f"""import sys; from precompute.jobs.commands.command_line import main
+    code = f"""import sys; from precompute.jobs.cli import main
 sys.argv[1:] = ["-c", {str(published.folder)!r}, *{command!r}]
 main()
 print(*sys.modules, file=sys.stderr)"""
@@ -296,6 +296,12 @@ def test_a_feature_may_be_called_score_beside_the_score_of_a_search(
         table = lookup.get("numbers", ["2"])
     assert (found["key"], found["score"], found["features"]) == ("2", 4.0, {"score": 4.0})
     assert table.column("score").to_pylist() == [4.0]
+    with precompute.open(project.folder) as opened:
+        near = opened.search("numbers", key=1, k=2)
+    assert [(row["key"], row["score"], row["features.score"]) for row in near] == [
+        ("2", 4.0, 4.0),
+        ("3", 3364.0, 60.0),
+    ]
 
 
 def test_search_by_key_leaves_the_key_out_and_is_narrowed(

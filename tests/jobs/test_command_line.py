@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from precompute.jobs.commands.command_line import _parser, main
+from precompute.jobs.cli import _parser, main
 from precompute.jobs.commands.setup import SHELLS
 from tests import REPOSITORY
 from tests.conftest import MakeProject
@@ -181,9 +181,7 @@ def test_what_a_shell_reads_completes_in_it(
         return
     command = tmp_path / "bin" / "precompute"
     command.parent.mkdir()
-    command.write_text(
-        f'#!/bin/sh\nexec {sys.executable} -m precompute.jobs.commands.command_line "$@"\n'
-    )
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m precompute.jobs.cli "$@"\n')
     command.chmod(0o755)
     typed = f'{script}\nCOMP_WORDS=(precompute run num); COMP_CWORD=2; _precompute; echo "${{COMPREPLY[@]}}"'
     environment = os.environ | {

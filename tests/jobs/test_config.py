@@ -15,8 +15,15 @@ import pytest
 import yaml
 
 from precompute.jobs.config.project import Project, ProjectConfig, json_schemas
+from precompute.jobs.config.schedule import (
+    RunsConfig,
+    ScheduleConfig,
+    check_schedules,
+    spelled_out,
+)
 from precompute.jobs.config.section import parse_duration, parse_time
 from precompute.jobs.config.view import ViewConfig
+from precompute.store.errors import ConfigError
 from tests.conftest import MakeProject
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "movielens"
@@ -132,6 +139,21 @@ def test_a_schedule_spelled_out_and_the_short_form_are_one(make_project: MakePro
         },
         "e": usual | {"when": "after c", "cron": None, "parents": ("c",)},
     }
+
+
+def test_views_that_run_after_the_same_ones_are_followed_once() -> None:
+    """Forty layers of two views, each after both below: 2⁴⁰ ways from the last to the first."""
+    after = {
+        f"{side}{layer}": ScheduleConfig(after=[f"{one}{layer - 1}" for one in "ab"])
+        for layer in range(1, 40)
+        for side in "ab"
+    }
+    first = {f"{side}0": ScheduleConfig(at="0 2 * * *") for side in "ab"}
+    schedules = spelled_out(after | first, RunsConfig(), "UTC")
+    check_schedules(schedules, list(schedules), Path("project.yaml"), {})
+    schedules |= spelled_out({"a0": ScheduleConfig(after=["b39"])}, RunsConfig(), "UTC")
+    with pytest.raises(ConfigError, match=r"a1 after a0 after b39 .* after a1 goes round"):
+        check_schedules(schedules, list(schedules), Path("project.yaml"), {})
 
 
 def test_a_schedule_from_the_environment_replaces_the_files(make_project: MakeProject) -> None:

@@ -4,6 +4,7 @@ with it."""
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -218,24 +219,19 @@ def test_no_run_begins_while_a_view_is_dropped(
     assert served(project) == ["numbers", "others"]
 
 
-@pytest.mark.parametrize(
-    ("answer", "left"),
-    [("y", ["others"]), ("", ["numbers", "others"])],
-)
 def test_it_asks_first(
-    published: Callable[..., Scene],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
-    answer: str,
-    left: list[str],
+    published: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     project = published()
     assert project.cli("drop", "numbers") == 2
     assert "say --yes" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", lambda _: answer)
-    assert project.cli("drop", "numbers") == (0 if answer == "y" else 1)
-    assert served(project) == left
+    # without a line end: the end of the input, Ctrl-D
+    for typed, status in (("n\n", 1), ("\n", 1), ("", 1), ("y\n", 0)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+        assert served(project) == ["numbers", "others"]
+        assert project.cli("drop", "numbers") == status, typed
+    assert served(project) == ["others"]
 
 
 @pytest.mark.parametrize("name", ["../numbers", "numbrs", ".removed-numbers", ""])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from precompute.jobs.run.rows import chunks
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.store.answers.lookup import Lookup

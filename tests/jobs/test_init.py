@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from precompute.jobs.config.project import Project
 from precompute.jobs.setup import model_file
 from precompute.jobs.setup.model_file import FOLDER
@@ -54,6 +54,7 @@ STRANGE = {
     "null": [1.0, 2.0, 3.0, None],
     "text": ["", "x", "y", "z"],
     "embedding": [3, 4, 5, 6],
+    "true": [True, False, None, True],
 }
 """Names that mean something else in SQL, in YAML or in a view, or nothing in the Latin alphabet."""
 

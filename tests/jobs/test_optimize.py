@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.commands.optimize import _cascade
+from precompute.jobs.commands.measure import _cascade
 from precompute.jobs.ops import optimize as optimize_module
 from precompute.jobs.ops.optimize import LEAST_ROWS, optimize
 from precompute.jobs.ops.student_judge import (

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from precompute.jobs.schedule.scheduler import reconcile_command, run_command
 from precompute.model import digest
 from precompute.sources.source import Source

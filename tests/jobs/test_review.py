@@ -15,8 +15,8 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from precompute.jobs.ops.history import diff, off_by
 from precompute.jobs.ops.run_figures import principal_axes
-from precompute.jobs.ops.snapshots import diff, off_by
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature

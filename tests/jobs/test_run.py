@@ -43,7 +43,7 @@ OLD, NEW = [2.0, 4.0, 6.0, 8.0, 10.0], [20.0, 40.0, 60.0, 80.0, 100.0]
 DYING = """
 import importlib, os, signal, sys
 import precompute.jobs.run.rows.chunks
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 
 where, when, *command = sys.argv[1:]
 module, _, path = where.partition(":")
@@ -185,7 +185,7 @@ HUNG: list[dict[str, Any]] = [
 ]
 
 
-WITHIN = "from precompute.jobs.run import command_process; command_process.GRACE_S = {}; import sys; from precompute.jobs.commands.command_line import main; sys.exit(main())"
+WITHIN = "from precompute.jobs.run import command_process; command_process.GRACE_S = {}; import sys; from precompute.jobs.cli import main; sys.exit(main())"
 
 
 @pytest.mark.parametrize("view", HUNG)

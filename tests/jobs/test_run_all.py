@@ -3,6 +3,7 @@ one report of all; the graph of what depends on what."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,10 +14,14 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.ops.run_all import Outcome, Selection, selected, worst
+from precompute.jobs.ops.run_all import Outcome, Output, Selection, selected, worst
 from precompute.jobs.ops.status import WAITING, never_began, project_status
+from precompute.jobs.run.report import recorded
 from precompute.jobs.schedule.dependencies import Dependencies
+from precompute.store.disk.lease import take
+from precompute.store.offline.refs import run_lease
 from precompute.store.times import shown_time
+from precompute.workers.process import ChildProcess
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -158,6 +163,25 @@ def test_one_that_fails_stops_only_what_depends_on_it(
     make_project([*ROWS, (4, 4.0)])
     project.run("numbers")
     assert selected(project, Selection(["numbers+"], stale=True)) == ["middle", "leaf"]
+
+
+def test_a_run_that_was_begun_elsewhere_is_not_taken_for_its_own(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """One that began while the process of this one started, and has the view's lease."""
+    project = make_project(ROWS)
+
+    def begun_elsewhere(command: list[str], output: Output) -> ChildProcess:
+        held.enter_context(take(project.store.leases, run_lease(None), "run"))
+        held.enter_context(recorded(project.store, "run"))
+        return ChildProcess(command, output=output)
+
+    monkeypatch.setattr("precompute.jobs.ops.run_all.ChildProcess", begun_elsewhere)
+    with contextlib.ExitStack() as held:
+        assert project.cli("run", "--all", "--json") == 1
+    (line,) = json.loads(capsys.readouterr().out)["views"]
+    assert (line["status"], line["run"]) == ("failed", None)
+    assert line["error"].startswith("another run of view 'numbers' is going on")
 
 
 @pytest.mark.parametrize(

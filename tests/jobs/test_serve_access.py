@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from precompute.store.client import Tls
 from precompute.store.errors import DeniedError, NoAnswerError
 from tests.asking import features_of, opened

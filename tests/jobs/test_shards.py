@@ -231,7 +231,7 @@ class Dying(Doubler):
 SMALL = (
     "import sys; from precompute.jobs.run.rows import chunks; from precompute.jobs.run.shards import"
     " worker; chunks.WINDOW_ROWS, chunks.PART_BYTES = 5, 1; worker.BEAT_S = 0.0; worker.LOOK_S = 0.1;"
-    " from precompute.jobs.commands.command_line import main; sys.exit(main(sys.argv[1:]))"
+    " from precompute.jobs.cli import main; sys.exit(main(sys.argv[1:]))"
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.commands.retention import describe_snapshots
+from precompute.jobs.commands.operations import describe_snapshots
 from precompute.jobs.ops.retention import list_snapshots
 from tests.conftest import MakeProject
 from tests.scene import Scene

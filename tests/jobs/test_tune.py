@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from precompute.jobs.commands.measure import describe_tuning
 from precompute.jobs.config.project import tuning_path, write_tuning
 from precompute.jobs.ops import tune as trials_module

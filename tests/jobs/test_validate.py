@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 import redis
 
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from precompute.jobs.setup import doctor
 from precompute.jobs.setup.doctor import Line, examine
 from precompute.jobs.setup.validate import validate

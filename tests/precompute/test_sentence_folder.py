@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from precompute.jobs.commands.command_line import main
+from precompute.jobs.cli import main
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.wire.lookup_options import LookupOptions

@@ -244,7 +244,7 @@ def test_no_caller_has_all_of_its_requests_traced(
 WITHOUT = """
 import sys
 sys.modules["opentelemetry"] = None
-import precompute.jobs.commands.command_line, precompute.jobs.serve.lookup_worker, precompute.jobs.serve.model_server, precompute.store.answers.lookup
+import precompute.jobs.cli, precompute.jobs.serve.lookup_worker, precompute.jobs.serve.model_server, precompute.store.answers.lookup
 """
 
 
