@@ -10,8 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, field_validator
 
 from precompute.jobs.config.section import Duration, Section
-from precompute.store.http.encoding.http_freshness import Caching
-from precompute.store.http.encoding.row_cache import MAX_CACHE_BYTES
+from precompute.store.http.encoding.caching import MAX_CACHE_BYTES, Caching
 from precompute.store.http.guard.limits import Limits
 from precompute.store.online.miss_cache import MissCacheLimits
 from precompute.store.wire.bodies import MAX_BODY_BYTES

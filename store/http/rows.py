@@ -24,47 +24,43 @@ from precompute.store.http.encoding.answer_bodies import (
     row_json,
     stream_of,
 )
-from precompute.store.http.encoding.http_freshness import (
+from precompute.store.http.encoding.caching import (
+    MAX_CACHE_BYTES,
     PRIVATE,
     VARY,
+    CachedRow,
+    CacheKey,
     Caching,
     Headers,
+    RowCache,
     cache_control,
+    cached_row,
+    encoded_row,
     json_form,
     matches,
     missing_headers,
     row_headers,
 )
-from precompute.store.http.encoding.row_cache import (
-    MAX_CACHE_BYTES,
-    CachedRow,
-    CacheKey,
-    RowCache,
-    cached_row,
-    encoded_row,
-)
-from precompute.store.http.pools import Serving
-from precompute.store.http.reply import (
+from precompute.store.http.messages import (
     ARROW_TYPE,
     JSON_TYPE,
     RETRY_SOON,
-    Reply,
-    Timing,
-    log_failure,
-    problem,
-    timed,
-)
-from precompute.store.http.request import (
     Receive,
+    Reply,
     Scope,
+    Timing,
     body_kind,
     both,
     headers_of,
+    log_failure,
     no_query,
+    problem,
     query_options,
     read_body,
+    timed,
     wants_arrow,
 )
+from precompute.store.http.pools import Serving
 from precompute.store.keys import key_from_path
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Pointer

@@ -22,9 +22,9 @@ from precompute.store.http.guard.access import (
     read_tokens,
     remove_tokens,
 )
-from precompute.store.http.guard.listener import Listener, Tls
+from precompute.store.http.guard.connections import Listener, Tls
+from precompute.store.http.messages import STRANGER
 from precompute.store.http.openapi import openapi_document
-from precompute.store.http.request import STRANGER
 from precompute.store.http.telemetry.instruments import AUTH_REFUSED, Meter
 
 BIND = {"guarded": False, "tls": False}
@@ -389,5 +389,5 @@ def test_a_pair_of_which_half_is_there_does_not_come_into_use(
     assert [
         record.levelname
         for record in caplog.records
-        if record.name == "precompute.store.http.guard.listener"
+        if record.name == "precompute.store.http.guard.connections"
     ] == ["ERROR", "INFO"]

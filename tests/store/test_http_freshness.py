@@ -12,8 +12,8 @@ import pytest
 from precompute.store.errors import RequestError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.app import create_app
-from precompute.store.http.encoding.http_freshness import MOST_PARTS, Caching, cache_control
-from precompute.store.http.request import wants_arrow
+from precompute.store.http.encoding.caching import MOST_PARTS, Caching, cache_control
+from precompute.store.http.messages import wants_arrow
 from precompute.store.wire import bodies
 from precompute.store.wire.lookup_options import CacheControl
 from tests.world import LOOKUP, PUBLISHED, ROW, SEARCH, World

@@ -16,7 +16,7 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import DamagedPointerError, OnlineStoreError, RequestError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.app import create_app
-from precompute.store.http.encoding.row_cache import RowCache, cached_row
+from precompute.store.http.encoding.caching import RowCache, cached_row
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer

@@ -24,8 +24,7 @@ from typing import Any
 
 from precompute.store.disk.durable_file import locked, replace_durably
 from precompute.store.errors import ConfigError
-from precompute.store.http.reply import Reply, problem
-from precompute.store.http.request import STRANGER, Scope
+from precompute.store.http.messages import STRANGER, Reply, Scope, problem
 from precompute.store.http.telemetry.instruments import AUTH_REFUSED, Meter
 from precompute.store.times import utc_now
 

@@ -37,7 +37,7 @@ from precompute.store.errors import (
 )
 from precompute.store.feature_view import FeatureView, IndexSpec
 from precompute.store.http.app import Front, create_app
-from precompute.store.http.reply import problem
+from precompute.store.http.messages import problem
 from precompute.store.http.stand_in.memory import (
     GENERATION,
     MemoryIndex,
