@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,17 @@ from precompute.store.wire import bodies
 from precompute.store.wire.lookup_options import BASE64, LookupOptions, SearchOptions, check_limits
 
 T = TypeVar("T")
+
+_UNREADABLE = (
+    msgspec.MsgspecError,
+    struct.error,
+    ValueError,
+    KeyError,
+    TypeError,
+    RecursionError,
+)
+"""What reading bytes raises that are no answer of this API: not JSON or Arrow, of another form, or
+nested without end."""
 
 
 class FreshnessWords(TypedDict, total=False):
@@ -133,7 +145,7 @@ class Call(Generic[T]):
             return reply, None
         try:
             value = self.read(reply.content)
-        except (ModuleNotFoundError, msgspec.MsgspecError, ValueError, KeyError, TypeError):
+        except (ModuleNotFoundError, *_UNREADABLE):
             # reported by answer()
             return reply, None
         stray = self.strays(value)
@@ -161,7 +173,7 @@ class Call(Generic[T]):
             raise ConfigError(
                 f"an answer as Arrow needs {exc.name}: pip install 'precompute-store[client]'"
             ) from exc
-        except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as exc:
+        except _UNREADABLE as exc:
             raise NoAnswerError(
                 f"{sent} answered something else than this API: {exc}; is that address right?"
             ) from exc

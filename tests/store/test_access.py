@@ -10,6 +10,7 @@ import os
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -108,6 +109,13 @@ def test_a_file_that_changed_is_taken_up_and_one_that_is_bad_is_not(
     assert len(errors) == 2
     assert "tokens:3: not `name scope sha256 time`" in errors[0]
     assert tokens.find(second) is not None
+    # once it may be read, it is
+    touched(file, good.replace("a read", "z read"))
+    with mock.patch.object(Path, "read_text", side_effect=PermissionError("denied")):
+        tokens.refresh()
+    file.chmod(0o640)
+    tokens.refresh()
+    assert tokens.find(first).name == "z"  # type: ignore[union-attr]
     # what is empty says that nobody may ask
     touched(file, "# none\n\n")
     tokens.refresh()

@@ -159,13 +159,14 @@ class Tokens:
         return found
 
 
-def version_of(path: Path) -> tuple[int, int, int] | None:
-    """What changes with a file's content; None where it cannot be looked at."""
+def version_of(path: Path) -> tuple[int, int, int, int] | None:
+    """What changes with a file's content, or with who may read it; None where it cannot be looked
+    at."""
     try:
         stat = os.stat(path)
     except OSError:
         return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
 
 
 def _digest(secret: bytes) -> bytes:
