@@ -37,7 +37,7 @@ from precompute.store.errors import PrecomputeError
 from precompute.store.http.app import create_app
 from precompute.store.http.encoding.caching import Caching
 from precompute.store.http.guard.access import AccessControl, Hosts
-from precompute.store.http.guard.connections import client_certificates_of, tls_of, tokens_of
+from precompute.store.http.guard.connections import credentials_of, tls_of, tokens_of
 from precompute.store.http.guard.limits import Limits
 from precompute.store.http.guard.server import GuardedServer
 from precompute.store.http.messages import Timing
@@ -314,7 +314,7 @@ def main() -> None:
                 answer_bytes=limits.answer_bytes,
                 cache_bytes=spec["cache_bytes"],
                 timing=timing,
-                asks=client_certificates_of(spec),
+                credentials=credentials_of(spec),
                 caching=Caching(**spec["caching"]),
                 waiting=max(1, limits.connections * 2 // 3),
             )

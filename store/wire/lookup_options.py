@@ -68,7 +68,7 @@ class CacheControl(NamedTuple):
     """Nothing but what is stored: never the model."""
 
     def oldest_s(
-        self, view: FeatureView, max_age_s: float | None, model_may_be_asked: bool
+        self, view: FeatureView, max_age_s: float | None, model_may_run: bool
     ) -> float | None:
         """The largest age that a stored row may have, or None: all limits hold; below 0, none is
         good enough.
@@ -76,14 +76,14 @@ class CacheControl(NamedTuple):
         Args:
             view: whose TTL counts.
             max_age_s: of the lookup's own options.
-            model_may_be_asked: whether one stands behind the view, and the request allows it.
+            model_may_run: whether one stands behind the view, and the request allows it.
         """
         limits = [limit for limit in (max_age_s, self.max_age_s) if limit is not None]
         if self.min_fresh_s is not None:
             limits.append(view.ttl_s - self.min_fresh_s)
         if self.max_stale_s is not None:
             limits.append(view.ttl_s + self.max_stale_s)
-        if self.no_cache and (model_may_be_asked or self.only_if_cached):
+        if self.no_cache and (model_may_run or self.only_if_cached):
             limits.append(-1.0)
         return min(limits, default=None)
 

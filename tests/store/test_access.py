@@ -7,6 +7,7 @@ import base64
 import hashlib
 import logging
 import os
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,14 @@ def test_what_only_this_machine_reaches_is_served(tmp_path: Path, address: str, 
     listener = Listener("serve.bind", address, tmp_path, **BIND)
     assert listener.shown == f"{shown}{listener.socket.getsockname()[1]}"
     listener.close()
+    # of a server that was killed the socket's file is left; of one that runs it is its own
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / "api.sock"))
+    again = Listener("serve.bind", "unix:api.sock", tmp_path, **BIND)
+    with pytest.raises(ConfigError, match="is another server running there"):
+        Listener("serve.bind", "unix:api.sock", tmp_path, **BIND)
+    again.close()
+    assert not (tmp_path / "api.sock").exists()
     guarded = Listener("serve.bind", "0.0.0.0:0", tmp_path, guarded=True, tls=True)
     assert guarded.shown.startswith("https://0.0.0.0:")
     guarded.close()

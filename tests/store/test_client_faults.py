@@ -34,7 +34,7 @@ from precompute.store.client.attempts import (
     Send,
 )
 from precompute.store.client.replies import Reply, retry_after_s, strays
-from precompute.store.client.transport import Exchange, _Network
+from precompute.store.client.transport import AnswerEnd, Exchange, _Network
 from precompute.store.errors import (
     ConfigError,
     DeadlineError,
@@ -625,6 +625,29 @@ def test_files_of_tls_that_are_none_are_named(tls: Tls) -> None:
 
 
 # ---- whose answer it is
+
+
+@pytest.mark.parametrize(
+    ("answer", "ends"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc", True),
+        (b"HTTP/1.1 100 Go\r\n\r\nHTTP/1.1 204 Nothing\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n1;x=y\r\nd\r\n0\r\nA: b\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\n\r\nas long as the connection", False),
+        (b"HTTP/1.1 OK\r\n\r\n", False),
+    ],
+)  # fmt: skip
+def test_a_connection_is_used_again_after_a_whole_answer(answer: bytes, ends: bool) -> None:
+    end = AnswerEnd()
+    end.begin()
+    reusable = []
+    for byte in answer:
+        end.feed(bytes([byte]))
+        reusable.append(end.reusable)
+    assert reusable == [False] * (len(answer) - 1) + [ends]
+    end.feed(b"H")
+    assert not end.reusable
+
 
 WAYS: dict[str, Callable[[Client, int], Any]] = {
     "row": lambda client, user: features_of(client.row("likes", user))["of"],

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from precompute.store.http.telemetry.access_log import AccessLog, route_of
-from precompute.store.http.telemetry.tracing import MOST_ASKED_S, Spans, Tracing
+from precompute.store.http.telemetry.tracing import MOST_BY_CALLERS_S, Spans, Tracing
 from tests import REPOSITORY
 from tests.collector import collecting
 from tests.scene import files_of_at_most
@@ -254,7 +254,7 @@ def test_no_caller_has_all_of_its_requests_traced(
     made.close()
     # a second's worth, and what came since
     traced = sum(span.name.startswith("POST") for span in spans())
-    assert MOST_ASKED_S <= traced <= MOST_ASKED_S * (1 + seconds)
+    assert MOST_BY_CALLERS_S <= traced <= MOST_BY_CALLERS_S * (1 + seconds)
 
 
 WITHOUT = """

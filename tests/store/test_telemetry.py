@@ -105,7 +105,8 @@ def test_any_process_tells_what_all_counted_also_those_that_were_killed(tmp_path
     own.gauge(BREAKER_OPEN, "numbers").set(1)
     for _ in range(2):
         subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=REPOSITORY, timeout=60)
-    third = Meter(tmp_path, "model-0")
+    # read last
+    third = Meter(tmp_path, "worker-9")
     third.gauge(BREAKER_OPEN, "numbers").set(0)
 
     def told() -> dict[str, float]:

@@ -38,14 +38,13 @@ _DIRECTIVE = re.compile(
     r"""([!#$%&'*+.^_`|~0-9A-Za-z-]+)(?:=(?:"((?:[^"\\]|\\.)*)"|([^\s",;]*)))?"""
 )
 _SECONDS = {"max-age": "max_age_s", "min-fresh": "min_fresh_s", "max-stale": "max_stale_s"}
-_LONGEST_KEPT = 128
+_LONGEST_CACHED = 128
 """Bytes of a header whose parsed meaning is cached: those of services are short and few."""
 
 
 def cache_control(header: bytes | None) -> CacheControl | None:
     """What a request's ``Cache-Control`` demands of stored rows; None where it demands nothing.
-    Directives of other kinds (``no-store``, ``no-transform``, extensions) ask nothing of them, and
-    are passed over.
+    Directives of other kinds (``no-store``, ``no-transform``, extensions) are passed over.
 
     Raises:
         RequestError: a directive's seconds are none, or there are too many directives.
@@ -54,7 +53,7 @@ def cache_control(header: bytes | None) -> CacheControl | None:
         return None
     if header.count(b",") >= MOST_PARTS:
         raise RequestError(f"Cache-Control has at most {MOST_PARTS} directives")
-    return _retained(header) if len(header) <= _LONGEST_KEPT else _parsed(header)
+    return _cached_demands(header) if len(header) <= _LONGEST_CACHED else _parsed(header)
 
 
 def _parsed(header: bytes) -> CacheControl | None:
@@ -74,7 +73,7 @@ def _parsed(header: bytes) -> CacheControl | None:
     return CacheControl(**wanted) if wanted else None  # type: ignore[arg-type]
 
 
-_retained = lru_cache(256)(_parsed)
+_cached_demands = lru_cache(256)(_parsed)
 
 
 def _seconds(name: str, text: str | None) -> float:
@@ -352,7 +351,7 @@ class RowCache:
             self._rows.move_to_end(key)
         return row
 
-    def keep(self, key: CacheKey, row: CachedRow) -> int | None:
+    def put(self, key: CacheKey, row: CachedRow) -> int | None:
         """Cache a row, in place of the one under its key, and drop others where there is no room;
         returns how many; None where it is too large to be cached."""
         self.drop(key)

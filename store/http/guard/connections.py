@@ -23,7 +23,7 @@ from precompute.store.errors import ConfigError
 from precompute.store.http.guard.access import Tokens, version_of
 from precompute.store.http.guard.limits import Limits
 from precompute.store.http.messages import Reply
-from precompute.store.http.openapi import Asks
+from precompute.store.http.openapi import Credentials
 from precompute.store.http.telemetry.instruments import CONNECTIONS, CONNECTIONS_CLOSED, Meter
 
 log = logging.getLogger(__name__)
@@ -482,7 +482,9 @@ def tls_of(spec: Mapping[str, Any]) -> Tls | None:
     return None if files is None else Tls(**{name: Path(path) for name, path in files.items()})
 
 
-def client_certificates_of(spec: Mapping[str, Any]) -> Asks:
+def credentials_of(spec: Mapping[str, Any]) -> Credentials:
     """What callers are to do, by the same."""
-    token = Asks.NOTHING if spec["tokens"] is None else Asks.TOKEN
-    return token | (Asks.CERTIFICATE if (spec["tls"] or {}).get("client_ca") else Asks.NOTHING)
+    token = Credentials.NOTHING if spec["tokens"] is None else Credentials.TOKEN
+    return token | (
+        Credentials.CERTIFICATE if (spec["tls"] or {}).get("client_ca") else Credentials.NOTHING
+    )

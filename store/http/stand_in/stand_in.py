@@ -313,10 +313,6 @@ class StandIn(Fallback):
         """What time it is here, s since 1970."""
         return time.time() + self._ahead_s
 
-    def monotonic(self) -> float:
-        """The same of a clock that never jumps, but by :meth:`advance`."""
-        return time.monotonic() + self._ahead_s
-
     def index(self, pointer: Pointer) -> VectorIndex:
         """The rows of a view, to be searched."""
         with self._lock:
@@ -463,7 +459,7 @@ class _MemorySearches(Searches):
 
 class _MemoryLookup(Lookup):
     def __init__(self, stand_in: StandIn) -> None:
-        super().__init__(stand_in._store, None, stand_in, stand_in.now_s, stand_in.monotonic)
+        super().__init__(stand_in._store, None, stand_in, stand_in.now_s)
         self._searches = _MemorySearches(stand_in, self)
 
 
