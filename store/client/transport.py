@@ -15,8 +15,7 @@ from typing import Any
 import httpcore2
 
 from precompute.store.client.attempts import Address, Failure, Outcome
-from precompute.store.client.calls import Call
-from precompute.store.client.replies import Reply
+from precompute.store.client.calls import Call, Reply
 from precompute.store.errors import DeadlineError, NoAnswerError, RequestError
 
 

@@ -33,7 +33,7 @@ from precompute.store.client.attempts import (
     Pause,
     Send,
 )
-from precompute.store.client.replies import Reply, retry_after_s, strays
+from precompute.store.client.calls import Reply, retry_after_s, strays
 from precompute.store.client.transport import AnswerEnd, Exchange, _Network
 from precompute.store.errors import (
     ConfigError,

@@ -16,7 +16,7 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import DamagedPointerError, OnlineStoreError, RequestError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.app import create_app
-from precompute.store.http.encoding.caching import RowCache, cached_row
+from precompute.store.http.encoding.caching import CacheKey, RowCache, cached_row
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
@@ -208,10 +208,11 @@ def test_no_more_bytes_are_cached_than_allowed_and_the_latest_stay(tmp_path: Pat
         cache.drop(keys[i])
     assert cache.size_bytes == 0
     # one row that would take most of it is none of its rows
-    key, own = ("things", b"1", None, "float"), row.size_bytes + 1
+    plain: CacheKey = ("things", b"1", None, "float")
+    own = row.size_bytes + 1
     for most, cached in ((8 * own, True), (8 * own - 1, False), (own, False), (0, False)):
         small = RowCache(most)
-        assert (small.put(key, row) is not None, small.get(key) is row) == (cached, cached)
+        assert (small.put(plain, row) is not None, small.get(plain) is row) == (cached, cached)
         assert small.size_bytes == own * cached
 
 

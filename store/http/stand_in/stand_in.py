@@ -22,9 +22,8 @@ from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.search import Searches
 from precompute.store.answers.service import Service
 from precompute.store.client.attempts import Failure, Outcome, address_of
-from precompute.store.client.calls import Call
+from precompute.store.client.calls import Call, Reply
 from precompute.store.client.client import AsyncClient, AsyncTransport, Client
-from precompute.store.client.replies import Reply
 from precompute.store.client.transport import ERRORS, BlockingTransport, Exchange
 from precompute.store.errors import (
     ConfigError,
