@@ -274,7 +274,7 @@ def _serving(*arguments: str) -> Iterator[Server]:
 
 def main() -> None:
     """Measure and report."""
-    from precompute.store.http.encoding.row_cache import MAX_CACHE_BYTES
+    from precompute.store.http.encoding.caching import MAX_CACHE_BYTES
     from precompute.store.online.table_store import TableStore
 
     with tempfile.TemporaryDirectory() as folder:

@@ -118,7 +118,6 @@ SEAMS = {
         "precompute/models/endpoint/endpoint.py",
         "store/wire/bodies.py",
         "store/client/calls.py",
-        "store/client/replies.py",
         "store/disk/record.py",
         "store/http/stand_in/stand_in.py",
     },

@@ -15,8 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from precompute.jobs.config.section import Duration, Name, Section, checked, read_yaml
 from precompute.store.answers.service import MAX_VIEWS, Service, ServicePart
 from precompute.store.errors import ConfigError, did_you_mean
-from precompute.store.http.encoding.http_freshness import Caching
-from precompute.store.http.encoding.row_cache import MAX_CACHE_BYTES
+from precompute.store.http.encoding.caching import MAX_CACHE_BYTES, Caching
 from precompute.store.http.guard.limits import Limits
 from precompute.store.online.miss_cache import MissCacheLimits
 from precompute.store.wire.bodies import MAX_BODY_BYTES

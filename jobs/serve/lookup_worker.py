@@ -35,13 +35,13 @@ from precompute.store.answers.service import Service
 from precompute.store.disk.record import replace
 from precompute.store.errors import PrecomputeError
 from precompute.store.http.app import create_app
-from precompute.store.http.encoding.http_freshness import Caching
+from precompute.store.http.encoding.caching import Caching
 from precompute.store.http.guard.access import AccessControl, Hosts
+from precompute.store.http.guard.connections import credentials_of, tls_of, tokens_of
 from precompute.store.http.guard.limits import Limits
-from precompute.store.http.guard.listener import client_certificates_of, tls_of, tokens_of
 from precompute.store.http.guard.server import GuardedServer
-from precompute.store.http.live_views import LiveViews
-from precompute.store.http.reply import Timing
+from precompute.store.http.messages import Timing
+from precompute.store.http.metrics import LiveViews
 from precompute.store.http.telemetry.access_log import AccessLog
 from precompute.store.http.telemetry.instruments import Meter
 from precompute.store.offline.view_store import OfflineStore
@@ -314,7 +314,7 @@ def main() -> None:
                 answer_bytes=limits.answer_bytes,
                 cache_bytes=spec["cache_bytes"],
                 timing=timing,
-                asks=client_certificates_of(spec),
+                credentials=credentials_of(spec),
                 caching=Caching(**spec["caching"]),
                 waiting=max(1, limits.connections * 2 // 3),
             )

@@ -32,7 +32,7 @@ from precompute.store.answers.service import Service
 from precompute.store.disk.sql import SpillFolder
 from precompute.store.disk.storage import LOCAL, storage_of
 from precompute.store.errors import ConfigError, PrecomputeError
-from precompute.store.http.guard.listener import Listener, tls_of, tokens_of
+from precompute.store.http.guard.connections import Listener, tls_of, tokens_of
 from precompute.store.http.telemetry.instruments import MODEL_SPARES, RESTARTS, Meter
 from precompute.store.online.url import open_online_store
 from precompute.workers.process import end_all

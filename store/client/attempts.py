@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from precompute.store.client.replies import Reply, retry_after_s
+from precompute.store.client.calls import Reply, retry_after_s
 from precompute.store.errors import ConfigError, PrecomputeError, RequestError
 from precompute.store.times import doubled_s
 

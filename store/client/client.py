@@ -29,14 +29,9 @@ from precompute.store.client.attempts import (
 )
 from precompute.store.client.calls import (
     Call,
-    FreshnessWords,
-    LookupWords,
-    RowWords,
-    SearchWords,
-    ServiceWords,
+    Reply,
     check_timeout,
 )
-from precompute.store.client.replies import Reply
 from precompute.store.client.transport import (
     ERRORS,
     IDLE_S,
@@ -48,6 +43,13 @@ from precompute.store.client.transport import (
     Pooled,
 )
 from precompute.store.wire import bodies
+from precompute.store.wire.lookup_options import (
+    FreshnessWords,
+    LookupWords,
+    RowWords,
+    SearchWords,
+    ServiceWords,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa

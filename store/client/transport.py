@@ -15,8 +15,7 @@ from typing import Any
 import httpcore2
 
 from precompute.store.client.attempts import Address, Failure, Outcome
-from precompute.store.client.calls import Call
-from precompute.store.client.replies import Reply
+from precompute.store.client.calls import Call, Reply
 from precompute.store.errors import DeadlineError, NoAnswerError, RequestError
 
 
@@ -274,13 +273,20 @@ class _Network(httpcore2.NetworkBackend):
         with self._lock:
             lookup = self._resolving.get((host, port))
             if lookup is None:
-                lookup = self._resolving[host, port] = Future()
-                threading.Thread(
+                lookup = Future()
+                thread = threading.Thread(
                     target=self._resolve,
                     args=(host, port, lookup),
                     daemon=True,
                     name="precompute-resolve",
-                ).start()
+                )
+                try:
+                    thread.start()
+                except RuntimeError as exc:
+                    # the system has no room for a thread
+                    raise httpcore2.ConnectError(str(exc)) from exc
+                # once it runs: what nobody resolves would be waited for by all calls from now on
+                self._resolving[host, port] = lookup
         try:
             found = lookup.result(exchange.left_s())
         except TimeoutError as exc:

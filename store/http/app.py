@@ -22,37 +22,33 @@ from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.search import takes_text
 from precompute.store.errors import OnlineStoreError, RequestError
 from precompute.store.http.encoding.answer_bodies import MAX_ANSWER_BYTES, Measure, search_json
-from precompute.store.http.encoding.http_freshness import PRIVATE, Caching, Headers
-from precompute.store.http.encoding.row_cache import MAX_CACHE_BYTES
-from precompute.store.http.live_views import Seen
-from precompute.store.http.metrics import CONTENT_TYPE
-from precompute.store.http.openapi import Asks, openapi_document
-from precompute.store.http.page.figures import ViewFigures
-from precompute.store.http.page.page import POLICY, Page
-from precompute.store.http.pools import MOST_WAITING, Pool, Serving
-from precompute.store.http.reply import (
+from precompute.store.http.encoding.caching import MAX_CACHE_BYTES, PRIVATE, Caching, Headers
+from precompute.store.http.messages import (
     JSON_TYPE,
     NOT_STORED,
-    Reply,
-    Stream,
-    Timing,
-    json_reply,
-    problem,
-    timed,
-)
-from precompute.store.http.request import (
     STRANGER,
     TRIED_AT_ONCE,
     Disconnected,
     Receive,
+    Reply,
     Scope,
     Send,
+    Stream,
+    Timing,
     client_of,
     headers_of,
+    json_reply,
     no_query,
+    problem,
     read_body,
+    timed,
     while_connected,
 )
+from precompute.store.http.metrics import CONTENT_TYPE, Seen
+from precompute.store.http.openapi import Credentials, openapi_document
+from precompute.store.http.page.figures import ViewFigures
+from precompute.store.http.page.page import POLICY, Page
+from precompute.store.http.pools import MOST_WAITING, Pool, Serving
 from precompute.store.http.rows import NOT_LOADED, RowRoutes
 from precompute.store.http.services import ServiceRoutes
 from precompute.store.http.telemetry.instruments import Meter
@@ -74,11 +70,14 @@ class Api:
     Args:
         serving: what all routes share.
         warming: true while models are still being loaded: not ready yet.
-        asks: what access and TLS require, for the OpenAPI document.
+        credentials: what access and TLS require, for the OpenAPI document.
     """
 
     def __init__(
-        self, serving: Serving, warming: Callable[[], bool], asks: Asks = Asks.NOTHING
+        self,
+        serving: Serving,
+        warming: Callable[[], bool],
+        credentials: Credentials = Credentials.NOTHING,
     ) -> None:
         self._serving, self._warming = serving, warming
         self._lookup, self._metrics = serving.lookup, serving.metrics
@@ -86,7 +85,7 @@ class Api:
         self._searching: set[Waiting] = set()
         self._renderers = Pool("page", 1, 4)
         self._page = Page(serving.lookup, serving.metrics.meter, self._known_views)
-        self._openapi = bodies.encode(openapi_document(asks))
+        self._openapi = bodies.encode(openapi_document(credentials))
 
     # ---- search, views
 
@@ -432,7 +431,7 @@ def create_app(
     answer_bytes: int = MAX_ANSWER_BYTES,
     cache_bytes: int = MAX_CACHE_BYTES,
     timing: Timing = Timing.UNREPORTED,
-    asks: Asks = Asks.NOTHING,
+    credentials: Credentials = Credentials.NOTHING,
     waiting: int = MOST_WAITING,
     caching: Caching = PRIVATE,
 ) -> Front:
@@ -443,6 +442,6 @@ def create_app(
         serving,
         RowRoutes(serving, cache_bytes, caching),
         ServiceRoutes(serving),
-        Api(serving, warming, asks),
+        Api(serving, warming, credentials),
         access,
     )

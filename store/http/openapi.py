@@ -16,7 +16,7 @@ from precompute.store.wire.lookup_options import (
 )
 
 
-class Asks(Flag):
+class Credentials(Flag):
     """The credentials that a server requires of its callers; both, where both are named."""
 
     NOTHING = 0
@@ -45,14 +45,15 @@ _SCHEMES = {
 }
 
 
-def _security(asks: Asks, scope: str) -> list[dict[str, list[str]]]:
+def _security(credentials: Credentials, scope: str) -> list[dict[str, list[str]]]:
     """The ways in, any of which will do; of a server that requires nothing they may be shown all
     the same."""
     token, certificate = {_TOKEN: [scope]}, {_CERTIFICATE: list[str]()}
-    if asks is Asks.NOTHING:
+    if credentials is Credentials.NOTHING:
         return [{}, token, certificate]
     return [
-        (token if Asks.TOKEN in asks else {}) | (certificate if Asks.CERTIFICATE in asks else {})
+        (token if Credentials.TOKEN in credentials else {})
+        | (certificate if Credentials.CERTIFICATE in credentials else {})
     ]
 
 
@@ -200,11 +201,11 @@ _VIEWS = (
 )
 
 
-def openapi_document(asks: Asks = Asks.NOTHING) -> dict[str, Any]:
+def openapi_document(credentials: Credentials = Credentials.NOTHING) -> dict[str, Any]:
     """The document served at ``/openapi.json``.
 
     Args:
-        asks: what the server that serves it requires. The scopes of tokens stand where OpenAPI 3.1
+        credentials: those that the server requires. The scopes of tokens stand where OpenAPI 3.1
             has the roles of such schemes.
     """
     return {
@@ -214,8 +215,8 @@ def openapi_document(asks: Asks = Asks.NOTHING) -> dict[str, Any]:
             "version": "1",
             "description": "Pre-computed features by key, with their freshness.",
         },
-        "security": _security(asks, "read"),
-        "paths": {**_lookups(), **_of_the_server(asks)},
+        "security": _security(credentials, "read"),
+        "paths": {**_lookups(), **_of_the_server(credentials)},
         "components": {
             "schemas": _schemas(),
             "responses": {status: _refusal(what) for status, what in _EVERYWHERE.items()},
@@ -224,7 +225,7 @@ def openapi_document(asks: Asks = Asks.NOTHING) -> dict[str, Any]:
     }
 
 
-def _of_the_server(asks: Asks) -> dict[str, Any]:
+def _of_the_server(credentials: Credentials) -> dict[str, Any]:
     plain = {"description": "answered"}
     ready = _responses(plain, {"503": "not yet, or too many wait for a store that does not answer"})
     ready["503"]["content"][bodies.JSON] = {"schema": {"type": "object"}}
@@ -239,7 +240,7 @@ def _of_the_server(asks: Asks) -> dict[str, Any]:
     # open to all
     del everybody["401"], ready["401"]
     alive: dict[str, Any] = {"summary": "The process lives", "responses": everybody, "security": []}
-    if Asks.CERTIFICATE in asks:
+    if Credentials.CERTIFICATE in credentials:
         # without one there is no connection
         alive["security"] = [{_CERTIFICATE: []}]
     return {
@@ -264,7 +265,7 @@ def _of_the_server(asks: Asks) -> dict[str, Any]:
             "get": {
                 "summary": "Prometheus metrics",
                 "responses": metrics,
-                "security": _security(asks, "admin"),
+                "security": _security(credentials, "admin"),
             }
         },
     }

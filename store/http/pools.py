@@ -18,11 +18,17 @@ from precompute.store.answers.fallback import CLIENT, places
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import PrecomputeError, RequestError
 from precompute.store.http.encoding.answer_bodies import MAX_ANSWER_BYTES, Measure, Room
-from precompute.store.http.encoding.http_freshness import Headers
-from precompute.store.http.live_views import LiveViews
-from precompute.store.http.metrics import Metrics
-from precompute.store.http.reply import Reply, Stream, Timing, refusal
-from precompute.store.http.request import Disconnected, Receive, hung_up
+from precompute.store.http.encoding.caching import Headers
+from precompute.store.http.messages import (
+    Disconnected,
+    Receive,
+    Reply,
+    Stream,
+    Timing,
+    hung_up,
+    refusal,
+)
+from precompute.store.http.metrics import LiveViews, Metrics
 from precompute.store.http.telemetry.instruments import Meter
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason

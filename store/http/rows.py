@@ -24,47 +24,43 @@ from precompute.store.http.encoding.answer_bodies import (
     row_json,
     stream_of,
 )
-from precompute.store.http.encoding.http_freshness import (
+from precompute.store.http.encoding.caching import (
+    MAX_CACHE_BYTES,
     PRIVATE,
     VARY,
+    CachedRow,
+    CacheKey,
     Caching,
     Headers,
+    RowCache,
     cache_control,
+    cached_row,
+    encoded_row,
     json_form,
     matches,
     missing_headers,
     row_headers,
 )
-from precompute.store.http.encoding.row_cache import (
-    MAX_CACHE_BYTES,
-    CachedRow,
-    CacheKey,
-    RowCache,
-    cached_row,
-    encoded_row,
-)
-from precompute.store.http.pools import Serving
-from precompute.store.http.reply import (
+from precompute.store.http.messages import (
     ARROW_TYPE,
     JSON_TYPE,
     RETRY_SOON,
-    Reply,
-    Timing,
-    log_failure,
-    problem,
-    timed,
-)
-from precompute.store.http.request import (
     Receive,
+    Reply,
     Scope,
+    Timing,
     body_kind,
     both,
     headers_of,
+    log_failure,
     no_query,
+    problem,
     query_options,
     read_body,
+    timed,
     wants_arrow,
 )
+from precompute.store.http.pools import Serving
 from precompute.store.keys import key_from_path
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Pointer
@@ -169,7 +165,7 @@ class RowRoutes:
         if row is None:
             assert read is not None
             row = encoded_row(read.plan, read.key, read.value, read.computed_at_us)
-            self._keep(request.key, row)
+            self._cache_row(request.key, row)
         reply = self._cached_reply(row, status, age_us, request)
         seconds = time.perf_counter() - request.started
         if read is None:
@@ -196,13 +192,13 @@ class RowRoutes:
         view, options, control = pointer.view, request.options, request.control
         oldest_s = options.max_age_s
         if control is not None:
-            may_ask = (
+            may_compute = (
                 options.fallback
                 and view.fallback
                 and self._lookup.fallback is not None
                 and not control.only_if_cached
             )
-            oldest_s = control.oldest_s(view, oldest_s, may_ask)
+            oldest_s = control.oldest_s(view, oldest_s, may_compute)
         now_us, sighting = self._lookup.sighting(pointer)
         age_us = sighting.age_us(computed_at_us, now_us)
         status = status_of(view, age_us / 1e6, oldest_s)
@@ -212,10 +208,10 @@ class RowRoutes:
             return None
         return status, age_us
 
-    def _keep(self, key: CacheKey, row: CachedRow) -> None:
+    def _cache_row(self, key: CacheKey, row: CachedRow) -> None:
         if not self._cache.most_bytes:
             return
-        dropped = self._cache.keep(key, row)
+        dropped = self._cache.put(key, row)
         self._metrics.not_cached(dropped, self._cache.size_bytes)
         if dropped is None or self._readers is None:
             # it was not cached, or the store is mapped and cannot fail to answer
@@ -303,7 +299,7 @@ class RowRoutes:
         if row is not None:
             if self._lookup.online.known(request.key[0]) is row.pointer:
                 # not if another pointer is live by now: it would never be read
-                self._keep(request.key, row)
+                self._cache_row(request.key, row)
             return self._cached_reply(row, answer.row(0).status, answer.age_us(0), request)
         headers = row_headers(answer, b"a" if as_arrow else json_form(answer.plan), self._caching)
         etags = request.headers.get(b"if-none-match")

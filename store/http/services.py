@@ -18,26 +18,24 @@ from precompute.store.answers.plan import AnswerPlan
 from precompute.store.answers.service import EntityRows, Refused, ServiceAnswer, ServicePart
 from precompute.store.errors import PrecomputeError, RequestError
 from precompute.store.http.encoding.answer_bodies import Measure, service_pieces
-from precompute.store.http.encoding.http_freshness import VARY, cache_control
-from precompute.store.http.pools import Serving, give_up
-from precompute.store.http.reply import (
+from precompute.store.http.encoding.caching import VARY, cache_control
+from precompute.store.http.messages import (
     ARROW_TYPE,
     JSON_TYPE,
-    Reply,
-    json_reply,
-    timed,
-)
-from precompute.store.http.request import (
     Receive,
+    Reply,
     Scope,
     body_kind,
     both,
     headers_of,
+    json_reply,
     no_query,
     query_options,
     read_body,
+    timed,
     wants_arrow,
 )
+from precompute.store.http.pools import Serving, give_up
 from precompute.store.http.rows import BEGUN, BODIES, PIECE_BYTES
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.wire import arrow, bodies

@@ -3,8 +3,8 @@ line, the wire or Python to the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from precompute.store.errors import RequestError, did_you_mean
 
@@ -68,7 +68,7 @@ class CacheControl(NamedTuple):
     """Nothing but what is stored: never the model."""
 
     def oldest_s(
-        self, view: FeatureView, max_age_s: float | None, model_may_be_called: bool
+        self, view: FeatureView, max_age_s: float | None, model_may_run: bool
     ) -> float | None:
         """The largest age that a stored row may have, or None: all limits hold; below 0, none is
         good enough.
@@ -76,14 +76,14 @@ class CacheControl(NamedTuple):
         Args:
             view: whose TTL counts.
             max_age_s: of the lookup's own options.
-            model_may_be_called: whether one stands behind the view, and the request allows it.
+            model_may_run: whether one stands behind the view, and the request allows it.
         """
         limits = [limit for limit in (max_age_s, self.max_age_s) if limit is not None]
         if self.min_fresh_s is not None:
             limits.append(view.ttl_s - self.min_fresh_s)
         if self.max_stale_s is not None:
             limits.append(view.ttl_s + self.max_stale_s)
-        if self.no_cache and (model_may_be_called or self.only_if_cached):
+        if self.no_cache and (model_may_run or self.only_if_cached):
             limits.append(-1.0)
         return min(limits, default=None)
 
@@ -173,3 +173,66 @@ def check_features(view: FeatureView, features: Sequence[str]) -> None:
         # soon found: there are no more names than features
         twice = next(name for place, name in enumerate(features) if name in features[:place])
         raise RequestError(f"feature {twice!r} is named twice", code="bad_request")
+
+
+# ---- Words of the client's calls: the same options by name, and how long the whole call may take.
+
+
+class FreshnessWords(TypedDict, total=False):
+    """The options of a call that say how fresh stored rows must be."""
+
+    min_fresh_s: float | None
+    """Rows that are not fresh for so much longer count as missing."""
+    max_stale_s: float | None
+    """Rows that are stale for longer count as missing."""
+    no_cache: bool
+    """Computed again, where a model stands behind the view."""
+    only_if_cached: bool
+    """Nothing but what is stored: never the model."""
+
+
+class RowWords(FreshnessWords, total=False):
+    """What a lookup may say beside its key, as :meth:`precompute.store.answers.lookup.Lookup.get`
+    has it, and how long the whole call may take."""
+
+    features: Sequence[str] | None
+    fallback: bool
+    deadline_ms: float | None
+    max_age_s: float | None
+    timeout_s: float | None
+
+
+class LookupWords(RowWords, total=False):
+    """Options of a lookup of several rows."""
+
+    inputs: Mapping[Any, Mapping[str, Any]] | None
+
+
+class ServiceWords(FreshnessWords, total=False):
+    """What a request for a service may say, as
+    :meth:`precompute.store.answers.lookup.Lookup.service` has it, and how long the whole call may
+    take."""
+
+    fallback: bool
+    deadline_ms: float | None
+    max_age_s: float | None
+    inputs: Mapping[str, Mapping[Any, Mapping[str, Any]]] | None
+    timeout_s: float | None
+
+
+class SearchWords(TypedDict, total=False):
+    """What a search may say, as :meth:`precompute.store.answers.lookup.Lookup.search` has it, and
+    how long the whole call may take."""
+
+    key: Any
+    text: str | None
+    vector: Sequence[float] | None
+    inputs: Mapping[str, Any] | None
+    k: int
+    filter: Mapping[str, Any] | None
+    only: Iterable[Any] | None
+    exclude: Iterable[Any]
+    features: Sequence[str]
+    deadline_ms: float | None
+    model: str | None
+    timeout_s: float | None

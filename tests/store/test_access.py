@@ -7,9 +7,11 @@ import base64
 import hashlib
 import logging
 import os
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,9 +24,9 @@ from precompute.store.http.guard.access import (
     read_tokens,
     remove_tokens,
 )
-from precompute.store.http.guard.listener import Listener, Tls
+from precompute.store.http.guard.connections import Listener, Tls
+from precompute.store.http.messages import STRANGER
 from precompute.store.http.openapi import openapi_document
-from precompute.store.http.request import STRANGER
 from precompute.store.http.telemetry.instruments import AUTH_REFUSED, Meter
 
 BIND = {"guarded": False, "tls": False}
@@ -108,6 +110,13 @@ def test_a_file_that_changed_is_taken_up_and_one_that_is_bad_is_not(
     assert len(errors) == 2
     assert "tokens:3: not `name scope sha256 time`" in errors[0]
     assert tokens.find(second) is not None
+    # once it may be read, it is
+    touched(file, good.replace("a read", "z read"))
+    with mock.patch.object(Path, "read_text", side_effect=PermissionError("denied")):
+        tokens.refresh()
+    file.chmod(0o640)
+    tokens.refresh()
+    assert tokens.find(first).name == "z"  # type: ignore[union-attr]
     # what is empty says that nobody may ask
     touched(file, "# none\n\n")
     tokens.refresh()
@@ -332,6 +341,14 @@ def test_what_only_this_machine_reaches_is_served(tmp_path: Path, address: str, 
     listener = Listener("serve.bind", address, tmp_path, **BIND)
     assert listener.shown == f"{shown}{listener.socket.getsockname()[1]}"
     listener.close()
+    # of a server that was killed the socket's file is left; of one that runs it is its own
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / "api.sock"))
+    again = Listener("serve.bind", "unix:api.sock", tmp_path, **BIND)
+    with pytest.raises(ConfigError, match="is another server running there"):
+        Listener("serve.bind", "unix:api.sock", tmp_path, **BIND)
+    again.close()
+    assert not (tmp_path / "api.sock").exists()
     guarded = Listener("serve.bind", "0.0.0.0:0", tmp_path, guarded=True, tls=True)
     assert guarded.shown.startswith("https://0.0.0.0:")
     guarded.close()
@@ -389,5 +406,5 @@ def test_a_pair_of_which_half_is_there_does_not_come_into_use(
     assert [
         record.levelname
         for record in caplog.records
-        if record.name == "precompute.store.http.guard.listener"
+        if record.name == "precompute.store.http.guard.connections"
     ] == ["ERROR", "INFO"]

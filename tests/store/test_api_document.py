@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.service import Service, ServicePart
 from precompute.store.http.app import create_app
-from precompute.store.http.openapi import Asks, openapi_document
+from precompute.store.http.openapi import Credentials, openapi_document
 from precompute.store.http.telemetry.access_log import route_of
 from tests import REPOSITORY
 from tests.memory_store import MemoryStore
@@ -135,18 +135,23 @@ def test_every_status_that_the_code_names_is_in_the_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asks", "read", "metrics", "livez"),
+    ("credentials", "read", "metrics", "livez"),
     [
         (
-            Asks.NOTHING,
+            Credentials.NOTHING,
             [{}, {"token": ["read"]}, {"certificate": []}],
             [{}, {"token": ["admin"]}, {"certificate": []}],
             [],
         ),
-        (Asks.TOKEN, [{"token": ["read"]}], [{"token": ["admin"]}], []),
-        (Asks.CERTIFICATE, [{"certificate": []}], [{"certificate": []}], [{"certificate": []}]),
+        (Credentials.TOKEN, [{"token": ["read"]}], [{"token": ["admin"]}], []),
         (
-            Asks.TOKEN | Asks.CERTIFICATE,
+            Credentials.CERTIFICATE,
+            [{"certificate": []}],
+            [{"certificate": []}],
+            [{"certificate": []}],
+        ),
+        (
+            Credentials.TOKEN | Credentials.CERTIFICATE,
             [{"token": ["read"], "certificate": []}],
             [{"token": ["admin"], "certificate": []}],
             [{"certificate": []}],
@@ -154,9 +159,9 @@ def test_every_status_that_the_code_names_is_in_the_document() -> None:
     ],
 )
 def test_the_document_tells_what_its_server_asks_for(
-    asks: Asks, read: Any, metrics: Any, livez: Any
+    credentials: Credentials, read: Any, metrics: Any, livez: Any
 ) -> None:
-    document = openapi_document(asks)
+    document = openapi_document(credentials)
     told = {
         path: next(iter(methods.values())).get("security", document["security"])
         for path, methods in document["paths"].items()

@@ -17,7 +17,7 @@ import pytest
 
 from precompute.store.http.guard.limits import Limits
 from precompute.store.http.guard.server import GuardedServer
-from precompute.store.http.reply import problem
+from precompute.store.http.messages import problem
 from precompute.store.http.telemetry.instruments import CONNECTIONS_CLOSED, Meter
 from tests.memory_store import MemoryStore
 from tests.server import eventually

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from precompute.store.client import ViewLookupRequest, calls
 from precompute.store.errors import RequestError
 from precompute.store.wire import bodies
+from precompute.store.wire.lookup_options import SearchWords
 from tests.store.test_api import arrow
 from tests.store.test_every_way import ask
 from tests.world import LOOKUP, SEARCH, World
@@ -273,7 +274,7 @@ def test_a_generator_is_read_once(numbers: World) -> None:
         "things", vector=[1, 2], only=once(), exclude=(key for key in [np.int64(2)])
     )
     assert [row["key"] for row in found["rows"]] == ["1"]
-    words: calls.SearchWords = {"vector": [1, 2], "only": once(), "exclude": np.array([2])}
+    words: SearchWords = {"vector": [1, 2], "only": once(), "exclude": np.array([2])}
     assert [row.key for row in ask(numbers, calls.search("things", words)).rows] == ["1"]
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.plan import ANSWER_FIELDS
-from precompute.store.client import Client, ViewLookupRequest
+from precompute.store.client import Client, ViewLookupRequest, calls
 from precompute.store.client.tables import arrays
 from precompute.store.disk.record import plain
 from precompute.store.errors import (
@@ -343,6 +343,9 @@ def test_numpy_has_every_kind_of_column_within_a_buffer_too() -> None:
 def test_how_fresh_rows_must_be_is_asked_in_the_words_of_http(
     client: Client, words: Any, statuses: list[str]
 ) -> None:
+    # in whole seconds, to the strict side
+    limits = calls.rows("pairs", ["1"], {"min_fresh_s": 1.5, "max_stale_s": 1.5}).headers
+    assert limits == [(b"Cache-Control", b"min-fresh=2, max-stale=1")]
     keys = [["a/b", "50%"], ["x", "y"]]
     assert [
         row.status for row in client.rows("pairs", keys, **({"fallback": False} | words)).rows

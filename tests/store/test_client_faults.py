@@ -22,7 +22,7 @@ import httpcore2
 import pyarrow as pa
 import pytest
 
-from precompute.store.client import AsyncClient, Client, Tls
+from precompute.store.client import AsyncClient, Client, Tls, calls
 from precompute.store.client.attempts import (
     FIRST_PAUSE_S,
     LEAST_SAMPLES,
@@ -33,7 +33,8 @@ from precompute.store.client.attempts import (
     Pause,
     Send,
 )
-from precompute.store.client.replies import Reply, retry_after_s, strays
+from precompute.store.client.calls import Reply, retry_after_s, strays
+from precompute.store.client.transport import AnswerEnd, Exchange, _Network
 from precompute.store.errors import (
     ConfigError,
     DeadlineError,
@@ -53,6 +54,12 @@ from tests.store.test_access import certificate
 KINDS = pytest.mark.parametrize("kind", ["blocking", "async"])
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n"
+
+
+ROW_OF_BASE64 = (
+    b'{"view":"v","snapshot":1,"model":"m","base64":{"x":"float32"},"key":"a","status":"fresh",'
+    b'"source":"store","computed_at":null,"age_s":1,"ttl_s":1,"features":{"x":"%b"}}'
+)
 
 
 def good(visit: Visit) -> None:
@@ -494,6 +501,34 @@ def test_retry_after_is_seconds_or_a_date(text: bytes, seconds: float | None) ->
     assert retry_after_s(Reply(503, [(b"Retry-After", text)], b"")) == seconds
 
 
+@pytest.mark.parametrize(
+    ("call", "content"),
+    [
+        (calls.views(None), b"[" * 100_000),
+        (calls.rows("v", ["a"], {}), b"[" * 100_000),
+        (calls.row("v", "a", {}), ROW_OF_BASE64 % b"AAA="),
+        (calls.row("v", "a", {}), ROW_OF_BASE64 % b"AAAA"),
+        (calls.row("v", "a", {}), ROW_OF_BASE64.replace(b'"x":', b'"y":') % b"AAA="),
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_an_error_of_ours(
+    call: calls.Call[Any], content: bytes
+) -> None:
+    reply, wrong = call.checked(Reply(200, [], content))
+    assert wrong is None
+    with pytest.raises(NoAnswerError, match="something else than this API"):
+        call.answer(reply, "http://server")
+
+
+def test_a_host_that_no_thread_could_look_up_is_looked_up_again() -> None:
+    network = _Network()
+    full = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more threads"))
+    with full, pytest.raises(httpcore2.ConnectError, match="no more threads"):
+        network.connect_tcp("localhost", 1, Exchange(time.monotonic() + 20))
+    with pytest.raises(httpcore2.ConnectError, match="refused"):
+        network.connect_tcp("localhost", 1, Exchange(time.monotonic() + 20))
+
+
 # ---- TLS
 
 
@@ -590,6 +625,29 @@ def test_files_of_tls_that_are_none_are_named(tls: Tls) -> None:
 
 
 # ---- whose answer it is
+
+
+@pytest.mark.parametrize(
+    ("answer", "ends"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc", True),
+        (b"HTTP/1.1 100 Go\r\n\r\nHTTP/1.1 204 Nothing\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n1;x=y\r\nd\r\n0\r\nA: b\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\n\r\nas long as the connection", False),
+        (b"HTTP/1.1 OK\r\n\r\n", False),
+    ],
+)  # fmt: skip
+def test_a_connection_is_used_again_after_a_whole_answer(answer: bytes, ends: bool) -> None:
+    end = AnswerEnd()
+    end.begin()
+    reusable = []
+    for byte in answer:
+        end.feed(bytes([byte]))
+        reusable.append(end.reusable)
+    assert reusable == [False] * (len(answer) - 1) + [ends]
+    end.feed(b"H")
+    assert not end.reusable
+
 
 WAYS: dict[str, Callable[[Client, int], Any]] = {
     "row": lambda client, user: features_of(client.row("likes", user))["of"],

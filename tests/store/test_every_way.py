@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from precompute.store.client import ViewLookupRequest, calls
-from precompute.store.client.calls import Call
-from precompute.store.client.replies import Reply
+from precompute.store.client.calls import Call, Reply
 from precompute.store.errors import RequestError
 from precompute.store.online.codec import RowCodec, State
 from precompute.store.online.online_store import OnlineStore

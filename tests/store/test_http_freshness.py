@@ -12,10 +12,10 @@ import pytest
 from precompute.store.errors import RequestError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.app import create_app
-from precompute.store.http.encoding.http_freshness import MOST_PARTS, Caching, cache_control
-from precompute.store.http.request import wants_arrow
+from precompute.store.http.encoding.caching import MOST_PARTS, Caching, cache_control
+from precompute.store.http.messages import both, wants_arrow
 from precompute.store.wire import bodies
-from precompute.store.wire.lookup_options import CacheControl
+from precompute.store.wire.lookup_options import CacheControl, LookupOptions
 from tests.world import LOOKUP, PUBLISHED, ROW, SEARCH, World
 
 # ---- what a request may ask
@@ -168,6 +168,9 @@ def test_only_if_cached_never_calls_the_model(tmp_path: Path) -> None:
 
 
 def test_the_strictest_of_body_query_and_header_counts(tmp_path: Path) -> None:
+    deadlines = [LookupOptions(deadline_ms=ms) for ms in (40.0, None, 30.0)]
+    merged = [both(body, query).deadline_ms for body in deadlines for query in deadlines]
+    assert merged == [40.0, 40.0, 30.0, 40.0, None, 30.0, 30.0, 30.0, 30.0]
     world = World(tmp_path, {"new": 5.0}, fallback=False)
     for body, query, header, status in (
         (6, 7, 8, "fresh"),

@@ -14,7 +14,7 @@ from precompute.store.errors import OnlineStoreError
 from precompute.store.http.app import create_app
 from precompute.store.online.codec import schema_tag
 from precompute.store.online.online_store import Generation, Pointer
-from tests.asgi import call
+from tests.asgi import call, samples
 from tests.memory_store import MemoryStore
 from tests.online import TABLE, back_to, over, pointer, publish, rows_of
 
@@ -35,7 +35,16 @@ class Remote(MemoryStore):
     ("path", "status"), [("/readyz", 503), ("/metrics", 200), ("/", 200), ("/v1/views", 503)]
 )
 def test_a_store_that_goes_away_between_two_views_is_told_of(path: str, status: int) -> None:
-    assert call(create_app(Lookup(Remote())), "GET", path).status == status
+    app = create_app(Lookup(Remote()))
+    reply = call(app, "GET", path)
+    assert reply.status == status
+    if path == "/metrics":
+        up = {
+            labels: value
+            for (name, labels), value in samples(reply.body).items()
+            if name == "precompute_view_up"
+        }
+        assert up == {(("view", view),): 0.0 for view in ("a", "b", "c")}
 
 
 def test_an_error_of_every_request_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

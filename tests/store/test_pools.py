@@ -19,8 +19,8 @@ from precompute.store.answers.fallback import Computed, Miss
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import RequestError
 from precompute.store.http.app import create_app
+from precompute.store.http.messages import client_of
 from precompute.store.http.pools import Pool
-from precompute.store.http.request import client_of
 from precompute.store.http.telemetry.instruments import TRACE
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason

@@ -16,7 +16,7 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import DamagedPointerError, OnlineStoreError, RequestError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.app import create_app
-from precompute.store.http.encoding.row_cache import RowCache, cached_row
+from precompute.store.http.encoding.caching import CacheKey, RowCache, cached_row
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
@@ -199,7 +199,7 @@ def test_no_more_bytes_are_cached_than_allowed_and_the_latest_stay(tmp_path: Pat
     size = row.size_bytes + 1 + 64 + 10
     cache = RowCache(20 * size)
     for i, key in enumerate(keys):
-        cache.keep(key, row)
+        cache.put(key, row)
         assert cache.get(keys[0]) is row
         assert cache.size_bytes == min(i + 1, 20) * size
     kept = [i for i, key in enumerate(keys) if cache.get(key) is not None]
@@ -208,10 +208,12 @@ def test_no_more_bytes_are_cached_than_allowed_and_the_latest_stay(tmp_path: Pat
         cache.drop(keys[i])
     assert cache.size_bytes == 0
     # one row that would take most of it is none of its rows
-    RowCache(size).keep(("things", b"1", None, "float"), row)
-    nothing = RowCache(0)
-    nothing.keep(("things", b"1", None, "float"), row)
-    assert (nothing.size_bytes, nothing.get(("things", b"1", None, "float"))) == (0, None)
+    plain: CacheKey = ("things", b"1", None, "float")
+    own = row.size_bytes + 1
+    for most, cached in ((8 * own, True), (8 * own - 1, False), (own, False), (0, False)):
+        small = RowCache(most)
+        assert (small.put(plain, row) is not None, small.get(plain) is row) == (cached, cached)
+        assert small.size_bytes == own * cached
 
 
 class Failing(MemoryStore):

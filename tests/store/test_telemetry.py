@@ -24,6 +24,7 @@ from precompute.store.http.telemetry.instruments import (
     PROBLEMS,
     ROWS,
     STAGE_SECONDS,
+    Batches,
     Instrument,
     Kind,
     Meter,
@@ -104,7 +105,8 @@ def test_any_process_tells_what_all_counted_also_those_that_were_killed(tmp_path
     own.gauge(BREAKER_OPEN, "numbers").set(1)
     for _ in range(2):
         subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=REPOSITORY, timeout=60)
-    third = Meter(tmp_path, "model-0")
+    # read last
+    third = Meter(tmp_path, "worker-9")
     third.gauge(BREAKER_OPEN, "numbers").set(0)
 
     def told() -> dict[str, float]:
@@ -214,6 +216,34 @@ def test_a_file_is_allocated_before_it_is_written(tmp_path: Path) -> None:
         pytest.raises(PrecomputeError, match="metrics cannot be stored"),
     ):
         Meter(tmp_path, "worker-1")
+
+
+def test_a_full_disk_costs_a_series_and_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    meter, keys = Meter(tmp_path, "worker-0"), tmp_path / "worker-0.keys"
+    meter.counter(PROBLEMS, "shed").add()
+    line = keys.stat().st_size
+    # of the next line no byte fits, or some of them
+    for size in (line, line + 20):
+        with limited(resource.RLIMIT_FSIZE, size):
+            meter.counter(PROBLEMS, f"busy {size}").add()
+    meter.counter(PROBLEMS, "late").add()
+    assert [message[:22] for message in caplog.messages] == ["not all is counted unt"]
+    meter.close()
+    again = Meter(tmp_path, "worker-0")
+    assert {labels: value for (name, labels), value in samples(again).items() if value} == {
+        (("code", code),): 1.0 for code in ("shed", "late")
+    }
+
+
+def test_a_clock_that_is_set_back_takes_nothing_off_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, times = Meter(), iter([2 * 10**18, 10**18, 10**18])
+    monkeypatch.setattr("time.time_ns", lambda: next(times))
+    with Batches(meter).model(["numbers"], []):
+        pass
+    told = samples(meter)
+    assert 0 <= told["precompute_model_seconds_sum", (("view", "numbers"),)] < 60
 
 
 def test_without_a_file_to_open_a_process_reports_what_it_last_knew() -> None:

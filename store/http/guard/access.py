@@ -24,8 +24,7 @@ from typing import Any
 
 from precompute.store.disk.durable_file import locked, replace_durably
 from precompute.store.errors import ConfigError
-from precompute.store.http.reply import Reply, problem
-from precompute.store.http.request import STRANGER, Scope
+from precompute.store.http.messages import STRANGER, Reply, Scope, problem
 from precompute.store.http.telemetry.instruments import AUTH_REFUSED, Meter
 from precompute.store.times import utc_now
 
@@ -160,13 +159,14 @@ class Tokens:
         return found
 
 
-def version_of(path: Path) -> tuple[int, int, int] | None:
-    """What changes with a file's content; None where it cannot be looked at."""
+def version_of(path: Path) -> tuple[int, int, int, int] | None:
+    """What changes with a file's content, or with who may read it; None where it cannot be looked
+    at."""
     try:
         stat = os.stat(path)
     except OSError:
         return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
 
 
 def _digest(secret: bytes) -> bytes:

@@ -24,8 +24,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.server import ServerState
 
 from precompute.store.http.guard.connections import Connections, Wait, header_lines, last_words
-from precompute.store.http.reply import RETRY_SOON, Reply, Stream, problem
-from precompute.store.http.request import TRIED_AT_ONCE
+from precompute.store.http.messages import RETRY_SOON, TRIED_AT_ONCE, Reply, Stream, problem
 
 LINGER_BYTES, LINGER_HEAD_BYTES = 16 * 2**20, 2**18
 """Bytes of a refused request, for its body or for its head, that are read and thrown away so that

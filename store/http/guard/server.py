@@ -17,9 +17,14 @@ from typing import Any
 import uvicorn
 
 from precompute.store.errors import ConfigError
-from precompute.store.http.guard.connections import HEADROOM, PAUSE_S, SECURITY_HEADERS, Connections
+from precompute.store.http.guard.connections import (
+    HEADROOM,
+    PAUSE_S,
+    SECURITY_HEADERS,
+    Connections,
+    Tls,
+)
 from precompute.store.http.guard.limits import Limits
-from precompute.store.http.guard.listener import Tls
 from precompute.store.http.guard.protocol import LimitedProtocol
 from precompute.store.http.telemetry.instruments import Meter
 

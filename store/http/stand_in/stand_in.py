@@ -22,9 +22,8 @@ from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.search import Searches
 from precompute.store.answers.service import Service
 from precompute.store.client.attempts import Failure, Outcome, address_of
-from precompute.store.client.calls import Call
+from precompute.store.client.calls import Call, Reply
 from precompute.store.client.client import AsyncClient, AsyncTransport, Client
-from precompute.store.client.replies import Reply
 from precompute.store.client.transport import ERRORS, BlockingTransport, Exchange
 from precompute.store.errors import (
     ConfigError,
@@ -37,7 +36,7 @@ from precompute.store.errors import (
 )
 from precompute.store.feature_view import FeatureView, IndexSpec
 from precompute.store.http.app import Front, create_app
-from precompute.store.http.reply import problem
+from precompute.store.http.messages import problem
 from precompute.store.http.stand_in.memory import (
     GENERATION,
     MemoryIndex,
@@ -313,10 +312,6 @@ class StandIn(Fallback):
         """What time it is here, s since 1970."""
         return time.time() + self._ahead_s
 
-    def monotonic(self) -> float:
-        """The same of a clock that never jumps, but by :meth:`advance`."""
-        return time.monotonic() + self._ahead_s
-
     def index(self, pointer: Pointer) -> VectorIndex:
         """The rows of a view, to be searched."""
         with self._lock:
@@ -463,7 +458,7 @@ class _MemorySearches(Searches):
 
 class _MemoryLookup(Lookup):
     def __init__(self, stand_in: StandIn) -> None:
-        super().__init__(stand_in._store, None, stand_in, stand_in.now_s, stand_in.monotonic)
+        super().__init__(stand_in._store, None, stand_in, stand_in.now_s)
         self._searches = _MemorySearches(stand_in, self)
 
 

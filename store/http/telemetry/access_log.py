@@ -3,6 +3,7 @@ token: keys are people's as often as not, and a hash of one is found by trying t
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -41,6 +42,8 @@ class AccessLog:
         self._app, self._path, self._worker = app, path, worker
         self._lines: list[bytes] = []
         self._failing = False
+        self._torn = False
+        """Whether the last write ended within a line."""
         self._file = 2 if path is None else self._opened(path)
 
     async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:
@@ -87,7 +90,12 @@ class AccessLog:
                 os.close(moved)
             if lines:
                 # one write, appended: workers share the file
-                os.write(self._file, b"\n".join(lines) + b"\n")
+                text = b"\n" * self._torn + b"\n".join(lines) + b"\n"
+                written = os.write(self._file, text)
+                self._torn = written < len(text)
+                if self._torn:
+                    # as a disk does that is full
+                    raise OSError(errno.ENOSPC, f"{written} of {len(text)} bytes were written")
             self._failing = False
         except OSError as exc:
             if not self._failing:

@@ -10,6 +10,7 @@ one folder, and any of them reports all (:mod:`precompute.store.http.metrics`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import threading
@@ -27,6 +28,8 @@ from typing import NamedTuple, Protocol
 from precompute.store.disk.durable_file import allocate
 from precompute.store.disk.record import Record, read_record, sealed
 from precompute.store.errors import PrecomputeError
+
+log = logging.getLogger(__name__)
 
 MAX_SLOTS = 1 << 17
 """Numbers that a process counts at most: a file of 1 MiB. A series of a counter takes one, of a
@@ -62,6 +65,7 @@ class Slots:
         self._first: dict[Key, int] = {}
         self._used = 0
         self._keys: int | None = None
+        self._failing = False
         self._map: mmap.mmap | None = None
         if folder is None:
             self.values = memoryview(bytearray(8 * MAX_SLOTS)).cast("d")
@@ -92,17 +96,34 @@ class Slots:
 
     def run(self, key: Key, size: int) -> int:
         """Where the ``size`` slots of a series begin, zeros when it is new. Beyond
-        :data:`MAX_SLOTS` all series share the last ones, which are never read."""
+        :data:`MAX_SLOTS`, or where its key cannot be stored, all share the last ones, which are
+        never read."""
         first = self._first.get(key)
         if first is None:
             first = self._used
-            if first + size > MAX_SLOTS - 64:
+            if first + size > MAX_SLOTS - 64 or not self._noted(sealed(_Run(*key, size)) + b"\n"):
                 return MAX_SLOTS - 64
-            if self._keys is not None:
-                os.write(self._keys, sealed(_Run(*key, size)) + b"\n")
             self._first[key] = first
             self._used += size
         return first
+
+    def _noted(self, line: bytes) -> bool:
+        """Whether a line was added to the keys' file, whole; of one for which the disk has no room
+        nothing is left, and no request fails for it."""
+        if self._keys is None:
+            return True
+        end = os.fstat(self._keys).st_size
+        try:
+            if os.write(self._keys, line) == len(line):
+                return True
+            why = "the disk is full"
+        except OSError as exc:
+            why = str(exc)
+        os.ftruncate(self._keys, end)
+        if not self._failing:
+            self._failing = True
+            log.error("not all is counted until the server is started again: %s", why)
+        return False
 
     def series(self) -> Iterator[tuple[Key, int]]:
         """Each series, and where its slots begin."""
@@ -503,11 +524,11 @@ class Batches:
     @contextlib.contextmanager
     def model(self, views: Iterable[str], callers: Sequence[Caller | None]) -> Iterator[None]:
         """Meanwhile the model computes these rows of these views, in one batch."""
-        began_ns = time.time_ns()
+        began_ns, began = time.time_ns(), time.perf_counter()
         try:
             yield
         finally:
-            took_s = (time.time_ns() - began_ns) / 1e9
+            took_s = time.perf_counter() - began
             for view in set(views):
                 self._meter.timer(MODEL_SECONDS, view).observe(took_s)
             self._reported("model", began_ns, callers)

@@ -28,7 +28,7 @@ _App = Callable[[_Scope, Any, Any], Awaitable[None]]
 _CARRIED = (b"traceparent", b"tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
 
-MOST_ASKED_S = 100.0
+MOST_BY_CALLERS_S = 100.0
 """Requests a second that are traced because their callers say so, in a process: a span costs as
 much as a row, and who may ask for rows must not say what all of them cost."""
 
@@ -78,7 +78,7 @@ class Tracing:
 
     def __init__(self, app: _App, spans: Spans) -> None:
         self._app, self._tracer = app, spans.tracer
-        self._room, self._room_at = MOST_ASKED_S, time.monotonic()
+        self._room, self._room_at = MOST_BY_CALLERS_S, time.monotonic()
 
     async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:
         """One request."""
@@ -132,7 +132,7 @@ class Tracing:
     def _has_room(self) -> bool:
         """Whether one more may be traced because its caller says so."""
         now = time.monotonic()
-        self._room = min(MOST_ASKED_S, self._room + (now - self._room_at) * MOST_ASKED_S)
+        self._room = min(MOST_BY_CALLERS_S, self._room + (now - self._room_at) * MOST_BY_CALLERS_S)
         self._room_at = now
         if self._room < 1:
             return False
