@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, answer, project_of, table
 from precompute.jobs.commands.run import reporting
-from precompute.jobs.run.command_process import report_error, show
-from precompute.jobs.run.progress import progress_for
+from precompute.jobs.run.command_process import progress_for, report_error, show
 from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.times import shown_time

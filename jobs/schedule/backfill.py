@@ -21,9 +21,9 @@ from datetime import UTC, datetime
 from statistics import median
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.preflight import check_before
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
+from precompute.jobs.run.rows.plan import RunOptions
+from precompute.jobs.run.run_view import check_before
 from precompute.jobs.schedule.backfill_plan import (
     REPORTS,
     Backfill,

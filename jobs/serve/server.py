@@ -19,14 +19,16 @@ from typing import Any
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.replica import Follower
-from precompute.jobs.serve.model_group import ModelGroup, ModelLimits, machine_memory_mb
-from precompute.jobs.serve.remote_fallback import CONTROL, check_runtime
-from precompute.jobs.serve.supervised_process import (
+from precompute.jobs.serve.processes import (
     DRAIN_S,
     HELD_UP_S,
     STILL_S,
+    ModelGroup,
+    ModelLimits,
     SupervisedProcess,
+    machine_memory_mb,
 )
+from precompute.jobs.serve.remote_fallback import CONTROL, check_runtime
 from precompute.store.account.rounds import Rounds
 from precompute.store.answers.service import Service
 from precompute.store.disk.sql import SpillFolder

@@ -23,7 +23,7 @@ import pytest
 from precompute.engine.microbatch import GROW_BY, longest_s
 from precompute.jobs.serve.fallback import ViewFallback, row_hash
 from precompute.jobs.serve.lookup_worker import Warmer
-from precompute.jobs.serve.supervised_process import Watch
+from precompute.jobs.serve.processes import Watch
 from precompute.model import digest
 from precompute.sources.source import Source
 from precompute.store.answers.answer import Answer

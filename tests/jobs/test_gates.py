@@ -20,7 +20,7 @@ from precompute.jobs.config.gates import GATES, GatesConfig
 from precompute.jobs.run import materialize
 from precompute.jobs.run.judge.gates import Judge
 from precompute.jobs.run.judge.value_gates import STATISTICS, Verdicts
-from precompute.jobs.run.rows import chunks, compaction
+from precompute.jobs.run.rows import chunks, merging
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.disk.record import replace
 from precompute.store.errors import GateError
@@ -695,7 +695,7 @@ def test_figures_of_a_chain_are_those_of_its_rows(
 def test_zeros_among_very_many_replaced_rows_are_counted_one_by_one(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
-    monkeypatch.setattr(compaction, "DRAWN_ROWS", 100)
+    monkeypatch.setattr(merging, "DRAWN_ROWS", 100)
     rows, zeros = first(4000), dict.fromkeys(range(0, 900, 100), 0.0)
     strict = view(ALONE | {"zero": 0.0})
     make_project(list((rows | zeros).items()), view=strict).run(accept=["zero"])

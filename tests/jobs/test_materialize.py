@@ -19,9 +19,9 @@ import pytest
 from precompute.engine import runner
 from precompute.engine.budget import LONG_S
 from precompute.engine.prepare import WINDOW_ROWS
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.rows import chunks
+from precompute.jobs.run.rows.plan import RunOptions
 from precompute.jobs.run.run_view import run_view
 from precompute.sources.source import Source
 from precompute.store.disk.record import plain

@@ -20,20 +20,27 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.serve import model_group
+from precompute.jobs.serve import processes
 from precompute.jobs.serve.fallback import row_hash
-from precompute.jobs.serve.model_group import (
+from precompute.jobs.serve.model_server import Conversation
+from precompute.jobs.serve.processes import (
     BARRED_S,
+    HELD_UP_S,
     LONGEST_BARRED_S,
+    MOST_HELD,
     MOST_SUSPECTS,
+    START_S,
+    STATUS_RESTART,
+    STILL_S,
     TRIALS,
     TRIALS_S,
     ModelGroup,
     ModelLimits,
     ModelProcess,
+    SupervisedProcess,
     Suspects,
+    Watch,
 )
-from precompute.jobs.serve.model_server import Conversation
 from precompute.jobs.serve.remote_fallback import (
     MOST_IN_FLIGHT,
     MOST_SENT,
@@ -42,15 +49,6 @@ from precompute.jobs.serve.remote_fallback import (
     socket_path,
 )
 from precompute.jobs.serve.server import LookupWorker
-from precompute.jobs.serve.supervised_process import (
-    HELD_UP_S,
-    MOST_HELD,
-    START_S,
-    STATUS_RESTART,
-    STILL_S,
-    SupervisedProcess,
-    Watch,
-)
 from precompute.store.answers.fallback import CLIENT, Computed, Miss, places
 from precompute.store.http.telemetry.instruments import Meter
 from precompute.store.online.online_store import Pointer
@@ -553,11 +551,11 @@ def test_a_spare_stands_by_while_memory_allows(
     group: ModelGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free_mb = 299
-    monkeypatch.setattr(model_group, "SPARE_AFTER_S", 0.0)
-    monkeypatch.setattr(model_group, "MEMORY_EVERY_S", 0.0)
-    monkeypatch.setattr(model_group, "memory_mb", lambda pid: 100)
-    monkeypatch.setattr(model_group, "available_bytes", lambda: free_mb * 2**20)
-    monkeypatch.setattr(model_group, "_has_gpu", lambda: False)
+    monkeypatch.setattr(processes, "SPARE_AFTER_S", 0.0)
+    monkeypatch.setattr(processes, "MEMORY_EVERY_S", 0.0)
+    monkeypatch.setattr(processes, "memory_mb", lambda pid: 100)
+    monkeypatch.setattr(processes, "available_bytes", lambda: free_mb * 2**20)
+    monkeypatch.setattr(processes, "_has_gpu", lambda: False)
 
     def start(process: ModelProcess) -> ChildProcess:
         process.watch.begin()
@@ -588,7 +586,7 @@ def test_a_spare_takes_over_unless_what_it_has_loaded_is_as_old(
         process.watch.begin()
         return shell(f"read line; exit {status}")
 
-    monkeypatch.setattr(model_group, "SPARE_AFTER_S", 2.0)
+    monkeypatch.setattr(processes, "SPARE_AFTER_S", 2.0)
     monkeypatch.setattr(ModelProcess, "start", start)
     group.note_views(["always"])
     now = time.monotonic()

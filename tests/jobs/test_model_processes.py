@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.serve.model_group import ModelGroup, ModelLimits
+from precompute.jobs.serve.processes import ModelGroup, ModelLimits
 from precompute.jobs.serve.remote_fallback import CONTROL
 from precompute.jobs.serve.server import RETIRE_S, LookupWorker, Supervisor
 from precompute.store.errors import PrecomputeError
@@ -68,7 +68,7 @@ FAULTY: View = {
 
 
 AT_ONCE = """
-from precompute.jobs.serve.supervised_process import SupervisedProcess
+from precompute.jobs.serve.processes import SupervisedProcess
 from precompute.jobs.serve import server
 from precompute.jobs.serve.server import LookupWorker
 SupervisedProcess.longest_wait_s = LookupWorker.longest_wait_s = 0.1
@@ -168,8 +168,8 @@ def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(
 STANDING_BY = (
     AT_ONCE
     + """
-from precompute.jobs.serve import model_group
-model_group.SPARE_AFTER_S = 0.0
+from precompute.jobs.serve import processes
+processes.SPARE_AFTER_S = 0.0
 """
 )
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from precompute.jobs.run.progress import Bar, Lines, Silent, progress_for
+from precompute.jobs.run.command_process import Bar, Lines, Silent, progress_for
 
 
 def test_lines_tell_the_total_and_how_far_it_is() -> None:

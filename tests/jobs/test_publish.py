@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import redis
 
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.loader import Loader
-from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import recorded
 from precompute.store.answers.lookup import Lookup

@@ -17,7 +17,7 @@ import pytest
 import redis
 import yaml
 
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.rollback import reconcile
 from precompute.jobs.schedule.scheduler import Reconciler, Scheduler

@@ -17,7 +17,7 @@ import pytest
 
 from precompute.jobs.ops.retention import drop
 from precompute.jobs.run import replica as replica_module
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.replica import SERVED, Follower, Replica
 from precompute.jobs.run.rollback import reconcile
 from precompute.store.account import checker, rounds
