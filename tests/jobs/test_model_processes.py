@@ -8,6 +8,7 @@ import ctypes
 import http.client
 import os
 import re
+import select
 import signal
 import socket
 import threading
@@ -399,6 +400,41 @@ def test_a_stalled_worker_that_should_end_is_not_waited_for(
     began = time.monotonic()
     supervisor.run()
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("paused", ["before", "meanwhile"])
+def test_a_worker_paused_with_its_server_ends_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paused: str
+) -> None:
+    line = f"trap 'sleep 0.2; touch {tmp_path}/ended; exit' TERM; touch {tmp_path}/ready"
+
+    def start(worker: LookupWorker) -> ChildProcess:
+        return ChildProcess(["sh", "-c", f"{line}; while :; do sleep 0.05; done"])
+
+    monkeypatch.setattr(LookupWorker, "start", start)
+    supervisor = Supervisor(
+        {"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64)
+    )
+    (worker,) = supervisor._workers
+    worker.check(time.monotonic())
+    eventually((tmp_path / "ready").exists)
+    worker.watch.beat()
+    skipped_s, real, wait = 0.0, time.monotonic, select.select
+
+    def pause(*arguments: Any) -> object:
+        nonlocal skipped_s
+        skipped_s = 600.0
+        return wait(*arguments)
+
+    if paused == "before":
+        worker.watch.alive_at -= 600.0
+    else:
+        monkeypatch.setattr("precompute.jobs.serve.server.select.select", pause)
+    monkeypatch.setattr(time, "monotonic", lambda: real() + skipped_s)
+    supervisor._drain()
+    assert (tmp_path / "ended").exists()
+    supervisor._end(supervisor._all())
+    supervisor._control.close()
 
 
 def test_sigterm_ends_a_server_whose_model_hangs_once_it_has_answered(tmp_path: Path) -> None:

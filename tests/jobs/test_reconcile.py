@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -378,7 +379,10 @@ def test_a_load_that_takes_hours_keeps_no_other_view_waiting(make_project: MakeP
     assert "could not be brought back" in announced[2]
     reconciler.check()
     assert len(announced) == 3
-    reconciler.stop()
+    # and is ended by the signal that ends the scheduler
+    scheduler = Scheduler(project)
+    scheduler._reconciler = reconciler
+    scheduler._on_signal(signal.SIGTERM, None)
     reconciler.wait()
     assert [line.partition(":")[0] for line in announced[3:]] == ["numbers"]
 
