@@ -482,7 +482,6 @@ def run_backfill(
     options: Options,
     *,
     announce: Callable[[str], None] = lambda _: None,
-    now: datetime | None = None,
 ) -> Backfill:
     """Plan a backfill and carry it out; SIGINT and SIGTERM cancel it.
 
@@ -491,7 +490,6 @@ def run_backfill(
         name: of a view with a partition.
         options: what to do.
         announce: called with how it goes, a line at a time.
-        now: aware; the time by the clock by default.
 
     Returns:
         the backfill at its end: done, failed or cancelled.
@@ -510,7 +508,6 @@ def run_backfill(
         last,
         reprocess=options.reprocess,
         check_inputs=options.check_inputs,
-        now=now,
     )
     items = [Item(str(plan.partition), plan.why) for plan in plans if plan.action != "skip"]
     if options.publish and items:

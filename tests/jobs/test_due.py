@@ -44,7 +44,7 @@ def at(day: int, hour: int = 2, minute: int = 0, second: float = 0.0) -> datetim
 def report(
     status: str, due: datetime | None = None, began: datetime | None = None, **more: Any
 ) -> Report:
-    """A run that took ten seconds, begun at its due time unless told otherwise."""
+    """A run that took ten seconds, begun at its due time by default."""
     began = began or due
     assert began is not None
     ended, text = began + timedelta(seconds=10), None if due is None else due.isoformat()
@@ -103,7 +103,7 @@ YESTERDAY, LAST_YEAR, DECEMBER = (
 )
 
 
-def test_a_new_line_does_not_run_for_the_past_and_is_kept_from_now_on() -> None:
+def test_a_new_line_does_not_run_for_the_past_but_from_now_on() -> None:
     decision = decide("v", DAILY, Facts(), SINCE)
     assert decision == Decision("idle", "next at 2026-01-06 02:00+00:00", None, at(6), SINCE)
     assert decided(DAILY, at(6, 1, 59, 59), since=SINCE) == ("idle", None)
@@ -400,7 +400,7 @@ def test_a_view_waits_for_what_its_parents_wait_for(make_project: MakeProject) -
     assert ledger.decision("d", now, {"d"}).state == "running"
 
 
-def test_settled_times_are_kept_for_the_line_and_the_zone_they_belong_to(
+def test_settled_times_are_of_the_line_and_the_zone_they_belong_to(
     make_project: MakeProject,
 ) -> None:
     def project(line: str, timezone: str = "UTC") -> Ledger:

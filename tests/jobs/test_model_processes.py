@@ -122,7 +122,7 @@ def process_of(server: Server, key: int) -> int:
 
 
 def ask(server: Server, path: str) -> Any:
-    """A connection on which something was asked for."""
+    """A connection on which something was requested."""
     connection = server.connect()
     connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     return connection
@@ -156,7 +156,7 @@ def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(
     eventually(lambda: server.get("/v1/views/faulty/rows/11").status == 200)
     after = process_of(server, 11)
     assert after != before
-    # what ended it is not asked of the next one
+    # what ended it is not sent to the next one
     for query in ("", "?deadline_ms=100"):
         server.get(f"/v1/views/faulty/rows/{bad}{query}").check_problem(502, "model_error")
     assert process_of(server, 11) == after
@@ -183,7 +183,7 @@ def test_a_spare_takes_over_and_what_ended_the_first_ends_no_other(tmp_path: Pat
         eventually(lambda: spares(server) == 1, seconds=60.0)
         there = set(processes_of(server, b"model_server"))
         first = process_of(server, 10)
-        # it has what the first one had open, and is told at once which row ended that
+        # it has what the first one had open, and learns at once which row ended that
         server.get(f"/v1/views/faulty/rows/{EXIT}").check_problem(502, "model_error")
         second = process_of(server, 10)
         assert {first, second} == there
@@ -249,7 +249,7 @@ def test_no_model_is_loaded_where_hits_are_answered(server: Server) -> None:
 
 
 def test_many_requests_for_one_missing_key_over_all_workers_are_one_call(server: Server) -> None:
-    """While it is computed, and then from the miss cache, whichever worker is asked."""
+    """While it is computed, and then from the miss cache, whichever worker answers."""
     with contextlib.ExitStack() as stack:
         connections = [
             stack.enter_context(ask(server, "/v1/views/counted/rows/50")) for _ in range(60)

@@ -1,5 +1,5 @@
-"""Reconcile: what the online store lost of what is live is seen, told, and brought back, by hand
-and by the scheduler."""
+"""Reconcile: what the online store lost of what is live is seen, reported, and brought back, by
+hand and by the scheduler."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ LOSSES: dict[str, Callable[[Scene], None]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_was_lost_is_told_and_brought_back(project: Scene, loss: str) -> None:
+def test_what_was_lost_is_reported_and_brought_back(project: Scene, loss: str) -> None:
     assert (said(project), reconcile(project, "numbers", Silent())) == (None, None)
     reports = len(project.store.runs.reports())
     LOSSES[loss](project)

@@ -140,12 +140,12 @@ def test_a_file_collected_while_it_is_fetched_leaves_what_is_served(
             for name in sorted(project.store.storage.names(project.store.folder / "online"))[::-1]
         )
         path = project.store.folder / "online" / table
-        kept = path.read_bytes()
+        whole = path.read_bytes()
         project.store.storage.delete(path)
         with pytest.raises(SnapshotError, match=r"\.table, which served\.json names, is not there"):
             replica.follow()
         assert other.served([1]) == (1, [20.0])
-        path.write_bytes(kept)
+        path.write_bytes(whole)
         project.store.storage.put([path])
         assert replica.follow()
         assert other.served([1]) == (2, [22.0])

@@ -278,7 +278,7 @@ def test_a_bad_configuration_is_not_tried_again_nor_after_a_restart(running: Mak
     assert again.ran() == ["numbers", "b"]
 
 
-def test_a_command_that_cannot_be_started_is_told_counts_and_stops_nothing(
+def test_a_command_that_cannot_be_started_counts_and_stops_nothing(
     running: MakeRunning, tmp_path: Path
 ) -> None:
     schedule = running(
@@ -326,7 +326,7 @@ def test_a_failure_that_cannot_be_written_down_holds_the_view_off(running: MakeR
     assert schedule.ran() == ["numbers", "b"]
 
 
-def test_a_damaged_file_of_one_view_is_told_once_and_the_others_go_on(running: MakeRunning) -> None:
+def test_a_damaged_file_of_one_view_is_reported_once_and_others_go_on(running: MakeRunning) -> None:
     schedule = running(
         {"numbers": (RARELY, DONE), "b": ("after numbers", DONE), "c": (RARELY, DONE)},
         ["c"],
