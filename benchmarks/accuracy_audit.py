@@ -25,11 +25,11 @@ from safetensors.torch import save_file
 from benchmarks.common import numbers, report, write_project
 from benchmarks.engine_mlp import IDS, Scorer
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import Job, RunOptions
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.judge.audit import Sample
 from precompute.jobs.run.materialize import materialize
-from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.report import recorded
+from precompute.jobs.run.rows.plan import Job, RunOptions
 
 ROWS, SMALLER = 1_000_000, (100_000, 10_000)
 SEEDS = 20

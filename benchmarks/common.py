@@ -62,9 +62,9 @@ def settle(folder: Path, **settings: Any) -> Project:
 
 def run(project: Project, view: str, command: str = "run", **options: Any) -> Report:
     """A run of a view, which must come to its end; ``options`` as of
-    :class:`precompute.jobs.run.job.RunOptions`."""
-    from precompute.jobs.run.job import RunOptions
-    from precompute.jobs.run.progress import Silent
+    :class:`precompute.jobs.run.rows.plan.RunOptions`."""
+    from precompute.jobs.run.command_process import Silent
+    from precompute.jobs.run.rows.plan import RunOptions
     from precompute.jobs.run.run_view import run_view
 
     done = run_view(project, view, Silent(), RunOptions(command, **options))

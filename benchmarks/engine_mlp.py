@@ -34,11 +34,11 @@ from safetensors.torch import load_model, save_file
 from benchmarks.common import cpu_s, report, stages, write_project
 from precompute.engine.memory import resident_bytes
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import Job, RunOptions
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.materialize import materialize
-from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.report import recorded
 from precompute.jobs.run.rows.open_view import open_view
+from precompute.jobs.run.rows.plan import Job, RunOptions
 from precompute.store.offline.runs import Report
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.onednn import packed

@@ -33,11 +33,11 @@ from demo.data import write_docstrings
 from precompute.engine.cores import Lanes
 from precompute.engine.prepare import MAX_PADDING, batches_by_cost
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import Job, RunOptions
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.materialize import materialize
-from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.report import recorded
 from precompute.jobs.run.rows.open_view import open_view
+from precompute.jobs.run.rows.plan import Job, RunOptions
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.models.torch_model import TorchModel

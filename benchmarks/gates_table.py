@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 from benchmarks.common import report
 from demo.data import write_movielens
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
+from precompute.jobs.run.rows.plan import RunOptions
 from precompute.jobs.run.run_view import run_view
 from precompute.model import digest
 from precompute.store.errors import PrecomputeError

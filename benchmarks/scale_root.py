@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.common import cpu, report
 from benchmarks.store_plan import items
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.replica import Follower
+from precompute.jobs.run.rows.plan import RunOptions
 from precompute.jobs.run.run_view import run_view
 from precompute.store.disk.object_storage import ObjectStorage
 from precompute.store.disk.storage import unmount_all
@@ -42,8 +42,8 @@ LOCAL = f"""
 import json, sys, time, tempfile
 from pathlib import Path
 from benchmarks.store_plan import items
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.rows.plan import RunOptions
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.run_view import run_view
 with tempfile.TemporaryDirectory(dir=sys.argv[1]) as name:
     run_view(items(Path(name), {LOCAL_ROWS}, 0.1), "items", Silent(), RunOptions())

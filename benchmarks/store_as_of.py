@@ -21,9 +21,9 @@ import yaml
 from benchmarks.common import report
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.retention import drop
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.rollback import rollback
+from precompute.jobs.run.rows.plan import RunOptions
 from precompute.jobs.run.run_view import run_view
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import PrecomputeError, RequestError, SnapshotError

@@ -13,8 +13,8 @@ from unittest.mock import patch
 from benchmarks.common import report, run
 from benchmarks.store_plan import items
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import Job, RunOptions
 from precompute.jobs.run.materialize import dry_run
+from precompute.jobs.run.rows.plan import Job, RunOptions
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 

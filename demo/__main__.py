@@ -22,7 +22,7 @@ from precompute.jobs.commands.rows import describe_row
 from precompute.jobs.commands.run import describe_report
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.tune import tune
-from precompute.jobs.run.progress import progress_for
+from precompute.jobs.run.command_process import progress_for
 from precompute.jobs.run.run_view import run_view
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.models.two_tower import train_two_tower

@@ -14,10 +14,9 @@ from precompute.jobs.cli import main
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.status import StatusLine, view_status
 from precompute.jobs.ops.verify import Check, verify
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.rollback import rollback
-from precompute.jobs.run.rows.plan import Plan
+from precompute.jobs.run.rows.plan import Plan, RunOptions
 from precompute.jobs.run.run_view import plan_view, run_view
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.store.answers.fallback import Computed

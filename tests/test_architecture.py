@@ -134,7 +134,7 @@ SEAMS = {
         "jobs/config/view.py",
     },
     "yaml": {"jobs/config/section.py"},
-    "rich": {"jobs/run/progress.py"},
+    "rich": {"jobs/run/command_process.py"},
     "httptools": {"precompute/models/endpoint/transport.py", "store/http/guard/protocol.py"},
     "jsonschema_rs": {"precompute/models/endpoint/chat.py"},
 }
@@ -146,7 +146,7 @@ DEMO_DOORS = {
     "precompute.jobs.commands.run",
     "precompute.jobs.config.project",
     "precompute.jobs.serve.fallback",
-    "precompute.jobs.run.progress",
+    "precompute.jobs.run.command_process",
     "precompute.jobs.run.run_view",
     "precompute.jobs.ops.tune",
     "precompute.models.two_tower",

@@ -24,8 +24,13 @@ from precompute.jobs.commands.command import (
     table,
 )
 from precompute.jobs.commands.run import reporting
-from precompute.jobs.run.command_process import logs_json, report_error, say, show
-from precompute.jobs.run.progress import progress_for
+from precompute.jobs.run.command_process import (
+    logs_json,
+    progress_for,
+    report_error,
+    say,
+    show,
+)
 from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.times import shown_time

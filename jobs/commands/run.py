@@ -24,8 +24,7 @@ from precompute.jobs.commands.command import (
     table,
     with_history,
 )
-from precompute.jobs.run.command_process import report_error, say, show, spare_pandas
-from precompute.jobs.run.progress import progress_for
+from precompute.jobs.run.command_process import progress_for, report_error, say, show, spare_pandas
 from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError, PrecomputeError
 
@@ -86,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return run_several(arguments)
     # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
     from precompute.jobs.config.gates import check_gates
-    from precompute.jobs.run.job import RunOptions
+    from precompute.jobs.run.rows.plan import RunOptions
     from precompute.jobs.run.run_view import run_view
     from precompute.registry import BUILT_IN
 
@@ -127,7 +126,7 @@ def _materialize(arguments: argparse.Namespace) -> int:
         return _materialize_each(arguments)
     if not arguments.dry_run:
         return _run(arguments)
-    from precompute.jobs.run.job import RunOptions
+    from precompute.jobs.run.rows.plan import RunOptions
     from precompute.jobs.run.run_view import plan_view
 
     project = project_of(arguments)
@@ -145,8 +144,8 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
     """Compute some partitions, one after the other, with the model loaded once: a process of a
     backfill, which reads of each what its run's report says. One that fails does not stop the
     others; once the backfill is gone none is begun."""
-    from precompute.jobs.run.job import RunOptions
     from precompute.jobs.run.rows.open_model import SharedModels
+    from precompute.jobs.run.rows.plan import RunOptions
     from precompute.jobs.run.run_view import run_view
 
     project, parent, status = project_of(arguments), os.getppid(), DONE

@@ -124,8 +124,8 @@ class OpenProject:
             ConflictError: another run of the view is going on.
         """
         from precompute.jobs.config.gates import check_gates
-        from precompute.jobs.run.job import RunOptions
-        from precompute.jobs.run.progress import progress_for
+        from precompute.jobs.run.command_process import progress_for
+        from precompute.jobs.run.rows.plan import RunOptions
         from precompute.jobs.run.run_view import run_view
 
         project = self._project()

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from precompute.engine.ahead import Ahead, StageTime
-from precompute.jobs.run.progress import Progress
+from precompute.jobs.run.command_process import Progress
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.record import plain
 from precompute.store.errors import OnlineStoreError, PrecomputeError

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precompute.jobs.config.view import ViewConfig
-from precompute.jobs.run.job import Job
+from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.judge.accuracy import AccuracyCheck
 from precompute.jobs.run.judge.audit import Audit
 from precompute.jobs.run.judge.gates import Judge
-from precompute.jobs.run.progress import Progress
 from precompute.jobs.run.rows.chunks import Chunks
-from precompute.jobs.run.rows.compaction import (
+from precompute.jobs.run.rows.merging import (
     Replaced,
     compacted,
     figures_of,
@@ -37,7 +36,7 @@ from precompute.jobs.run.rows.open_view import (
     open_view,
     read_source_at,
 )
-from precompute.jobs.run.rows.plan import Plan, Planner, mark_if_damaged, now_us, recipe_of
+from precompute.jobs.run.rows.plan import Job, Plan, Planner, mark_if_damaged, now_us, recipe_of
 from precompute.jobs.run.shards.holder import attempts_of, compute_in_shards, shards_of
 from precompute.sources.frame import write_frame
 from precompute.store.disk.durable_file import disk_message, make_folder, replacing_durably

@@ -15,8 +15,8 @@ import shutil
 from collections.abc import Sequence
 from itertools import pairwise
 
+from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.loader import Loader
-from precompute.jobs.run.progress import Progress
 from precompute.jobs.run.replica import Replica
 from precompute.store.account.account import Act
 from precompute.store.account.checker import check_live

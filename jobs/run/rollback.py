@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.progress import Progress
+from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import PUBLISHING, close_dead, notify, recorded
 from precompute.jobs.run.run_view import named

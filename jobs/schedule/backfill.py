@@ -21,9 +21,9 @@ from datetime import UTC, datetime
 from statistics import median
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.preflight import check_before
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
+from precompute.jobs.run.rows.plan import RunOptions
+from precompute.jobs.run.run_view import check_before
 from precompute.jobs.schedule.backfill_plan import (
     REPORTS,
     Backfill,
@@ -482,7 +482,6 @@ def run_backfill(
     options: Options,
     *,
     announce: Callable[[str], None] = lambda _: None,
-    now: datetime | None = None,
 ) -> Backfill:
     """Plan a backfill and carry it out; SIGINT and SIGTERM cancel it.
 
@@ -491,7 +490,6 @@ def run_backfill(
         name: of a view with a partition.
         options: what to do.
         announce: called with how it goes, a line at a time.
-        now: aware; the time by the clock by default.
 
     Returns:
         the backfill at its end: done, failed or cancelled.
@@ -510,7 +508,6 @@ def run_backfill(
         last,
         reprocess=options.reprocess,
         check_inputs=options.check_inputs,
-        now=now,
     )
     items = [Item(str(plan.partition), plan.why) for plan in plans if plan.action != "skip"]
     if options.publish and items:

@@ -26,7 +26,7 @@ from precompute.store.disk.storage import storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.times import parsed_time
+from precompute.store.times import Partition, containing, parsed_time
 
 log = logging.getLogger(__name__)
 
@@ -278,10 +278,22 @@ def _ran_since(facts: Facts, fire: datetime, now: datetime) -> bool:
     """Whether a run that began after the fire time, by hand too, did its work already."""
     for report in facts.reports:
         started = parsed_time(report.started_at)
-        whole = report.command == "run" and not report.backfill
+        whole = report.command == "run" and not report.backfill and _is_latest(report, fire)
         if whole and report.finished and started is not None and fire <= started <= now:
             return True
     return False
+
+
+def _is_latest(report: Report, at: datetime) -> bool:
+    """Whether a run computed the whole view, or its latest partition that was over at a time."""
+    if report.partition is None:
+        return True
+    partition = Partition.parse(report.partition)
+    length = partition.end - partition.start
+    # months differ in length
+    by_month = length > timedelta(days=7)
+    following = containing("month", partition.end).end if by_month else partition.end + length
+    return following > at
 
 
 def _last_failure(schedule: Schedule, facts: Facts, since: datetime, now: datetime) -> str:

@@ -138,10 +138,16 @@ class Reconciler:
             self._tried[view] = tried | wanted
             self._tell(view, f"{wrong}; it is brought back", always=True)
             self._attempts[view] = self._attempts.get(view, 0) + 1
-            self._mending[view] = threading.Thread(
+            thread = threading.Thread(
                 target=self._bring_back, args=(view,), name=f"reconcile-{view}"
             )
-            self._mending[view].start()
+            try:
+                thread.start()
+            except RuntimeError as exc:
+                # no thread is left; the next check tries again
+                self._tell(view, f"cannot be brought back now: {exc}", always=True)
+                continue
+            self._mending[view] = thread
 
     def _bring_back(self, view: str) -> None:
         while not self._turns.acquire(timeout=POLL_S):
@@ -277,9 +283,10 @@ class Scheduler:
             job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None},
         )
         ticker.add_listener(_trouble, EVENT_JOB_ERROR | EVENT_JOB_MISSED)
-        job = ticker.add_job(self.tick, _Ticks(), id="tick")
-        looks = ticker.add_job(
-            self._reconcile, "interval", seconds=self.project.settings.reconcile, id="reconcile"
+        every_s = {"tick": TICK_S, "reconcile": float(self.project.settings.reconcile)}
+        ticks, looks = (
+            ticker.add_job(work, _Every(every_s[name]), id=name)
+            for name, work in (("tick", self.tick), ("reconcile", self._reconcile))
         )
         previous = (
             {
@@ -303,10 +310,10 @@ class Scheduler:
                 # APScheduler waits by the clock on the wall: set back by an hour, it would be
                 # silent for that hour.
                 now = utc_clock()
-                if job.next_run_time is not None and job.next_run_time - now > timedelta(
-                    seconds=2 * TICK_S
-                ):
-                    job.modify(next_run_time=now)
+                for job in (ticks, looks):
+                    latest = now + timedelta(seconds=every_s[job.id] + TICK_S)
+                    if job.next_run_time is not None and job.next_run_time > latest:
+                        job.modify(next_run_time=now)
         finally:
             ticker.shutdown(wait=True)
             self._reconciler.wait()
@@ -403,18 +410,18 @@ class Scheduler:
                 view, due, decision.epochs, None, time.monotonic(), utc_now(), earlier
             )
             try:
-                process = ChildProcess(self.command(self.project, view, iso(due)))
-            except OSError as exc:
+                run.process = ChildProcess(self.command(self.project, view, iso(due)))
+                self._care_for(
+                    run, run.process, schedule.deadline_s, f"started ({decision.reason})"
+                )
+                return True
+            except (OSError, RuntimeError) as exc:
                 failure = f"cannot be started: {exc}"
-            else:
-                failure, run.process = "", process
-                thread = self._care_for(run, process, schedule.deadline_s)
-        self._tell(view, failure or f"started ({decision.reason})", always=True)
-        if failure:
-            self._noted(run, lambda: self._write_failure(run, "failed", failure))
-            return False
-        thread.start()
-        return True
+        if run.process is not None:
+            end_all([run.process], STOP_GRACE_S)
+        self._tell(view, failure, always=True)
+        self._noted(run, lambda: self._write_failure(run, "failed", failure))
+        return False
 
     def _adopt(self, view: str) -> None:
         """Watch a run that an earlier scheduler started on this machine."""
@@ -438,22 +445,29 @@ class Scheduler:
             with self._lock:
                 if self._stopping.is_set() or view in self._running:
                     return
-                thread = self._care_for(run, process, schedule.deadline_s)
-            self._tell(
-                view, f"goes on, started by another scheduler (process {held.pid})", always=True
-            )
-            thread.start()
+                text = f"goes on, started by another scheduler (process {held.pid})"
+                try:
+                    self._care_for(run, process, schedule.deadline_s, text)
+                except RuntimeError as exc:
+                    # tried again at the next tick
+                    self._tell(view, f"goes on, and cannot be watched: {exc}")
             return
 
     def _care_for(
-        self, run: _ScheduledRun, process: ProcessGroup, deadline_s: float
-    ) -> threading.Thread:
-        self._running[run.view] = run
+        self, run: _ScheduledRun, process: ProcessGroup, deadline_s: float, text: str
+    ) -> None:
+        """Watch a run from now on, and announce it by ``text``; the caller holds the lock.
+
+        Raises:
+            RuntimeError: the system has no thread left for it.
+        """
         thread = threading.Thread(
             target=self._watch, args=(run, process, deadline_s), name=f"run-{run.view}", daemon=True
         )
+        thread.start()
+        self._running[run.view] = run
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-        return thread
+        self._tell(run.view, text, always=True)
 
     def _watch(self, run: _ScheduledRun, process: ProcessGroup, deadline_s: float) -> None:
         """Wait for a run's end, or end it; then make sure that its report has the outcome."""
@@ -541,20 +555,22 @@ class Scheduler:
             run.end.set()
         limit = time.monotonic() + STOP_GRACE_S + 5.0
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, limit - time.monotonic()))
+            thread.join(max(0.0, limit - time.monotonic()))
 
     def _on_signal(self, number: int, _: object) -> None:
-        self._stopping.set()
+        self.stop()
 
 
-class _Ticks(BaseTrigger):  # type: ignore[misc]
-    """Now, and then always a tick from now: APScheduler's interval counts every second of a jump of
-    the clock, and there may be millions."""
+class _Every(BaseTrigger):  # type: ignore[misc]
+    """Now, and then always so many seconds from now: APScheduler's interval counts every second of
+    a jump of the clock, and there may be millions."""
+
+    def __init__(self, seconds: float) -> None:
+        self._every = timedelta(seconds=seconds)
 
     def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime:
-        """When to tick next."""
-        return now if previous_fire_time is None else now + timedelta(seconds=TICK_S)
+        """When the next time is."""
+        return now if previous_fire_time is None else now + self._every
 
 
 def _outcome(status: int) -> str:

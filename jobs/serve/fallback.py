@@ -29,7 +29,7 @@ from precompute.jobs.serve.live_view import (
     RequestedRow,
     compute,
 )
-from precompute.jobs.serve.supervised_process import Watch
+from precompute.jobs.serve.processes import Watch
 from precompute.store.answers.fallback import CLIENT, Computed, Fallback, Miss
 from precompute.store.errors import PrecomputeError
 from precompute.store.http.telemetry.instruments import CACHE, Batches, Caller, Meter, Tell

@@ -28,8 +28,8 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from precompute.jobs.serve.processes import DRAIN_S, Watch, read_spec
 from precompute.jobs.serve.remote_fallback import RemoteFallback
-from precompute.jobs.serve.supervised_process import DRAIN_S, Watch, read_spec
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.service import Service
 from precompute.store.disk.record import replace

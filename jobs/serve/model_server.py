@@ -1,5 +1,5 @@
 """Model server: a process that answers lookup workers' misses by a model, over a Unix socket.
-Started by :mod:`precompute.jobs.serve.model_group` alone.
+Started by :mod:`precompute.jobs.serve.processes` alone.
 
 A conversation is a connection of one worker: pointers come once each, then the rows to compute
 under them; these go back packed, as they are done.
@@ -26,7 +26,7 @@ import pyarrow as pa
 from precompute.engine.memory import keep_freed_memory
 from precompute.jobs.serve.fallback import LOAD_S, ViewFallback
 from precompute.jobs.serve.live_view import REFUSED_S
-from precompute.jobs.serve.supervised_process import STATUS_RESTART, Watch, read_spec
+from precompute.jobs.serve.processes import STATUS_RESTART, Watch, read_spec
 from precompute.store.answers.fallback import CLIENT, Computed, Miss
 from precompute.store.errors import PrecomputeError
 from precompute.store.http.telemetry.instruments import TRACE, Meter, Tell

@@ -19,14 +19,16 @@ from typing import Any
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.replica import Follower
-from precompute.jobs.serve.model_group import ModelGroup, ModelLimits, machine_memory_mb
-from precompute.jobs.serve.remote_fallback import CONTROL, check_runtime
-from precompute.jobs.serve.supervised_process import (
+from precompute.jobs.serve.processes import (
     DRAIN_S,
     HELD_UP_S,
     STILL_S,
+    ModelGroup,
+    ModelLimits,
     SupervisedProcess,
+    machine_memory_mb,
 )
+from precompute.jobs.serve.remote_fallback import CONTROL, check_runtime
 from precompute.store.account.checker import Rounds
 from precompute.store.answers.service import Service
 from precompute.store.disk.sql import SpillFolder
@@ -88,10 +90,6 @@ class LookupWorker(SupervisedProcess):
         if self.watch.is_still(now):
             return f"was killed: its loop stood still for {STILL_S:g} s"
         return None
-
-    def is_stuck(self, now: float) -> bool:
-        """Whether its loop has stood still for longer than a worker that ends may."""
-        return now - self.watch.alive_at > DRAIN_STILL_S
 
 
 class Supervisor:
@@ -215,13 +213,17 @@ class Supervisor:
         ending = {worker: worker.process for worker in self._workers if worker.process is not None}
         for process in ending.values():
             process.signal(signal.SIGTERM)
-        limit = time.monotonic() + DRAIN_S + DRAIN_STILL_S
-        while (
-            any(not process.ended() for process in ending.values())
-            and (now := time.monotonic()) < limit
-        ):
+        since = checked_at = time.monotonic()
+        while any(not process.ended() for process in ending.values()):
+            now = time.monotonic()
+            if now - checked_at > HELD_UP_S:
+                # paused itself, and the workers with it: they can show first that they live
+                since = now
+            checked_at = now
+            if now > since + DRAIN_S + DRAIN_STILL_S:
+                return
             for worker, process in ending.items():
-                if not process.ended() and worker.is_stuck(now):
+                if not process.ended() and now - max(since, worker.watch.alive_at) > DRAIN_STILL_S:
                     log.error(
                         "%s was ordered to end, and its loop stood still for %g s: it is killed",
                         worker.name,

@@ -15,8 +15,8 @@ import pyarrow as pa
 from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
-from precompute.jobs.run.preflight import check_index, check_online, contract_verdict
 from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, open_source, open_view
+from precompute.jobs.run.run_view import check_index, check_online, contract_verdict
 from precompute.model import ReadingModel
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.storage import LOCAL, storage_of

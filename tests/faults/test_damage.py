@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from precompute.jobs.ops.verify import verify
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.rollback import rollback
 from precompute.store.disk.record import content_of, sealed
 from precompute.store.errors import PrecomputeError, SnapshotError

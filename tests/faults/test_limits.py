@@ -18,7 +18,7 @@ import pytest
 
 from precompute.engine.runner import AHEAD_WINDOWS
 from precompute.jobs.cli import main
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.rollback import rollback
 from precompute.sources.source import Source
 from precompute.store.disk import durable_file

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.rollback import reconcile
 from precompute.store.account import checker
 from precompute.store.account.account import Act, read_account, write_account

@@ -232,10 +232,10 @@ def compute(project: Scene, number: int, command: str = "materialize") -> int | 
 
 
 def plans(
-    project: Scene, first: int = 1, last: int = 6, **asked: Any
+    project: Scene, first: int = 1, last: int = 6, **requested: Any
 ) -> list[tuple[int, str, str]]:
     found = plan_backfill(
-        project, "numbers", *range_of(str(day(first)), str(day(last))), now=NOW, **asked
+        project, "numbers", *range_of(str(day(first)), str(day(last))), now=NOW, **requested
     )
     return [(plan.partition.start.day, plan.action, plan.why) for plan in found]
 
@@ -245,8 +245,8 @@ def backfill(first: int, last: int, *more: str) -> list[str]:
     return ["backfill", "numbers", "--from", str(day(first)), "--to", str(day(last)), *more]
 
 
-def options(first: int, last: int, **asked: Any) -> Options:
-    return Options(str(day(first)), str(day(last)), **asked)
+def options(first: int, last: int, **requested: Any) -> Options:
+    return Options(str(day(first)), str(day(last)), **requested)
 
 
 # ---- the plan
@@ -327,8 +327,8 @@ def test_other_sql_makes_partitions_stale_changed_input_only_on_request(daily: M
     assert plans(project, last=2, check_inputs=True) == [(1, "skip", "done"), (2, "skip", "done")]
     project = daily((1,), extra=[(1, 0.5, day(2)), (2, 22.0, day(2)), (3, 23.0, day(2))])
     assert plans(project, last=2, reprocess="stale") == [(1, "skip", "done"), (2, "skip", "done")]
-    asked = plans(project, last=2, reprocess="stale", check_inputs=True)
-    assert asked == [(1, "skip", "done"), (2, "run", "stale input")]
+    requested = plans(project, last=2, reprocess="stale", check_inputs=True)
+    assert requested == [(1, "skip", "done"), (2, "run", "stale input")]
     project = daily((1, 2), view={"source": {"sql": SQL + " AND true"}})
     assert plans(project, last=2, reprocess="stale") == [
         (1, "run", "stale recipe"),
@@ -442,7 +442,7 @@ def test_the_oldest_comes_first_and_the_newest_goes_live(daily: MakeDaily) -> No
     assert (again.status, again.items, len(committed(project))) == ("done", [], 2)
 
 
-def test_backwards_begins_with_the_newest_and_nothing_is_published_unasked(
+def test_backwards_begins_with_the_newest_and_no_publish_publishes_nothing(
     daily: MakeDaily, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = daily((1, 2))
@@ -495,7 +495,7 @@ def test_a_failure_stops_no_other_and_is_tried_again_by_resume(
     assert len(committed(project)) == 2
 
 
-def test_what_fails_before_its_run_begins_is_told_by_its_last_words(
+def test_what_fails_before_its_run_begins_is_reported_by_its_last_words(
     daily: MakeDaily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("precompute.jobs.schedule.backfill.FIRST_GROUP", 1)
@@ -516,7 +516,7 @@ def test_what_fails_before_its_run_begins_is_told_by_its_last_words(
     assert "precompute: " not in error
 
 
-def test_refused_partitions_are_told_from_failed_ones(
+def test_refused_partitions_are_not_failed_ones(
     daily: MakeDaily, capsys: pytest.CaptureFixture[str]
 ) -> None:
     view = {"gates": {"coverage": 1.0}}

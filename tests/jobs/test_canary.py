@@ -1,4 +1,4 @@
-"""A canary in every process of a server: whatever is asked over HTTP, nothing is unpickled,
+"""A canary in every process of a server: whatever is requested over HTTP, nothing is unpickled,
 compiled, executed or started, and no file is opened but its own."""
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ NASTY = [
 ]
 
 
-def asked(server: Server) -> int:
+def requested(server: Server) -> int:
     """Every route, with what it is for, and with what means it harm; returns how many requests."""
     number = 0
 
@@ -206,12 +206,12 @@ def test_no_request_reaches_what_runs_what_it_reads(server: Server) -> None:
     folder = Path(server.log).parent
     songs = folder / "songs"
     # what is imported late is imported now
-    asked(server)
+    requested(server)
     (folder / "armed").touch()
     eventually(lambda: (folder / "armed").exists())
     with contextlib.suppress(FileNotFoundError):
         songs.unlink()
-    assert asked(server) > 300
+    assert requested(server) > 300
     assert not songs.exists(), songs.read_text()
     assert json.loads(server.get("/readyz").body)["status"] == "ready"
     # and the canary sings when it must, in every process that a request can reach

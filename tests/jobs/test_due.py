@@ -29,6 +29,7 @@ from precompute.store.disk.record import replace as replace_record
 from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Report, Runs
 from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.times import containing
 from tests.conftest import MakeProject
 
 DAILY = Schedule("0 2 * * *", "0 2 * * *", "UTC", (), "latest", 3, 60.0, 3600.0)
@@ -37,13 +38,13 @@ AFTER = Schedule("after a, b", None, "UTC", ("a", "b"), "latest", 3, 60.0, 3600.
 
 def at(day: int, hour: int = 2, minute: int = 0, second: float = 0.0) -> datetime:
     """A time in January 2026."""
-    return datetime(2026, 1, day, hour, minute, tzinfo=UTC) + timedelta(seconds=second)
+    return datetime(2026, 1, 1, hour, minute, tzinfo=UTC) + timedelta(days=day - 1, seconds=second)
 
 
 def report(
     status: str, due: datetime | None = None, began: datetime | None = None, **more: Any
 ) -> Report:
-    """A run that took ten seconds, begun at its due time unless told otherwise."""
+    """A run that took ten seconds, begun at its due time by default."""
     began = began or due
     assert began is not None
     ended, text = began + timedelta(seconds=10), None if due is None else due.isoformat()
@@ -97,9 +98,12 @@ class World:
 ALL, NONE = replace(DAILY, catch_up="all"), replace(DAILY, catch_up="none")
 FAILED = report("failed", at(6))
 SINCE = at(5, 12)
+YESTERDAY, LAST_YEAR, DECEMBER = (
+    str(containing(by, when)) for by, when in (("day", at(5)), ("day", at(-5)), ("month", at(-5)))
+)
 
 
-def test_a_new_line_does_not_run_for_the_past_and_is_kept_from_now_on() -> None:
+def test_a_new_line_does_not_run_for_the_past_but_from_now_on() -> None:
     decision = decide("v", DAILY, Facts(), SINCE)
     assert decision == Decision("idle", "next at 2026-01-06 02:00+00:00", None, at(6), SINCE)
     assert decided(DAILY, at(6, 1, 59, 59), since=SINCE) == ("idle", None)
@@ -152,6 +156,9 @@ def test_a_time_that_was_run_for_or_would_end_in_the_same_way_is_settled(
     [
         (report("published", began=at(6, 2, 30)), "idle"),
         (report("current", began=at(6)), "idle"),
+        (report("published", began=at(6, 2, 30), partition=YESTERDAY), "idle"),
+        (report("published", began=at(6, 2, 30), partition=LAST_YEAR), "run"),  # not the latest
+        (report("published", began=at(6, 2, 30), partition=DECEMBER), "idle"),
         (report("published", began=at(6, 1, 59)), "run"),  # it read the source before
         (report("failed", began=at(6, 2, 30)), "run"),
         (report("committed", began=at(6, 2, 30), command="materialize"), "run"),
@@ -393,7 +400,7 @@ def test_a_view_waits_for_what_its_parents_wait_for(make_project: MakeProject) -
     assert ledger.decision("d", now, {"d"}).state == "running"
 
 
-def test_settled_times_are_kept_for_the_line_and_the_zone_they_belong_to(
+def test_settled_times_are_of_the_line_and_the_zone_they_belong_to(
     make_project: MakeProject,
 ) -> None:
     def project(line: str, timezone: str = "UTC") -> Ledger:

@@ -23,7 +23,7 @@ import pytest
 from precompute.engine.microbatch import GROW_BY, longest_s
 from precompute.jobs.serve.fallback import ViewFallback, row_hash
 from precompute.jobs.serve.lookup_worker import Warmer
-from precompute.jobs.serve.supervised_process import Watch
+from precompute.jobs.serve.processes import Watch
 from precompute.model import digest
 from precompute.sources.source import Source
 from precompute.store.answers.answer import Answer
@@ -280,7 +280,7 @@ def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
     made = Scaled.made
     weights.write_text("3.0")
     assert (statuses(lookup, [2]), Scaled.made) == (["model_error"], made)
-    # told once
+    # logged once
     assert (
         caplog.text.count("fallback of view")
         == caplog.text.count("view 'numbers': the model on disk has fingerprint")
@@ -350,12 +350,14 @@ def test_misses_of_views_of_one_model_are_one_call(make_project: MakeProject) ->
         for pointer in pointers.values():
             warm(fallback, pointer)
         (folder / "batches").write_text("")
-        asked = {("numbers", "4"): _submit(fallback, pointers["numbers"], "4")}
+        requested = {("numbers", "4"): _submit(fallback, pointers["numbers"], "4")}
         eventually(lambda: (folder / "batches").read_text() != "")
         for which in ("numbers 5", "second 5", "second 6", "other 7", "numbers 77"):
             name, key = which.split()
-            asked[name, key] = _submit(fallback, pointers[name], key)
-        done = {which: one.exception(timeout=20) or one.result() for which, one in asked.items()}
+            requested[name, key] = _submit(fallback, pointers[name], key)
+        done = {
+            which: one.exception(timeout=20) or one.result() for which, one in requested.items()
+        }
     unknown = done.pop(("numbers", "77"))
     assert isinstance(unknown, Miss)
     assert unknown.reason is Reason.UNKNOWN_ENTITY
@@ -371,7 +373,7 @@ def test_misses_of_views_of_one_model_are_one_call(make_project: MakeProject) ->
     assert sorted(others) == ["[5.0, 6.0, 5.0]", "[7.0]"]
 
 
-def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(
+def test_a_caller_that_looked_before_a_row_was_cached_is_given_it(
     make_project: MakeProject, tmp_path: Path
 ) -> None:
     folder = make_project([(1, 1.0)]).folder
@@ -439,7 +441,9 @@ def test_a_row_of_a_requests_inputs_is_computed_once_for_all(
     )
     lookup = Lookup(online, None, fallback, miss_cache=miss_cache)
 
-    def asked(keys: Sequence[int], x: float | None, **options: Any) -> list[tuple[str, float, str]]:
+    def requested(
+        keys: Sequence[int], x: float | None, **options: Any
+    ) -> list[tuple[str, float, str]]:
         inputs = None if x is None else {str(key): {"x": x} for key in keys}
         table = lookup.get("numbers", keys, inputs=inputs, **options)
         return list(
@@ -450,24 +454,27 @@ def test_a_row_of_a_requests_inputs_is_computed_once_for_all(
         return 2.0 * key + x if model == "ByIds" else 2.0 * x
 
     try:
-        assert asked([8], 5.0) == [("8", double(8, 5.0), "fallback")]
+        assert requested([8], 5.0) == [("8", double(8, 5.0), "fallback")]
         pointer = online.live("numbers")
         assert pointer is not None
         eventually(lambda: bool(miss_cache.read(pointer, input_names({"x": 5.0}, "8") or ())))
         (folder / "batches").write_text("")
         other = "fallback" if model == "ByIds" else "cache"
-        assert asked([8, 9], 5.0) == [("8", double(8, 5.0), "cache"), ("9", double(9, 5.0), other)]
+        assert requested([8, 9], 5.0) == [
+            ("8", double(8, 5.0), "cache"),
+            ("9", double(9, 5.0), other),
+        ]
         # it stands for no key: neither for one that is published, nor for one that the source has,
         # nor for one that nobody knows
-        assert asked([1, 2], None) == [
+        assert requested([1, 2], None) == [
             ("1", double(1, 1.0), "store"),
             ("2", double(2, 2.0), "fallback"),
         ]
         assert statuses(lookup, [8]) == ["unknown_entity"]
-        assert asked([1], 5.0) == [("1", double(1, 1.0), "store")]
-        assert asked([8], 6.0) == [("8", double(8, 6.0), "fallback")]
+        assert requested([1], 5.0) == [("1", double(1, 1.0), "store")]
+        assert requested([8], 6.0) == [("8", double(8, 6.0), "fallback")]
         # who wants none that is stored gets none
-        assert asked([8], 5.0, max_age_s=0.0) == [("8", double(8, 5.0), "fallback")]
+        assert requested([8], 5.0, max_age_s=0.0) == [("8", double(8, 5.0), "fallback")]
     finally:
         fallback.close()
         online.close()
@@ -543,17 +550,20 @@ def test_one_clients_rows_are_behind_the_first_of_anothers(
 def test_requests_of_the_old_and_new_snapshot_are_each_answered(make_project: MakeProject) -> None:
     project = make_project([(1, 0.5)], view=FALLBACK)
     online, pointers = project.open_online(), []
-    for x in (0.5, 1.0):
+    for x in (0.5, 1.0, 1.5):
         make_project([(1, x)], view=FALLBACK).publish_all()
         pointer = online.live("numbers")
         assert pointer is not None
         pointers.append(pointer)
     online.close()
     with opened(project) as (fallback, _):
-        asked = [_submit(fallback, pointers[which], "1") for which in (1, 0, 1)]
-        computed = [future.result(timeout=20) for future in asked]
-    assert [values_of(pointers[0], c)["double"] for c in computed] == [2.0] * 3
-    assert [p.epoch for p in pointers] == [1, 2]
+        requested = [_submit(fallback, pointers[which], "1") for which in (1, 0, 1)]
+        computed = [future.result(timeout=20) for future in requested]
+        warm(fallback, pointers[2])
+        # the two that were opened last
+        assert fallback.open_publishings() == [("numbers", pointers[n].publishing) for n in (0, 2)]
+    assert [values_of(pointers[0], c)["double"] for c in computed] == [3.0] * 3
+    assert [p.epoch for p in pointers] == [1, 2, 3]
 
 
 def warm(fallback: ViewFallback, pointer: Pointer) -> None:
@@ -633,7 +643,7 @@ def test_suspected_rows_are_computed_alone_until_they_came_through(
         for alone in ([[one], [two], [three]], [[one, two, three]]):
             Watched.seen.clear()
             with fallback._batcher._changed:
-                # none is begun before all are asked for
+                # none is begun before all are requested
                 futures = fallback.submit(pointer, ["1", "2", "3", "4"], {}, time.monotonic() + 20)
             refused = futures.pop().exception(20)
             assert isinstance(refused, Miss)
@@ -702,11 +712,11 @@ def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProj
     project.publish_all()
     with opened(project) as (fallback, pointers):
         pointer, deadline = pointers["numbers"], time.monotonic() + 20
-        asked = [
+        requested = [
             fallback.submit(pointer, ["9"], {"9": {"x": 3.0}}, deadline, query=query)[0]
             for query in (False, True) * 3
         ]
-        found = [values_of(pointer, future.result(timeout=20))["double"] for future in asked]
+        found = [values_of(pointer, future.result(timeout=20))["double"] for future in requested]
     assert found == [6.0, -6.0] * 3
 
 
@@ -767,7 +777,7 @@ def test_another_model_is_loaded_before_what_it_computed_is_live(
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_view_that_began_anew_is_computed_by_its_own_model(
+def test_a_view_that_began_again_is_computed_by_its_own_model(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
 ) -> None:
     """Its epochs and generations start at 1 again, under a server that goes on."""
@@ -870,8 +880,8 @@ def test_the_same_key_with_other_inputs_is_another_computation(make_project: Mak
         pointer = pointers["numbers"]
         warm(fallback, pointer)
         given: tuple[dict[str, Any], ...] = ({}, {"x": 1}, {"x": 2}, {"x": 1}, {})
-        asked = [_submit(fallback, pointer, "5", **inputs) for inputs in given]
-        computed = [future.result(timeout=20) for future in asked]
+        requested = [_submit(fallback, pointer, "5", **inputs) for inputs in given]
+        computed = [future.result(timeout=20) for future in requested]
     assert computed[0] is computed[4]
     assert computed[1] is computed[3]
     assert [values_of(pointer, one)["double"] for one in computed] == [10.0, 2.0, 4.0, 2.0, 10.0]

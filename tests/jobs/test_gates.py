@@ -20,7 +20,7 @@ from precompute.jobs.config.gates import GATES, GatesConfig
 from precompute.jobs.run import materialize
 from precompute.jobs.run.judge.gates import Judge
 from precompute.jobs.run.judge.value_gates import STATISTICS, Verdicts
-from precompute.jobs.run.rows import chunks, compaction
+from precompute.jobs.run.rows import chunks, merging
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.disk.record import replace
 from precompute.store.errors import GateError
@@ -695,7 +695,7 @@ def test_figures_of_a_chain_are_those_of_its_rows(
 def test_zeros_among_very_many_replaced_rows_are_counted_one_by_one(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
-    monkeypatch.setattr(compaction, "DRAWN_ROWS", 100)
+    monkeypatch.setattr(merging, "DRAWN_ROWS", 100)
     rows, zeros = first(4000), dict.fromkeys(range(0, 900, 100), 0.0)
     strict = view(ALONE | {"zero": 0.0})
     make_project(list((rows | zeros).items()), view=strict).run(accept=["zero"])
@@ -730,9 +730,9 @@ def test_a_part_names_its_rare_rows_though_pieces_came_in_another_order(
     store, snapshot = project.store, project.snapshot()
     (path,) = store.part_paths(snapshot)
     ids = pq.read_table(path).column("id").to_pylist()
-    told = rare_rows(pq.ParquetFile(path))
-    assert told is not None
-    assert [ids[row] for row in told] == zeros
+    named = rare_rows(pq.ParquetFile(path))
+    assert named is not None
+    assert [ids[row] for row in named] == zeros
 
 
 def test_a_delta_reads_only_row_groups_of_the_rows_it_replaced(
@@ -886,7 +886,7 @@ def test_a_shift_that_may_be_chance_passes(
     assert failed(project.snapshot()) == ([] if passes else ["shift"])
 
 
-def test_another_model_may_change_everything_and_it_is_told(make_project: MakeProject) -> None:
+def test_another_model_may_change_everything_and_it_is_measured(make_project: MakeProject) -> None:
     make_project([(i, 1.0) for i in range(200)], view=values_view()).run()
     project = make_project(
         [(i, 1.0) for i in range(200)], view=values_view(fault="another sign", version=2)

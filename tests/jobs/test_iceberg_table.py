@@ -17,7 +17,7 @@ from pyiceberg.table import StaticTable
 
 from precompute.jobs.ops.retention import gc
 from precompute.jobs.run import run_view
-from precompute.jobs.run.preflight import check_table
+from precompute.jobs.run.run_view import check_table
 from precompute.store.disk.storage import LocalStorage
 from precompute.store.errors import ConfigError
 from precompute.store.offline.iceberg_table import KEPT_METADATA, follow, keep_table
@@ -239,7 +239,7 @@ def test_where_what_is_live_is_no_version_main_is_behind(
     with monkeypatch.context() as patched:
         # as on a host without pyiceberg
         patched.setitem(sys.modules, "precompute.store.offline.iceberg_files", None)
-        patched.setattr("precompute.jobs.run.preflight.check_table", lambda *_: None)
+        patched.setattr("precompute.jobs.run.run_view.check_table", lambda *_: None)
         report = scene.run()
     assert any("pyiceberg is not installed" in line for line in report.attention)
     assert table_of(scene).scan().to_arrow().num_rows == 2

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from precompute.jobs.ops.retention import drop
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.rollback import reconcile
 from precompute.store.errors import RequestError, RowsLostError
 from precompute.store.http.app import create_app

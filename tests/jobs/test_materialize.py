@@ -19,9 +19,9 @@ import pytest
 from precompute.engine import runner
 from precompute.engine.budget import LONG_S
 from precompute.engine.prepare import WINDOW_ROWS
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.rows import chunks
+from precompute.jobs.run.rows.plan import RunOptions
 from precompute.jobs.run.run_view import run_view
 from precompute.sources.source import Source
 from precompute.store.disk.record import plain
@@ -179,9 +179,9 @@ def test_many_windows_and_parts_hold_every_row_once_and_in_order(
     snapshot = made(project)
     assert len(snapshot.parts) > 3
     assert sum(p.rows for p in snapshot.parts) == snapshot.counts.written == 98
-    kept = [(i, x) for i, x in xs if x not in (50, 60)]
+    left = [(i, x) for i, x in xs if x not in (50, 60)]
     rows = project.rows(snapshot.number)
-    assert [(r["id"], r["double"]) for r in rows] == [(i, 2 * x) for i, x in kept]
+    assert [(r["id"], r["double"]) for r in rows] == [(i, 2 * x) for i, x in left]
     micros = [int(r["computed_at"].timestamp() * 1e6) for r in rows]
     assert abs(min(micros) - (snapshot.computed_at_min or 0)) <= 1
     assert abs(max(micros) - (snapshot.computed_at_max or 0)) <= 1
@@ -196,18 +196,18 @@ def test_many_windows_and_parts_hold_every_row_once_and_in_order(
 def test_narrow_rows_are_read_in_larger_windows_than_texts(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, rows: Any, read: int
 ) -> None:
-    asked, largest = [], [0]
+    sizes, largest = [], [0]
     batches = Source.batches
 
     def reading(source: Source, batch_rows: int) -> Iterator[pa.RecordBatch]:
-        asked.append(batch_rows)
+        sizes.append(batch_rows)
         for batch in batches(source, batch_rows):
             largest.append(batch.num_rows)
             yield batch
 
     monkeypatch.setattr(Source, "batches", reading)
     assert made(make_project(rows)).rows == len(rows)
-    assert (asked, max(largest)) == ([65_536 if read > 1 else 8192], read)
+    assert (sizes, max(largest)) == ([65_536 if read > 1 else 8192], read)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_every_row_is_written_or_rejected(
         assert snapshot.rejected is None
 
 
-def test_rejected_rows_are_kept_with_key_stage_error_and_hash(make_project: MakeProject) -> None:
+def test_rejected_rows_are_stored_with_key_stage_error_and_hash(make_project: MakeProject) -> None:
     keys = ["ok", "raises", "nan", None, "", "k" * 512, "a\0b", "é" * 256, "k" * 511, "fine"]
     xs = [1.0, 7.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0]
     args = {"fail_on": 7, "nan_on": 9}

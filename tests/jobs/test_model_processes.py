@@ -8,6 +8,7 @@ import ctypes
 import http.client
 import os
 import re
+import select
 import signal
 import socket
 import threading
@@ -20,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.serve.model_group import ModelGroup, ModelLimits
+from precompute.jobs.serve.processes import ModelGroup, ModelLimits
 from precompute.jobs.serve.remote_fallback import CONTROL
 from precompute.jobs.serve.server import RETIRE_S, LookupWorker, Supervisor
 from precompute.store.errors import PrecomputeError
@@ -68,7 +69,7 @@ FAULTY: View = {
 
 
 AT_ONCE = """
-from precompute.jobs.serve.supervised_process import SupervisedProcess
+from precompute.jobs.serve.processes import SupervisedProcess
 from precompute.jobs.serve import server
 from precompute.jobs.serve.server import LookupWorker
 SupervisedProcess.longest_wait_s = LookupWorker.longest_wait_s = 0.1
@@ -121,7 +122,7 @@ def process_of(server: Server, key: int) -> int:
 
 
 def ask(server: Server, path: str) -> Any:
-    """A connection on which something was asked for."""
+    """A connection on which something was requested."""
     connection = server.connect()
     connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     return connection
@@ -155,7 +156,7 @@ def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(
     eventually(lambda: server.get("/v1/views/faulty/rows/11").status == 200)
     after = process_of(server, 11)
     assert after != before
-    # what ended it is not asked of the next one
+    # what ended it is not sent to the next one
     for query in ("", "?deadline_ms=100"):
         server.get(f"/v1/views/faulty/rows/{bad}{query}").check_problem(502, "model_error")
     assert process_of(server, 11) == after
@@ -168,8 +169,8 @@ def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(
 STANDING_BY = (
     AT_ONCE
     + """
-from precompute.jobs.serve import model_group
-model_group.SPARE_AFTER_S = 0.0
+from precompute.jobs.serve import processes
+processes.SPARE_AFTER_S = 0.0
 """
 )
 
@@ -182,7 +183,7 @@ def test_a_spare_takes_over_and_what_ended_the_first_ends_no_other(tmp_path: Pat
         eventually(lambda: spares(server) == 1, seconds=60.0)
         there = set(processes_of(server, b"model_server"))
         first = process_of(server, 10)
-        # it has what the first one had open, and is told at once which row ended that
+        # it has what the first one had open, and learns at once which row ended that
         server.get(f"/v1/views/faulty/rows/{EXIT}").check_problem(502, "model_error")
         second = process_of(server, 10)
         assert {first, second} == there
@@ -248,7 +249,7 @@ def test_no_model_is_loaded_where_hits_are_answered(server: Server) -> None:
 
 
 def test_many_requests_for_one_missing_key_over_all_workers_are_one_call(server: Server) -> None:
-    """While it is computed, and then from the miss cache, whichever worker is asked."""
+    """While it is computed, and then from the miss cache, whichever worker answers."""
     with contextlib.ExitStack() as stack:
         connections = [
             stack.enter_context(ask(server, "/v1/views/counted/rows/50")) for _ in range(60)
@@ -399,6 +400,41 @@ def test_a_stalled_worker_that_should_end_is_not_waited_for(
     began = time.monotonic()
     supervisor.run()
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("paused", ["before", "meanwhile"])
+def test_a_worker_paused_with_its_server_ends_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paused: str
+) -> None:
+    line = f"trap 'sleep 0.2; touch {tmp_path}/ended; exit' TERM; touch {tmp_path}/ready"
+
+    def start(worker: LookupWorker) -> ChildProcess:
+        return ChildProcess(["sh", "-c", f"{line}; while :; do sleep 0.05; done"])
+
+    monkeypatch.setattr(LookupWorker, "start", start)
+    supervisor = Supervisor(
+        {"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64)
+    )
+    (worker,) = supervisor._workers
+    worker.check(time.monotonic())
+    eventually((tmp_path / "ready").exists)
+    worker.watch.beat()
+    skipped_s, real, wait = 0.0, time.monotonic, select.select
+
+    def pause(*arguments: Any) -> object:
+        nonlocal skipped_s
+        skipped_s = 600.0
+        return wait(*arguments)
+
+    if paused == "before":
+        worker.watch.alive_at -= 600.0
+    else:
+        monkeypatch.setattr("precompute.jobs.serve.server.select.select", pause)
+    monkeypatch.setattr(time, "monotonic", lambda: real() + skipped_s)
+    supervisor._drain()
+    assert (tmp_path / "ended").exists()
+    supervisor._end(supervisor._all())
+    supervisor._control.close()
 
 
 def test_sigterm_ends_a_server_whose_model_hangs_once_it_has_answered(tmp_path: Path) -> None:

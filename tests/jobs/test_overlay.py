@@ -344,17 +344,17 @@ def test_what_an_overlay_lies_over_is_looked_at_by_its_keys_alone(
         sorted((BASE | {3: 33.0}).items()), project={"online": online}, view=UNJUDGED
     )
     project.materialize()
-    asked: list[tuple[int, int, Any]] = []
+    checked: list[tuple[int, int, Any]] = []
     sample = ViewStore.sample
 
     def watched(
         self: ViewStore, snapshot: Snapshot, rows: int, columns: Any = None, *places: int
     ) -> Any:
-        asked.append((snapshot.number, rows, columns))
+        checked.append((snapshot.number, rows, columns))
         return sample(self, snapshot, rows, columns, *places)
 
     monkeypatch.setattr(ViewStore, "sample", watched)
     project.publish()
     assert project.live().place.overlays == ((2, 2),)
-    assert asked == [(1, BASE_ROWS, ("id",))]
+    assert checked == [(1, BASE_ROWS, ("id",))]
     check(project, BASE | {3: 33.0})

@@ -151,7 +151,7 @@ def test_rows_outside_the_partition_are_refused(
     assert run(good, DAYS[2]).counts["written"] == 3
 
 
-def test_a_column_that_is_no_time_is_told(make_project: MakeProject) -> None:
+def test_a_column_that_is_no_time_is_refused(make_project: MakeProject) -> None:
     sql = f"SELECT id, x, t FROM ({SQL.replace('SELECT id, x', 'SELECT *').replace('$start', 'epoch($start)').replace('$end', 'epoch($end)')})"
     project = make(
         make_project,

@@ -222,7 +222,7 @@ def test_a_rejected_row_is_not_tried_again_before_its_input_changes(
     assert report.counts["written"] == 0
     report = make_project(
         [*ROWS[:6], (7, 70.0), (8, -1.0)], view=COUNTING
-    ).materialize()  # what was rejected stays told
+    ).materialize()  # what was rejected stays counted
     assert report.counts == {
         "source": 8,
         "written": 1,
@@ -433,7 +433,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def looked_up(project: Scene, ahead_s: float, keys: list[int]) -> list[tuple[str, int]]:
-    """(status, age in whole hundreds of seconds) of each key, as asked ``ahead_s`` from now."""
+    """(status, age in whole hundreds of seconds) of each key, as requested ``ahead_s`` from now."""
     with project.lookup(clock=lambda: time.time() + ahead_s) as lookup:
         rows = [lookup.row("numbers", key) for key in keys]
         assert [row["status"] for row in rows] == lookup.get("numbers", keys)["status"].to_pylist()
@@ -466,7 +466,7 @@ def test_unchanged_rows_are_as_fresh_as_the_run_that_saw_them(
     assert looked_up(project, 10200, [1, 2]) == [("fresh", 2), ("fresh", 2)]
     table = project.open_lookup().get("numbers", [1, 2])
     at = table["computed_at"].to_pylist()
-    assert (at[0] - at[1]).total_seconds() > 9990  # when it was computed is still told
+    assert (at[0] - at[1]).total_seconds() > 9990  # when it was computed is still shown
 
 
 def test_without_renewal_rows_past_their_ttl_are_computed(

@@ -1,4 +1,4 @@
-"""Preflight: what would keep a run from publishing is told before its model computes a row; and
+"""Preflight: what would keep a run from publishing is reported before its model computes a row; and
 what publishes nothing needs no online store."""
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from precompute.jobs.run.progress import Bar, Lines, Silent, progress_for
+from precompute.jobs.run.command_process import Bar, Lines, Silent, progress_for
 
 
 def test_lines_tell_the_total_and_how_far_it_is() -> None:
@@ -20,10 +20,10 @@ def test_lines_tell_the_total_and_how_far_it_is() -> None:
     for _ in range(3):
         lines.advance(1000)
     lines.end()
-    told = out.getvalue().splitlines()
-    assert told[0] == "load numbers: 3,000 rows"
+    shown = out.getvalue().splitlines()
+    assert shown[0] == "load numbers: 3,000 rows"
     pattern = r"load numbers: (1,000|2,000) of 3,000 rows, [\d,]+ rows/s, [\d,]+ s left"
-    assert [re.fullmatch(pattern, line) is not None for line in told[1:]] == [True, True]
+    assert [re.fullmatch(pattern, line) is not None for line in shown[1:]] == [True, True]
 
 
 def test_lines_are_silent_between_their_moments_and_at_the_end() -> None:
@@ -37,7 +37,7 @@ def test_lines_are_silent_between_their_moments_and_at_the_end() -> None:
     assert out.getvalue() == "load: 10 rows\nload: 0 rows\n"
 
 
-def test_no_time_is_told_while_rows_are_tried_again() -> None:
+def test_no_time_is_shown_while_rows_are_tried_again() -> None:
     out = io.StringIO()
     lines = Lines(partial(print, file=out), every_s=0)
     lines.begin("load", 4000)

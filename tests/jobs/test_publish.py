@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import redis
 
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.loader import Loader
-from precompute.jobs.run.progress import Silent
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import recorded
 from precompute.store.answers.lookup import Lookup
@@ -244,16 +244,16 @@ def test_a_generations_number_is_never_used_again(make_project: MakeProject) -> 
     assert Lookup(memory).get("numbers", [1])["double"].to_pylist() == [4.0]
 
 
-def test_old_generations_and_indexes_are_dropped_but_the_last_is_kept(
+def test_old_generations_and_indexes_are_dropped_but_the_last(
     make_project: MakeProject, online: str
 ) -> None:
     for n in range(1, 4):
         project = make_project([(1, float(n))], project={"online": online}, view=INDEXED)
         project.run()
-        kept = [epoch for epoch in (n - 1, n) if epoch > 0]
-        assert generations(project) == kept
+        left = [epoch for epoch in (n - 1, n) if epoch > 0]
+        assert generations(project) == left
         assert sorted(p.name for p in (project.root / "numbers" / "index").iterdir()) == [
-            f"{epoch:020d}" for epoch in kept
+            f"{epoch:020d}" for epoch in left
         ]
 
 
@@ -477,7 +477,7 @@ def test_a_lost_root_goes_past_the_online_epoch(make_project: MakeProject, onlin
     with pytest.raises(ConflictError, match=r"published by another project .*--take-over"):
         project.run()
     assert project.served() == (3, [6.0, 6.0, 6.0])
-    assert project.numbers() == []  # it is told before anything is computed
+    assert project.numbers() == []  # it is refused before anything is computed
     project.materialize()
     before = generations(project)
     with pytest.raises(ConflictError, match="published by another project"):
@@ -564,7 +564,7 @@ def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(
 def test_what_was_not_read_back_is_never_published(
     make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor kept: a publishing that fails leaves no generation behind, and the next one loads
+    """Nor left behind: a publishing that fails leaves no generation behind, and the next one loads
     again."""
 
     def fails(*_: Any) -> None:

@@ -1,5 +1,5 @@
-"""Reconcile: what the online store lost of what is live is seen, told, and brought back, by hand
-and by the scheduler."""
+"""Reconcile: what the online store lost of what is live is seen, reported, and brought back, by
+hand and by the scheduler."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pytest
 import redis
 import yaml
 
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.rollback import reconcile
 from precompute.jobs.schedule.scheduler import Reconciler, Scheduler
@@ -97,7 +98,7 @@ LOSSES: dict[str, Callable[[Scene], None]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_was_lost_is_told_and_brought_back(project: Scene, loss: str) -> None:
+def test_what_was_lost_is_reported_and_brought_back(project: Scene, loss: str) -> None:
     assert (said(project), reconcile(project, "numbers", Silent())) == (None, None)
     reports = len(project.store.runs.reports())
     LOSSES[loss](project)
@@ -378,7 +379,10 @@ def test_a_load_that_takes_hours_keeps_no_other_view_waiting(make_project: MakeP
     assert "could not be brought back" in announced[2]
     reconciler.check()
     assert len(announced) == 3
-    reconciler.stop()
+    # and is ended by the signal that ends the scheduler
+    scheduler = Scheduler(project)
+    scheduler._reconciler = reconciler
+    scheduler._on_signal(signal.SIGTERM, None)
     reconciler.wait()
     assert [line.partition(":")[0] for line in announced[3:]] == ["numbers"]
 

@@ -17,7 +17,7 @@ import pytest
 
 from precompute.jobs.ops.retention import drop
 from precompute.jobs.run import replica as replica_module
-from precompute.jobs.run.progress import Silent
+from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.replica import SERVED, Follower, Replica
 from precompute.jobs.run.rollback import reconcile
 from precompute.store.account import checker
@@ -139,12 +139,12 @@ def test_a_file_collected_while_it_is_fetched_leaves_what_is_served(
             for name in sorted(project.store.storage.names(project.store.folder / "online"))[::-1]
         )
         path = project.store.folder / "online" / table
-        kept = path.read_bytes()
+        whole = path.read_bytes()
         project.store.storage.delete(path)
         with pytest.raises(SnapshotError, match=r"\.table, which served\.json names, is not there"):
             replica.follow()
         assert other.served([1]) == (1, [20.0])
-        path.write_bytes(kept)
+        path.write_bytes(whole)
         project.store.storage.put([path])
         assert replica.follow()
         assert other.served([1]) == (2, [22.0])

@@ -102,7 +102,7 @@ def test_twice_in_a_row_goes_back_further(versions: Versions, online: str) -> No
     assert set(project.store.refs.bad()) == {2, 3}
 
 
-def test_what_cannot_be_gone_back_to_is_told_and_nothing_is_marked(versions: Versions) -> None:
+def test_what_cannot_be_gone_back_to_is_refused_and_nothing_is_marked(versions: Versions) -> None:
     project = versions(1.0, 10.0)
     with pytest.raises(SnapshotError, match=r"no snapshot 9 .*\(it has: 1, 2\)"):
         project.rollback(to=9)
@@ -118,7 +118,7 @@ def test_what_cannot_be_gone_back_to_is_told_and_nothing_is_marked(versions: Ver
     assert project.cli("status") == 0
 
 
-def test_a_view_that_was_never_published_is_told(
+def test_a_view_that_was_never_published_is_refused(
     make_project: MakeProject, capsys: Captured
 ) -> None:
     project = make_project([(1, 1.0)])
@@ -186,7 +186,7 @@ def test_the_same_rows_are_never_published_again_and_others_are(
         assert "snapshot 2 is marked bad (rolled back from)" in capsys.readouterr().err
         assert served(project) == (1, 1.0)
     numbers = project.numbers()
-    assert len(numbers) == 3  # one try is kept, not one for each
+    assert len(numbers) == 3  # one try is stored, not one for each
     assert project.publish().status == "current"  # the newest that may be published is live
     assert served(project) == (1, 1.0)
     project = versions(100.0)
@@ -379,9 +379,9 @@ def test_a_publishing_that_goes_on_is_fenced(
     assert served(project) == (4, 100.0)  # and not 3, which took rows over from 2
 
 
-def test_the_operators_command_is_told(versions: Versions, tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    script = f"import os; open({str(told)!r}, 'a').write(' '.join(os.environ['NOTIFY_' + n] for n in ('COMMAND', 'STATUS', 'SNAPSHOT')) + chr(10))"
+def test_the_operators_command_is_called(versions: Versions, tmp_path: Path) -> None:
+    noted = tmp_path / "noted"
+    script = f"import os; open({str(noted)!r}, 'a').write(' '.join(os.environ['NOTIFY_' + n] for n in ('COMMAND', 'STATUS', 'SNAPSHOT')) + chr(10))"
     project = versions(1.0, 10.0, project={"notify": [sys.executable, "-c", script]})
     crashpoint.arm(
         "live.cas", mode="raise"
@@ -391,7 +391,7 @@ def test_the_operators_command_is_told(versions: Versions, tmp_path: Path) -> No
     crashpoint.disarm()
     project.rollback()
     expected = ["run published 1", "run published 2", "rollback failed 1", "rollback published 1"]
-    assert told.read_text().splitlines() == expected
+    assert noted.read_text().splitlines() == expected
 
 
 @pytest.mark.parametrize(("to", "goes_to"), [(None, 2), (2, 2), (1, 1)])
@@ -433,8 +433,8 @@ def test_a_run_of_a_held_view_needs_no_online_store(
 def test_a_run_refused_by_a_gate_fails_though_it_would_not_go_live(
     make_project: MakeProject, tmp_path: Path
 ) -> None:
-    told = tmp_path / "told"
-    script = f"import os; open({str(told)!r}, 'a').write(os.environ['NOTIFY_STATUS'] + chr(10))"
+    noted = tmp_path / "noted"
+    script = f"import os; open({str(noted)!r}, 'a').write(os.environ['NOTIFY_STATUS'] + chr(10))"
     notified = {"notify": [sys.executable, "-c", script]}
     rows = [(i, i + 1.0) for i in range(100)]
     for factor in (1.0, 1.1):
@@ -445,6 +445,6 @@ def test_a_run_refused_by_a_gate_fails_though_it_would_not_go_live(
     for _ in range(2):  # the second finds nothing changed, and the gate still refuses
         with pytest.raises(GateError, match="snapshot 3 is not published"):
             project.run()
-    assert told.read_text().split() == ["published"] * 3 + ["refused"] * 2
+    assert noted.read_text().split() == ["published"] * 3 + ["refused"] * 2
     ref = project.store.refs.live()
     assert (ref and ref.snapshot, ref and ref.held) == (1, "rollback from 2, with --hold")

@@ -281,7 +281,7 @@ def test_what_cannot_be_recognised_after_a_change_of_hash_is_refused(
     assert run(make_project, NEW, full=True, accept=["rolled_back"]).status == "published"
     assert (
         run(make_project, NEW | {0: 7.0}).status == "published"
-    )  # somebody looked: it is not asked again
+    )  # somebody looked: it is not refused again
     back(make_project)
     with pytest.raises(GateError, match="rolled_back: 1 of the 1 rows come again"):  # hashed as now
         run(make_project, NEW | {0: 7.0, 1: 8.0})

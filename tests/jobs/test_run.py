@@ -266,7 +266,7 @@ def test_a_signal_ends_a_process_whose_last_words_hang() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_run_is_told_as_running_while_it_goes_on(
+def test_a_run_is_reported_as_running_while_it_goes_on(
     running: tuple[Scene, subprocess.Popen[str]],
 ) -> None:
     project, process = running
@@ -499,7 +499,7 @@ def test_a_full_disk_at_any_moment_ends_in_a_message(
 # ---- exit statuses
 
 
-def test_rows_rejected_below_the_threshold_are_status_0_and_told(
+def test_rows_rejected_below_the_threshold_are_status_0_and_counted(
     make_project: MakeProject, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = make_project([(1, 7.0), (2, 1.0), (3, 1.0)], **options(fail_on=7))
@@ -541,7 +541,7 @@ def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
     for past in (1, 200):
         add_past(store, store.snapshot(first), past, partitions=False)
         first = store.numbers()[-1]
-        for step in (0.1, 0.2):  # the first one learns what it was not told of
+        for step in (0.1, 0.2):  # the first one learns what it did not know of
             project = make_project(
                 [(i, i + past + step) for i in range(3)], view={"gates": {"norm": None}}
             )

@@ -57,9 +57,9 @@ def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(tmp_path: 
         )
         assert idle.recv(1) == b""
         assert server.end() == 0
-        told = server.log.read_text()
-        assert "ordered to end: 1 requests are in hand" in told
-        assert "ended by SIGTERM, after " in told
+        shown = server.log.read_text()
+        assert "ordered to end: 1 requests are in hand" in shown
+        assert "ended by SIGTERM, after " in shown
     last = json.loads((tmp_path / "access.log").read_text().splitlines()[-1])
     assert (last["route"], last["status"]) == ("/v1/views/{view}/rows/{key}", 200)
     assert not (tmp_path / "api.sock").exists()
@@ -181,7 +181,7 @@ def test_a_view_with_a_damaged_pointer_is_refused_alone(tmp_path: Path) -> None:
         # damaged, and then lost, which is not unknown: the root has it live
         for damage in (lambda: live.write_bytes(good[:-9]), live.unlink):
             damage()
-            # kept in the worker's memory
+            # cached in the worker's memory
             assert get("/v1/views/numbers/rows/1").json["status"] == "stale"
             damaged = get("/v1/views/numbers/rows/2")
             damaged.check_problem(503, "store_unavailable")
@@ -195,9 +195,9 @@ def test_a_view_with_a_damaged_pointer_is_refused_alone(tmp_path: Path) -> None:
                 ["numbers", "others"],
                 ["numbers"],
             )
-            told = get("/metrics").body.decode()
-            assert 'precompute_view_up{view="numbers"} 0.0' in told
-            assert 'precompute_view_up{view="others"} 1.0' in told
+            shown = get("/metrics").body.decode()
+            assert 'precompute_view_up{view="numbers"} 0.0' in shown
+            assert 'precompute_view_up{view="others"} 1.0' in shown
             assert get("/").status == 200
             for body in (damaged.body, ready.body, get("/").body):
                 assert str(tmp_path) not in body.decode()
@@ -280,7 +280,7 @@ def test_without_redis_all_is_503_and_with_it_back_all_is_answered(
             get, post = partial(call, app, "GET"), partial(call, app, "POST")
             for path in ("/readyz", "/v1/views/numbers/rows/1"):
                 assert get(path).status == 200
-        # kept in the worker's memory, and served in the store's stead
+        # cached in the worker's memory, and served in the store's stead
         eventually(lambda: get("/v1/views/numbers/rows/1").json["status"] == "stale")
         get("/v1/views/numbers/rows/1", cache_control="no-cache").check_problem(
             503, "store_unavailable"
@@ -303,7 +303,7 @@ def test_without_redis_all_is_503_and_with_it_back_all_is_answered(
             ["numbers"],
             ["numbers"],
         )
-        # whatever worker is asked, and whichever has the row
+        # whatever worker answers, and whichever has the row
         ready = get("/readyz")
         assert (ready.status, ready.json["status"], ready.json["views"]) == (
             200,
@@ -312,10 +312,10 @@ def test_without_redis_all_is_503_and_with_it_back_all_is_answered(
         )
         assert ready.json["why"].startswith("the online store does not answer")
         assert [get(path).status for path in ("/livez", "/metrics", "/")] == [200, 200, 200]
-        told = get("/metrics").body.decode()
-        assert "precompute_store_up 0.0" in told
-        assert 'precompute_view_live_snapshot{view="numbers"} 1.0' in told
-        assert str(port) not in told + get("/readyz").body.decode() + get("/").body.decode()
+        shown = get("/metrics").body.decode()
+        assert "precompute_store_up 0.0" in shown
+        assert 'precompute_view_live_snapshot{view="numbers"} 1.0' in shown
+        assert str(port) not in shown + get("/readyz").body.decode() + get("/").body.decode()
         assert f":{port}" in caplog.text
         with RedisProcess(redis_binary(), tmp_path, port=port):
             # the store asks a server that was gone only once in a while

@@ -90,7 +90,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     token = made_token(folder, "ranker")
     Guarded.folder = folder
     Guarded.token = token
-    # by all of its addresses: what strangers could reach is served, since they are kept out
+    # by all of its addresses: what strangers could reach is served, since they are shut out
     one = Guarded(folder, "127.0.0.1:0")
     with one:
         yield one
@@ -137,10 +137,10 @@ def test_metrics_and_the_page_are_on_their_own_address_for_admins(server: Guarde
         server.get(path, authorization=admin).check_problem(404, "no_such_route")
         server.admin(path, authorization=f"Bearer {server.token}").check_problem(403, "wrong_scope")
         assert server.admin(path, authorization=admin).status == 200
-    told = server.admin("/metrics", authorization=admin).body.decode()
-    assert 'precompute_auth_refused_total{reason="scope"} 2.0' in told
-    assert 'precompute_process_resident_bytes{process="worker-0"}' in told
-    assert str(server.token) not in told + server.log.read_text()
+    shown = server.admin("/metrics", authorization=admin).body.decode()
+    assert 'precompute_auth_refused_total{reason="scope"} 2.0' in shown
+    assert 'precompute_process_resident_bytes{process="worker-0"}' in shown
+    assert str(server.token) not in shown + server.log.read_text()
 
 
 def test_tokens_are_exchanged_and_taken_back_without_a_restart(server: Guarded) -> None:
@@ -187,7 +187,7 @@ def test_limits_are_those_of_the_configuration(server: Guarded) -> None:
     admin = f"Bearer {made_token(server.folder, 'counts', '--scope', 'admin')}"
     eventually(lambda: server.admin("/metrics", authorization=admin).status == 200)
     assert [server.get(ROW).status for _ in range(3)] == [200] * 3
-    # no row is kept
+    # no row is cached
     counted = server.admin("/metrics", authorization=admin).body.decode()
     assert 'cache="l1",outcome="hit"} 0.0' in counted
 
@@ -205,14 +205,14 @@ def test_limits_are_those_of_the_configuration(server: Guarded) -> None:
         ({"admin": "unix:./views"}, "serve.admin: .* cannot be bound"),
     ],
 )
-def test_what_cannot_be_served_is_told_before_anything_is_started(
+def test_what_cannot_be_served_is_reported_before_anything_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], serve: dict[str, Any], why: str
 ) -> None:
     make_folder(tmp_path, {"numbers": {}}, serve={"bind": "unix:./api.sock"} | serve)
     assert main(["-c", str(tmp_path), "serve"]) == 2
-    told = capsys.readouterr()
-    assert re.search(why, told.err)
-    assert told.out == ""
+    shown = capsys.readouterr()
+    assert re.search(why, shown.err)
+    assert shown.out == ""
     assert not (tmp_path / "api.sock").exists()
 
 
@@ -226,8 +226,8 @@ def test_token_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     )
     make_folder(tmp_path, {"numbers": {}}, serve={"tokens": "./tokens"})
     assert main([*command, "--json", "--scope", "admin"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["name"], told["scope"], len(told["token"])) == ("ranker", "admin", 47)
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["name"], shown["scope"], len(shown["token"])) == ("ranker", "admin", 47)
     assert main([*command, "--remove", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"name": "ranker", "removed": 1}
     assert main([*command, "--remove"]) == 1
@@ -268,7 +268,7 @@ def test_answers_and_traces_say_what_took_how_long(tmp_path: Path) -> None:
         write_numbers(tmp_path, [1, 2, 3, 9, 10])
         with Server(tmp_path) as server:
 
-            def asked(trace: str, path: str, body: Any = None) -> list[str]:
+            def lines_of(trace: str, path: str, body: Any = None) -> list[str]:
                 reply = server.request(
                     "POST" if body else "GET",
                     path,
@@ -281,9 +281,9 @@ def test_answers_and_traces_say_what_took_how_long(tmp_path: Path) -> None:
                 assert total >= sum(parts) - 0.01
                 return [stage for stage, _ in timing]
 
-            of_row = asked(traces[0], "/v1/views/numbers/rows/2")
-            of_rows = asked(traces[1], "/v1/views/numbers/lookup", {"keys": [1, 9, 10, 77]})
-            of_search = asked(traces[2], "/v1/views/numbers/search", {"inputs": {"x": 2.0}})
+            of_row = lines_of(traces[0], "/v1/views/numbers/rows/2")
+            of_rows = lines_of(traces[1], "/v1/views/numbers/lookup", {"keys": [1, 9, 10, 77]})
+            of_search = lines_of(traces[2], "/v1/views/numbers/search", {"inputs": {"x": 2.0}})
             assert of_row == ["read", "verify", "encode", "total"]
             assert of_rows == ["read", "verify", "wait", "encode", "total"]
             assert of_search == ["search", "total"]

@@ -325,7 +325,7 @@ def test_rows_of_another_model_alone_only_where_an_operator_says_so(corpus: Corp
     assert corpus.served() == {2: 1.0}
 
 
-def test_a_damaged_partition_is_told_and_computed_again(corpus: Corpus) -> None:
+def test_a_damaged_partition_is_reported_and_computed_again(corpus: Corpus) -> None:
     for day in range(3):
         corpus.run(day, {day: 1.0, 10 + day: 2.0})
     store = corpus.scene.store
@@ -383,7 +383,7 @@ def test_the_model_behind_a_miss_reads_the_newest_partition(corpus: Corpus) -> N
     assert table["source"].to_pylist()[:3] == ["store", "store", "fallback"]
 
 
-# ---- what is told
+# ---- what is reported
 
 
 def test_the_past_of_partitions_that_add_up_is_what_was_served(corpus: Corpus) -> None:

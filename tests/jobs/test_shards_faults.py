@@ -208,7 +208,7 @@ def test_a_row_that_hangs_is_rejected_alone(make_project: MakeProject) -> None:
     assert (report.counts["written"], report.counts["rejected"]) == (8, 1)
 
 
-def test_an_operator_is_told_that_all_workers_are_gone(
+def test_an_operator_is_warned_that_all_workers_are_gone(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(holder_module, "LONELY_S", 0.3)
@@ -274,12 +274,12 @@ def test_a_worker_of_a_run_that_died_says_that_nobody_takes_its_rows(
     began = threading.Event()
     taken = worker_module._Worker._taken_over
 
-    def told(worker: Any, shard: int) -> Any:
+    def noted(worker: Any, shard: int) -> Any:
         began.set()
         _until(lambda: not scene.store.running(None))
         return taken(worker, shard)
 
-    monkeypatch.setattr(worker_module._Worker, "_taken_over", told)
+    monkeypatch.setattr(worker_module._Worker, "_taken_over", noted)
     monkeypatch.setattr(Lease, "check", _fenced_when(began))
     monkeypatch.setattr(holder_module, "CHECK_S", 0.0)
     with running(scene) as errors:
@@ -327,7 +327,7 @@ def test_a_budget_is_spent_in_one_process(make_project: MakeProject) -> None:
     assert scene.doubles() == {i: 2 * x for i, x in ROWS}
 
 
-def test_a_worker_that_is_told_to_end_while_it_waits(
+def test_a_worker_that_is_to_end_while_it_waits(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
@@ -335,11 +335,11 @@ def test_a_worker_that_is_told_to_end_while_it_waits(
     monkeypatch.setattr(os, "_exit", ended.append)
     scene = sharded(make_project)
 
-    def told(_: object) -> list[str]:
+    def noted(_: object) -> list[str]:
         os.kill(os.getpid(), signal.SIGTERM)
         return []
 
-    monkeypatch.setattr(ShardFolder, "runs", told)
+    monkeypatch.setattr(ShardFolder, "runs", noted)
     assert scene.cli("work", "numbers", "--wait", "20s") == 143
     assert "ended before a run began" in capsys.readouterr().out
     # and its process, where it goes on, is not ended later

@@ -21,7 +21,7 @@ from tests.store.test_lookup import House, Row
 
 
 class Models:
-    """Takes down what it is asked to open."""
+    """Notes what it is to open."""
 
     def __init__(self) -> None:
         self.opened: list[tuple[str, int]] = []

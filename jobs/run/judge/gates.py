@@ -21,7 +21,6 @@ from precompute.engine.runner import compute
 from precompute.jobs.config.gates import COMPUTING_GATES
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.judge.value_gates import (
-    JUDGED_ROWS,
     SAMPLE_ROWS,
     WIDER,
     Verdicts,
@@ -39,7 +38,7 @@ from precompute.jobs.run.judge.vector_gates import (
     judge_packed,
 )
 from precompute.jobs.run.rows.chunks import computed
-from precompute.jobs.run.rows.compaction import Replaced
+from precompute.jobs.run.rows.merging import JUDGED_ROWS, Replaced
 from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, files_of
 from precompute.jobs.run.rows.plan import recipe_of
 from precompute.sources.database import Files

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.jobs.config.gates import GatesConfig
-from precompute.jobs.run.rows.compaction import Replaced
+from precompute.jobs.run.rows.merging import JUDGED_ROWS, Replaced
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature, FeatureView, StudentUse
 from precompute.store.keys import key_column
@@ -27,9 +27,6 @@ from precompute.store.offline.row_figures import RowFigures, ValueFigures, dista
 from precompute.store.offline.selection import all_rows, rows_beside, seed_of
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.view_store import ViewStore
-
-JUDGED_ROWS = 20
-"""Rows below which the gates of :data:`STATISTICS` are measured and not judged."""
 
 STATISTICS = (
     "zero",

@@ -19,7 +19,7 @@ from precompute.engine.prepare import WIDE_ROWS, WINDOW_ROWS, joined, window_row
 from precompute.engine.runner import Runner
 from precompute.engine.window import MISFIT, Outcome
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
-from precompute.jobs.run.progress import Progress
+from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.report import Overlapping
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.rows.plan import Plan, now_us

@@ -1,5 +1,5 @@
-"""Plan: which rows a run computes, and why. What ``materialize --dry-run`` prints and
-:func:`precompute.jobs.run.materialize.materialize` carries out.
+"""Plan: what is requested of a run, and which rows it computes for that, and why. What
+``materialize --dry-run`` prints and :func:`precompute.jobs.run.materialize.materialize` does.
 
 A row is computed when neither the parent nor an interrupted run has it with its key, its input hash
 and the view's recipe. A changed model, SQL, column or feature is another recipe, and then every row
@@ -11,17 +11,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from precompute.jobs.run.job import RunOptions
-from precompute.jobs.run.rows.open_model import variant_name
+from precompute.jobs.config.project import Project
+from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.run.rows.open_model import Load, variant_name
 from precompute.jobs.run.rows.open_view import OpenView, files_of
 from precompute.model import digest
 from precompute.sources.database import Files
 from precompute.sources.diff import Diff, compare
+from precompute.store.disk.lease import Lease
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import StudentUse
 from precompute.store.offline.part_file import MOST_OVERLAYS, layers_that_stay
@@ -29,6 +31,7 @@ from precompute.store.offline.runs import Finished
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import Partition
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,59 @@ deltas and overlays are merged alike."""
 MAX_LAYERS = 16
 """Deltas up to the snapshot of the online store's base, which are not merged; with more of them all
 are, and a new base is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What a run is to do; the command line has options of the same names.
+
+    Args:
+        command: ``run``, or only its first half ``materialize``, or only its second half
+            ``publish``.
+        number: which snapshot to publish; the newest by default.
+        partition: which one to compute; of a partitioned view the latest that is over by default.
+        full: compute every row.
+        retry_rejected: compute rows that were rejected with the same input, too.
+        accept: gates whose refusal is accepted; the manifest records them.
+        reload: publish it again, though the online store seems to hold it.
+        take_over: publish it, though another project publishes the view in the online store.
+        due: the schedule's time this run is for, ISO 8601 in UTC.
+        backfill: id of the backfill this run is a part of.
+        deadline_s: the kernel ends the process after this long, whatever it hangs in.
+        frame: the rows, of a view with ``source: {frame: …}``: see
+            :func:`precompute.sources.frame.write_frame`.
+    """
+
+    command: str = "run"
+    number: int | None = None
+    partition: Partition | None = None
+    full: bool = False
+    retry_rejected: bool = False
+    accept: Collection[str] = ()
+    reload: bool = False
+    take_over: bool = False
+    due: str | None = None
+    backfill: str | None = None
+    deadline_s: float | None = None
+    frame: Any = None
+
+    @property
+    def partition_text(self) -> str | None:
+        """The partition, as manifests and reports name it."""
+        return None if self.partition is None else str(self.partition)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run. ``lease`` is checked before the commit; None where nothing is committed. ``load``
+    makes the model; by default it is loaded as configured."""
+
+    project: Project
+    config: ViewConfig
+    store: ViewStore
+    options: RunOptions
+    lease: Lease | None = None
+    load: Load | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,11 @@ import pyarrow.parquet as pq
 from precompute.engine.prepare import WIDE_ROWS
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.config.view import ViewConfig
-from precompute.jobs.run.command_process import end_signal
-from precompute.jobs.run.job import Job
+from precompute.jobs.run.command_process import Progress, end_signal
 from precompute.jobs.run.judge.audit import Audit
-from precompute.jobs.run.progress import Progress
 from precompute.jobs.run.rows.chunks import Chunks
 from precompute.jobs.run.rows.open_view import OpenView
-from precompute.jobs.run.rows.plan import Plan
+from precompute.jobs.run.rows.plan import Job, Plan
 from precompute.jobs.run.shards.launcher import Ended, Launcher, Order, launcher_of
 from precompute.jobs.run.shards.shard_folder import (
     Beat,

@@ -27,8 +27,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from precompute.jobs.config.project import EngineConfig, Project
+from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.judge.audit import Sample
-from precompute.jobs.run.progress import Progress
 from precompute.jobs.run.rows.chunks import Chunks
 from precompute.jobs.run.rows.open_model import OpenModel, open_model
 from precompute.jobs.run.shards.shard_folder import (
