@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from precompute.engine.memory import available_bytes
+from precompute.engine.resources import available_bytes
 from precompute.jobs.serve.remote_fallback import socket_path
 from precompute.jobs.serve.supervised_process import STATUS_RESTART, STILL_S, SupervisedProcess
 from precompute.store.disk.sql import sweep

@@ -24,8 +24,14 @@ from precompute.store.answers.answer import MAX_DEADLINE_S
 from precompute.store.disk.durable_file import allocate
 from precompute.store.http.telemetry.instruments import RESTARTS, Meter
 from precompute.store.times import doubled_s
-from precompute.workers.frames import read_message, take_pipes, write_frame
-from precompute.workers.process import ChildProcess, end_all, python_module
+from precompute.workers.process import (
+    ChildProcess,
+    end_all,
+    python_module,
+    read_message,
+    take_pipes,
+    write_frame,
+)
 
 log = logging.getLogger(__name__)
 

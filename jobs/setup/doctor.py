@@ -166,7 +166,7 @@ def _extensions() -> Iterator[Line]:
 
 
 def _processor() -> Iterator[Line]:
-    from precompute.engine.cores import allowed
+    from precompute.engine.resources import allowed
 
     cores = allowed()
     flags: set[str] = set()

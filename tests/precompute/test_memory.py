@@ -9,11 +9,11 @@ import weakref
 
 import pytest
 
-from precompute.engine.memory import without_locals
+from precompute.engine.resources import without_locals
 
 SHOW = """
 import os, threading, time, torch
-from precompute.engine.memory import release_threads
+from precompute.engine.resources import release_threads
 
 torch.set_num_threads(3)
 
@@ -45,7 +45,7 @@ def test_a_threads_team_is_let_go_and_comes_back() -> None:
 
 
 def test_without_openmp_nothing_happens() -> None:
-    code = "import sys; from precompute.engine.memory import release_threads; release_threads(); assert 'torch' not in sys.modules"
+    code = "import sys; from precompute.engine.resources import release_threads; release_threads(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

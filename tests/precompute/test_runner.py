@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precompute.engine import runner
-from precompute.engine.features import Declared, Misfit
+from precompute.engine.rows import Declared, Misfit, Outcome
 from precompute.engine.runner import Runner, compute
-from precompute.engine.window import Outcome
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from tests.models import REFUSED_AT, Doubler
