@@ -369,6 +369,8 @@ def described(exc: BaseException, longest: int = 500) -> str:
     Modules of the project's folder have the names that it knows them by. At most ``longest``
     characters."""
     text = plain_name(f"{type(exc).__name__}: {exc}").removesuffix(": ")
+    # half a surrogate pair would keep it out of a run's report
+    text = text.encode(errors="backslashreplace").decode()
     lines = [
         (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)
     ]

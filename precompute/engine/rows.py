@@ -99,8 +99,10 @@ class Window:
         return int(costs.sum()), len(costs) * int(costs.max())
 
     def reject(self, row: int, stage: str, error: str) -> None:
-        """Row ``row`` of the window has no features."""
-        self.rejections[row] = RejectedRow(row, stage, error)
+        """Row ``row`` of the window has no features; of the error, which may quote the row, half a
+        surrogate pair is escaped, since no file takes it."""
+        text = error.encode(errors="backslashreplace").decode()
+        self.rejections[row] = RejectedRow(row, stage, text)
 
     def piece(self) -> Window:
         """What was made so far; this window goes on without it."""

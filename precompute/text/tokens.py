@@ -192,7 +192,8 @@ class TokenCache:
 
     def _evict(self) -> None:
         files = []
-        for path in self._folder.glob("*.tokens"):
+        # what a killed process was writing counts as well
+        for path in (*self._folder.glob("*.tokens"), *self._folder.glob(".*.tmp")):
             # another process evicted it
             with contextlib.suppress(OSError):
                 file = path.stat()

@@ -227,11 +227,13 @@ class ChildProcess(ProcessGroup):
 
     def _pass_on(self, file: IO[bytes]) -> None:
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        # our own stderr may be closed
-        with contextlib.suppress(OSError, ValueError), file:
+        with file:
             while data := os.read(file.fileno(), 65536):
                 self._tail = (self._tail + data)[-TAIL_BYTES:]
-                sys.stderr.write(decode(data))
+                # our own may be closed, or a file on a full disk: no reason for the child's prints
+                # to fail
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stderr.write(decode(data))
 
 
 def installed_module(module: str) -> list[str]:

@@ -475,9 +475,14 @@ class _Worker:
 
     def _take(self) -> None:
         """Read windows as they come, so that the end of the input is noticed whatever the model
-        does."""
-        while (frame := read_frame(self._source)) is not None:
-            self._waiting.put(frame[1].read_next_batch())
+        does. One that cannot be read, for want of memory, ends the process: the pool has its rows
+        computed by another."""
+        try:
+            while (frame := read_frame(self._source)) is not None:
+                self._waiting.put(frame[1].read_next_batch())
+        except Exception as exc:
+            print(f"\n{first_line(exc)}", file=sys.stderr, flush=True)
+            os._exit(1)
         os._exit(0)
 
     def _send_done(self, done: Outcome) -> None:

@@ -28,7 +28,14 @@ from precompute.store.errors import ConfigError, ModelError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.workers import worker
 from precompute.workers import worker_pool as pool_stream
-from precompute.workers.worker import WorkerSpec
+from precompute.workers.process import (
+    ChildProcess,
+    framed,
+    python_module,
+    read_frame,
+    write_frame,
+)
+from precompute.workers.worker import Share, WorkerSpec
 from precompute.workers.worker_pool import HELD, WorkerPool
 from tests.precompute.dying_models import Poisoned
 from tests.server import eventually
@@ -284,6 +291,24 @@ def test_a_model_of_ones_own_is_found_in_the_projects_folder(tmp_path: Path) -> 
 def test_a_worker_without_a_torch_model_does_not_load_torch() -> None:
     code = "import sys, precompute.workers.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_worker_whose_input_cannot_be_read_ends() -> None:
+    """Another one then has its rows, instead of waiting for as long as a batch may take."""
+    spec = WorkerSpec(DOUBLER, {}, {}, VIEW).header({}, frozenset(), Share(1, 64, 60.0))
+    command, environment = python_module("precompute.workers.worker")
+    child = ChildProcess(command, output="piped", environment=environment)
+    stdin, stdout = child.pipes()
+    with stdin, stdout:
+        write_frame(stdin, spec)
+        while (frame := read_frame(stdout)) is not None and frame[0]["kind"] != "ready":
+            pass
+        assert frame is not None
+        stdin.write(framed({}, 8) + b"no Arrow")
+        stdin.flush()
+        assert child.wait(30)
+    assert child.status == 1
+    assert child.last_words() != ""
 
 
 def test_no_more_is_read_than_may_be_held() -> None:
