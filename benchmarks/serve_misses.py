@@ -66,7 +66,7 @@ class Python:
 def suited() -> tuple[str, str]:
     """Precision and back end that this CPU computes fastest."""
     from precompute.techniques.machine import has_bf16
-    from precompute.text.encoder import kernel
+    from precompute.text.bert import kernel
 
     return ("bf16", "encoder" if kernel() else "onednn") if has_bf16() else ("fp32", "onednn")
 

@@ -31,7 +31,7 @@ from precompute.store.errors import PrecomputeError
 from precompute.store.online.url import open_online_store
 from precompute.store.wire.lookup_options import LookupOptions
 from precompute.techniques.machine import has_bf16
-from precompute.text.encoder import kernel
+from precompute.text.bert import kernel
 
 VIEWS = (
     "item_embedding",

@@ -1,5 +1,5 @@
-"""Model: the protocol of a model, input columns to features, with its optional parts; and what goes
-into a fingerprint.
+"""Model: the protocol of a model, input columns to features, with its optional parts; what goes
+into a fingerprint; and what a relative path among its arguments means.
 
 A user's own model is a class with the two methods of :class:`Model`, named by dotted path
 (``mypackage.models:Ranker``): docs/reference.md.
@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.project_module import ProjectPath, absolute_path, plain_name, project_folder
 from precompute.store.errors import ConfigError
 
 Features = Mapping[str, npt.NDArray[Any] | pa.Array]
@@ -420,3 +419,70 @@ def resolve_path(path: str) -> Path:
     if not resolved.exists():
         raise ConfigError(f"model path {path!r}: nothing at {resolved}")
     return resolved
+
+
+# ---- What a path among a model's arguments starts from.
+
+_FOLDER: ContextVar[Path | None] = ContextVar("project_folder", default=None)
+
+
+class ProjectPath(str):
+    """A path of a model's argument, absolute. It is a text; :func:`precompute.model.digest` takes
+    it for a path."""
+
+    __slots__ = ()
+
+
+def project_folder() -> Path | None:
+    """The folder of the project whose model is being made; None outside, where paths start from the
+    working directory."""
+    return _FOLDER.get()
+
+
+@contextlib.contextmanager
+def starting_from(folder: Path | None) -> Iterator[None]:
+    """Within, in this thread, relative paths and users' modules are those of a project's folder."""
+    token = _FOLDER.set(folder)
+    try:
+        yield
+    finally:
+        _FOLDER.reset(token)
+
+
+def absolute_path(path: str | Path) -> Path:
+    """A path that is relative starts from the project's folder, where a model of one is being
+    made."""
+    return (_FOLDER.get() or Path()) / path
+
+
+def is_path(text: str) -> bool:
+    """Whether a model's argument is a path relative to the project's folder: it starts with ``./``
+    or ``../``."""
+    return text.startswith(("./", "../"))
+
+
+def absolute_arguments(value: Any, folder: Path) -> Any:
+    """A model's arguments, at any depth, with each text that :func:`is_path` made a
+    :class:`ProjectPath`. Queries (``{sql: …}``) stay."""
+    if isinstance(value, Mapping):
+        return (
+            value
+            if set(value) == {"sql"}
+            else {k: absolute_arguments(v, folder) for k, v in value.items()}
+        )
+    if isinstance(value, list):
+        return [absolute_arguments(v, folder) for v in value]
+    return ProjectPath(folder / value) if isinstance(value, str) and is_path(value) else value
+
+
+# ---- The private names of a project's own modules.
+
+PROJECT_PACKAGE = "_project_"
+"""What the package of a project's own modules is called, up to a digest and a number: see
+:mod:`precompute.registry`."""
+_PRIVATE = re.compile(rf"\b{PROJECT_PACKAGE}[0-9a-f]{{12}}_\d+\.")
+
+
+def plain_name(name: str) -> str:
+    """A module's name as its project knows it: the same wherever the project lies."""
+    return _PRIVATE.sub("", name)

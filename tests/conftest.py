@@ -23,7 +23,7 @@ import redis
 import yaml
 from hypothesis import Phase, settings
 
-from precompute.engine.cores import allowed
+from precompute.engine.resources import allowed
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.storage import unmount_all
 from precompute.store.online import kernels

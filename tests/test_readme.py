@@ -24,7 +24,7 @@ from precompute.jobs.config.view import FeatureConfig, ViewConfig
 from precompute.store.feature_view import RESERVED
 from precompute.store.wire.bodies import LookupRequest, SearchRequest, ServiceRequest
 from precompute.techniques.machine import has_bf16
-from precompute.text.encoder import kernel
+from precompute.text.bert import kernel
 from tests import REPOSITORY
 from tests.documents import (
     PRECOMPUTE,

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from precompute.engine.memory import available_bytes
+from precompute.engine.resources import available_bytes
 from precompute.jobs.config.project import Project
 from precompute.store.disk.storage import LOCAL, storage_of
 from precompute.store.errors import PrecomputeError

@@ -22,7 +22,8 @@ from precompute.jobs.ops.student_judge import (
     published_rows,
 )
 from precompute.jobs.run.rows.open_view import OpenView
-from precompute.project_module import absolute_arguments, described, starting_from
+from precompute.model import absolute_arguments, starting_from
+from precompute.registry import described
 from precompute.store.disk.durable_file import (
     disk_message,
     make_folder,

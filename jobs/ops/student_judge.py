@@ -17,16 +17,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.engine.memory import ResidentPeak, give_back
-from precompute.engine.window import Outcome
+from precompute.engine.resources import ResidentPeak, give_back
+from precompute.engine.rows import Outcome
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.judge.accuracy import compared
 from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows.open_model import EXAMPLE_ROWS
 from precompute.jobs.run.rows.open_view import OpenView, open_view
-from precompute.model import Model, digest
-from precompute.project_module import starting_from
+from precompute.model import Model, digest, starting_from
 from precompute.registry import load_model
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConfigError, ModelError, SnapshotError

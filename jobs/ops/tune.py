@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from precompute.engine.memory import ResidentPeak, give_back, resident_bytes
-from precompute.engine.prepare import WIDE_ROWS, joined
+from precompute.engine.batches import WIDE_ROWS, joined
+from precompute.engine.resources import ResidentPeak, give_back, resident_bytes
+from precompute.engine.rows import MISFIT, Outcome
 from precompute.engine.runner import Runner
-from precompute.engine.window import MISFIT, Outcome
 from precompute.jobs.config.gates import AccuracyConfig
 from precompute.jobs.config.project import Project, read_tuning, write_tuning
 from precompute.jobs.run.judge.accuracy import (

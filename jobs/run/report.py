@@ -24,8 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from precompute.engine.cores import allowed, usable_threads
-from precompute.engine.memory import ResidentPeak
+from precompute.engine.resources import ResidentPeak, allowed, usable_threads
 from precompute.jobs.run.command_process import (
     Terminated,
     described,

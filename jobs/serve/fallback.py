@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from precompute.engine.memory import is_device_lost
 from precompute.engine.microbatch import MicroBatcher, Refusal, Wanted, longest_s
+from precompute.engine.resources import is_device_lost
 from precompute.jobs.serve.live_view import (
     REFUSED_S,
     InputRows,

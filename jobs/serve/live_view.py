@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from precompute.engine.features import with_null_rows
+from precompute.engine.rows import with_null_rows
 from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, open_view
-from precompute.model import Model, QueryModel, ReadingModel
-from precompute.project_module import starting_from
+from precompute.model import Model, QueryModel, ReadingModel, starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.cached_source import CachedSource
 from precompute.store.answers.fallback import Computed, Miss, unpacked_view

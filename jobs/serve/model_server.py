@@ -23,7 +23,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from precompute.engine.memory import keep_freed_memory
+from precompute.engine.resources import keep_freed_memory
 from precompute.jobs.serve.fallback import LOAD_S, ViewFallback
 from precompute.jobs.serve.live_view import REFUSED_S
 from precompute.jobs.serve.processes import STATUS_RESTART, Watch, read_spec
@@ -35,8 +35,7 @@ from precompute.store.online.miss_cache import MissCacheLimits
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.url import open_miss_cache
 from precompute.store.times import Reason
-from precompute.workers.frames import framed, read_message
-from precompute.workers.process import be_nicer
+from precompute.workers.process import be_nicer, framed, read_message
 
 # From a worker:
 #   {"compute": [i, …], "view": …, "keys": […], "inputs": {key: …}, "deadline": t, "query": …,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from precompute.engine.memory import available_bytes
+from precompute.engine.resources import available_bytes
 from precompute.jobs.run.command_process import log_to_stderr
 from precompute.jobs.serve.remote_fallback import socket_path
 from precompute.store.answers.answer import MAX_DEADLINE_S
@@ -32,8 +32,14 @@ from precompute.store.disk.sql import sweep
 from precompute.store.errors import PrecomputeError
 from precompute.store.http.telemetry.instruments import RESTARTS, Meter
 from precompute.store.times import doubled_s
-from precompute.workers.frames import read_message, take_pipes, write_frame
-from precompute.workers.process import ChildProcess, end_all, python_module
+from precompute.workers.process import (
+    ChildProcess,
+    end_all,
+    python_module,
+    read_message,
+    take_pipes,
+    write_frame,
+)
 
 log = logging.getLogger(__name__)
 

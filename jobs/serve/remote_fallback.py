@@ -34,7 +34,7 @@ from precompute.store.http.telemetry.instruments import (
 )
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason
-from precompute.workers.frames import framed, read_message
+from precompute.workers.process import framed, read_message
 
 log = logging.getLogger(__name__)
 

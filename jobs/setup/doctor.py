@@ -166,7 +166,7 @@ def _extensions() -> Iterator[Line]:
 
 
 def _processor() -> Iterator[Line]:
-    from precompute.engine.cores import allowed
+    from precompute.engine.resources import allowed
 
     cores = allowed()
     flags: set[str] = set()
@@ -225,28 +225,18 @@ def _limits() -> Iterator[Line]:
 
 
 def _project(project: Project) -> Iterator[Line]:
+    from precompute.engine.resources import available_bytes
+
     mistakes = [*map(str, project.broken.values()), *project.service_mistakes()]
     for mistake in mistakes:
         yield Line("configuration", "bad", mistake, "mend the file")
     if not mistakes:
         views = ", ".join(project.names)
         yield Line("configuration", "ok", f"{project.folder / 'project.yaml'}, views: {views}")
-    memory = _available_bytes()
-    wanted = project.settings.memory_mb * 2**20
-    if memory is None:
-        return
+    memory, wanted = available_bytes(), project.settings.memory_mb * 2**20
     found = f"{_gb(memory)} available, memory_mb is {project.settings.memory_mb:,}"
     remedy = "lower memory_mb, or free some: a run takes so much, and its model"
     yield _judged("memory", wanted > memory, found, remedy)
-
-
-def _available_bytes() -> int | None:
-    with contextlib.suppress(OSError):
-        found = re.search(
-            r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE
-        )
-        return int(found[1]) * 1024 if found else None
-    return None
 
 
 def _disk(project: Project) -> Iterator[Line]:

@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from precompute.jobs.setup.data_file import Column, DataFile, near, number_text, slug_of
-from precompute.model import Model, ReadingModel, resolve_path
-from precompute.project_module import starting_from
+from precompute.model import Model, ReadingModel, resolve_path, starting_from
 from precompute.registry import load_model
 from precompute.sources.database import quoted
 from precompute.sources.source import Source

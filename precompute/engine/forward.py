@@ -14,20 +14,19 @@ from typing import Any
 import pyarrow as pa
 
 from precompute.engine.ahead import Meter
-from precompute.engine.budget import Budget, Pace
-from precompute.engine.cores import Lanes
-from precompute.engine.features import Declared, Misfit
-from precompute.engine.memory import (
+from precompute.engine.batches import Budget, Pace
+from precompute.engine.resources import (
     DeviceLostError,
+    Lanes,
     first_line,
     is_device_lost,
     is_out_of_memory,
     release_threads,
     without_locals,
 )
-from precompute.engine.window import MISFIT, Batch, Later, Rows, Window
+from precompute.engine.rows import MISFIT, Batch, Declared, Later, Misfit, Rows, Window
 from precompute.model import Features, Model, StagedModel
-from precompute.project_module import described
+from precompute.registry import described
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
 

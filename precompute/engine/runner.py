@@ -17,18 +17,16 @@ import numpy as np
 import pyarrow as pa
 
 from precompute.engine.ahead import Ahead, Meter
-from precompute.engine.budget import Budget, Pace
-from precompute.engine.cores import usable_threads
-from precompute.engine.features import Declared, in_order
+from precompute.engine.batches import DEVICE_WINDOW_ROWS, Budget, Pace, Preparation
 from precompute.engine.forward import Forward
-from precompute.engine.memory import (
+from precompute.engine.resources import (
     ResidentPeak,
     is_out_of_memory,
     keep_freed_memory,
     release_threads,
+    usable_threads,
 )
-from precompute.engine.prepare import DEVICE_WINDOW_ROWS, Preparation
-from precompute.engine.window import Batch, Outcome, Window
+from precompute.engine.rows import Batch, Declared, Outcome, Window, in_order
 from precompute.model import Model, SizedModel, StagedModel
 from precompute.store.feature_view import FeatureView
 
@@ -88,7 +86,7 @@ class Runner:
     Raises:
         ModelError: (from every method) the model raised one, to say that view and source do not fit
             it. Rows for which it returns something other than the view declares are found as those
-            that it raises for, and rejected with the stage :data:`precompute.engine.window.MISFIT`.
+            that it raises for, and rejected with the stage :data:`precompute.engine.rows.MISFIT`.
     """
 
     def __init__(
@@ -148,7 +146,7 @@ class Runner:
     @property
     def window_rows(self) -> int:
         """Rows that a window of :meth:`stream` should have, as
-        :func:`precompute.engine.prepare.joined` takes it."""
+        :func:`precompute.engine.batches.joined` takes it."""
         return DEVICE_WINDOW_ROWS if self._staged is not None and self._staged.device.depth else 1
 
     def lanes_for(self, rows: int) -> int:

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from precompute.engine.cores import Lanes
-from precompute.engine.memory import ResidentPeak, available_bytes
+from precompute.engine.resources import Lanes, ResidentPeak, available_bytes
 from precompute.model import stays_on_host
 from precompute.store.errors import ConfigError
 

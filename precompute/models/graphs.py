@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from precompute.engine.memory import first_line, is_device_lost
+from precompute.engine.resources import first_line, is_device_lost
 from precompute.store.errors import ConfigError
 
 log = logging.getLogger(__name__)

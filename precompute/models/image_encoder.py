@@ -20,7 +20,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, CLIPVisionModelWithProjection, SiglipVisionModel
 from transformers.utils import logging as transformers_logging
 
-from precompute.engine.cores import allowed, usable_threads
+from precompute.engine.resources import allowed, usable_threads
 from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.image_file import (
@@ -31,7 +31,7 @@ from precompute.models.image_file import (
     read_recipe,
 )
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.project_module import described
+from precompute.registry import described
 from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 1

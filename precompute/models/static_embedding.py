@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from precompute.model import Prepared, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.project_module import described
+from precompute.registry import described
 from precompute.store.errors import ConfigError, ModelError
 from precompute.text.tokens import texts, unusable_texts
 

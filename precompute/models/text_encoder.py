@@ -18,11 +18,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from precompute.model import Prepared, Verbatim, digest, resolve_path
+from precompute.model import Prepared, Verbatim, absolute_path, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.graphs import Graphed, bucketed_length
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.project_module import absolute_path
 from precompute.store.errors import ConfigError
 from precompute.text.sentence_folder import Head, SentenceFolder, read_sentence_folder
 from precompute.text.tokens import TextTokenizer, TokenCache, Tokens, texts, unusable_texts

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model
 
-from precompute.engine.window import side_by_side
-from precompute.model import Prepared, Verbatim, digest, resolve_path
+from precompute.engine.rows import side_by_side
+from precompute.model import Prepared, Verbatim, digest, plain_name, project_folder, resolve_path
 from precompute.models.device import Device, Fetch
 from precompute.models.exported_program import (
     Columns,
@@ -29,15 +29,7 @@ from precompute.models.exported_program import (
     takes,
 )
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.project_module import (
-    classes_of,
-    described,
-    import_module,
-    modules_beside,
-    plain_name,
-    project_folder,
-    unfit_argument,
-)
+from precompute.registry import classes_of, described, import_module, modules_beside, unfit_argument
 from precompute.store.errors import ConfigError, ModelError, did_you_mean, nearest_or_all
 
 CODE_VERSION = 1

@@ -4,15 +4,16 @@ A row costs 50 µs, where DuckDB plans and scans for 1.4 ms and more."""
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import threading
 import time
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
 import pyarrow as pa
 
+from precompute.registry import Stamp, stamp_of
 from precompute.sources.database import Database
 from precompute.sources.file_names import is_pattern, is_remote
 from precompute.store.errors import PrecomputeError
@@ -42,9 +43,6 @@ _UNSTEADY = (
 """Names in SQL that may yield other rows from the same files, beside the functions that DuckDB
 itself marks so."""
 
-_Stamps = tuple[tuple[int, int, int, int], ...]
-"""Device, inode, size and time of each file."""
-
 
 class CachedSource:
     """Reads the source in a thread of its own; answers nothing before that is done, or when a file
@@ -62,8 +60,8 @@ class CachedSource:
     ) -> None:
         self._database, self._sql, self._given, self._files = database, sql, given, files
         self._lock = threading.Lock()
-        self._entry: tuple[_Stamps, dict[str, int], pa.Table] | None = None
-        self._not_cached: _Stamps | None = None
+        self._entry: tuple[list[Stamp], dict[str, int], pa.Table] | None = None
+        self._not_cached: list[Stamp] | None = None
         """Stamps of the files when they were last read and not cached."""
         self._reading, self._again_at = False, 0.0
         self._may_be = bool(files) and not any(
@@ -104,7 +102,7 @@ class CachedSource:
             if (
                 not self._may_be
                 or before is None
-                or max(stamp[3] for stamp in before) > time.time_ns() - SETTLED_S * 1e9
+                or max(stamp.changed for stamp in before) > time.time_ns() - SETTLED_S * 1e9
             ):
                 return
             self._not_cached = before
@@ -124,12 +122,10 @@ class CachedSource:
                 self._entry, self._not_cached = (before, position, table), None
 
 
-def _stamps(files: Sequence[str]) -> _Stamps | None:
-    try:
-        found = [os.stat(file) for file in files]
-    except OSError:
-        return None
-    return tuple((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found)
+def _stamps(files: Sequence[str]) -> list[Stamp] | None:
+    """Those of all files; None where one is not there."""
+    found = [stamp for file in files if (stamp := stamp_of(Path(file))) is not None]
+    return found if len(found) == len(files) else None
 
 
 def unsteady(database: Database, sql: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from precompute.project_module import starting_from
+from precompute.model import starting_from
 from precompute.sources.cached_source import CachedSource
 from precompute.sources.database import (
     BOUNDS,
@@ -153,7 +153,7 @@ class Source:
                 is no such tokenizer.
         """
         # what cuts no texts needs no tokenizer's library
-        from precompute.text.chunker import Chunker
+        from precompute.text.tokens import Chunker
 
         types, schema = self.database.described(self._sql, self._given)
         if CHUNK in types:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from precompute.engine.rows import Outcome
 from precompute.engine.runner import Runner
-from precompute.engine.window import Outcome
 from precompute.model import Model
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView

@@ -22,8 +22,7 @@ from precompute.store.disk.durable_file import disk_message, make_folder, replac
 from precompute.store.errors import ModelError
 from precompute.students.lesson import Lesson, Made
 from precompute.students.training import half_products
-from precompute.text.bert import Bert, BertConfig
-from precompute.text.encoder import UnpaddedBert, kernel, not_understood
+from precompute.text.bert import Bert, BertConfig, UnpaddedBert, kernel, not_understood
 from precompute.text.sentence_folder import TRANSFORMER_CONFIGS, read_sentence_folder
 from precompute.text.tokens import Tokens
 from precompute.text.transformer import TOKENIZER_FILES

@@ -22,8 +22,7 @@ from precompute.students.training import course_of, half_products, train
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.onednn import STEPS, TINY, fitted, middle_and_scale
 from precompute.techniques.technique import with_linear
-from precompute.text.bert import Bert, BertConfig, Output
-from precompute.text.encoder import PANEL
+from precompute.text.bert import PANEL, Bert, BertConfig, Output
 
 
 @dataclass(frozen=True, slots=True)

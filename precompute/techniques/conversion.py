@@ -17,12 +17,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from precompute.engine.prepare import batches_by_cost
-from precompute.engine.window import Outcome, Rows
+from precompute.engine.batches import batches_by_cost
+from precompute.engine.rows import Outcome, Rows
 from precompute.model import CheckingModel, Model
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.project_module import described
+from precompute.registry import described
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.feature_view import FeatureView
 from precompute.techniques.same_value import differing

@@ -1,4 +1,4 @@
-"""Encoder: a text encoder that is a BERT, by the C++ extension (:mod:`precompute.text.encoder`):
+"""Encoder: a text encoder that is a BERT, by the C++ extension (:mod:`precompute.text.bert`):
 bfloat16 products, no padding, the rest float32.
 
 512 docstrings by MiniLM, per second of one AVX512-BF16 core without AMX (AMD Zen 5), all in turns:
@@ -19,7 +19,7 @@ from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
 from precompute.techniques.machine import computes_in, on_a_cpu_only
 from precompute.techniques.technique import Batches, Forward, Technique, elements
-from precompute.text.encoder import UnpaddedBert, kernel, not_understood
+from precompute.text.bert import UnpaddedBert, kernel, not_understood
 
 LEAST_COSINE = 0.98
 """Least cosine of each vector of the first batch to float32's; two ways of computing the same in
@@ -27,7 +27,7 @@ bfloat16 have 0.999."""
 
 
 class Unpadded(Technique):
-    """bf16, on a CPU with AVX512-BF16 or AMX; see :func:`precompute.text.encoder.not_understood`
+    """bf16, on a CPU with AVX512-BF16 or AMX; see :func:`precompute.text.bert.not_understood`
     for what is left to torch."""
 
     def missing(self, device: Device) -> str:

@@ -1,4 +1,4 @@
-/* A BERT encoder without padding, in bfloat16: what precompute/text/encoder.py (there: what for,
+/* A BERT encoder without padding, in bfloat16: what precompute/text/bert.py (there: what for,
  * and when) hands its arrays to.
  *
  * Only the buffer protocol is used. All sizes and ids come from outside and are checked before they

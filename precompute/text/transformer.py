@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from precompute.project_module import described
+from precompute.registry import described
 from precompute.store.errors import ConfigError, ModelError
 from precompute.text.bert import bert_config, load_bert
 

@@ -1,5 +1,6 @@
 """Process: starts child processes, each at the head of a group of its own, signals and ends them
-with all they started, and says how they ended.
+with all they started, and says how they ended; and the messages between our processes, each a JSON
+header and a body of bytes or rows, over pipes or sockets.
 
 A group's number is used only while it is certainly its own: the kernel gives it to another process
 once the first of the group and all others are gone. So a child that ended is reaped only after what
@@ -12,10 +13,12 @@ import codecs
 import contextlib
 import errno
 import fcntl
+import json
 import logging
 import math
 import os
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -24,7 +27,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
+
+import pyarrow as pa
 
 log = logging.getLogger(__name__)
 
@@ -222,11 +227,13 @@ class ChildProcess(ProcessGroup):
 
     def _pass_on(self, file: IO[bytes]) -> None:
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        # our own stderr may be closed
-        with contextlib.suppress(OSError, ValueError), file:
+        with file:
             while data := os.read(file.fileno(), 65536):
                 self._tail = (self._tail + data)[-TAIL_BYTES:]
-                sys.stderr.write(decode(data))
+                # our own may be closed, or a file on a full disk: no reason for the child's prints
+                # to fail
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stderr.write(decode(data))
 
 
 def installed_module(module: str) -> list[str]:
@@ -352,3 +359,73 @@ def _stat(pid: int) -> _Stat | None:
 def _signal_group(number: int, signal_number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(number, signal_number)
+
+
+# ---- Messages: a JSON header, and a body of bytes or rows.
+
+_LENGTHS = struct.Struct(">IQ")
+
+
+def framed(header: Mapping[str, Any], body_bytes: int = 0) -> bytes:
+    """All of a message that comes before its body."""
+    text = json.dumps(header, default=dict).encode()
+    return _LENGTHS.pack(len(text), body_bytes) + text
+
+
+def write_frame(
+    file: IO[bytes], header: Mapping[str, Any], body: pa.RecordBatch | pa.Table | None = None
+) -> None:
+    """Write one message.
+
+    Args:
+        file: the pipe.
+        header: JSON.
+        body: rows, if there are any to send.
+
+    Raises:
+        OSError: the pipe has no reader any more.
+    """
+    data: Any = b""
+    if body is not None:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, body.schema) as writer:
+            writer.write(body)
+        data = memoryview(sink.getvalue())
+    file.write(framed(header, len(data)))
+    file.write(data)
+    file.flush()
+
+
+def read_frame(file: IO[bytes]) -> tuple[dict[str, Any], pa.RecordBatchReader] | None:
+    """As :func:`read_message`, with a reader of the body's batches (None, where it is empty)."""
+    message = read_message(file)
+    if message is None:
+        return None
+    header, body = message
+    return header, pa.ipc.open_stream(body) if body.size else None
+
+
+def read_message(file: IO[bytes]) -> tuple[dict[str, Any], pa.Buffer] | None:
+    """The header and the body of one message; None at the end of the file, also when it ends within
+    a message."""
+    lengths = file.read(_LENGTHS.size)
+    if len(lengths) < _LENGTHS.size:
+        return None
+    text_bytes, body_bytes = _LENGTHS.unpack(lengths)
+    text = file.read(text_bytes)
+    body = pa.allocate_buffer(body_bytes)
+    if len(text) < text_bytes or (body_bytes and file.readinto(memoryview(body)) < body_bytes):  # type: ignore[attr-defined]
+        return None
+    return json.loads(text), body
+
+
+def take_pipes() -> tuple[IO[bytes], IO[bytes]]:
+    """Take, in a child and first of all, its stdin and stdout for messages alone; what is printed,
+    in Python or below it, goes to stderr. It ends with its parent."""
+    die_with_parent()
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return source, sink

@@ -16,14 +16,13 @@ import numpy as np
 import pyarrow as pa
 
 from precompute.engine.ahead import Meter, closed
-from precompute.engine.memory import ResidentPeak
-from precompute.engine.prepare import DEVICE_WINDOW_ROWS
+from precompute.engine.batches import DEVICE_WINDOW_ROWS
+from precompute.engine.resources import ResidentPeak
+from precompute.engine.rows import Outcome, RejectedRow
 from precompute.engine.runner import HAND_ON_S
-from precompute.engine.window import Outcome, RejectedRow
 from precompute.store.errors import ConfigError, ModelError
-from precompute.workers.frames import read_frame
-from precompute.workers.process import end_all
-from precompute.workers.worker_process import (
+from precompute.workers.process import end_all, read_frame
+from precompute.workers.worker import (
     END_S,
     REAP_S,
     HeldWindow,
@@ -407,7 +406,7 @@ class WorkerPool:
             never lets go of Python's lock.
         hang_s: with signs of life, but no batch finished for so long, too. Loading the model does
             not count. Of rows that a worker was given up with, both are less
-            (:meth:`precompute.workers.worker_process.Patience.for_task`) until one of them is tried
+            (:meth:`precompute.workers.worker.Patience.for_task`) until one of them is tried
             for the last time.
         attempts: how often a row may end a worker that had nothing else, before it is rejected.
     """

@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.engine import runner
-from precompute.engine.budget import LONG_S
-from precompute.engine.prepare import WINDOW_ROWS
+from precompute.engine.batches import LONG_S, WINDOW_ROWS
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.rows import chunks
 from precompute.jobs.run.rows.plan import RunOptions

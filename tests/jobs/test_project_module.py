@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 import precompute
-from precompute import project_module
-from precompute.model import digest
-from precompute.project_module import import_module, module_exists, plain_name
-from precompute.registry import load_model
+from precompute import registry
+from precompute.model import digest, plain_name
+from precompute.registry import import_module, load_model, module_exists
 from precompute.store.errors import ConfigError, ModelError
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -147,7 +146,7 @@ def test_a_model_may_import_while_another_is_loaded(
     )
     (tmp_path / "neighbour.py").write_text("factor = 2.0\n")
     model, found = load_model("mine:Times", {}, tmp_path), list[Any]()
-    digest_of = project_module._digest
+    digest_of = registry._digest
 
     def while_files_are_looked_at(path: Path) -> str | None:
         if not found:
@@ -158,7 +157,7 @@ def test_a_model_may_import_while_another_is_loaded(
             computing.join(timeout=20)
         return digest_of(path)
 
-    monkeypatch.setattr(project_module, "_digest", while_files_are_looked_at)
+    monkeypatch.setattr(registry, "_digest", while_files_are_looked_at)
     assert load_model("mine:Times", {}, tmp_path).compute(BATCH)["double"] == [1.0, 2.0, 2.0]
     assert found == [[1.0, 2.0, 2.0]]
 

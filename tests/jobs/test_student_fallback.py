@@ -24,8 +24,7 @@ from precompute.jobs.run.rows.open_view import OpenStudent, open_view
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.jobs.serve.lookup_worker import Warmer
 from precompute.jobs.setup.validate import validate
-from precompute.model import model_fingerprint
-from precompute.project_module import absolute_arguments
+from precompute.model import absolute_arguments, model_fingerprint
 from precompute.registry import load_with_fingerprint
 from precompute.store.answers.lookup import Lookup
 from precompute.store.client import Client

@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from precompute.engine.rows import Outcome
 from precompute.engine.runner import Runner
-from precompute.engine.window import Outcome
 from precompute.jobs.cli import main
 from precompute.jobs.commands.measure import describe_tuning
 from precompute.jobs.config.project import tuning_path, write_tuning

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 import redis
 
+from precompute.engine import resources
 from precompute.jobs.cli import main
 from precompute.jobs.setup import doctor
 from precompute.jobs.setup.doctor import Line, examine
@@ -223,7 +224,7 @@ def test_each_trouble_has_its_remedy(
             "none-such; extra == 'dev'",
         ],
     )
-    monkeypatch.setattr(doctor, "_available_bytes", lambda: 100 * 2**20)
+    monkeypatch.setattr(resources, "available_bytes", lambda: 100 * 2**20)
     found = lines(
         make_project(ROWS, project={"online": redis_url.replace("/0", "/0?prefix=another")})
     )

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
-from precompute.engine import forward, prepare
-from precompute.engine.budget import Pace
+from precompute.engine import batches as batches_file
+from precompute.engine import forward
+from precompute.engine.batches import WIDE_ROWS, Pace, Preparation, joined
 from precompute.engine.forward import Forward
-from precompute.engine.prepare import WIDE_ROWS, Preparation, joined
+from precompute.engine.rows import Batch
 from precompute.engine.runner import AHEAD_BATCHES, BATCH_S, HAND_ON_S, Runner
-from precompute.engine.window import Batch
 from precompute.model import Prepared
 from precompute.models.device import LAUNCHED_AHEAD
 from precompute.store.feature_view import Feature, FeatureView
@@ -138,7 +138,7 @@ def simulated(
     what the stages before need for a batch."""
     clock = SimpleNamespace(monotonic=lambda: device.now)
     monkeypatch.setattr(forward, "time", clock)
-    monkeypatch.setattr(prepare, "time", clock)
+    monkeypatch.setattr(batches_file, "time", clock)
     model = SimulatedModel(device, start_cost)
     runner = Runner(model, VIEW)
     pace = Pace(None, BATCH_S)
@@ -152,7 +152,7 @@ def simulated(
             runner.meter.rows += len(features["y"])
         window.pieces.clear()
     monkeypatch.setattr(forward, "time", time)
-    monkeypatch.setattr(prepare, "time", time)
+    monkeypatch.setattr(batches_file, "time", time)
     return runner
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute.engine.prepare import batches_by_cost, window_rows
+from precompute.engine.batches import batches_by_cost, window_rows
 
 
 @settings(max_examples=100, deadline=None)

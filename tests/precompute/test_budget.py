@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.engine.budget import GROW_AFTER, LONG_S, TRIES, Budget, Pace
+from precompute.engine.batches import GROW_AFTER, LONG_S, TRIES, Budget, Pace
 
 
 def search(budget: Budget, rate: Callable[[int], float]) -> int:

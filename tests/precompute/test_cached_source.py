@@ -23,13 +23,12 @@ OLD = 1_600_000_000
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("precompute.sources.cached_source.AGAIN_S", 0.0)
+    monkeypatch.setattr("precompute.sources.cached_source.SETTLED_S", 0.0)
 
 
-def write(folder: Path, rows: dict[object, float], old: bool = True) -> None:
-    """The file, in place of the one before, by default of years ago."""
+def write(folder: Path, rows: dict[object, float]) -> None:
+    """The file, in place of the one before."""
     pq.write_table(pa.table({"id": list(rows), "x": list(rows.values())}), folder / "next")
-    if old:
-        os.utime(folder / "next", (OLD + len(rows), OLD + len(rows)))
     os.replace(folder / "next", folder / "data.parquet")
 
 
@@ -97,6 +96,27 @@ def test_they_count_as_long_as_the_file_is_what_it_was(folder: Path) -> None:
         assert cached.rows(["1"]) is None
 
 
+def test_a_file_that_changes_and_keeps_its_size_and_time_is_read_again(folder: Path) -> None:
+    source, cached = opened(folder)
+    with source:
+        eventually(lambda: is_kept(cached))
+        path, before = folder / "data.parquet", (folder / "data.parquet").stat()
+        pq.write_table(pa.table({"id": [1, 2, 3], "x": [9.0, 2.5, 3.5]}), folder / "other")
+        path.write_bytes((folder / "other").read_bytes())
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        after = path.stat()
+        assert (after.st_ino, after.st_size, after.st_mtime_ns) == (
+            before.st_ino,
+            before.st_size,
+            before.st_mtime_ns,
+        )
+        assert cached.rows(["1"]) is None
+        eventually(lambda: is_kept(cached))
+        rows = cached.rows(["1"])
+        assert rows is not None
+        assert rows["x"].to_pylist() == [9.0]
+
+
 def test_a_file_that_changes_while_it_is_read_is_read_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,8 +138,12 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(
         assert (rows["x"].to_pylist(), len(changed)) == ([9.0], 1)
 
 
-def test_a_file_that_was_just_written_is_not_trusted_yet(folder: Path) -> None:
-    write(folder, {1: 1.0}, old=False)
+def test_a_file_that_was_just_written_is_not_trusted_yet(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever time it was given."""
+    monkeypatch.setattr("precompute.sources.cached_source.SETTLED_S", 60.0)
+    os.utime(folder / "data.parquet", (OLD, OLD))
     source, cached = opened(folder)
     with source:
         assert never_kept(cached)

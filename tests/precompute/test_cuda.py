@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from benchmarks.gpu_parts import write_encoder
+from precompute.engine.batches import Preparation
 from precompute.engine.forward import Forward
-from precompute.engine.prepare import Preparation
+from precompute.engine.rows import Window
 from precompute.engine.runner import Runner
-from precompute.engine.window import Window
 from precompute.model import Prepared
 from precompute.models import device as device_file
 from precompute.models.device import Device

@@ -32,14 +32,13 @@ from precompute.techniques import encoder as technique_file
 from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import technique
-from precompute.text import encoder
-from precompute.text.bert import bert_config, load_bert
-from precompute.text.encoder import UnpaddedBert, kernel, not_understood
+from precompute.text import bert
+from precompute.text.bert import UnpaddedBert, bert_config, kernel, load_bert, not_understood
 from tests import REPOSITORY
 from tests.precompute.test_precision import bert as small_bert
 from tests.precompute.test_precision import mlp, outputs
 
-NATIVE = encoder._extension()
+NATIVE = bert._extension()
 pytestmark = pytest.mark.skipif(
     NATIVE is None, reason="the C++ extension is not built: python setup.py build_ext --inplace"
 )
@@ -481,7 +480,7 @@ def test_few_threads_and_little_memory_suffice() -> None:
 def test_what_was_not_built_or_is_of_another_version_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for built in (None, SimpleNamespace(VERSION=encoder._VERSION - 1)):
+    for built in (None, SimpleNamespace(VERSION=bert._VERSION - 1)):
         monkeypatch.setitem(sys.modules, "precompute.text._encoder", built)
         assert kernel() is None
         with pytest.raises(ConfigError, match="was not built"):
@@ -519,7 +518,7 @@ def test_kernels_are_those_of_the_cpu() -> None:
 def test_a_newer_cpu_may_compute_as_an_older_one(
     isa: str, there: list[str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoder, "_extension", lambda: SimpleNamespace(kernels=lambda: there))
+    monkeypatch.setattr(bert, "_extension", lambda: SimpleNamespace(kernels=lambda: there))
     monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
     assert kernel() == expected
@@ -556,7 +555,7 @@ def test_tiles_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ids, mask = texts(lengths, seed)
         expected = UnpaddedBert(model, without_tiles)(ids, mask)
         with monkeypatch.context() as patched:
-            patched.setattr(encoder, "_extension", lambda: emulated)
+            patched.setattr(bert, "_extension", lambda: emulated)
             assert torch.equal(UnpaddedBert(model, "amx")(ids, mask), expected), (kind, seed)
 
 

@@ -21,8 +21,8 @@ import pyarrow as pa
 import pytest
 import uvloop
 
+from precompute.engine.rows import Outcome
 from precompute.engine.runner import Runner, compute
-from precompute.engine.window import Outcome
 from precompute.models.endpoint import endpoint as endpoint_module
 from precompute.models.endpoint.chat import ChatEndpoint
 from precompute.models.endpoint.embedding import EmbeddingEndpoint

@@ -21,18 +21,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, RuntimeException
 
-from precompute.engine import prepare, runner
+from precompute.engine import batches, runner
 from precompute.engine.ahead import Meter
-from precompute.engine.budget import Pace
-from precompute.engine.memory import (
+from precompute.engine.batches import Pace
+from precompute.engine.resources import (
     ResidentPeak,
     available_bytes,
     is_device_lost,
     is_out_of_memory,
     resident_bytes,
 )
+from precompute.engine.rows import Outcome
 from precompute.engine.runner import Runner
-from precompute.engine.window import Outcome
 from precompute.model import Prepared
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
@@ -212,7 +212,7 @@ def test_a_window_that_takes_long_is_handed_on_as_it_is_computed(
     monkeypatch.setattr(runner, "START_ROWS", 3)
     # whatever they take, batches stay as they are
     monkeypatch.setattr(Pace, "done", lambda *_: None)
-    monkeypatch.setattr(prepare, "START_WINDOW_ROWS", 7)
+    monkeypatch.setattr(batches, "START_WINDOW_ROWS", 7)
     xs = [float(1 + i % 13) for i in range(40)]
     view, hidden = (SINGLE, ()) if isinstance(model, Staged) else (VIEW, ("secret",))
     given = list(windows(xs, 20))

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from precompute.engine import cores
-from precompute.engine.cores import Lanes, places, share, usable_threads
+from precompute.engine import resources
+from precompute.engine.resources import Lanes, places, share_of_cpus, usable_threads
 from precompute.engine.runner import LANE_ROWS, Runner
 from precompute.models.device import compute_threads, compute_with
 from precompute.store.errors import ModelError
-from precompute.workers import worker_process
-from precompute.workers.worker_process import WorkerSpec
+from precompute.workers import worker
+from precompute.workers.worker import WorkerSpec
 from tests.precompute.test_engine import SINGLE, Staged, Times, gathered, windows
 
 
@@ -150,7 +150,7 @@ def test_each_lane_is_on_cores_of_its_own_where_it_has_them(
     is not pinned."""
     siblings = {0: {0, 4}, 1: {1, 5}, 4: {0, 4}, 5: {1, 5}}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
-    monkeypatch.setattr(cores, "_siblings", lambda cpu: frozenset(siblings[cpu]))
+    monkeypatch.setattr(resources, "_siblings", lambda cpu: frozenset(siblings[cpu]))
     assert places(2) == [{0, 4}, {1, 5}]
     assert places(4) == [{0}, {1}, {4}, {5}]
     assert places(3) == []
@@ -158,9 +158,9 @@ def test_each_lane_is_on_cores_of_its_own_where_it_has_them(
     assert places(2) == [{4}, {1}] or places(2) == [{1}, {4}]
     moved: list[frozenset[int]] = []
     monkeypatch.setattr(
-        "precompute.engine.cores.places", lambda total: [frozenset({n}) for n in range(total)]
+        "precompute.engine.resources.places", lambda total: [frozenset({n}) for n in range(total)]
     )
-    monkeypatch.setattr("precompute.engine.cores.move_to", moved.append)
+    monkeypatch.setattr("precompute.engine.resources.move_to", moved.append)
     lanes = Lanes(2, 2, 4, lambda threads: None)
     meeting = threading.Barrier(2)
     for future in [lanes.put(meeting.wait) for _ in range(2)]:
@@ -181,27 +181,32 @@ def test_worker_processes_share_all_cores_and_keep_to_a_node(
         (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(
             f"{cpu % 8},{cpu % 8 + 8}\n"
         )
-    monkeypatch.setattr(cores, "_TOPOLOGY", tmp_path)
-    monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
-    assert [share(n, 2) for n in range(2)] == [{0, 8, 2, 10, 4, 12}, {6, 14, 1, 9, 3, 11, 5, 13}]
-    assert [share(n, 7) for n in (0, 3, 4, 6)] == [{0, 8}, {6, 14}, {1, 9}, {5, 13}]
-    assert share(0, 8) == frozenset(), "one would have no core"
+    monkeypatch.setattr(resources, "_TOPOLOGY", tmp_path)
+    monkeypatch.setattr(resources, "_QUOTA", tmp_path / "cpu.max")
+    assert [share_of_cpus(n, 2) for n in range(2)] == [
+        {0, 8, 2, 10, 4, 12},
+        {6, 14, 1, 9, 3, 11, 5, 13},
+    ]
+    assert [share_of_cpus(n, 7) for n in (0, 3, 4, 6)] == [{0, 8}, {6, 14}, {1, 9}, {5, 13}]
+    assert share_of_cpus(0, 8) == frozenset(), "one would have no core"
     (tmp_path / "cpu.max").write_text("200000 100000\n")
-    assert share(0, 2) == frozenset(), "some are another's at any time, and nobody knows which"
+    assert share_of_cpus(0, 2) == frozenset(), (
+        "some are another's at any time, and nobody knows which"
+    )
 
 
 def test_no_more_threads_than_the_control_group_grants(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(resources, "_QUOTA", tmp_path / "cpu.max")
     assert usable_threads(12) == 12
     (tmp_path / "cpu.max").write_text("350000 100000\n")
     assert usable_threads(12) == 3
     assert usable_threads(2) == 2
     (tmp_path / "cpu.max").write_text("400000 100000\n")
     environment: dict[str, str] = {}
-    worker_process._surroundings(WorkerSpec("", {}, {}, SINGLE), None, 2, environment)
+    worker._surroundings(WorkerSpec("", {}, {}, SINGLE), None, 2, environment)
     assert environment == {"OMP_NUM_THREADS": "2", "RAYON_NUM_THREADS": "2"}
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert usable_threads(12) == 1

@@ -1,4 +1,4 @@
-"""The compute threads of one Python thread are gone before another one computes."""
+"""What a process holds of its machine: compute threads, memory, and what its errors hold."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import subprocess
 import sys
 import traceback
 import weakref
+from pathlib import Path
 
 import pytest
 
-from precompute.engine.memory import without_locals
+from precompute.engine import resources
+from precompute.engine.resources import available_bytes, without_locals
 
 SHOW = """
 import os, threading, time, torch
-from precompute.engine.memory import release_threads
+from precompute.engine.resources import release_threads
 
 torch.set_num_threads(3)
 
@@ -45,8 +47,29 @@ def test_a_threads_team_is_let_go_and_comes_back() -> None:
 
 
 def test_without_openmp_nothing_happens() -> None:
-    code = "import sys; from precompute.engine.memory import release_threads; release_threads(); assert 'torch' not in sys.modules"
+    code = "import sys; from precompute.engine.resources import release_threads; release_threads(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("limit", "stat", "available"),
+    [
+        (f"{10 * 2**20}\n", "", 2**20),
+        (f"{10 * 2**20}\n", f"active_file 5\ninactive_file {4 * 2**20}\n", 5 * 2**20),
+        (f"{8 * 2**20}\n", "", 0),
+        ("max\n", "", None),
+    ],
+)
+def test_a_containers_memory_is_what_it_may_take_but_for_files_that_were_read(
+    limit: str, stat: str, available: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
+    for name, text in (("max", limit), ("current", f"{9 * 2**20}\n"), ("stat", stat)):
+        (tmp_path / f"memory.{name}").write_text(text)
+    if available is None:
+        assert available_bytes() > 10 * 2**20
+    else:
+        assert available_bytes() == available
 
 
 def test_an_error_that_is_kept_holds_no_activations() -> None:

@@ -15,9 +15,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.model import Verbatim, digest, model_fingerprint, resolve_path, table_digest
-from precompute.project_module import ProjectPath, described, starting_from
-from precompute.registry import check_use, load_model, load_with_fingerprint
+from precompute.model import (
+    ProjectPath,
+    Verbatim,
+    digest,
+    model_fingerprint,
+    resolve_path,
+    starting_from,
+    table_digest,
+)
+from precompute.registry import check_use, described, load_model, load_with_fingerprint
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, ModelError
 from tests.models import Doubler

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks import engine_gpu, gpu_parts
-from precompute.engine.prepare import joined
+from precompute.engine.batches import joined
 from precompute.engine.runner import Runner
 from precompute.models.device import Device, gpu_count
 from precompute.models.graphs import Graphed

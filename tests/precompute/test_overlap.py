@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
-from precompute.engine.prepare import DEVICE_WINDOW_ROWS, joined
+from precompute.engine.batches import DEVICE_WINDOW_ROWS, joined
 from precompute.engine.runner import Runner
 from tests.precompute.simulated_device import (
     VIEW,

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.workers.worker_process import HeldWindow, Patience, Task
+from precompute.workers.worker import HeldWindow, Patience, Task
 
 BATCH = pa.record_batch({"x": [1.0, 2.0, 3.0]})
 

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precompute.engine import runner
-from precompute.engine.features import Declared, Misfit
+from precompute.engine.rows import Declared, Misfit, Outcome
 from precompute.engine.runner import Runner, compute
-from precompute.engine.window import Outcome
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from tests.models import REFUSED_AT, Doubler
@@ -132,6 +131,26 @@ def test_one_raising_row_among_many_is_found_and_rejected_alone(rows: int, at: i
     assert rejected(done) == [(int(bad), "model", f"ValueError: cannot take {bad}{REFUSED_AT}")]
     assert done.features.to_pylist() == expected([x for x in xs if x != bad])
     assert model.calls <= 2 * 10 + 1  # halving, not row by row
+
+
+class Quoting(Doubler):
+    """Quotes what it refuses, which is half of a character."""
+
+    def unusable(self, batch: pa.RecordBatch) -> dict[int, str]:
+        return {row: "no \ud800" for row, x in enumerate(batch.column("x").to_pylist()) if x == 1}
+
+    def compute(self, batch: pa.RecordBatch) -> Any:
+        if 2.0 in batch.column("x").to_pylist():
+            raise ValueError("no \udfff")
+        return super().compute(batch)
+
+
+def test_a_reason_that_no_file_can_hold_is_escaped() -> None:
+    done = compute(Quoting(), view(*NUMBERS), batch([0, 1, 2]))
+    assert [(row, stage, error.split(" (")[0]) for row, stage, error in rejected(done)] == [
+        (1, "input", "no \\ud800"),
+        (2, "model", "ValueError: no \\udfff"),
+    ]
 
 
 def test_no_rows_are_no_error() -> None:

@@ -55,13 +55,21 @@ def test_a_damaged_file_is_as_none_whatever_it_holds(tmp_path: Path) -> None:
 
 
 def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
+    """So does what a killed process left in the middle of writing; another's file stays."""
     cache = TokenCache(tmp_path, "tokenizer", max_bytes=80)
+    for name in (".k.123.tmp", "notes"):
+        (tmp_path / name).write_bytes(bytes(40))
+        os.utime(tmp_path / name, (0, 0))
     for number, key in enumerate(("old", "used", "new")):
         cache.put(key, IDS, LENGTHS)  # 36 bytes each
         os.utime(tmp_path / f"{key}.tokens", (number, number)) if (
             tmp_path / f"{key}.tokens"
         ).exists() else None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.tokens", "used.tokens"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "new.tokens",
+        "notes",
+        "used.tokens",
+    ]
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from precompute.engine import prepare
+from precompute.engine import batches
+from precompute.engine.rows import Outcome
 from precompute.engine.runner import Runner
-from precompute.engine.window import Outcome
 from precompute.models.torch_module import TorchModule
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
@@ -193,7 +193,7 @@ def test_a_program_exported_with_keyword_arguments_takes_them_by_name(tmp_path: 
 def test_stream_and_compute_give_the_same_and_a_bad_row_is_one_bad_row(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "START_WINDOW_ROWS", 8192)
+    monkeypatch.setattr(batches, "START_WINDOW_ROWS", 8192)
     model = ranker(folder) if kind == "class" else program(folder / "ranker.pt2")
     batch = rows(20_000)
     genre = np.array(batch.column("genre"))

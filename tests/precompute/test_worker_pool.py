@@ -20,16 +20,23 @@ import pyarrow as pa
 import pytest
 
 from precompute.engine.ahead import Meter
-from precompute.engine.cores import allowed, share, usable_threads
+from precompute.engine.resources import allowed, share_of_cpus, usable_threads
+from precompute.engine.rows import Outcome
 from precompute.engine.runner import START_ROWS, Runner
-from precompute.engine.window import Outcome
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.feature_view import Feature, FeatureView
+from precompute.workers import worker
 from precompute.workers import worker_pool as pool_stream
-from precompute.workers import worker_process as patience
+from precompute.workers.process import (
+    ChildProcess,
+    framed,
+    python_module,
+    read_frame,
+    write_frame,
+)
+from precompute.workers.worker import Share, WorkerSpec
 from precompute.workers.worker_pool import HELD, WorkerPool
-from precompute.workers.worker_process import WorkerSpec
 from tests.precompute.dying_models import Poisoned
 from tests.server import eventually
 
@@ -253,7 +260,7 @@ def test_workers_share_cores_and_each_sees_its_own_gpu(monkeypatch: pytest.Monke
         return found
 
     every = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    mine = ",".join(map(str, sorted(share(1, 2)))) or every
+    mine = ",".join(map(str, sorted(share_of_cpus(1, 2)))) or every
     assert said({"device": "cuda:0"}, "cuda:1", "cpu") == {
         f"cuda 42 7 {cores // 2} 5 on {every}",
         f"cpu 42  {cores // 2} 5 on {mine}",
@@ -284,6 +291,24 @@ def test_a_model_of_ones_own_is_found_in_the_projects_folder(tmp_path: Path) -> 
 def test_a_worker_without_a_torch_model_does_not_load_torch() -> None:
     code = "import sys, precompute.workers.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_worker_whose_input_cannot_be_read_ends() -> None:
+    """Another one then has its rows, instead of waiting for as long as a batch may take."""
+    spec = WorkerSpec(DOUBLER, {}, {}, VIEW).header({}, frozenset(), Share(1, 64, 60.0))
+    command, environment = python_module("precompute.workers.worker")
+    child = ChildProcess(command, output="piped", environment=environment)
+    stdin, stdout = child.pipes()
+    with stdin, stdout:
+        write_frame(stdin, spec)
+        while (frame := read_frame(stdout)) is not None and frame[0]["kind"] != "ready":
+            pass
+        assert frame is not None
+        stdin.write(framed({}, 8) + b"no Arrow")
+        stdin.flush()
+        assert child.wait(30)
+    assert child.status == 1
+    assert child.last_words() != ""
 
 
 def test_no_more_is_read_than_may_be_held() -> None:
@@ -375,7 +400,7 @@ def test_a_row_that_hangs_its_worker_is_rejected_and_a_slow_one_is_not(
     """Rows that hung are tried with less patience, each with all of it before it is rejected, and
     that when all others are done."""
     # so little that it does not do for the slow one, however slow the machine is
-    monkeypatch.setattr(patience, "TIMES", 0.0)
+    monkeypatch.setattr(worker, "TIMES", 0.0)
     given, meter = list(windows(3, 2)), Meter()
     workers = pool(
         WAITING,

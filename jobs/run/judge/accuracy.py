@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from precompute.engine.rows import Outcome
 from precompute.engine.runner import Runner
-from precompute.engine.window import Outcome
 from precompute.jobs.config.gates import AccuracyConfig
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.report import versions

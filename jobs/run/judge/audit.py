@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.engine.rows import Outcome
 from precompute.engine.runner import Runner
-from precompute.engine.window import Outcome
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.judge.accuracy import END_ROWS, joined, limits_of
 from precompute.jobs.run.rows.chunks import computed

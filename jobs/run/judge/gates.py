@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from precompute.engine.features import with_null_rows
+from precompute.engine.rows import with_null_rows
 from precompute.engine.runner import compute
 from precompute.jobs.config.gates import COMPUTING_GATES
 from precompute.jobs.config.view import ViewConfig

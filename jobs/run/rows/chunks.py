@@ -14,10 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.engine.ahead import Meter
-from precompute.engine.features import in_order, with_null_rows
-from precompute.engine.prepare import WIDE_ROWS, WINDOW_ROWS, joined, window_rows
+from precompute.engine.batches import WIDE_ROWS, WINDOW_ROWS, joined, window_rows
+from precompute.engine.rows import MISFIT, Outcome, in_order, with_null_rows
 from precompute.engine.runner import Runner
-from precompute.engine.window import MISFIT, Outcome
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.report import Overlapping
@@ -32,9 +31,8 @@ from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.snapshot import Part
 from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.table import REFERENCE
-from precompute.workers.worker import SAMPLE
+from precompute.workers.worker import SAMPLE, WorkerSpec
 from precompute.workers.worker_pool import WorkerPool
-from precompute.workers.worker_process import WorkerSpec
 
 
 def engine_of(opened: OpenModel, config: EngineConfig, meter: Meter) -> Runner | WorkerPool:

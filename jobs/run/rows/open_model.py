@@ -16,8 +16,15 @@ import pyarrow as pa
 
 import precompute.model
 from precompute.jobs.config.section import place
-from precompute.model import Model, ReadingModel, StagedModel, model_fingerprint, on_host
-from precompute.project_module import absolute_arguments, starting_from
+from precompute.model import (
+    Model,
+    ReadingModel,
+    StagedModel,
+    absolute_arguments,
+    model_fingerprint,
+    on_host,
+    starting_from,
+)
 from precompute.registry import (
     BUILT_IN,
     MOST_NAMED_FILES,

@@ -20,8 +20,14 @@ from precompute.jobs.config.project import read_settings
 from precompute.jobs.config.section import place
 from precompute.jobs.config.view import model_queries
 from precompute.jobs.run.rows.open_model import Load, OpenModel, open_model, place_of, variant_name
-from precompute.model import Model, model_fingerprint, on_host
-from precompute.project_module import absolute_arguments, is_path, starting_from
+from precompute.model import (
+    Model,
+    absolute_arguments,
+    is_path,
+    model_fingerprint,
+    on_host,
+    starting_from,
+)
 from precompute.registry import load_with_fingerprint
 from precompute.sources.database import NO_SETUP, Files, referenced_views
 from precompute.sources.frame import of_file

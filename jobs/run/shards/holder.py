@@ -17,7 +17,7 @@ from contextlib import closing
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.engine.prepare import WIDE_ROWS
+from precompute.engine.batches import WIDE_ROWS
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import Progress, end_signal

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from precompute.engine.cores import share
+from precompute.engine.resources import share_of_cpus
 from precompute.jobs.config.project import EngineConfig
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.workers.process import ChildProcess, end_all, python_module
@@ -83,7 +83,7 @@ class LocalLauncher:
     """
 
     def __init__(self, workers: int) -> None:
-        self._places = [share(number, workers) for number in range(workers)]
+        self._places = [share_of_cpus(number, workers) for number in range(workers)]
         self._processes: dict[int, ChildProcess] = {}
         """Place → the process that runs there."""
 

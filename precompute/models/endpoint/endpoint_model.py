@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.model import Features, Prepared
+from precompute.model import Features, Prepared, absolute_path
 from precompute.models.endpoint.endpoint import (
     BadAnswer,
     Endpoint,
@@ -24,7 +24,6 @@ from precompute.models.endpoint.endpoint import (
     key_from,
 )
 from precompute.models.endpoint.session import Input, Session
-from precompute.project_module import absolute_path
 from precompute.store.errors import ConfigError, ModelError
 
 

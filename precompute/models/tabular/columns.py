@@ -14,8 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.engine.cores import allowed, usable_threads
-from precompute.engine.memory import ResidentPeak, available_bytes
+from precompute.engine.resources import ResidentPeak, allowed, available_bytes, usable_threads
 from precompute.model import Features, Prepared, StagedModel
 from precompute.store.errors import ConfigError, ModelError, did_you_mean
 

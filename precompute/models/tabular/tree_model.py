@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.engine.window import side_by_side
+from precompute.engine.rows import side_by_side
 from precompute.model import Features, Prepared, Verbatim, digest, resolve_path
 from precompute.models.tabular.columns import Columns, Host, HostModel, Matrix
 from precompute.store.errors import ConfigError
