@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from precompute.models.device import Device, PackedLinear
 from precompute.models.torch_model import TorchModel
 from precompute.store.errors import ConfigError
-from precompute.techniques.artifacts import retained
 from precompute.techniques.machine import (
     check_layers,
     computes_in,
@@ -32,6 +31,7 @@ from precompute.techniques.technique import (
     Technique,
     has_linear,
     module_of,
+    retained,
     with_linear,
 )
 

@@ -26,11 +26,11 @@ from precompute.models.device import Device, PackedLinear
 from precompute.models.text_encoder import Encoder
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError, ModelError
-from precompute.techniques import inductor, onednn, onnx
+from precompute.techniques import onednn, onnx, pytorch
 from precompute.techniques.conversion import candidates, convert
-from precompute.techniques.eager import Fp8Linear, Int4Linear, Int8Linear
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.onednn import PerRowLinear, fitted
+from precompute.techniques.pytorch import Fp8Linear, Int4Linear, Int8Linear
 from precompute.techniques.same_value import relative_errors
 from precompute.techniques.same_value import tolerance as tolerance_of
 from precompute.techniques.table import TABLE, technique_name, words
@@ -605,6 +605,6 @@ def test_compiled_code_is_kept_apart_by_instruction_set(monkeypatch: pytest.Monk
         monkeypatch.setattr(
             torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability
         )
-        inductor.compiled(torch.nn.Linear(2, 2))
+        pytorch.compiled(torch.nn.Linear(2, 2))
         kept.append(os.environ["TORCHINDUCTOR_CACHE_DIR"].removeprefix(default_cache_dir()))
     assert kept == ["_avx2", "_avx512", "/of/my/own"]
