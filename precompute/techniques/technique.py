@@ -22,6 +22,7 @@ import torch
 from precompute.model import digest
 from precompute.models.device import Device, Pack
 from precompute.models.torch_model import Tensors, TorchModel
+from precompute.store.disk.durable_file import disk_message
 from precompute.store.errors import ConfigError, ModelError
 from precompute.techniques.table import BACKENDS, PRECISIONS, TABLE, words
 
@@ -246,7 +247,6 @@ class Folder:
     """
 
     def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
         self._path = path
 
     def file(
@@ -256,7 +256,7 @@ class Folder:
         model: TorchModel,
         batches: Sequence[Tensors],
         runtime: str,
-        write: Callable[[Path], None],
+        write: Callable[[Path], object],
     ) -> Path:
         """The file of a technique for this model, its weights, the sizes in its examples, the
         versions and the CPU.
@@ -264,24 +264,34 @@ class Folder:
         Args:
             runtime: version of what computes it, beside torch's own.
             write: writes it to a path, where it is not there yet; a file, or a folder of files.
+
+        Raises:
+            ModelError: it cannot be written.
         """
         path = self._path / f"{name}-{_facts(model, batches, runtime)[:16]}{suffix}"
-        if not path.exists():
-            # a file appears whole or not at all
-            with tempfile.TemporaryDirectory(dir=self._path) as temporary:
-                made = Path(temporary) / path.name
-                write(made)
-                for part in made.iterdir() if made.is_dir() else (made,):
-                    with part.open("rb+") as file:
-                        # a name without its bytes would be taken for the whole file, run after run
-                        os.fsync(file.fileno())
-                try:
-                    os.replace(made, path)
-                except OSError:
-                    # a folder takes no other's place: another process may have been quicker
-                    if not path.is_dir():
-                        raise
+        try:
+            if not path.exists():
+                self._written(path, write)
+        except OSError as exc:
+            raise ModelError(disk_message(path, exc, "the model was not converted")) from exc
         return path
+
+    def _written(self, path: Path, write: Callable[[Path], object]) -> None:
+        self._path.mkdir(parents=True, exist_ok=True)
+        # a file appears whole or not at all
+        with tempfile.TemporaryDirectory(dir=self._path) as temporary:
+            made = Path(temporary) / path.name
+            write(made)
+            for part in made.iterdir() if made.is_dir() else (made,):
+                with part.open("rb+") as file:
+                    # a name without its bytes would be taken for the whole file, run after run
+                    os.fsync(file.fileno())
+            try:
+                os.replace(made, path)
+            except OSError:
+                # a folder takes no other's place: another process may have been quicker
+                if not path.is_dir():
+                    raise
 
 
 @contextlib.contextmanager

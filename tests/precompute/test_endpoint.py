@@ -622,6 +622,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"budget": {"money": 3}}, "budget.money without a price"),
     ({"budget": {"tokens": -1}}, "budget.tokens is -1"),
     ({"cache_days": 0}, "cache_days is 0"),
+    ({"cache_days": float("inf")}, "cache_days is inf: give a number above 0, up to 36500"),
 ]
 
 

@@ -3,6 +3,7 @@ what it cannot do in one line."""
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import inspect
 import os
@@ -279,6 +280,19 @@ def test_integers_are_exact_where_8_bits_hold_them() -> None:
         # the largest sums there are would overflow 16 bits, two by two; the middle is 0
         tensor[:, :3] = torch.tensor([127, 127, -127])
     assert torch.equal(PerRowLinear(linear)(x), linear(x))
+
+
+@WITH_VNNI
+def test_a_full_disk_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"^precision int8-\S+: no space left while writing /.*"):
+        convert(wide(), technique("int8-dynamic-onednn"), lambda: [wide_rows(5)], tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @WITH_VNNI
