@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -64,12 +65,14 @@ class Device:
             elsewhere.
 
     Raises:
-        ConfigError: no such GPU.
+        ConfigError: another name, or no such GPU.
     """
 
     def __init__(self, name: str | None = None) -> None:
         gpus = gpu_count()
-        self.wanted = name or ("cuda" if gpus else "cpu")
+        self.wanted = ("cuda" if gpus else "cpu") if name is None else str(name)
+        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.wanted):
+            raise ConfigError(f"device is cpu, cuda or cuda:1, got {name!r}")
         if (
             torch.device(self.wanted).type == "cuda"
             and (torch.device(self.wanted).index or 0) >= gpus

@@ -611,3 +611,9 @@ def test_a_gpu_is_offered_what_it_can(
     assert not {"tf32-eager", "fp8-eager", "fp32-graphs", "fp32-autotune"} & {
         found.name for found in candidates(Device("cpu"), Rows(mlp(), Device("cpu")))
     }
+
+
+@pytest.mark.parametrize("name", ["gpu", "mps", "meta", "cuda:-1", "cpu:1", "", 0, True])
+def test_a_device_of_another_name_is_refused(name: Any) -> None:
+    with pytest.raises(ConfigError, match=f"device is cpu, cuda or cuda:1, got {name!r}"):
+        Device(name)
