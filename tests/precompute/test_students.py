@@ -209,7 +209,7 @@ def test_what_was_spent_before_a_stop_counts(
     assert done.earlier_s == pytest.approx(7.0)
 
 
-def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson) -> None:
+def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson, teacher: TextEncoder) -> None:
     text = TextLesson(lesson, spans=0.0)
     first, lengths, batches = text._epoch(0)
     assert sorted(np.concatenate(batches)) == list(range(80))
@@ -227,6 +227,10 @@ def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson) -> None:
     ids, mask = TextLesson(lesson)._batch(2)
     assert torch.equal(ids, later[2][0])
     assert torch.equal(mask, later[2][1])
+    # a prompt would not stay whole
+    prompted = TextEncoder(str(teacher.folder), prompt=f"{WORDS[0]} ")
+    first, _, _ = TextLesson(replace(lesson, model=prompted))._epoch(1)
+    assert set(first) == {0}
 
 
 @pytest.mark.parametrize(

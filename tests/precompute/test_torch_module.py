@@ -293,6 +293,9 @@ def test_a_list_column_has_the_length_that_dim_says() -> None:
     assert model.prepare(batch).bad == bad
     prepared = model.prepare(batch)
     assert model.tensors(prepared, np.array([0, 4]))[0].tolist() == [[1, 2], [5, 6]]
+    # where the first row is a bad one, too
+    (made,) = model.tensors(model.prepare(batch.slice(2)), np.array([2]))
+    assert made.tolist() == [[5, 6]]
     with pytest.raises(ValueError, match="v is null"):
         model.compute(batch)
     assert model.prepare(batch.slice(1, 3)).bad == {row - 1: reason for row, reason in bad.items()}
