@@ -92,7 +92,7 @@ class StandIn:
         """Inputs by how often they came, and by how often a whole answer was written."""
         self.requests = list[dict[str, Any]]()
         self.headers = list[dict[str, str]]()
-        self.in_flight = self.most_in_flight = 0
+        self.in_flight = self.most_in_flight = self.connections = 0
 
     @property
     def url(self) -> str:
@@ -128,6 +128,7 @@ class StandIn:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             try:
                 while await self._exchange(reader, writer):

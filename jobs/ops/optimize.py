@@ -32,7 +32,6 @@ from precompute.store.disk.durable_file import (
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
 from precompute.store.times import iso
-from precompute.students.lesson import MAX_ROWS, Lesson, Recipe
 from precompute.students.student import (
     CARD,
     FOLDER,
@@ -43,6 +42,7 @@ from precompute.students.student import (
     recipes,
     student_bytes,
 )
+from precompute.students.training import MAX_ROWS, Lesson, Recipe
 from precompute.techniques.table import REFERENCE, words
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def optimize(
         ``batch_ms`` and ``miss_ms`` (``p50``, ``p95``, ``p99``), ``memory_bytes``, ``accuracy``
         (figures by feature), ``agreement`` and ``promised``, ``rejected_rows`` (of those held out
         and judged, left out of the figures), ``cascade`` (as of
-        :func:`precompute.students.judging.cascade_recalls`), ``beyond`` (why it is not within the
+        :func:`precompute.students.student.cascade_recalls`), ``beyond`` (why it is not within the
         view's accuracy, or null) and ``refused`` (why none was made, or null); ``picked`` and
         ``behind_misses``: the fastest within the view's accuracy, and the one that promises most
         of those that answer a miss in half the teacher's time and promise more than

@@ -33,9 +33,20 @@ from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.times import Partition, iso
-from precompute.students.judging import cascade_recalls, computed, index_recalls, miss_ms, rates
-from precompute.students.lesson import Made, Recipe
-from precompute.students.student import FOLDER, MODEL, Student, agreement, grouped_by, is_held_out
+from precompute.students.student import (
+    FOLDER,
+    MODEL,
+    Student,
+    agreement,
+    cascade_recalls,
+    computed,
+    grouped_by,
+    index_recalls,
+    is_held_out,
+    miss_ms,
+    rates,
+)
+from precompute.students.training import Made, Recipe
 from precompute.techniques.table import REFERENCE
 
 HASH, TIME = "input_hash", "computed_at"

@@ -199,13 +199,21 @@ class Input:
             # a number too large for float32 is infinite
             with np.errstate(over="ignore"):
                 for place, name in enumerate(self.columns):
-                    matrix[:, place] = _as_numbers(_filled(columns[name], self.fill))
+                    matrix[:, place] = _as_numbers(_without_nulls(columns[name]))
+                    self._fill(matrix[:, place], columns[name])
             return torch.from_numpy(matrix)
         if self.vocabulary is not None:
             return _ids(column, self.vocabulary)
         if is_list(column.type):
             return _numbers(column.flatten()).view(len(column), -1)
-        return _numbers(_filled(column, self.fill))
+        made = _numbers(_without_nulls(column))
+        self._fill(made.numpy(), column)
+        return made
+
+    def _fill(self, made: npt.NDArray[Any], column: pa.Array) -> None:
+        """Write ``fill`` where the column has a null; by itself a column's type may not hold it."""
+        if self.fill is not None and column.null_count:
+            made[np.asarray(column.is_null())] = self.fill
 
     def _misfit(self, kind: pa.DataType) -> str:
         """What is wrong with a column of this type, to stand after it; empty when it fits."""
@@ -236,6 +244,9 @@ class Input:
         if self.dim is not None:
             return ", not a list, which its dim says it is"
         if _is_number(kind):
+            whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+            if whole and not self.matrix and self.fill is not None and self.fill % 1:
+                return f", whole numbers, and its fill {self.fill} is none: CAST it AS FLOAT"
             return ""
         if (
             pa.types.is_string(kind)
@@ -432,12 +443,13 @@ def _as_numbers(column: pa.Array) -> npt.NDArray[Any]:
     return numbers
 
 
-def _filled(column: pa.Array, fill: float | None) -> pa.Array:
-    if fill is None or not column.null_count:
+def _without_nulls(column: pa.Array) -> pa.Array:
+    """With 0 for each: of a column with nulls numpy would make floats."""
+    if not column.null_count:
         return column
-    if pa.types.is_decimal(column.type):
-        column = pc.cast(column, pa.float64())
-    return pc.fill_null(column, pa.scalar(fill).cast(column.type))
+    if pa.types.is_boolean(column.type):
+        column = pc.cast(column, pa.uint8())
+    return pc.fill_null(column, pa.scalar(0, column.type))
 
 
 def _ids(column: pa.Array, vocabulary: Mapping[str, int]) -> torch.Tensor:

@@ -245,7 +245,9 @@ def _read(folder: Path) -> _Folder:
     config = json.loads(files["config.json"].read_text(encoding="utf-8"))
     longest = config.get("max_length", MAX_LENGTH)
     if longest is not None:
-        tokenizer.enable_truncation(int(longest))
+        if type(longest) is not int or not 0 < longest < 2**31:
+            raise ValueError(f"its max_length is {longest!r}")
+        tokenizer.enable_truncation(longest)
     model = json.loads(tokenizer.to_str())["model"]
     token = model.get("unk_token")
     unknown = model.get("unk_id") if token is None else tokenizer.token_to_id(token)

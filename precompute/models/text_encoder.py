@@ -19,8 +19,7 @@ import pyarrow as pa
 import torch
 
 from precompute.model import Prepared, Verbatim, absolute_path, digest, resolve_path
-from precompute.models.device import Device
-from precompute.models.graphs import Graphed, bucketed_length
+from precompute.models.device import Device, Graphed, bucketed_length
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
 from precompute.text.sentence_folder import Head, SentenceFolder, read_sentence_folder

@@ -32,8 +32,9 @@ from precompute.models.torch_model import Tensors, TorchModel
 from precompute.registry import classes_of, described, import_module, modules_beside, unfit_argument
 from precompute.store.errors import ConfigError, ModelError, did_you_mean, nearest_or_all
 
-CODE_VERSION = 1
-"""Raised with each change of the values that this code computes; part of the fingerprint."""
+CODE_VERSION = 2
+"""Raised with each change of the values that this code computes; part of the fingerprint. 2: a
+fraction fills the nulls of truth values as it is."""
 
 
 class Called(torch.nn.Module):

@@ -18,9 +18,8 @@ from safetensors.torch import save
 from precompute.model import ReadingModel, table_digest
 from precompute.models.exported_program import parse_inputs
 from precompute.store.errors import ModelError
-from precompute.students.lesson import Lesson, Made
 from precompute.students.mlp import Mlp
-from precompute.students.training import course_of, train
+from precompute.students.training import Lesson, Made, course_of, train
 
 FILES = "model"
 MOST_VALUES = 300

@@ -29,8 +29,7 @@ from precompute.model import table_digest
 from precompute.models.static_embedding import WINDOWS
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.errors import ModelError
-from precompute.students.lesson import Lesson, Made
-from precompute.students.training import course_of, half_products, train
+from precompute.students.training import Lesson, Made, course_of, half_products, train
 from precompute.text.tokens import texts as as_python
 
 FILES = "model"

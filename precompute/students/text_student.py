@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from precompute.students.lesson import Lesson, Made, Recipe
 from precompute.students.text_lesson import (
     TextLesson,
     refusal,
@@ -18,7 +17,7 @@ from precompute.students.text_lesson import (
     transformer_of,
     write_encoder,
 )
-from precompute.students.training import course_of, half_products, train
+from precompute.students.training import Lesson, Made, Recipe, course_of, half_products, train
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.onednn import STEPS, TINY, fitted, middle_and_scale
 from precompute.techniques.technique import with_linear

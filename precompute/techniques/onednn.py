@@ -12,12 +12,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from precompute.models.device import Device, PackedLinear
 from precompute.models.torch_model import TorchModel
 from precompute.store.errors import ConfigError
-from precompute.techniques.artifacts import retained
 from precompute.techniques.machine import (
     check_layers,
     computes_in,
@@ -32,6 +31,7 @@ from precompute.techniques.technique import (
     Technique,
     has_linear,
     module_of,
+    retained,
     with_linear,
 )
 
@@ -139,7 +139,8 @@ class PerRow(Technique):
                 model,
                 batches,
                 "1",
-                lambda path: save_file(fitted(module, batches), path),
+                # by bytes: of a full disk the library raises an error of its own
+                lambda path: path.write_bytes(save(fitted(module, batches))),
             )
             try:
                 divisors = load_file(file)

@@ -12,19 +12,22 @@ from typing import Any
 import torch
 
 from precompute.model import digest
-from precompute.models.device import Device
-from precompute.models.graphs import check_rows
+from precompute.models.device import Device, check_rows
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
-from precompute.techniques.artifacts import Folder, exported, guarded, retained, varying
-from precompute.techniques.eager import in_tf32
 from precompute.techniques.machine import on_a_gpu_only
+from precompute.techniques.pytorch import in_tf32
 from precompute.techniques.technique import (
     Batches,
+    Folder,
     Forward,
     Technique,
     elements,
+    exported,
+    guarded,
     module_of,
+    retained,
+    varying,
 )
 
 ONNX_TYPES = {

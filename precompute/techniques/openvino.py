@@ -26,7 +26,6 @@ import torch
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
-from precompute.techniques.artifacts import Folder, exported, guarded, retained
 from precompute.techniques.machine import (
     computes_in,
     has_bf16,
@@ -36,11 +35,15 @@ from precompute.techniques.machine import (
 from precompute.techniques.onednn import STEPS, TINY, PerRowLinear
 from precompute.techniques.technique import (
     Batches,
+    Folder,
     Forward,
     Technique,
     elements,
+    exported,
+    guarded,
     has_linear,
     module_of,
+    retained,
 )
 
 PARTS = ("model.xml", "model.bin")

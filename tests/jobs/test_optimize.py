@@ -25,9 +25,8 @@ from precompute.jobs.ops.student_judge import (
 )
 from precompute.store.disk.record import replace as changed
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError
-from precompute.students import judging
+from precompute.students import student as student_module
 from precompute.students.columns_student import SmallMlp, Trees
-from precompute.students.lesson import Lesson, Made, Recipe
 from precompute.students.static_table import StaticTable
 from precompute.students.student import (
     agreement,
@@ -37,6 +36,7 @@ from precompute.students.student import (
     shortfalls,
     student_bytes,
 )
+from precompute.students.training import Lesson, Made, Recipe
 from tests.conftest import MakeProject
 from tests.precompute.sentence_models import WORDS, sentence_model
 from tests.scene import Scene
@@ -48,7 +48,7 @@ ROWS = [(i, float(i % 590)) for i in range(600)]
 @pytest.fixture(autouse=True)
 def _rates_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second for each model of each table would be most of these tests."""
-    monkeypatch.setattr(judging, "ROUND_S", 0.0)
+    monkeypatch.setattr(student_module, "ROUND_S", 0.0)
 
 
 def scene_of(make_project: MakeProject, rows: object = ROWS, **view: object) -> Scene:

@@ -22,15 +22,14 @@ from precompute.engine.rows import Window
 from precompute.engine.runner import Runner
 from precompute.model import Prepared
 from precompute.models import device as device_file
-from precompute.models.device import Device
-from precompute.models.graphs import Graphed, bucketed_rows, check_rows
+from precompute.models.device import Device, Graphed, bucketed_rows, check_rows
 from precompute.models.text_encoder import Encoder, TextEncoder, UnpaddedEncoder
 from precompute.models.top_k import TopK
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.conversion import candidates, convert, use_variant
-from precompute.techniques.eager import Fp8Linear, in_fp8, in_tf32
+from precompute.techniques.pytorch import Fp8Linear, in_fp8, in_tf32
 from precompute.techniques.technique import technique
 from tests.precompute import simulated_cuda as simulated_cuda_file
 from tests.precompute.simulated_cuda import Event, OnGpu, Stream, simulated_cuda
@@ -307,8 +306,8 @@ class Counting(torch.nn.Module):
 def test_a_conversion_refuses_what_cannot_be_recorded(
     module: type[torch.nn.Module], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.techniques.inductor.compiled", lambda module: module)
-    monkeypatch.setattr("precompute.techniques.inductor.missing_compiler", lambda _: "")
+    monkeypatch.setattr("precompute.techniques.pytorch.compiled", lambda module: module)
+    monkeypatch.setattr("precompute.techniques.pytorch.missing_compiler", lambda _: "")
     examples = [(torch.ones(3, 8),), (torch.ones(20, 8),)]
     with simulated_cuda(monkeypatch) as machine:
         model = Rows(module(), Device())
@@ -405,8 +404,8 @@ def test_texts_are_laid_end_to_end_where_a_gpu_can_and_padded_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = computed(TextEncoder(folder, device="cpu", **SMALL), DOCS, TEXTS)
-    monkeypatch.setattr("precompute.techniques.inductor.compiled", Opaque)
-    monkeypatch.setattr("precompute.techniques.inductor.missing_compiler", lambda _: "")
+    monkeypatch.setattr("precompute.techniques.pytorch.compiled", Opaque)
+    monkeypatch.setattr("precompute.techniques.pytorch.missing_compiler", lambda _: "")
     with simulated_cuda(monkeypatch, capability) as machine:
         model = converted(TextEncoder(folder, **SMALL), name)
         machine.waits.clear()
@@ -612,3 +611,9 @@ def test_a_gpu_is_offered_what_it_can(
     assert not {"tf32-eager", "fp8-eager", "fp32-graphs", "fp32-autotune"} & {
         found.name for found in candidates(Device("cpu"), Rows(mlp(), Device("cpu")))
     }
+
+
+@pytest.mark.parametrize("name", ["gpu", "mps", "meta", "cuda:-1", "cpu:1", "", 0, True])
+def test_a_device_of_another_name_is_refused(name: Any) -> None:
+    with pytest.raises(ConfigError, match=f"device is cpu, cuda or cuda:1, got {name!r}"):
+        Device(name)

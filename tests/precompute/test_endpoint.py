@@ -275,6 +275,17 @@ def test_each_input_is_sent_once_and_no_more_at_once_than_allowed(labels: Any) -
         ) == (500, 500, 0)
 
 
+def test_a_connection_that_was_idle_for_long_is_not_used_again(
+    labels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StandIn() as stand_in:
+        model = labels(stand_in)
+        for text, idle_s, connections in (("a", 30.0, 1), ("b", 30.0, 1), ("c", 0.0, 2)):
+            monkeypatch.setattr("precompute.models.endpoint.transport.IDLE_S", idle_s)
+            assert computed(compute(model, LABELS, rows(text)))
+            assert stand_in.connections == connections
+
+
 def test_what_is_damaged_is_sent_for_again_and_what_misfits_may_be(
     labels: Any, tmp_path: Path
 ) -> None:
@@ -382,11 +393,12 @@ def test_a_budget_that_is_spent_ends_the_run_and_the_next_one_goes_on(
 
 
 def test_a_budget_counts_all_that_is_sent(labels: Any) -> None:
-    """Tools, too, which an honest endpoint bills."""
+    """Tools, too, which an honest endpoint bills; what it refused costs nothing."""
     tools = [{"type": "function", "function": {"name": "look", "description": "x" * 3_000}}]
+    billed = chat(length_label(""), usage={"prompt_tokens": 900, "completion_tokens": 9})
     with StandIn(
         behave=lambda text, seen: Answer(
-            chat(length_label(text), usage={"prompt_tokens": 900, "completion_tokens": 9})
+            *(("", 429) if seen == 0 and text[-1] in "05" else (billed,))
         )
     ) as stand_in:
         model = labels(
@@ -398,7 +410,8 @@ def test_a_budget_counts_all_that_is_sent(labels: Any) -> None:
         )
         assert isinstance(attempt(model, rows(*map(str, range(40)))), ModelError)
         figures = model.figures()
-        assert figures["input_tokens"] == 900 * len(stand_in.requests) <= 20_000
+        assert 900 < figures["input_tokens"] == 900 * figures["answers"] <= 20_000
+        assert figures["refused"] > 1
         assert figures["estimated_usage"] == 0
 
 
@@ -622,6 +635,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"budget": {"money": 3}}, "budget.money without a price"),
     ({"budget": {"tokens": -1}}, "budget.tokens is -1"),
     ({"cache_days": 0}, "cache_days is 0"),
+    ({"cache_days": float("inf")}, "cache_days is inf: give a number above 0, up to 36500"),
 ]
 
 

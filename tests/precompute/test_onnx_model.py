@@ -122,8 +122,8 @@ VECTORS = pa.array([[1, 2], None, [3], [4, None], [5, 6]], pa.list_(pa.int64()))
         (
             "int8",
             [None, 1],
-            {"x": [1, 300, -128]},
-            [1, -128],
+            {"x": [1, 300, -128, 127]},
+            [1, -128, 127],
             {1: "x is 300, and the graph's input 'x' takes -128 to 127"},
         ),
         ("bool", [None, 1], {"x": [True, None, False]}, [True, False], {1: "x is null"}),

@@ -164,6 +164,15 @@ def test_threads_compute_side_by_side(graphs: Path) -> None:
 # What is refused
 
 
+def test_a_file_is_made_again_for_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version, files in (("1", 1), ("1", 1), ("2", 2)):
+        monkeypatch.setattr(openvino, "_version", lambda version=version: version)
+        convert(mlp(), technique("fp32-openvino"), some_rows, tmp_path)
+        assert len(list(tmp_path.iterdir())) == files
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     convert(mlp(), technique("fp32-openvino"), some_rows, tmp_path)
     (path,) = tmp_path.iterdir()

@@ -3,6 +3,7 @@ what it cannot do in one line."""
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import inspect
 import os
@@ -26,11 +27,11 @@ from precompute.models.device import Device, PackedLinear
 from precompute.models.text_encoder import Encoder
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError, ModelError
-from precompute.techniques import inductor, onednn, onnx
+from precompute.techniques import onednn, onnx, pytorch
 from precompute.techniques.conversion import candidates, convert
-from precompute.techniques.eager import Fp8Linear, Int4Linear, Int8Linear
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.onednn import PerRowLinear, fitted
+from precompute.techniques.pytorch import Fp8Linear, Int4Linear, Int8Linear
 from precompute.techniques.same_value import relative_errors
 from precompute.techniques.same_value import tolerance as tolerance_of
 from precompute.techniques.table import TABLE, technique_name, words
@@ -279,6 +280,19 @@ def test_integers_are_exact_where_8_bits_hold_them() -> None:
         # the largest sums there are would overflow 16 bits, two by two; the middle is 0
         tensor[:, :3] = torch.tensor([127, 127, -127])
     assert torch.equal(PerRowLinear(linear)(x), linear(x))
+
+
+@WITH_VNNI
+def test_a_full_disk_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"^precision int8-\S+: no space left while writing /.*"):
+        convert(wide(), technique("int8-dynamic-onednn"), lambda: [wide_rows(5)], tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @WITH_VNNI
@@ -605,6 +619,6 @@ def test_compiled_code_is_kept_apart_by_instruction_set(monkeypatch: pytest.Monk
         monkeypatch.setattr(
             torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability
         )
-        inductor.compiled(torch.nn.Linear(2, 2))
+        pytorch.compiled(torch.nn.Linear(2, 2))
         kept.append(os.environ["TORCHINDUCTOR_CACHE_DIR"].removeprefix(default_cache_dir()))
     assert kept == ["_avx2", "_avx512", "/of/my/own"]

@@ -160,6 +160,9 @@ def test_a_vector_within_the_limit_that_is_another_rows_is_refused() -> None:
         1 + 1.5 * NOISE["bf16"] * np.random.default_rng(2).choice([-1, 1], (20, 1))
     )  # off by more than is known, each by itself
     assert differing(table(of, rows), table(of, noisy), of, "bf16-eager") == {}
+    # nearer to another, and not by much
+    between = rows + 0.6 * (shifted - rows)
+    assert differing(table(of, rows), table(of, between), of, "bf16-eager") == {}
     alike = np.ones((20, 64))  # which of equal rows it is nobody can tell
     assert (
         differing(table(of, alike), table(of, alike * (1 + 2 * NOISE["bf16"])), of, "bf16-eager")

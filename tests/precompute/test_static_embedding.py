@@ -152,6 +152,13 @@ def test_a_damaged_table_is_named(tmp_path: Path, damage: dict[str, Any], messag
         loaded(tmp_path)
 
 
+@pytest.mark.parametrize("length", [0, -1, 2**64, "12", 1.5])
+def test_a_length_that_cuts_everything_is_named(tmp_path: Path, length: Any) -> None:
+    saved(tmp_path, config={"max_length": length})
+    with pytest.raises(ModelError, match=f"is damaged: .*its max_length is {length!r}"):
+        loaded(tmp_path)
+
+
 def test_what_is_no_such_folder_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "config_sentence_transformers.json").write_text("{}")

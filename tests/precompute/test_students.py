@@ -19,11 +19,10 @@ import torch
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.students import judging, static_table, text_student, training
-from precompute.students.judging import rates
-from precompute.students.lesson import Lesson, Made, Recipe
+from precompute.students import static_table, text_student, training
+from precompute.students import student as student_file
 from precompute.students.static_table import StaticTable
-from precompute.students.student import USES
+from precompute.students.student import USES, rates
 from precompute.students.text_lesson import (
     _OF_ITS_TEACHER,
     TextLesson,
@@ -37,7 +36,7 @@ from precompute.students.text_student import (
     Pruned,
     RoundedLinear,
 )
-from precompute.students.training import Course, Trained, train
+from precompute.students.training import Course, Lesson, Made, Recipe, Trained, train
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.onednn import PerRowLinear
 from tests.precompute.sentence_models import WORDS, read, sentence_model
@@ -210,7 +209,7 @@ def test_what_was_spent_before_a_stop_counts(
     assert done.earlier_s == pytest.approx(7.0)
 
 
-def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson) -> None:
+def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson, teacher: TextEncoder) -> None:
     text = TextLesson(lesson, spans=0.0)
     first, lengths, batches = text._epoch(0)
     assert sorted(np.concatenate(batches)) == list(range(80))
@@ -228,6 +227,10 @@ def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson) -> None:
     ids, mask = TextLesson(lesson)._batch(2)
     assert torch.equal(ids, later[2][0])
     assert torch.equal(mask, later[2][1])
+    # a prompt would not stay whole
+    prompted = TextEncoder(str(teacher.folder), prompt=f"{WORDS[0]} ")
+    first, _, _ = TextLesson(replace(lesson, model=prompted))._epoch(1)
+    assert set(first) == {0}
 
 
 @pytest.mark.parametrize(
@@ -436,7 +439,7 @@ def test_what_is_quick_is_measured_for_longer(monkeypatch: pytest.MonkeyPatch) -
             clock[0] += self.s * batch.num_rows
             return {"x": np.asarray(batch.column("x"))}
 
-    monkeypatch.setattr(judging, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(student_file, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     view = FeatureView("takes", ("id",), (Feature("x", "float64"),), 1.0, 1.0)
     models = {"quick": Takes(1e-5), "slow": Takes(0.01)}
     rows = pa.table({"x": np.arange(100.0)})

@@ -293,6 +293,9 @@ def test_a_list_column_has_the_length_that_dim_says() -> None:
     assert model.prepare(batch).bad == bad
     prepared = model.prepare(batch)
     assert model.tensors(prepared, np.array([0, 4]))[0].tolist() == [[1, 2], [5, 6]]
+    # where the first row is a bad one, too
+    (made,) = model.tensors(model.prepare(batch.slice(2)), np.array([2]))
+    assert made.tolist() == [[5, 6]]
     with pytest.raises(ValueError, match="v is null"):
         model.compute(batch)
     assert model.prepare(batch.slice(1, 3)).bad == {row - 1: reason for row, reason in bad.items()}
@@ -324,6 +327,16 @@ def test_nulls_are_filled_or_named() -> None:
         [9, 2.5],
     ]
     assert made(echo({"column": "a", "fill": 0}), **columns).tolist() == [1, 0, 0]
+    # as it is, whatever the column's own type can hold
+    narrow = {
+        "a": pa.array([2, None], pa.uint8()),
+        "b": [True, None],
+        "c": pa.array([Decimal("0.25"), None], pa.decimal128(2, 2)),
+    }
+    filled = made(echo({"columns": ["a", "b", "c"], "fill": -0.5}), **narrow)
+    assert filled.tolist() == [[2, 1, 0.25], [-0.5, -0.5, -0.5]]
+    for name, value in (("a", 2), ("b", 1)):
+        assert made(echo({"column": name, "fill": -300}), **narrow).tolist() == [value, -300]
     assert echo(["a", "b"]).prepare(pa.record_batch(columns)).bad == {
         1: "b is null",
         2: "a is null",
@@ -441,6 +454,7 @@ def test_a_class_that_fails_and_weights_that_do_not_fit(folder: Path, tmp_path: 
         ("v", [["a"]], "not a list of numbers"),
         (["v"], [[1.0]], "a list among columns of numbers"),
         ({"column": "v", "fill": 0}, [[1.0]], "a list cannot be filled"),
+        ({"column": "v", "fill": 0.5}, [1], "whole numbers, and its fill 0.5 is none: CAST it"),
         ({"column": "v", "dim": 2}, [1.0], "not a list, which its dim says it is"),
         (
             {"column": "v", "dim": 2},

@@ -234,8 +234,11 @@ def test_a_label_follows_from_a_score_of_classes_alone(
         return
     plain = load_model(library, args | {"raw": False}).compute(batch)["score"]
     expected = (plain > middle).tolist()
-    found: Any = load_model(library, labelled).compute(batch)["l"]
+    model: Any = load_model(library, labelled)
+    found = model.compute(batch)["l"]
     assert found.to_pylist() == np.where(expected, "yes", "no").tolist()
+    # of both as likely the first, as the libraries do
+    assert model.land(np.array([model._middle]))["l"].to_pylist() == ["no"]
     if library == "catboost":
         assert made.predict(x).tolist() == expected
 

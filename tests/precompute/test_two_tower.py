@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from precompute.models.graphs import check_rows
+from precompute.models.device import check_rows
 from precompute.models.two_tower import TwoTower, train_two_tower
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError

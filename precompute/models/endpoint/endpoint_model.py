@@ -58,6 +58,8 @@ def check_columns(batch: pa.RecordBatch, columns: Sequence[str]) -> Mapping[int,
 
 CACHE = "var/answers"
 """Folder of the cache in the project's, where a view names no other."""
+MOST_DAYS = 36_500
+"""A hundred years; SQLite has no time that is much later."""
 LAUNCHED = 16
 """Batches under way at once, each a quarter of what is in flight: one slow answer leaves the others
 three times as many to go on with."""
@@ -134,8 +136,10 @@ class EndpointModel(ABC):
                 f"params is {params!r:.200}: give fields of the request, as in params:"
                 " {temperature: 0}"
             )
-        if not isinstance(cache_days, int | float) or not cache_days > 0:
-            raise ConfigError(f"cache_days is {cache_days!r}: give a number above 0")
+        if not isinstance(cache_days, int | float) or not 0 < cache_days <= MOST_DAYS:
+            raise ConfigError(
+                f"cache_days is {cache_days!r}: give a number above 0, up to {MOST_DAYS}"
+            )
         if not isinstance(group, int) or isinstance(group, bool) or not 1 <= group <= 2048:
             raise ConfigError(f"texts_per_request is {group!r}: give a whole number from 1 to 2048")
         bounds, self.spending = Limits.of(limits), Spending(budget, price)

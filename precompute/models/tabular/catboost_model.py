@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.model import Prepared
-from precompute.models.tabular.columns import installed
-from precompute.models.tabular.tree_model import TreeModel, Trees
+from precompute.models.tabular.tabular_model import TreeModel, Trees, installed
 from precompute.store.errors import ModelError
 
 Pair = tuple[npt.NDArray[np.float32], npt.NDArray[Any]]

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from precompute.models.tabular.columns import Matrix, installed
-from precompute.models.tabular.tree_model import TreeModel, Trees
+from precompute.models.tabular.tabular_model import Matrix, TreeModel, Trees, installed
 from precompute.store.errors import ModelError
 
 Numbers = npt.NDArray[Any]

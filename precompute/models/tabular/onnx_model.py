@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.model import Features, Prepared, Verbatim, digest, resolve_path
-from precompute.models.tabular.columns import (
+from precompute.models.tabular.tabular_model import (
     Host,
     HostModel,
     installed,
