@@ -32,8 +32,8 @@ from precompute.jobs.run.rows.open_view import open_source
 from precompute.jobs.run.rows.plan import Job, Plan, RunOptions
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import keep_reserve
-from precompute.store.disk.storage import known_identity
 from precompute.store.disk.lease import Lease, is_held, take
+from precompute.store.disk.storage import known_identity
 from precompute.store.errors import (
     ConfigError,
     ConflictError,

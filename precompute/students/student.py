@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.engine.rows import Outcome
 from precompute.engine.runner import Runner
-from precompute.engine.window import Outcome
 from precompute.model import Model, ReadingModel
 from precompute.store.disk.record import Record, field, read_record, replace, sealed
 from precompute.store.errors import ConfigError, ModelError
