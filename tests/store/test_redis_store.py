@@ -635,10 +635,10 @@ def test_a_server_that_was_restarted_or_emptied_is_doubted(
     publish(store, 1, TABLE)
     assert store.doubts("numbers") == []
     with own_server.client() as raw:
-        kept = {key: raw.dump(key) for key in raw.scan_iter()}
+        dumped = {key: raw.dump(key) for key in raw.scan_iter()}
         own_server.kill()
         own_server.start()
-        for key, value in kept.items():
+        for key, value in dumped.items():
             raw.restore(key, 0, value)
         eventually(lambda: not is_refused(lambda: store.doubts("numbers")))
         assert store.doubts("numbers") == [
@@ -675,7 +675,7 @@ def user(raw: redis.Redis, name: str, *commands: str) -> str:
 def test_a_user_with_no_more_than_the_rights_that_are_listed_can_do_it_all(
     server: RedisProcess, raw: redis.Redis, open_store: OpenStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """INFO is not among them: what it would tell is then not known, whether rows are lost too, and
+    """INFO is not among them: what it would say is then not known, whether rows are lost too, and
     that is said."""
     publisher = open_store(server.url(credentials=user(raw, "publisher", *NEEDED)))
     assert publisher.prepare("numbers", Generation(1, 1), 4, 100, "us") == Terms(lossy=True)
@@ -853,7 +853,7 @@ def test_a_drop_ends_once_another_process_took_its_mark_away(
 
 
 def scans(raw: redis.Redis) -> int:
-    """How often the server was asked for SCAN."""
+    """How often the server ran SCAN."""
     return int(raw.info("commandstats").get("cmdstat_scan", {}).get("calls", 0))
 
 

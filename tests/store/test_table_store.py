@@ -108,7 +108,7 @@ def test_a_live_generation_that_is_gone_or_damaged_is_an_error(folder: Path, dam
 
 
 def test_publishing_again_mends_a_generation_that_is_gone(folder: Path) -> None:
-    """It is the remedy that the error names; a publish asks first what is live."""
+    """It is the remedy that the error names; a publish looks first at what is live."""
     publish(TableStore(folder), 1, TABLE)
     generation_file(folder, 1).unlink()
     store = TableStore(folder)
