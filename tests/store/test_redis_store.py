@@ -835,11 +835,12 @@ def test_a_drop_among_many_keys_of_others_takes_only_its_own(
     )
 
 
+@pytest.mark.parametrize("base", [None, 2], ids=["a base", "an overlay"])
 def test_a_drop_ends_once_another_process_took_its_mark_away(
-    store: RedisStore, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    store: RedisStore, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch, base: int | None
 ) -> None:
     """It has finished it, or loads that generation again."""
-    publish(store, 1, many(3000))
+    store.load("numbers", Generation(1, 1, base), rows_of(many(3000)))
     publish(store, 2, TABLE)
     left = list[int]()
 

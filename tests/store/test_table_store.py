@@ -93,7 +93,7 @@ def test_a_reader_that_two_publishings_overtake_reads_the_second(
     assert values(reader.read("numbers", [b"a"])) == [b"2"]
 
 
-@pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "a folder"])
+@pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "another's", "a folder"])
 def test_a_live_generation_that_is_gone_or_damaged_is_an_error(folder: Path, damage: str) -> None:
     publish(TableStore(folder), 1, TABLE)
     path = generation_file(folder, 1)
@@ -101,6 +101,9 @@ def test_a_live_generation_that_is_gone_or_damaged_is_an_error(folder: Path, dam
     path.unlink()
     if damage == "a folder":
         path.mkdir()
+    elif damage == "another's":
+        load(TableStore(folder), 2, TABLE)
+        generation_file(folder, 2).rename(path)
     elif damage != "removed":
         path.write_bytes({"emptied": b"", "garbage": b"garbage!" * (size // 8)}[damage])
     with pytest.raises(OnlineStoreError, match="publish the view again"):
