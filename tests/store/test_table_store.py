@@ -14,8 +14,14 @@ from typing import Any
 import pytest
 
 from precompute.store.disk.durable_file import replace_durably
-from precompute.store.errors import DamagedPointerError, OnlineStoreError, PrecomputeError
+from precompute.store.errors import (
+    ConflictError,
+    DamagedPointerError,
+    OnlineStoreError,
+    PrecomputeError,
+)
 from precompute.store.online.online_store import Generation
+from precompute.store.online.table_file import TableFile
 from precompute.store.online.table_store import TableStore
 from tests.online import (
     DAMAGED_POINTERS,
@@ -91,6 +97,25 @@ def test_a_reader_that_two_publishings_overtake_reads_the_second(
 
     monkeypatch.setattr(TableStore, "_pointer", pointer_of)
     assert values(reader.read("numbers", [b"a"])) == [b"2"]
+
+
+def test_a_flip_that_is_overtaken_while_it_reads_ahead_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other, slept = TableStore(folder), TableStore(folder), iter([True])
+    for number in (1, 2):
+        load(store, number, TABLE)
+    warm = TableFile.warm
+
+    def slow(file: TableFile, limit_bytes: int) -> int:
+        if next(slept, False):
+            other.flip(pointer(2))
+        return warm(file, limit_bytes)
+
+    monkeypatch.setattr(TableFile, "warm", slow)
+    with pytest.raises(ConflictError, match="a later publish won"):
+        store.flip(pointer(1))
+    assert store.live("numbers") == pointer(2)
 
 
 @pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "another's", "a folder"])
