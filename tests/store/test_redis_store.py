@@ -206,8 +206,7 @@ def test_an_overlay_is_read_with_its_base_in_one_round_trip(
     store: RedisStore, server: RedisProcess, open_store: OpenStore
 ) -> None:
     publish(store, 1, TABLE)
-    overlay = Generation(2, 2, base=1)
-    store.load("numbers", overlay, rows_of({b"b": b"changed", b"new": b"row"}))
+    store.load("numbers", Generation(2, 2, 1), rows_of({b"b": b"changed", b"new": b"row"}))
     store.flip(pointer(2, generation=1, overlays=((2, 2),), base_snapshot=1))
     with Proxy(server.port) as proxy:
         reader = open_store(f"redis://127.0.0.1:{proxy.port}/0")
@@ -215,10 +214,6 @@ def test_an_overlay_is_read_with_its_base_in_one_round_trip(
         before = proxy.requests
         assert read(reader, [b"b", b"c"]) == [b"changed", b"3"]
         assert proxy.requests == before + 1
-    assert store.generations("numbers") == [Generation(1, 1), overlay]
-    for number in (1, 2):
-        with pytest.raises(ConflictError, match=f"generation {number} of view 'numbers' is live"):
-            store.drop("numbers", number)
 
 
 def test_a_load_is_held_to_its_limit(server: RedisProcess, open_store: OpenStore) -> None:
