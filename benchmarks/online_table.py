@@ -228,7 +228,7 @@ def partial_read(path: Path, native: Any) -> Callable[[list[str]], Any]:
     def read(keys: list[str]) -> Any:
         before, kernels.native = kernels.native, native
         packed_keys, hashed = kernels.pack([key.encode() for key in keys])
-        rows, _ = file.read(packed_keys, hashed)
+        rows, _ = file.records.read(packed_keys, hashed)
         states, _ = kernels.verified(
             rows, hashed, CODEC.schema_tag, [1], CODEC.fixed_bytes, exact=True
         )

@@ -1,4 +1,4 @@
-"""Online stores in tests: rows as opaque bytes, pointers that tell their epoch, and the steps of a
+"""Online stores in tests: rows as opaque bytes, pointers that say their epoch, and the steps of a
 publishing."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OpenStore = Callable[[str], redis_store.RedisStore]
 
 
 def pointer(epoch: int, view: str = "numbers", snapshot: int | None = None) -> Pointer:
-    """A pointer whose every field tells its epoch."""
+    """A pointer whose every field says its epoch."""
     return Pointer(
         view=FeatureView(
             view,
@@ -100,7 +100,7 @@ def values(found: tuple[Pointer, FoundRows] | None) -> list[bytes | None]:
 
 
 def plain(found: FoundRows) -> list[bytes | None]:
-    """The rows; both faces of what was found tell the same."""
+    """The rows; both faces of what was found say the same."""
     rows = [None if value is None else bytes(value) for value in found.values]
     assert [bytes(string) or None for string in found.packed.strings()] == rows
     return rows

@@ -132,7 +132,7 @@ class MissCache(ABC):
             over_us = now_us + int(seconds * (1 - JITTER * random.random()) * 1e6)  # noqa: S311 - spreads load, guards nothing
             number, digest = space.slot(key)
             record = _RECORD.pack(digest, over_us, pointer.snapshot) + (row or b"")
-            if over_us > now_us and _SEAL_BYTES + len(record) <= space.record_bytes:
+            if _SEAL_BYTES + len(record) <= space.record_bytes:
                 records[number] = hash_of(record).to_bytes(8, "little") + record, over_us
         return len(records) if records and self._put(space, records) else 0
 

@@ -9,7 +9,7 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +25,8 @@ from precompute.store.online.kernels import (
     I8,
     LINE_BYTES,
     LINE_SLOTS,
-    U1,
     U8,
     Layout,
-    Packed,
     Records,
     RowBatch,
     hash_of,
@@ -149,13 +147,6 @@ class TableFile:
             raise ValueError("its header is not consistent")
         self.meta: dict[str, Any] = meta
 
-    def read(
-        self, keys: Packed, key_hashes: U8, below: Sequence[TableFile] = ()
-    ) -> tuple[Packed, U1]:
-        """As :meth:`precompute.store.online.kernels.Records.read`: what this has nothing of is
-        looked for in those ``below``, in turn."""
-        return self.records.read(keys, key_hashes, [table.records for table in below])
-
     def check(self) -> list[str]:
         """Read all of it, by its checksums: what is damaged, in words; nothing when it is whole.
         Takes as long as the disk does."""
@@ -220,13 +211,6 @@ _BUCKET_STARTS: U8 = np.arange(_BUCKETS, dtype=np.uint64) << np.uint64(52)
 """Where in the order of hashes each bucket begins."""
 
 
-class Figures(NamedTuple):
-    """What was written of a table file."""
-
-    rows: int
-    size_bytes: int
-
-
 class TableWriter:
     """A table file on its way; used as a context manager, it leaves nothing behind when it is left
     without :meth:`finish`.
@@ -267,8 +251,9 @@ class TableWriter:
         self._settle()
         self._writing = self._beside.submit(self._write_rows, batch)
 
-    def finish(self) -> Figures:
-        """Write the index, make all of it durable, and give it its name."""
+    def finish(self) -> int:
+        """Write the index, make all of it durable, and give it its name; returns how many rows it
+        has."""
         self._settle()
         rows, records_end = self._entries.rows, self._end
         lines = _Lines(max(1, -int(-rows // HOME_ROWS)))
@@ -284,7 +269,6 @@ class TableWriter:
             self._write(lines.last())
             checks = self._checks.all()
             self._file.write(checks + hash_of(checks).to_bytes(8, "little"))
-            size_bytes = self._file.tell()
             self._file.seek(0)
             self._file.write(
                 header_of(
@@ -297,7 +281,7 @@ class TableWriter:
             self._file.close()
             sync_folder(self._path.parent)
         self.abort()
-        return Figures(rows, size_bytes)
+        return rows
 
     def abort(self) -> None:
         """Remove what is not finished; after :meth:`finish` there is nothing to do."""

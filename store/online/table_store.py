@@ -264,7 +264,7 @@ class TableStore(OnlineStore):
         with TableWriter(path, plain(generation) | {"view": view}, self._memory_bytes) as writer:
             for batch in rows:
                 writer.add(batch)
-            return writer.finish().rows
+            return writer.finish()
 
     def flip(self, pointer: Pointer) -> None:
         view, folder = pointer.view.name, self.folder / pointer.view.name
@@ -329,22 +329,20 @@ def _found(tables: Sequence[TableFile], keys: Sequence[bytes]) -> FoundRows:
 class _TableRows(FoundRows):
     """Rows that stay in the mapped files until they are read, as rows or as columns."""
 
-    __slots__ = ("_packed_keys", "_tables")
+    __slots__ = ("_packed_keys", "_records")
 
     def __init__(self, tables: Sequence[TableFile], keys: Sequence[bytes]) -> None:
-        self._tables = tables
+        self._records = [table.records for table in tables]
         self._packed_keys, hashes = (
             (keys.packed, keys.hashes) if isinstance(keys, PackedKeys) else kernels.pack(keys)
         )
         super().__init__(keys, hashes=hashes)
 
     def columns(self, reader: ColumnReader) -> WholeColumns:
-        return reader.of_tables(
-            [table.records for table in self._tables], self._packed_keys, self.hashes
-        )
+        return reader.of_tables(self._records, self._packed_keys, self.hashes)
 
     def _read(self) -> tuple[Packed, npt.NDArray[np.bool_] | None]:
-        first, *below = self._tables
+        first, *below = self._records
         rows, states = first.read(self._packed_keys, self.hashes, below)
         damaged = states == kernels.DAMAGED
         return rows, damaged if damaged.any() else None

@@ -599,7 +599,7 @@ def test_what_one_of_two_generations_does_not_know_is_damaged(told_by: str) -> N
         assert states == [State.DAMAGED] * 4
 
 
-# ---- what a row tells of itself, were it vouched for
+# ---- what a row says of itself, were it vouched for
 
 
 @both_kinds
@@ -665,7 +665,7 @@ def test_sizes_that_add_up_but_do_not_fit_their_content_are_refused(move: dict[s
 
 
 def test_two_halves_of_a_number_in_two_rows_do_not_make_a_number() -> None:
-    """Both rows tell half an int32 too little and too much: together the bytes divide by four
+    """Both rows say half an int32 too little and too much: together the bytes divide by four
     again."""
     features = (Feature("text", "string"), Feature("ids", "int32", max_items=4))
     (right,) = packed(features, {"text": "aa", "ids": [7, 8]})

@@ -139,11 +139,11 @@ def test_columns_are_those_of_the_codec(data: st.DataObject) -> None:
 
     base, over = some(1, 25), some(2, 4) if data.draw(st.booleans()) else None
     gone = pa.array([key.decode() for key in KEYS[: data.draw(st.integers(0, 3))]], pa.string())
-    asked = [
+    wanted = [
         key.decode() for key in data.draw(st.lists(st.sampled_from(KEYS), min_size=2, max_size=60))
     ]
     if data.draw(st.booleans()) and len(base):
-        asked = [bytes(key).decode() for key in base.keys.strings()] * 2
+        wanted = [bytes(key).decode() for key in base.keys.strings()] * 2
     names = data.draw(
         st.none() | st.lists(st.sampled_from(view.feature_names), min_size=1, unique=True)
     )
@@ -177,7 +177,7 @@ def test_columns_are_those_of_the_codec(data: st.DataObject) -> None:
                         overlays=((2, 2),),
                     )
                 )
-            answers.append(both_ways(store, asked, names))
+            answers.append(both_ways(store, wanted, names))
             store.close()
         assert answers[0].equals(answers[1])
 

@@ -289,7 +289,7 @@ def test_an_extension_of_another_version_is_not_used(monkeypatch: pytest.MonkeyP
 def test_the_environment_has_a_say_in_which_kernels_run() -> None:
     code = "from precompute.store.online import kernels; print(kernels.COMPILED)"
     environment = os.environ | {"PRECOMPUTE_KERNELS": "python"}
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert told.stdout == "False\n"
+    assert done.stdout == "False\n"

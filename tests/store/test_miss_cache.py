@@ -64,7 +64,7 @@ def open_cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]
     def make(limits: MissCacheLimits | None = None, clock: Clock | None = None) -> MissCache:
         limits, clock = limits or MissCacheLimits(), clock or Clock()
         if request.param == "file":
-            opened.append(MissCacheFile(tmp_path / "kept", limits, clock))
+            opened.append(MissCacheFile(tmp_path / "misses", limits, clock))
         else:
             opened.append(MissCacheRedis(request.getfixturevalue("redis_url"), limits, clock))
         return opened[-1]
@@ -174,15 +174,15 @@ def test_readers_of_a_file_wait_for_no_writer_and_find_a_new_one(
 ) -> None:
     monkeypatch.setattr("precompute.store.online.miss_cache.WAIT_S", 600.0)
     writer, reader, other = (
-        MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock()) for _ in range(3)
+        MissCacheFile(tmp_path / "misses", MissCacheLimits(), Clock()) for _ in range(3)
     )
     assert reader.read(pointer, ["a"]) == {}
-    assert not (tmp_path / "kept").exists()
+    assert not (tmp_path / "misses").exists()
     writer.write(pointer, [CachedMiss("a", None)])
-    with contextlib.closing(sqlite3.connect(tmp_path / "kept" / "rows.sqlite")) as busy:
+    with contextlib.closing(sqlite3.connect(tmp_path / "misses" / "rows.sqlite")) as busy:
         busy.execute("BEGIN IMMEDIATE")
         assert reader.read(pointer, ["a"]) == {"a": None}
-    for path in (tmp_path / "kept").iterdir():
+    for path in (tmp_path / "misses").iterdir():
         path.unlink()
     other.write(pointer, [CachedMiss("b", None)])
     writer.write(pointer, [CachedMiss("c", None)])
@@ -208,9 +208,9 @@ def test_rows_and_bytes_are_bounded_and_too_large_rows_are_not_cached(
 def test_without_its_store_nothing_is_cached_and_nothing_raised(
     tmp_path: Path, pointer: Pointer
 ) -> None:
-    (tmp_path / "kept").write_text("no folder")
+    (tmp_path / "misses").write_text("no folder")
     for miss_cache in (
-        MissCacheFile(tmp_path / "kept", MissCacheLimits()),
+        MissCacheFile(tmp_path / "misses", MissCacheLimits()),
         MissCacheRedis("redis://127.0.0.1:1/0?budget_ms=50", MissCacheLimits()),
     ):
         miss_cache.write(pointer, [CachedMiss("a", None)])
@@ -219,9 +219,9 @@ def test_without_its_store_nothing_is_cached_and_nothing_raised(
 
 
 def test_a_damaged_file_is_replaced(tmp_path: Path, pointer: Pointer) -> None:
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "rows.sqlite").write_bytes(b"this is no database" * 1000)
-    miss_cache = MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock())
+    (tmp_path / "misses").mkdir()
+    (tmp_path / "misses" / "rows.sqlite").write_bytes(b"this is no database" * 1000)
+    miss_cache = MissCacheFile(tmp_path / "misses", MissCacheLimits(), Clock())
     assert miss_cache.read(pointer, ["a"]) == {}
     miss_cache.write(pointer, [CachedMiss("a", None)])
     assert miss_cache.read(pointer, ["a"]) == {"a": None}
@@ -232,10 +232,10 @@ def test_a_record_of_which_any_bit_is_another_or_that_is_cut_short_is_none(
     tmp_path: Path, pointer: Pointer
 ) -> None:
     """Cut to its head, it would say that there is no such entity."""
-    miss_cache = MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock())
+    miss_cache = MissCacheFile(tmp_path / "misses", MissCacheLimits(), Clock())
     miss_cache.write(pointer, [CachedMiss("a", row_of(pointer, "a"))])
     assert miss_cache.read(pointer, ["a"]) == {"a": row_of(pointer, "a")}
-    with contextlib.closing(sqlite3.connect(tmp_path / "kept" / "rows.sqlite")) as file:
+    with contextlib.closing(sqlite3.connect(tmp_path / "misses" / "rows.sqlite")) as file:
         (whole,) = file.execute("SELECT record FROM computed").fetchone()
         cut = [whole[:size] for size in range(len(whole))]
         for damaged in [
@@ -252,7 +252,7 @@ def test_a_record_of_which_any_bit_is_another_or_that_is_cut_short_is_none(
 
 
 class Closed:
-    """Rows that are kept, as a test wrote them down."""
+    """Rows that are cached, as a test wrote them down."""
 
     def __init__(self, **rows: Row | None) -> None:
         self.rows, self.read_keys = rows, list[str]()
@@ -286,7 +286,7 @@ def lookup_of(
     )
 
 
-def asked(
+def answered(
     house: House, miss_cache: Any, model: Scripted, keys: list[str], **options: Any
 ) -> list[tuple[Any, ...]]:
     """Status, source, reason, ``double`` and age of each row."""
@@ -315,7 +315,7 @@ def test_misses_and_stale_rows_are_answered_from_the_cache(house: House) -> None
         ),
         Scripted({}),
     )
-    found = asked(house, miss_cache, fallback, ["new", "stale", "expired", "fresh", "none"])
+    found = answered(house, miss_cache, fallback, ["new", "stale", "expired", "fresh", "none"])
     assert found == [
         ("fresh", "cache", None, 10.0, 3.0),
         ("fresh", "cache", None, 12.0, 1.0),
@@ -324,7 +324,7 @@ def test_misses_and_stale_rows_are_answered_from_the_cache(house: House) -> None
         ("missing", None, "unknown_entity", None, None),
     ]
     assert (miss_cache.read_keys, fallback.calls) == (["new", "expired", "none", "stale"], [])
-    assert asked(house, miss_cache, fallback, ["fresh"]) == [("fresh", "store", None, 2.0, 0.0)]
+    assert answered(house, miss_cache, fallback, ["fresh"]) == [("fresh", "store", None, 2.0, 0.0)]
     assert len(miss_cache.read_keys) == 4
 
 
@@ -334,7 +334,7 @@ def test_of_two_stale_rows_the_younger_answers(house: House) -> None:
         (Closed(stale=Row(6.0, age=TTL + 3)), ("store", 4.0)),
         (Closed(stale=Row(6.0, age=TTL + 0.5)), ("cache", 12.0)),
     ):
-        ((status, source, _, double, _),) = asked(
+        ((status, source, _, double, _),) = answered(
             house, miss_cache, Scripted({"stale": None}), ["stale"]
         )
         assert (status, (source, double)) == ("stale", answer)
@@ -404,16 +404,16 @@ def test_what_a_request_demands_counts_for_cached_rows_too(
         Closed(new=Row(5.0, age=3), none=None),
         Scripted({"new": Row(8.0), "none": Row(9.0)}),
     )
-    asked(house, miss_cache, fallback, options.pop("keys", ["new"]), **options)
+    answered(house, miss_cache, fallback, options.pop("keys", ["new"]), **options)
     assert (miss_cache.read_keys, [keys for _, keys, _ in fallback.calls]) == (reads, calls)
 
 
 def test_a_cached_row_of_the_future_is_none(house: House) -> None:
     house.publish(STORED)
     ahead = AHEAD_US / 1e6 + 1
-    assert asked(house, Closed(new=Row(5.0, age=-ahead)), Scripted({"new": Row(8.0)}), ["new"])[0][
-        :2
-    ] == ("computed", "fallback")
+    assert answered(house, Closed(new=Row(5.0, age=-ahead)), Scripted({"new": Row(8.0)}), ["new"])[
+        0
+    ][:2] == ("computed", "fallback")
     now, miss_cache = [NOW], Closed(new=Row(5.0))
     lookup = lookup_of(house, Scripted({}), miss_cache, lambda: now[0])
     answer = lookup.begin("things", ["new", "fresh"])
@@ -442,7 +442,7 @@ def test_a_cached_row_vouches_for_itself_or_is_none(
                 if row is not None
             }
 
-    assert asked(house, Damaged(new=Row(5.0)), Scripted({"new": Row(8.0)}), ["new"]) == [
+    assert answered(house, Damaged(new=Row(5.0)), Scripted({"new": Row(8.0)}), ["new"]) == [
         ("computed", "fallback", None, 16.0, 0.0)
     ]
 
@@ -461,18 +461,18 @@ def test_where_the_model_fails_an_expired_row_is_served_as_stale(
     house.publish(rows)
     fallback = Scripted(dict.fromkeys([*rows, "nobody"], error))
     reason = "deadline" if error is None else str(error.reason)
-    assert asked(house, None, fallback, ["expired", "gone", "nobody"]) == [
+    assert answered(house, None, fallback, ["expired", "gone", "nobody"]) == [
         ("stale", "store", None, 6.0, TTL + STALE_FOR + 9),
         ("missing", None, reason, None, None),
         ("missing", None, reason, None, None),
     ]
-    assert asked(house, None, fallback, ["expired"], max_age_s=5.0)[0][:3] == (
+    assert answered(house, None, fallback, ["expired"], max_age_s=5.0)[0][:3] == (
         "missing",
         None,
         reason,
     )
     unknown = Scripted({"expired": Miss(Reason.UNKNOWN_ENTITY)})
-    assert asked(house, None, unknown, ["expired"])[0][:3] == ("missing", None, "unknown_entity")
+    assert answered(house, None, unknown, ["expired"])[0][:3] == ("missing", None, "unknown_entity")
 
 
 def test_the_writer_writes_behind_and_drops_what_the_store_is_too_slow_for(

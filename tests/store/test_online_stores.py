@@ -391,7 +391,7 @@ def test_a_name_that_is_no_views_is_no_view(store: OnlineStore) -> None:
 def test_a_request_never_mixes_generations_while_others_are_published(
     open_store: OpenStore,
 ) -> None:
-    """Every row tells its generation; the publisher keeps the live one and the one before, and
+    """Every row says its generation; the publisher leaves the live one and the one before, and
     drops the rest."""
     keys = [b"k%d" % i for i in range(200)]
     writer, readers = open_store(), [open_store(), open_store()]

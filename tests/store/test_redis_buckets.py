@@ -141,7 +141,7 @@ def hashes_of(raw: redis.Redis, number: int = 1) -> list[bytes]:
 
 
 def test_every_row_is_laid_out_once_in_its_bucket_and_read_there() -> None:
-    """By the letter, rows of one width and of several, by the block and one by one, asked for by
+    """By the letter, rows of one width and of several, by the block and one by one, read by
     many and by few."""
     long = b"k" * 300
     tables = [batch(ids(3000)), batch([long, b"", b"\r\n", *ids(5)]), _mixed(), _of_one_width()]
@@ -296,7 +296,7 @@ def test_a_flipped_bit_in_a_generations_note_is_never_a_missing_row(
     raw.hset(META, mapping=nonsense)
     reader = open_store(shared_server.url())
     assert read(reader, ids(20)) == expected(ids(20))
-    # whose it is the pointer tells, which has a seal
+    # whose it is the pointer says, which has a seal
     assert (
         reader.prepare("scores", Generation(2, 2), 20, 1000, "us").number,
         reader.doubts("scores"),

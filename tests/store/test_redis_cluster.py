@@ -138,10 +138,10 @@ def test_a_slot_map_and_redirections_name_servers() -> None:
         [100, 16382, [b"b", 7001, b"id", []], [b"c", 7002, b"replica"]],
         [16383, 16383, [b"", 7000]],
     ]
-    found = SlotMap.of(reply, ("asked", 1))
-    assert found.masters == (("asked", 7000), ("b", 7001))
+    found = SlotMap.of(reply, ("answering", 1))
+    assert found.masters == (("answering", 7000), ("b", 7001))
     assert (found.owners[[0, 99, 100, 16383]].tolist(), found.uncovered) == ([0, 0, 1, 0], 0)
-    assert SlotMap.of(reply[:1], ("asked", 1)).uncovered == SLOTS - 100
+    assert SlotMap.of(reply[:1], ("answering", 1)).uncovered == SLOTS - 100
     assert target(Refused("MOVED 3999 127.0.0.1:6381"), ("x", 1)) == ("127.0.0.1", 6381)
     assert target(Refused("ASK 3999 ::1:6381"), ("x", 1)) == ("::1", 6381)
     assert target(Refused("MOVED 3999 :6381"), ("x", 1)) == ("x", 6381)
@@ -179,7 +179,7 @@ def migrate(
     keys: int | None = None,
     finish: bool = True,
 ) -> None:
-    """Move a slot as redis-cli does; some of its keys only, and without its end, when asked so."""
+    """Move a slot as redis-cli does; at will some of its keys only, and without its end."""
     with source.client() as giving, to.client() as taking:
         names = [client.execute_command("CLUSTER", "MYID") for client in (giving, taking)]
         taking.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
@@ -196,8 +196,8 @@ def migrate(
 
 
 def settle(cluster: RedisCluster, slot: int, to: RedisProcess, name: str) -> None:
-    """Until every node has the slot there and keeps to it: two moves that have not heard of each
-    other have one epoch, and a message under way may undo the later one."""
+    """Until every node has the slot there for good: two moves that know nothing of each other have
+    one epoch, and a message under way may undo the later one."""
     agreed = 0
     deadline = time.monotonic() + 20
     while agreed < 3:

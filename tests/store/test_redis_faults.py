@@ -52,19 +52,19 @@ META = "precompute:{numbers}:meta"
 
 
 class Behind(Proxy):
-    """A node that tells for ever who had which slot when it was made, and that it is one of
+    """A node that says for ever who had which slot when it was made, and that it is one of
     them."""
 
     def __init__(self, node: RedisProcess) -> None:
         with node.client() as client:
             said = client.execute_command("CLUSTER", "SLOTS")
         super().__init__(node.port)
-        self.asked = 0
+        self.looks = 0
         ranges = [
             (first, last, self.port if port == node.port else port)
             for first, last, (_, port, *_), *_ in said
         ]
-        # the one that is behind is asked first
+        # the one that is behind is queried first
         ranges.sort(key=lambda found: found[2] != self.port)
         parts = [
             b"*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % found for found in ranges
@@ -78,7 +78,7 @@ class Behind(Proxy):
         with source, contextlib.suppress(OSError):
             while data := source.recv(65536):
                 if b"SLOTS" in data:
-                    self.asked += 1
+                    self.looks += 1
                     source.sendall(self._told)
                 else:
                     target.sendall(data)
@@ -124,7 +124,7 @@ def test_a_node_that_is_behind_does_not_keep_the_map_wrong(
         ):
             for _ in range(3):
                 assert read_all(store, many(100)) == list(many(100).values())
-            assert behind.asked == 1, "then it is another one, who knew better"
+            assert behind.looks == 1, "then it is another one, who knew better"
 
 
 def test_what_is_elsewhere_is_read_there_at_once(
@@ -292,7 +292,7 @@ def test_a_failover_between_preflight_and_load_is_no_load_to_go_on_with(
 def test_a_master_restarted_when_all_was_acknowledged_ends_the_load(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the last reply and the note that all is there, which another one keeps."""
+    """Between the last reply and the note that all is there, which another server has."""
     with RedisCluster(NEWEST, tmp_path, replicas=False) as cluster:
         store, load, table = open_store(cluster.url()), Cluster.load, many(100)
         noting = [cluster.master_of(key) for key in (META, "precompute:views")]
@@ -368,11 +368,11 @@ def test_what_is_evicted_while_rows_are_loaded_is_doubted(
                 yield part
                 time.sleep(0.02)
             # the view's own keys are as likely to go as any: not these
-            kept = {key: raw.dump(key) for key in (META, "precompute:views")}
+            dumped = {key: raw.dump(key) for key in (META, "precompute:views")}
             raw.config_set("maxmemory", raw.info("memory")["used_memory"] - 200_000)
             eventually(lambda: raw.set("x", "y") and raw.info("stats")["evicted_keys"] > 100)
             raw.config_set("maxmemory", 0)
-            for key, value in kept.items():
+            for key, value in dumped.items():
                 raw.restore(key, 0, value or b"", replace=True)
             raise Stopped
 

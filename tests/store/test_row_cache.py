@@ -33,7 +33,7 @@ PATH = "/v1/views/things/rows/"
 
 
 class House:
-    """A store, a lookup with a clock of the test's own, and the API, which keeps rows."""
+    """A store, a lookup with a clock of the test's own, and the API, which caches rows."""
 
     def __init__(self, online: OnlineStore, **options: Any) -> None:
         self.online, self.now_s = online, NOW
@@ -94,10 +94,10 @@ def test_a_row_that_is_cached_says_what_one_that_is_read_says(house: House) -> N
         for passed_s in (0.0, 0.000001, 1.25, 8.0, 9.5, 10.75):
             house.now_s = NOW + passed_s
             fresh = create_app(house.lookup, cache_bytes=0)
-            read, kept, again = call(fresh, "GET", PATH + key), house.get(key), house.get(key)
+            read, cached, again = call(fresh, "GET", PATH + key), house.get(key), house.get(key)
             assert (
                 (read.status, read.headers, read.json)
-                == (kept.status, kept.headers, kept.json)
+                == (cached.status, cached.headers, cached.json)
                 == (200, again.headers, again.json)
             )
             unchanged = house.get(key, if_none_match=read.headers["etag"])
@@ -109,12 +109,12 @@ def test_a_row_that_is_cached_says_what_one_that_is_read_says(house: House) -> N
 def test_freshness_is_never_cached(house: House) -> None:
     house.publish(1, {"a": (1.0, 0.0)})
     assert house.get("a").json["status"] == "fresh"
-    told = []
+    said = []
     for passed_s in (1.0, 10.0, 10.000001, 15.0, 15.000001):
         house.now_s = NOW + passed_s
         reply = house.get("a")
-        told.append((reply.status, reply.json["status"], reply.json.get("age_s")))
-    assert told == [
+        said.append((reply.status, reply.json["status"], reply.json.get("age_s")))
+    assert said == [
         (200, "fresh", 1.0),
         (200, "fresh", 10.0),
         (200, "stale", 10.000001),
@@ -195,16 +195,16 @@ def test_no_more_bytes_are_cached_than_allowed_and_the_latest_stay(tmp_path: Pat
     row = cached_row(house.lookup.begin("things", ["1"]))
     assert row is not None
     keys = [("things", b"%d" % (i % 10), (f"x{i:09}",), "float") for i in range(1000)]
-    # the features' names are a caller's, and are kept with the row
+    # the features' names are a caller's, and are cached with the row
     size = row.size_bytes + 1 + 64 + 10
     cache = RowCache(20 * size)
     for i, key in enumerate(keys):
         cache.put(key, row)
         assert cache.get(keys[0]) is row
         assert cache.size_bytes == min(i + 1, 20) * size
-    kept = [i for i, key in enumerate(keys) if cache.get(key) is not None]
-    assert kept == [0, *range(981, 1000)]
-    for i in kept:
+    cached = [i for i, key in enumerate(keys) if cache.get(key) is not None]
+    assert cached == [0, *range(981, 1000)]
+    for i in cached:
         cache.drop(keys[i])
     assert cache.size_bytes == 0
     # one row that would take most of it is none of its rows
@@ -253,11 +253,11 @@ def test_where_the_store_fails_a_cached_row_is_served_as_stale(error: Exception)
     fresh = house.get("a")
     assert house.get("a").headers["age"] == "2"
     store.error = error
-    told = []
+    said = []
     for passed_s in (0.5, 8.0, 13.0, 33.0, 33.000001):
         house.now_s = NOW + passed_s
         reply = house.get("a")
-        told.append(
+        said.append(
             (reply.status, reply.json["status"], reply.json.get("age_s"), reply.headers.get("age"))
         )
         if reply.status == 200:
@@ -272,11 +272,11 @@ def test_where_the_store_fails_a_cached_row_is_served_as_stale(error: Exception)
                 (200, "degraded") if reply.status == 200 else (503, "not ready")
             )
     # ttl 10 s, stale_for 5 s, stale_if_error 20 s: what a cache behind may do, this one does
-    assert told[:-1] == [
+    assert said[:-1] == [
         (200, "stale", age_s, age)
         for age_s, age in ((2.5, "3"), (10.0, "10"), (15.0, "15"), (35.0, "35"))
     ]
-    assert told[-1][0] == 503
+    assert said[-1][0] == 503
     house.now_s = NOW + 0.5
     # it says that it is stale by its ETag, too; and what was never read is not there
     assert house.get("a").headers["etag"] != fresh.headers["etag"]
@@ -296,7 +296,7 @@ def test_where_the_store_fails_a_cached_row_is_served_as_stale(error: Exception)
 
 
 @pytest.mark.parametrize(
-    ("asked", "allowed"),
+    ("demanded", "allowed"),
     [
         ({"cache_control": "no-cache"}, False),
         ({"cache_control": "max-age=2"}, False),
@@ -312,15 +312,15 @@ def test_where_the_store_fails_a_cached_row_is_served_as_stale(error: Exception)
     ids=str,
 )
 def test_what_a_request_demands_holds_where_the_store_fails_too(
-    asked: dict[str, str], allowed: bool
+    demanded: dict[str, str], allowed: bool
 ) -> None:
     store = Failing()
     house = House(store)
     house.publish(1, {"a": (1.0, 2.0)})
     house.get("a")
     store.error, house.now_s = ERROR, NOW + 0.5
-    headers = {name: value for name, value in asked.items() if name != "query"}
-    assert house.get(f"a{asked.get('query', '')}", **headers).status == (200 if allowed else 503)
+    headers = {name: value for name, value in demanded.items() if name != "query"}
+    assert house.get(f"a{demanded.get('query', '')}", **headers).status == (200 if allowed else 503)
 
 
 def test_where_the_store_fails_no_replaced_row_is_served() -> None:

@@ -14,8 +14,14 @@ from typing import Any
 import pytest
 
 from precompute.store.disk.durable_file import replace_durably
-from precompute.store.errors import DamagedPointerError, OnlineStoreError, PrecomputeError
+from precompute.store.errors import (
+    ConflictError,
+    DamagedPointerError,
+    OnlineStoreError,
+    PrecomputeError,
+)
 from precompute.store.online.online_store import Generation
+from precompute.store.online.table_file import TableFile
 from precompute.store.online.table_store import TableStore
 from tests.online import (
     DAMAGED_POINTERS,
@@ -93,7 +99,26 @@ def test_a_reader_that_two_publishings_overtake_reads_the_second(
     assert values(reader.read("numbers", [b"a"])) == [b"2"]
 
 
-@pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "a folder"])
+def test_a_flip_that_is_overtaken_while_it_reads_ahead_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other, slept = TableStore(folder), TableStore(folder), iter([True])
+    for number in (1, 2):
+        load(store, number, TABLE)
+    warm = TableFile.warm
+
+    def slow(file: TableFile, limit_bytes: int) -> int:
+        if next(slept, False):
+            other.flip(pointer(2))
+        return warm(file, limit_bytes)
+
+    monkeypatch.setattr(TableFile, "warm", slow)
+    with pytest.raises(ConflictError, match="a later publish won"):
+        store.flip(pointer(1))
+    assert store.live("numbers") == pointer(2)
+
+
+@pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "another's", "a folder"])
 def test_a_live_generation_that_is_gone_or_damaged_is_an_error(folder: Path, damage: str) -> None:
     publish(TableStore(folder), 1, TABLE)
     path = generation_file(folder, 1)
@@ -101,6 +126,9 @@ def test_a_live_generation_that_is_gone_or_damaged_is_an_error(folder: Path, dam
     path.unlink()
     if damage == "a folder":
         path.mkdir()
+    elif damage == "another's":
+        load(TableStore(folder), 2, TABLE)
+        generation_file(folder, 2).rename(path)
     elif damage != "removed":
         path.write_bytes({"emptied": b"", "garbage": b"garbage!" * (size // 8)}[damage])
     with pytest.raises(OnlineStoreError, match="publish the view again"):
@@ -108,7 +136,7 @@ def test_a_live_generation_that_is_gone_or_damaged_is_an_error(folder: Path, dam
 
 
 def test_publishing_again_mends_a_generation_that_is_gone(folder: Path) -> None:
-    """It is the remedy that the error names; a publish asks first what is live."""
+    """It is the remedy that the error names; a publish looks first at what is live."""
     publish(TableStore(folder), 1, TABLE)
     generation_file(folder, 1).unlink()
     store = TableStore(folder)

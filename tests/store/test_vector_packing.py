@@ -1,4 +1,4 @@
-"""Packed vectors come back as near as they are told to be, the same by every way of reading, and
+"""Packed vectors come back as near as is promised, the same by every way of reading, and
 with the same bytes whatever lies beside them."""
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def test_packed_vectors_stand_among_features_of_every_kind() -> None:
     other = dict.fromkeys(row) | {"bits": [-2.0] * 9}
     codec = codec_of(features)
     values = packed(features, row, half, other)
-    kept = {
+    same = {
         "small": back("float32", "int8", row["small"])[0].tolist(),
         "full": np.float32(row["full"]).tolist(),
         "bits": row["bits"],
@@ -192,15 +192,15 @@ def test_packed_vectors_stand_among_features_of_every_kind() -> None:
     for given_rows, expected in (
         (
             [values[0], None, values[1], values[2]],
-            [row | kept, None, half | kept | {"small": None}, other],
+            [row | same, None, half | same | {"small": None}, other],
         ),
-        ([values[0]], [row | kept]),
+        ([values[0]], [row | same]),
         ([None], [None]),
-        ([values[1], values[2]], [half | kept | {"small": None}, other]),
+        ([values[1], values[2]], [half | same | {"small": None}, other]),
     ):
         assert read_both_ways(codec, list(given_rows)) == expected
     assert read_both_ways(codec, [values[0], None], ["bits", "small"]) == [
-        {name: (row | kept)[name] for name in ("bits", "small")},
+        {name: (row | same)[name] for name in ("bits", "small")},
         None,
     ]
     decoded = codec.decode(Packed.of(values))

@@ -3,6 +3,7 @@ not at all."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -248,9 +249,11 @@ def version_of(pointer: bytes) -> bytes:
     return digest_of(pointer).encode()
 
 
-def read_pointer(version: bytes, body: bytes, view: str, where: str) -> Pointer:
-    """Raises:
-    DamagedPointerError: the bytes are not those that were written.
+def read_pointer(version: bytes, body: bytes, view: str | None, where: str = "") -> Pointer:
+    """A pointer; of that view, where one is given.
+
+    Raises:
+        DamagedPointerError: the bytes are not those that were written.
     """
     try:
         if version != version_of(body):
@@ -265,14 +268,10 @@ def read_pointer(version: bytes, body: bytes, view: str, where: str) -> Pointer:
 def sealed_pointer(version: bytes | None, body: bytes | None) -> Pointer | None:
     """The pointer of a view's hash; None where there is none, or its bytes are not those that were
     written."""
-    try:
-        return (
-            None
-            if version is None or body is None or version != version_of(body)
-            else Pointer.from_bytes(body)
-        )
-    except (ValueError, KeyError, TypeError):
-        return None
+    with contextlib.suppress(DamagedPointerError):
+        if version is not None and body is not None:
+            return read_pointer(version, body, None)
+    return None
 
 
 BESIDE = ("epoch", "owner", "live")
