@@ -88,7 +88,7 @@ class Reconciler:
         self._turns = threading.Semaphore(AT_ONCE)
 
     def stop(self) -> None:
-        """End the repairs in progress soon; safe to call from a signal handler."""
+        """End the repairs in progress soon; safe to call from another thread."""
         self._stopping.set()
 
     def wait(self) -> None:
@@ -263,6 +263,7 @@ class Scheduler:
     _threads: list[threading.Thread] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopping: threading.Event = field(default_factory=threading.Event)
+    _signalled: bool = False
     _reported: dict[str, str] = field(default_factory=dict)
     _retained: dict[str, datetime] = field(default_factory=dict)
     _not_before: dict[str, float] = field(default_factory=dict)
@@ -305,7 +306,7 @@ class Scheduler:
             )
         ticker.start()
         try:
-            while not self._stopping.wait(TICK_S):
+            while not (self._signalled or self._stopping.wait(TICK_S)):
                 if self._lease is not None and self._reconciler.sighted:
                     looks.modify(next_run_time=utc_clock())
                 # APScheduler waits by the clock on the wall: set back by an hour, it would be
@@ -316,6 +317,7 @@ class Scheduler:
                     if job.next_run_time is not None and job.next_run_time > latest:
                         job.modify(next_run_time=now)
         finally:
+            self.stop()
             ticker.shutdown(wait=True)
             self._reconciler.wait()
             self._end_runs()
@@ -324,7 +326,7 @@ class Scheduler:
                 signal.signal(number, handler)
 
     def stop(self) -> None:
-        """Make :meth:`run` return; safe to call from a signal handler or another thread."""
+        """Make :meth:`run` return; safe to call from another thread."""
         self._stopping.set()
         self._reconciler.stop()
 
@@ -559,7 +561,8 @@ class Scheduler:
             thread.join(max(0.0, limit - time.monotonic()))
 
     def _on_signal(self, number: int, _: object) -> None:
-        self.stop()
+        # no event is set: the signal may have come while this thread held that one's lock
+        self._signalled = True
 
 
 class _Every(BaseTrigger):  # type: ignore[misc]
