@@ -24,6 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from precompute.store.disk.lease import release_leases
+from precompute.store.errors import PrecomputeError
 from precompute.store.times import shown_time
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class _State:
     end_signal: int | None = None
     raised = False
     last_words: list[Callable[[], None]] = []  # noqa: RUF012 - one per process, as signals are
+    unwritten: str | None = None
+    """Why some of the answer could not be written."""
 
 
 def end_signal() -> int | None:
@@ -90,7 +93,11 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
     """Let :data:`SIGNALS` raise :class:`Terminated` in the main thread, once, and end the process
-    if it does not end by that. Does nothing in other threads, which get no signals."""
+    if it does not end by that. Does nothing in other threads, which get no signals.
+
+    Raises:
+        PrecomputeError: at its end, if some of the command's answer could not be written.
+    """
     _State.end_signal, _State.raised = None, False
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -103,6 +110,11 @@ def terminable() -> Iterator[None]:
     watcher.start()
     try:
         yield
+        if _State.unwritten is not None:
+            raise PrecomputeError(
+                f"stdout cannot be written: {_State.unwritten}; what the command did stands, and"
+                " its answer is lost"
+            )
     finally:
         signal.set_wakeup_fd(before)
         for number, handler in handlers.items():
@@ -157,28 +169,45 @@ def _watch(read: int) -> None:
 
 
 class Enduring:
-    """A text stream that ignores a broken pipe: what is written after it is discarded."""
+    """A text stream that raises nothing where it cannot be written: what is written after its
+    reader is gone is discarded, and what a full disk does not take is lost, which
+    :func:`terminable` reports of an answer."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, *, is_log: bool = False) -> None:
+        self._stream, self._is_log, self._fails = stream, is_log, False
 
     def write(self, text: str) -> int:
         """As a text stream's."""
         try:
             return self._stream.write(text)
-        except BrokenPipeError:
-            self._discard()
+        except OSError as exc:
+            self._note(exc)
             return len(text)
 
     def flush(self) -> None:
         """As a text stream's."""
         try:
             self._stream.flush()
-        except BrokenPipeError:
+            self._fails = False
+        except OSError as exc:
+            self._note(exc)
+
+    def end(self) -> None:
+        """Flush it, or discard what the interpreter would else try to write once more, and fail."""
+        self.flush()
+        if self._fails:
             self._discard()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def _note(self, exc: OSError) -> None:
+        if isinstance(exc, BrokenPipeError):
+            self._discard()
+            return
+        self._fails = True
+        if not self._is_log:
+            _State.unwritten = exc.strerror or str(exc)
 
     def _discard(self) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
@@ -189,18 +218,20 @@ class Enduring:
 
 @contextlib.contextmanager
 def enduring_output() -> Iterator[None]:
-    """Within the block stdout and stderr do not raise when their reader is gone."""
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Enduring(sys.stdout), Enduring(sys.stderr)
+    """Within the block stdout and stderr raise nothing when their reader is gone or their disk
+    full."""
+    streams, _State.unwritten = (sys.stdout, sys.stderr), None
+    out, err = Enduring(sys.stdout), Enduring(sys.stderr, is_log=True)
+    sys.stdout, sys.stderr = out, err
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        out.end()
+        err.end()
         sys.stdout, sys.stderr = streams
 
 
-_documents: Any = None
+_documents: TextIO | Enduring | None = None
 
 
 @contextlib.contextmanager
@@ -212,19 +243,21 @@ def documents_alone(for_good: bool) -> Iterator[None]:
         for_good: after the block, too: libraries may print when the process ends.
     """
     global _documents
-    stdout, saved = sys.stdout, None
+    stdout, saved, documents = sys.stdout, None, None
     # a caller of main() may have replaced it by something that is no file
     with contextlib.suppress(OSError, AttributeError):
         number = stdout.fileno()
         stdout.flush()
         saved = os.fdopen(os.dup(number), "w", encoding=stdout.encoding, errors=stdout.errors)
         os.dup2(sys.stderr.fileno(), number)
-    _documents, sys.stdout = stdout if saved is None else Enduring(saved), sys.stderr
+        documents = Enduring(saved)
+    _documents, sys.stdout = documents or stdout, sys.stderr
     try:
         yield
     finally:
         sys.stdout, _documents = stdout, None
-        if saved is not None:
+        if saved is not None and documents is not None:
+            documents.end()
             stdout.flush()
             if not for_good:
                 os.dup2(saved.fileno(), number)

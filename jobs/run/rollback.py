@@ -135,7 +135,7 @@ def _target(store: ViewStore, ref: LiveRef, to: int | None) -> int:
     if target == ref.snapshot:
         raise SnapshotError(
             f"snapshot {target} of view {name!r} is live already; name another one (there are:"
-            f" {standing.numbers_text()}; `precompute snapshots {name}` tells more)"
+            f" {standing.numbers_text()}; `precompute snapshots {name}` shows more)"
         )
     standing.check_publishable(snapshot)
     return target

@@ -198,7 +198,7 @@ def partition_of(config: ViewConfig, partition: Partition | None) -> Partition |
     if config.partition is None and partition is not None:
         raise ConfigError(
             f"view {config.name!r} has no partitions: add partition: {{by: day, start: …}} to it,"
-            " or ask for none"
+            " or leave the partition out"
         )
     now = datetime.now(UTC)
     if partition is None or config.partition is None:

@@ -134,7 +134,7 @@ class Conductor:
                 self._close("cancelled")
             raise
         self._close(state.status if state.signal is None else "cancelled")
-        self._tell_end()
+        self._report_end()
 
     def _close(self, status: str) -> None:
         self.state.status, self.state.finished_at = status, utc_now()
@@ -192,7 +192,7 @@ class Conductor:
             for item in group:
                 item.state = "failed"
                 item.error = f"its process cannot be started: {exc.strerror or exc}"
-                self._tell(item)
+                self._report(item)
             return
         self._active.append(_Group(group, process, time.monotonic()))
         for item in group:
@@ -236,13 +236,13 @@ class Conductor:
             else:
                 item.state = "refused" if report.status in ("refused", "rejected") else "failed"
                 item.run, item.error = report.run, report.error
-            self._tell(item)
+            self._report(item)
         return over
 
     def _note_end(self, group: _Group) -> list[Item]:
         """Note what an ended process leaves, and return the partitions that are to be tried again:
         what it had in hand is to blame for its end, and the rest never began. Where its report
-        cannot be read, the manifests tell."""
+        cannot be read, the manifests decide."""
         again: list[Item] = []
         status = group.process.status
         for item in group.items:
@@ -266,7 +266,7 @@ class Conductor:
                 item.state = "refused" if status == 3 else "failed"
                 item.seconds = round(time.monotonic() - group.began, 3)
                 item.error = _last_words(group.process)
-            self._tell(item)
+            self._report(item)
         group.items.clear()
         return again
 
@@ -307,7 +307,7 @@ class Conductor:
         if not last.finished and (newest is None or newest.run != last.run):
             return False
         note_done(item, self.store, last)
-        self._tell(item)
+        self._report(item)
         return True
 
     def _last_report(self, item: Item) -> Report | None:
@@ -430,7 +430,7 @@ class Conductor:
 
     # ---- words
 
-    def _tell(self, item: Item) -> None:
+    def _report(self, item: Item) -> None:
         self._finished += 1
         total = self.state.count("pending", "running")
         elapsed = time.monotonic() - self._began
@@ -443,7 +443,7 @@ class Conductor:
             f" {len(self.state.items)}{left}){error}"
         )
 
-    def _tell_end(self) -> None:
+    def _report_end(self) -> None:
         state = self.state
         counted = Counter(item.state for item in state.items)
         kinds = ", ".join(f"{n} {what}" for what, n in counted.items()) or "nothing to do"
@@ -539,7 +539,7 @@ def resume_backfill(
 ) -> Backfill:
     """Go on with a backfill that was killed or cancelled, or try again what failed in it.
 
-    What manifests and reports tell to be done is not done again; its processes that are still at
+    What manifests and reports say is done is not done again; its processes that are still at
     work are waited for.
 
     Raises:

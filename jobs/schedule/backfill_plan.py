@@ -232,7 +232,7 @@ def _chosen(config: ViewConfig, first: datetime, last: datetime, now: datetime) 
 
 
 class Past:
-    """What manifests and reports tell of a view's partitions, read once."""
+    """What manifests and reports say of a view's partitions, read once."""
 
     def __init__(self, store: ViewStore) -> None:
         self._store = store
@@ -479,7 +479,7 @@ def note_done(item: Item, store: ViewStore, report: Report | None = None) -> Non
         SnapshotError: the snapshot is damaged or cannot be read.
     """
     number = None if report is None else report.snapshot
-    # A run that was killed after the commit had no time to tell which snapshot it made.
+    # A run that was killed after the commit had no time to say which snapshot it made.
     snapshot = Standing(store).newest(item.partition) if number is None else store.snapshot(number)
     assert snapshot is not None
     item.run, item.snapshot = snapshot.run if report is None else report.run, snapshot.number

@@ -188,7 +188,10 @@ def _unsettled(schedule: Schedule, since: datetime, now: datetime) -> datetime |
 
 def _by_parents(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decision:
     runs = [r for r in facts.reports if r.command == "run" and not r.backfill]
-    finished = [r for r in runs if r.finished]
+    # a run by hand of another partition is none for these
+    finished = [
+        r for r in runs if r.finished and (r.due or _is_latest(r, parsed_time(r.started_at)))
+    ]
     epochs = {name: parent.epoch for name, parent in facts.parents.items()}
 
     def idle(reason: str) -> Decision:
@@ -284,9 +287,10 @@ def _ran_since(facts: Facts, fire: datetime, now: datetime) -> bool:
     return False
 
 
-def _is_latest(report: Report, at: datetime) -> bool:
-    """Whether a run computed the whole view, or its latest partition that was over at a time."""
-    if report.partition is None:
+def _is_latest(report: Report, at: datetime | None) -> bool:
+    """Whether a run computed the whole view, or its latest partition that was over at a time, or a
+    later one; of a time that is not known it did."""
+    if report.partition is None or at is None:
         return True
     partition = Partition.parse(report.partition)
     length = partition.end - partition.start

@@ -87,7 +87,7 @@ class Reconciler:
         self._turns = threading.Semaphore(AT_ONCE)
 
     def stop(self) -> None:
-        """End the repairs in progress soon; safe to call from a signal handler."""
+        """End the repairs in progress soon; safe to call from another thread."""
         self._stopping.set()
 
     def wait(self) -> None:
@@ -115,14 +115,14 @@ class Reconciler:
             try:
                 account = self._account(view)
             except PrecomputeError as exc:
-                self._tell(
+                self._report(
                     view, f"whether the online store serves what is live is not known: {exc}"
                 )
                 continue
             wrong = "; ".join(account.trouble)
             if account.act is Act.NOTHING:
                 if wrong:
-                    self._tell(view, wrong)
+                    self._report(view, wrong)
                 elif self._reported.pop(view, None) is not None:
                     self._announce(f"{view}: the online store serves what is live")
                 self._attempts.pop(view, None)
@@ -136,7 +136,7 @@ class Reconciler:
             elif time.monotonic() < self._not_before.get(view, 0.0):
                 continue
             self._tried[view] = tried | wanted
-            self._tell(view, f"{wrong}; it is brought back", always=True)
+            self._report(view, f"{wrong}; it is brought back", always=True)
             self._attempts[view] = self._attempts.get(view, 0) + 1
             thread = threading.Thread(
                 target=self._bring_back, args=(view,), name=f"reconcile-{view}"
@@ -145,7 +145,7 @@ class Reconciler:
                 thread.start()
             except RuntimeError as exc:
                 # no thread is left; the next check tries again
-                self._tell(view, f"cannot be brought back now: {exc}", always=True)
+                self._report(view, f"cannot be brought back now: {exc}", always=True)
                 continue
             self._mending[view] = thread
 
@@ -163,7 +163,7 @@ class Reconciler:
         wait_s = doubled_s(self._project.settings.reconcile, doublings, LONGEST_WAIT_S)
         self._not_before[view] = time.monotonic() + wait_s
         if failure is not None:
-            self._tell(view, f"{failure}; once more in {duration(wait_s)}", always=True)
+            self._report(view, f"{failure}; once more in {duration(wait_s)}", always=True)
 
     def _account(self, view: str) -> Account:
         share = share_of(self._project.settings.reconcile)
@@ -188,7 +188,7 @@ class Reconciler:
             return None
         return f"it could not be brought back (exit status {process.status}); its output tells more"
 
-    def _tell(self, view: str, text: str, always: bool = False) -> None:
+    def _report(self, view: str, text: str, always: bool = False) -> None:
         """Announce a message, unless it is the same as the last one."""
         if always or self._reported.get(view) != text:
             self._reported[view] = text
@@ -262,6 +262,7 @@ class Scheduler:
     _threads: list[threading.Thread] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopping: threading.Event = field(default_factory=threading.Event)
+    _signalled: bool = False
     _reported: dict[str, str] = field(default_factory=dict)
     _retained: dict[str, datetime] = field(default_factory=dict)
     _not_before: dict[str, float] = field(default_factory=dict)
@@ -297,14 +298,14 @@ class Scheduler:
             else {}
         )
         for name in sorted(set(self.project.broken).intersection(self.project.schedules())):
-            self._tell(
+            self._report(
                 name,
                 "its file is wrong; runs fail until it is mended, and the other views go on:"
                 f" {self.project.broken[name]}",
             )
         ticker.start()
         try:
-            while not self._stopping.wait(TICK_S):
+            while not (self._signalled or self._stopping.wait(TICK_S)):
                 if self._lease is not None and self._reconciler.sighted:
                     looks.modify(next_run_time=utc_clock())
                 # APScheduler waits by the clock on the wall: set back by an hour, it would be
@@ -315,6 +316,7 @@ class Scheduler:
                     if job.next_run_time is not None and job.next_run_time > latest:
                         job.modify(next_run_time=now)
         finally:
+            self.stop()
             ticker.shutdown(wait=True)
             self._reconciler.wait()
             self._end_runs()
@@ -323,7 +325,7 @@ class Scheduler:
                 signal.signal(number, handler)
 
     def stop(self) -> None:
-        """Make :meth:`run` return; safe to call from a signal handler or another thread."""
+        """Make :meth:`run` return; safe to call from another thread."""
         self._stopping.set()
         self._reconciler.stop()
 
@@ -340,9 +342,9 @@ class Scheduler:
             self._begin_due(first)
         except FencedError as exc:
             self._stand_by()
-            self._tell("scheduler", f"standing by: {exc}")
+            self._report("scheduler", f"standing by: {exc}")
         except PrecomputeError as exc:
-            self._tell("scheduler", str(exc))
+            self._report("scheduler", str(exc))
 
     def _leads(self) -> bool:
         if self._lease is None:
@@ -357,7 +359,7 @@ class Scheduler:
                     busy=busy,
                 )
             except ConflictError as exc:
-                self._tell("scheduler", str(exc))
+                self._report("scheduler", str(exc))
                 return False
             if self._reported.pop("scheduler", None) is not None:
                 self.announce("scheduler: acting now")
@@ -380,7 +382,7 @@ class Scheduler:
                     self._ledger.settle(view, decision.since, decision.ignored)
                     self._retained[view] = decision.since
                 if first or decision.state == "retry":
-                    self._tell(view, decision.reason)
+                    self._report(view, decision.reason)
                 if decision.state == "running" and view not in running:
                     self._adopt(view)
                 if decision.state == "run" and time.monotonic() >= self._not_before.get(view, 0.0):
@@ -390,7 +392,7 @@ class Scheduler:
                 raise
             # the other views are not affected
             except PrecomputeError as exc:
-                self._tell(view, str(exc))
+                self._report(view, str(exc))
 
     def _check(self) -> None:
         assert self._lease is not None
@@ -419,7 +421,7 @@ class Scheduler:
                 failure = f"cannot be started: {exc}"
         if run.process is not None:
             end_all([run.process], STOP_GRACE_S)
-        self._tell(view, failure, always=True)
+        self._report(view, failure, always=True)
         self._noted(run, lambda: self._write_failure(run, "failed", failure))
         return False
 
@@ -450,7 +452,7 @@ class Scheduler:
                     self._care_for(run, process, schedule.deadline_s, text)
                 except RuntimeError as exc:
                     # tried again at the next tick
-                    self._tell(view, f"goes on, and cannot be watched: {exc}")
+                    self._report(view, f"goes on, and cannot be watched: {exc}")
             return
 
     def _care_for(
@@ -467,7 +469,7 @@ class Scheduler:
         thread.start()
         self._running[run.view] = run
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-        self._tell(run.view, text, always=True)
+        self._report(run.view, text, always=True)
 
     def _watch(self, run: _ScheduledRun, process: ProcessGroup, deadline_s: float) -> None:
         """Wait for a run's end, or end it; then make sure that its report has the outcome."""
@@ -484,7 +486,7 @@ class Scheduler:
                 self._running.pop(run.view, None)
         outcome = "ended" if run.status is None else _outcome(run.status)
         because = f" ({run.why})" if run.why and run.why != STOPPED else ""
-        self._tell(run.view, f"{outcome}{because} after {seconds:.1f} s", always=True)
+        self._report(run.view, f"{outcome}{because} after {seconds:.1f} s", always=True)
 
     def _close(self, run: _ScheduledRun, seconds: float) -> None:
         status = run.status
@@ -532,9 +534,9 @@ class Scheduler:
         except PrecomputeError as exc:
             wait_s = self.project.schedules()[run.view].retry_after_s
             self._not_before[run.view] = time.monotonic() + max(wait_s, 10 * TICK_S)
-            self._tell(run.view, str(exc), always=True)
+            self._report(run.view, str(exc), always=True)
 
-    def _tell(self, what: str, text: str, always: bool = False) -> None:
+    def _report(self, what: str, text: str, always: bool = False) -> None:
         """Announce a message, unless it is the same as the last one on its subject."""
         if always or self._reported.get(what) != text:
             self._reported[what] = text
@@ -558,7 +560,8 @@ class Scheduler:
             thread.join(max(0.0, limit - time.monotonic()))
 
     def _on_signal(self, number: int, _: object) -> None:
-        self.stop()
+        # no event is set: the signal may have come while this thread held that one's lock
+        self._signalled = True
 
 
 class _Every(BaseTrigger):  # type: ignore[misc]

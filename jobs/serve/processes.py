@@ -205,7 +205,7 @@ class SupervisedProcess:
         write_frame(child.pipes()[0], self.spec)
         return child
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Send it more JSON, of less than a pipe holds; it may have ended."""
         if self.process is not None:
             with contextlib.suppress(OSError):
@@ -519,7 +519,7 @@ class ModelGroup:
         elif self.spare.process is not None:
             self.serving, self.spare = self.spare, self.serving
             log.info("%s: the one that stood by serves", self.name)
-            self.serving.tell({"suspects": self._assign()})
+            self.serving.send({"suspects": self._assign()})
             return
         self._assign()
 

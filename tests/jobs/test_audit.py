@@ -167,8 +167,10 @@ def test_a_row_that_depends_on_its_batch_is_refused(make_project: MakeProject, r
     assert snapshot.gates[0].measured > 0.5
     with pytest.raises(GateError):
         project.run()
-    off = make_project(data, view=among | {"gates": {"parity": None}})
-    assert off.run(full=True).status == "published"
+    # a share that is the limit passes
+    for limit in (1.0, None):
+        project = make_project(data, view=among | {"gates": {"parity": limit}})
+        assert project.run(full=True).status == "published"
 
 
 def test_of_large_rows_fewer_are_held(

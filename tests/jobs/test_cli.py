@@ -462,6 +462,30 @@ def test_a_run_whose_output_nobody_reads_is_published(make_project: MakeProject)
         assert project.served(range(5)) == (number, [2.0 * i for i in range(5)])
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("full", "status", "err"),
+    [
+        ("stderr", 0, None),
+        ("stdout", 1, "stdout cannot be written: No space left on device; what the command did"),
+    ],
+)
+def test_a_run_whose_output_goes_to_a_full_disk_is_published(
+    make_project: MakeProject, options: list[str], full: str, status: int, err: str | None
+) -> None:
+    project = make_project([(1, 1.0)])
+    command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder)]
+    with Path("/dev/full").open("w") as disk:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: disk}
+        done = subprocess.run(
+            [*command, "run", "numbers", *options], cwd=REPOSITORY, text=True, **streams
+        )
+    assert done.returncode == status
+    assert err is None or err in done.stderr
+    assert "Traceback" not in f"{done.stdout}{done.stderr}"
+    assert project.served([1]) == (1, [2.0])
+
+
 # ---- words
 
 

@@ -324,6 +324,7 @@ OLD = ran_with("published", 2, 5)
                 {"command": "materialize"},
                 {"backfill": "x"},
                 {"status": "failed"},
+                {"partition": LAST_YEAR},
             )
         ),
         # what would end in the same way is not tried again, with the next snapshot it is

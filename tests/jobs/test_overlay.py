@@ -196,7 +196,9 @@ def test_a_snapshot_without_another_row_loads_nothing(published: Any) -> None:
 
 
 @ON_TABLES
-def test_past_half_of_the_base_a_new_one_is_loaded(published: Any) -> None:
+def test_past_half_of_it_or_where_rows_may_be_lost_a_new_base_is_loaded(
+    published: Any,
+) -> None:
     project = published(BASE)
     table = BASE | dict.fromkeys(range(20), -1.0)
     project = published(table)
@@ -206,7 +208,13 @@ def test_past_half_of_the_base_a_new_one_is_loaded(published: Any) -> None:
     assert project.live().place == Place(3, 3)
     # and the next overlay lies over that
     table[5] = -2.0
-    assert published(table).live().place == Place(3, 3, ((4, 4),))
+    project = published(table)
+    assert project.live().place == Place(3, 3, ((4, 4),))
+    with project.online_store() as online:
+        online.flip(replace(project.pointer(), degraded=True))
+    table[5] = -3.0
+    project = published(table)
+    assert (project.live().place, project.pointer().degraded) == (Place(5, 5), False)
 
 
 @ON_TABLES

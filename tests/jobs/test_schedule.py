@@ -246,6 +246,13 @@ def test_after_a_failure_nothing_follows_it_shows_and_the_others_go_on(
         assert report.error == f"{outcome}, and left no report; its output tells more"
 
 
+def test_each_attempt_that_leaves_no_report_counts(running: MakeRunning) -> None:
+    schedule = running({"numbers": ({"at": RARELY, "retries": 1}, f"{NOTE}; exit 1")}, ["numbers"])
+    eventually(lambda: schedule.statuses("numbers") == ["failed"] * 2)
+    time.sleep(0.3)
+    assert schedule.ran() == ["numbers"] * 2
+
+
 def test_one_run_of_a_view_at_a_time_and_different_views_side_by_side(running: MakeRunning) -> None:
     views = {
         "numbers": ({"at": YEARLY, "catch_up": "all"}, f"{NOTE}; sleep 60"),

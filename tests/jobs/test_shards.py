@@ -385,22 +385,6 @@ class Fatal(Doubler):
         return super().fingerprint()
 
 
-def test_a_host_with_another_model_does_not_work(make_project: MakeProject) -> None:
-    scene = sharded(make_project)
-    run = threading.Thread(target=scene.run)
-    run.start()
-    _until(lambda: any(_plans(scene)))
-    # the same view, over a model whose fingerprint differs here
-    other = scene.reread()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Doubler, "fingerprint", lambda self: "another")
-        with pytest.raises(ConfigError, match=r"this host's model has the fingerprint"):
-            work(other, "numbers")
-    with workers(scene):
-        run.join(20)
-    assert scene.doubles() == {i: 2 * x for i, x in ROWS}
-
-
 def _plans(scene: Scene) -> Iterator[ShardPlan]:
     for run in ShardFolder.runs(scene.store):
         plan = ShardFolder(scene.store, run).plan()

@@ -246,18 +246,30 @@ def test_too_many_rejected_in_all_shards_says_why(make_project: MakeProject) -> 
     assert (scene.report().status, scene.numbers()) == ("rejected", [])
 
 
-def test_a_host_that_cannot_convert_the_model_ends_alone(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+def unconverted(opened: OpenModel) -> None:
+    raise ConfigError("precision bf16: not on this host")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "by", "said"),
+    [
+        (OpenModel, "convert", unconverted, "not on this host"),
+        (Doubler, "fingerprint", lambda _: "another", "this host's model has the fingerprint"),
+    ],
+)
+def test_a_host_whose_model_is_another_or_not_converted_ends_alone(
+    make_project: MakeProject,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    by: Any,
+    said: str,
 ) -> None:
     scene = sharded(make_project)
-
-    def convert(opened: OpenModel) -> None:
-        raise ConfigError("precision bf16: not on this host")
-
     with running(scene) as errors:
         with monkeypatch.context() as patch:
-            patch.setattr(OpenModel, "convert", convert)
-            with pytest.raises(ConfigError, match="not on this host"):
+            patch.setattr(owner, name, by)
+            with pytest.raises(ConfigError, match=said):
                 work(scene.reread(), "numbers")
         crew = Workers(scene, 1)
     crew.join()
