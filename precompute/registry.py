@@ -10,6 +10,7 @@ before never sees the new one.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -368,7 +369,11 @@ def described(exc: BaseException, longest: int = 500) -> str:
     the innermost line that is neither ours nor a library's; without one, the exception alone.
     Modules of the project's folder have the names that it knows them by. At most ``longest``
     characters."""
-    text = plain_name(f"{type(exc).__name__}: {exc}").removesuffix(": ")
+    said = ""
+    # a class of the user's may fail at this, too
+    with contextlib.suppress(Exception):
+        said = str(exc)
+    text = plain_name(f"{type(exc).__name__}: {said}").removesuffix(": ")
     # half a surrogate pair would keep it out of a run's report
     text = text.encode(errors="backslashreplace").decode()
     lines = [

@@ -238,7 +238,7 @@ class DeviceLostError(ModelError):
 
 def is_out_of_memory(exc: BaseException) -> bool:
     """Whether an error says that memory ran out: Python's, the system's, torch's on a GPU (by name,
-    so that torch need not be imported), or that of a library, which is a RuntimeError and tells it
+    so that torch need not be imported), or that of a library, which is a RuntimeError and says it
     in words."""
     if isinstance(exc, MemoryError) or (isinstance(exc, OSError) and exc.errno == errno.ENOMEM):
         return True

@@ -52,7 +52,7 @@ class Returning:
 
 
 class Sized(Doubler):
-    """Row x costs x; batches are kept."""
+    """Row x costs x; batches are noted."""
 
     def __init__(self, max_cost: int, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -83,7 +83,7 @@ def expected(xs: Sequence[float]) -> list[dict[str, Any]]:
 # ---- rows
 
 
-def test_order_is_kept_when_rows_are_computed_by_cost() -> None:
+def test_order_stays_when_rows_are_computed_by_cost() -> None:
     model = Sized(max_cost=10)
     xs = [1.0, 9.0, 2.0, 5.0, 5.0, 40.0, 1.0]
     done = compute(model, view(*NUMBERS), batch(xs))
@@ -353,8 +353,8 @@ def test_a_row_whose_answer_does_not_fit_is_one_bad_row(
     for text in values:
         bad = eval(text, {"np": np, "torch": torch, "dtype": feature.dtype})
         done = compute(one_bad(feature, good, bad), view(feature), batch(range(10)))
-        told = [(rejected.row, rejected.stage) for rejected in done.rejections]
-        assert (text, done.rows.tolist(), told) == (
+        found = [(rejected.row, rejected.stage) for rejected in done.rejections]
+        assert (text, done.rows.tolist(), found) == (
             text,
             [0, 1, 2, 4, 5, 6, 7, 8, 9],
             [(3, "misfit")],
@@ -452,8 +452,8 @@ KEPT_LISTS = [[0.0, 0.0] for _ in range(100)]
 
 def kept_lists(buffer: npt.NDArray[np.float64]) -> npt.NDArray[np.object_]:
     """Lists that are filled again each time."""
-    for row, kept in zip(buffer.tolist(), KEPT_LISTS, strict=False):
-        kept[:] = row
+    for row, own in zip(buffer.tolist(), KEPT_LISTS, strict=False):
+        own[:] = row
     return np.array([*KEPT_LISTS[: len(buffer)], None], object)[:-1]
 
 

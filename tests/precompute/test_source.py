@@ -95,7 +95,7 @@ def test_parquet_csv_and_json_give_the_same_rows_and_hashes(tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("batch_rows", [1, 7, 1000, 100_000])
-def test_batches_come_in_source_order_and_are_no_longer_than_asked(
+def test_batches_come_in_source_order_and_are_no_longer_than_requested(
     tmp_path: Path, batch_rows: int
 ) -> None:
     n = 20_000 if batch_rows > 10 else 100
@@ -125,7 +125,7 @@ def test_what_was_loaded_is_pinned_for_the_whole_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "kept"),
+    ("before", "after", "retained"),
     [
         (" -- all; but the small", "\nWHERE id > 1", [2, 3]),
         (" -- all;", "\nWHERE id > 1 -- not; the; first", [2, 3]),
@@ -139,14 +139,14 @@ def test_what_was_loaded_is_pinned_for_the_whole_run(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("folder", [None, Path("/nowhere")])
 def test_a_semicolon_in_a_comment_or_text_cuts_nothing_off(
-    before: str, after: str, kept: list[int], folder: Path | None
+    before: str, after: str, retained: list[int], folder: Path | None
 ) -> None:
     sql = f"-- one; two\nSELECT id, 'x' || id AS x FROM range(1, 4) t(id){before}{after}"
     with Source(sql, ("id",), {}, folder=folder) as source:
-        assert source.load() == len(kept)
-        assert [row["id"] for batch in source.batches(10) for row in batch.to_pylist()] == kept
-        assert sorted(ids_of(source.rows(["1", "2", "3"]))) == kept
-        assert ids_of(source.table(sql)) == kept
+        assert source.load() == len(retained)
+        assert [row["id"] for batch in source.batches(10) for row in batch.to_pylist()] == retained
+        assert sorted(ids_of(source.rows(["1", "2", "3"]))) == retained
+        assert ids_of(source.table(sql)) == retained
 
 
 def test_memory_stays_bounded_when_the_source_grows() -> None:
@@ -489,7 +489,7 @@ class History:
 
 
 def key_text(key: tuple[Any, ...]) -> str | None:
-    """As rejected rows are kept: a key with a null in it has no text."""
+    """As rejected rows are stored: a key with a null in it has no text."""
     if None in key:
         return None
     parts = [str(part) for part in key]
@@ -629,7 +629,7 @@ def check_diff(
         for r, past in enumerate(part)
         if not past.dead
     }
-    kept, picked, ages = set(), set(), []
+    retained, picked, ages = set(), set(), []
     counts = dict.fromkeys(("new", "changed", "expired", "unchanged", "resumed", "refused"), 0)
     wanted, expected_again = [], []
     for key, x in rows:
@@ -645,7 +645,7 @@ def check_diff(
         )
         counts[state] += 1
         if past is not None and state == "unchanged":
-            kept.add(past[:2])
+            retained.add(past[:2])
             ages.append(past[2].us)
             continue
         done = [
@@ -693,7 +693,7 @@ def check_diff(
         {"file": f, "row": r, "finished": False, "removed": past.key in removed}
         | dict(zip([f"key_{c}" for c in history.entity], past.key, strict=True))
         for f, r, past in sorted(living.values(), key=lambda entry: entry[:2])
-        if (f, r) not in kept
+        if (f, r) not in retained
     ]
     gone += [
         {"file": f, "row": r, "finished": True, "removed": False}
@@ -911,7 +911,7 @@ def test_the_content_changes_with_any_key_and_any_value(values: str) -> None:
     assert content_of(f"SELECT * FROM (VALUES {values}) t(id, x)") != content_of(CONTENT)
 
 
-def test_the_content_tells_composite_keys_apart() -> None:
+def test_the_content_distinguishes_composite_keys() -> None:
     one, other = (
         content_of(f"SELECT {a} AS a, {b} AS b, 1 AS x", ("a", "b"))
         for a, b in (("'a/b'", "'c'"), ("'a'", "'b/c'"))

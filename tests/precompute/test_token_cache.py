@@ -1,4 +1,4 @@
-"""Token cache: what is kept is what was tokenised, and whatever is damaged is tokenised again."""
+"""Token cache: what is cached is what was tokenised, and whatever is damaged is tokenised again."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_caches_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = TokenCache(tmp_path / "file" / "tokens", "tokenizer")
     cache.put("k", IDS, LENGTHS)

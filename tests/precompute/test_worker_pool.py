@@ -212,8 +212,13 @@ def test_a_device_that_is_batches_ahead_keeps_nobody_waiting(count: int) -> None
     assert everything(stream) == as_one_process(LAUNCHING, {}, given, theirs)
     assert (ours.batches, ours.cost, ours.padded_cost) == (theirs.batches, 9 * count, 9 * count)
     figures = workers.figures(1.0)
-    told = {"budget": 4, "cost_unit": "rows", "device_peak_memory_bytes": 0, "peak_flops": 10**8}
-    assert figures | told == figures
+    expected = {
+        "budget": 4,
+        "cost_unit": "rows",
+        "device_peak_memory_bytes": 0,
+        "peak_flops": 10**8,
+    }
+    assert figures | expected == figures
     assert figures["mfu"] == round(90.0 * count / (ours.forward_s + ours.landing_s) / 1e8, 4) > 0
 
 
@@ -246,7 +251,7 @@ def test_workers_share_cores_and_each_sees_its_own_gpu(monkeypatch: pytest.Monke
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("RAYON_NUM_THREADS", "5")
     cores = usable_threads(allowed())
-    view = FeatureView("told", ("id",), (Feature("said", "string"),), 60.0, 60.0)
+    view = FeatureView("seen", ("id",), (Feature("said", "string"),), 60.0, 60.0)
 
     def said(args: Mapping[str, Any], *devices: str | None) -> set[str]:
         spec = WorkerSpec(TOLD, args, {"table": pa.table({"n": [40, 2]})}, view)
@@ -270,7 +275,7 @@ def test_workers_share_cores_and_each_sees_its_own_gpu(monkeypatch: pytest.Monke
 
 def test_of_two_gpus_the_faster_one_computes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    view = FeatureView("told", ("id",), (Feature("said", "string"),), 60.0, 60.0)
+    view = FeatureView("seen", ("id",), (Feature("said", "string"),), 60.0, 60.0)
     spec = WorkerSpec(TOLD, {}, {"table": pa.table({"n": [1]})}, view)
     rows = Counter[str]()
     for _, done in WorkerPool(spec, Meter(), ["cuda:0", "cuda:1"]).stream(windows(60, 4)):
@@ -336,18 +341,18 @@ def test_no_more_is_read_than_may_be_held() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "at", "told"),
+    ("how", "at", "reason"),
     [
         ("kill", 10, "was ended by signal 9 (SIGKILL), as by a system that is out of memory"),
         ("leave", 8, "exited with status 3; the last line of its stderr: last words"),
     ],
 )
-def test_a_row_that_ends_its_worker_is_rejected_alone(at: int, how: str, told: str) -> None:
+def test_a_row_that_ends_its_worker_is_rejected_alone(at: int, how: str, reason: str) -> None:
     given = list(windows(3, 8))
     stream = pool(DYING, {"how": how, "on": at}, 2).stream(given, hidden=["input_hash"])
     left, error = without(everything(stream), 1, at - 8)
     assert left == less(as_one_process(DOUBLER, {}, given), 1, at - 8)
-    assert error == f"its worker process {told} (2 of 2 tries)"
+    assert error == f"its worker process {reason} (2 of 2 tries)"
 
 
 def test_a_row_that_breaks_a_gpus_context_is_rejected_alone() -> None:
@@ -495,7 +500,7 @@ def test_a_model_that_does_not_load_fails_the_run_in_its_own_words(
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "reason"),
     [
         (
             "leave",
@@ -504,8 +509,8 @@ def test_a_model_that_does_not_load_fails_the_run_in_its_own_words(
         ("exit", "failed to load: SystemExit: no licence"),
     ],
 )
-def test_a_model_that_ends_its_process_while_it_loads_fails_the_run(how: str, told: str) -> None:
-    with pytest.raises(ModelError, match=told):
+def test_a_model_that_ends_its_process_while_it_loads_fails_the_run(how: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
         everything(
             pool("tests.precompute.dying_models:Unloadable", {"how": how}, 2).stream(windows(3, 1))
         )
