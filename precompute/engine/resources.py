@@ -123,7 +123,6 @@ class Lanes:
     def __init__(
         self, count: int, threads: int, total: int, compute_with: Callable[[int], None]
     ) -> None:
-        self.count = count
         self._jobs: set[Future[Any]] = set()
         where = places(total) or [frozenset()] * total
         shares: queue.SimpleQueue[frozenset[int]] = queue.SimpleQueue()

@@ -291,7 +291,7 @@ def test_memory_that_holds_only_so_many_rows_is_found_and_respected() -> None:
     assert values == {i: {"double": 2.0 * i} for i in range(2000)}
     assert errors == {}
     assert runner.budget.ceiling is not None
-    assert runner.meter.out_of_memory == runner.budget.failures < 40
+    assert 0 < runner.meter.out_of_memory < 40
     late = module.sizes[len(module.sizes) // 2 :]
     # it does not run into the wall again and again: a larger one after 32 that went well, and what
     # was made by then in its wake

@@ -246,7 +246,16 @@ def test_what_a_model_prints_is_not_taken_for_an_answer(capfd: pytest.CaptureFix
     assert printed.err.count("printed by Python\nprinted below it\n") == 3
 
 
-def test_workers_share_cores_and_each_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_cores_and_memory_and_each_sees_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    header, memory_mb = WorkerSpec.header, list[int]()
+
+    def noted(spec: WorkerSpec, args: Any, cpus: Any, share: Share) -> dict[str, Any]:
+        memory_mb.append(share.memory_mb)
+        return header(spec, args, cpus, share)
+
+    monkeypatch.setattr(WorkerSpec, "header", noted)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,GPU-a")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("RAYON_NUM_THREADS", "5")
@@ -271,6 +280,7 @@ def test_workers_share_cores_and_each_sees_its_own_gpu(monkeypatch: pytest.Monke
         f"cpu 42  {cores // 2} 5 on {mine}",
     }
     assert said({}, "cuda:2") == {f"None 42 GPU-a - 5 on {every}"}
+    assert memory_mb == [128, 128, 256], "half of 512 lies here"
 
 
 def test_of_two_gpus_the_faster_one_computes_more(monkeypatch: pytest.MonkeyPatch) -> None:
