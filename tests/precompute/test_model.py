@@ -43,8 +43,8 @@ class Broken:
 
 
 class Meanwhile(Doubler):
-    """Reads a file, lets the next of :data:`after` happen, and hashes the file when it is requested
-    its fingerprint.
+    """Reads a file, lets the next of :data:`after` happen, and hashes the file when its fingerprint
+    is taken.
 
     Args:
         path: the file; by default a place that no argument names.
@@ -525,6 +525,26 @@ def test_files_that_do_not_stop_changing_are_reported(places: Path) -> None:
         ModelError, match=r"its files were replaced while it was loaded, and again .* run again"
     ):
         load_with_fingerprint("tests.precompute.test_model:Meanwhile", {"path": str(weights)})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('weights')", r"raised KeyError: 'weights' \(mine_models\.py:5\)$"),
+        ("raise SystemExit('bye')", r"raised SystemExit: bye \(mine_models\.py:5\)$"),
+        ("pass", r"returned None, not a text that changes whenever a value may: return precompute"),
+        ("return ''", r"returned '', not a text"),
+        ("return 5", r"returned 5, not a text"),
+    ],
+)
+def test_a_fingerprint_that_says_nothing_is_refused(
+    body: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine_models.py").write_text(
+        f"class Mine:\n    def compute(self, batch):\n        return {{}}\n    def fingerprint(self):\n        {body}\n"
+    )
+    with pytest.raises(ModelError, match=rf"^model 'mine_models:Mine': fingerprint\(\) {message}"):
+        load_with_fingerprint("mine_models:Mine", {}, tmp_path)
 
 
 def test_what_a_users_code_raised_is_reported_with_their_line(tmp_path: Path) -> None:
