@@ -255,7 +255,7 @@ class Preparation:
             return method(batch)
         except ModelError:
             raise
-        except Exception as exc:
+        except (Exception, SystemExit) as exc:
             # a user's model may raise anything
             raise ModelError(
                 f"the model of view {self._view.name!r}: {what} raised {described(exc)}"

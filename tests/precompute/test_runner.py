@@ -523,23 +523,24 @@ def test_costs_of_another_number_of_rows_are_a_model_error(costs: Any) -> None:
         compute(model, view(*NUMBERS), batch([1, 2, 3]))
 
 
+@pytest.mark.parametrize("most", [100.0, "100", None])
+def test_a_cost_that_is_no_whole_number_is_a_model_error(most: Any) -> None:
+    with pytest.raises(ModelError, match=rf"max_cost is {most!r}, not a whole number"):
+        Runner(Sized(most), view(*NUMBERS))
+
+
+@pytest.mark.parametrize("raised", [ValueError("cannot weigh"), SystemExit("cannot weigh")])
 @pytest.mark.parametrize("method", ["costs", "unusable"])
-def test_a_row_that_costs_or_unusable_cannot_take_is_rejected_alone(method: str) -> None:
+def test_what_costs_or_unusable_raise_is_a_model_error(method: str, raised: BaseException) -> None:
+    def raising(_: pa.RecordBatch) -> Any:
+        raise raised
+
     model = Checking(10)
-    plain = getattr(model, method)
-
-    def raising(b: pa.RecordBatch) -> Any:
-        if 2.0 in b.column("x").to_pylist():
-            raise ValueError("cannot weigh 2")
-        return plain(b)
-
     setattr(model, method, raising)
-    try:
-        errors = [r.error for r in compute(model, view(*NUMBERS), batch([1, 2, 3])).rejections]
-    except ModelError as exc:  # refused in words is well enough
-        errors = [str(exc)]
-    assert len(errors) == 1
-    assert "cannot weigh 2" in errors[0]
+    with pytest.raises(
+        ModelError, match=rf"{method}\(\) raised {type(raised).__name__}: cannot weigh"
+    ):
+        compute(model, view(*NUMBERS), batch([1, 2, 3]))
 
 
 @pytest.mark.parametrize("named", [[1], {"1": "empty"}, {3: "empty"}, {-1: "empty"}, None])
