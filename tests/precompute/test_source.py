@@ -563,6 +563,8 @@ def write_past(folder: Path, name: str, history: History, parts: list[list[Past]
 @given(histories(), st.integers(1, 9))
 # what an interrupted run computed, and is past its time by now
 @example(History(("i",), [((1,), 0)], [], [[Past((1,), 0, -1, False)]], [], 0), 9)
+# a row that was rejected, and computed by another try
+@example(History(("i",), [((1,), 0)], [], [[Past((1,), 0, 0, False)]], [[("1", 0, 1)]], None), 9)
 def test_a_diff_is_what_comparing_row_by_row_gives(history: History, block_rows: int) -> None:
     with (
         tempfile.TemporaryDirectory() as name,
