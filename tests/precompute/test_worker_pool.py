@@ -351,18 +351,31 @@ def test_no_more_is_read_than_may_be_held() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "at", "reason"),
+    ("how", "at", "options", "reason"),
     [
-        ("kill", 10, "was ended by signal 9 (SIGKILL), as by a system that is out of memory"),
-        ("leave", 8, "exited with status 3; the last line of its stderr: last words"),
+        (
+            "kill",
+            10,
+            {},
+            "was ended by signal 9 (SIGKILL), as by a system that is out of memory (2 of 2 tries)",
+        ),
+        (
+            "leave",
+            8,
+            {},
+            "exited with status 3; the last line of its stderr: last words (2 of 2 tries)",
+        ),
+        ("stop", 9, {"attempts": 1, **IN_TIME}, "gave no sign of life for 1.5 s (1 of 1 tries)"),
     ],
 )
-def test_a_row_that_ends_its_worker_is_rejected_alone(at: int, how: str, reason: str) -> None:
+def test_a_row_that_ends_or_silences_its_worker_is_rejected_alone(
+    how: str, at: int, options: dict[str, Any], reason: str
+) -> None:
     given = list(windows(3, 8))
-    stream = pool(DYING, {"how": how, "on": at}, 2).stream(given, hidden=["input_hash"])
+    stream = pool(DYING, {"how": how, "on": at}, 2, **options).stream(given, hidden=["input_hash"])
     left, error = without(everything(stream), 1, at - 8)
     assert left == less(as_one_process(DOUBLER, {}, given), 1, at - 8)
-    assert error == f"its worker process {reason} (2 of 2 tries)"
+    assert error == f"its worker process {reason}"
 
 
 def test_a_row_that_breaks_a_gpus_context_is_rejected_alone() -> None:
@@ -397,16 +410,6 @@ def test_a_suspect_is_tried_alone_and_as_often_as_said(capfd: pytest.CaptureFixt
     )
     assert left == less(as_one_process(DOUBLER, {}, given), 5, 0)
     assert capfd.readouterr().err.count("last words") in (2, 3)
-
-
-def test_a_row_that_silences_its_worker_is_rejected_alone() -> None:
-    given = list(windows(2, 2))
-    stream = pool(DYING, {"how": "stop", "on": 3.0}, attempts=1, **IN_TIME).stream(
-        given, hidden=["input_hash"]
-    )
-    left, error = without(everything(stream), 1, 1)
-    assert left == less(as_one_process(DOUBLER, {}, given), 1, 1)
-    assert error == "its worker process gave no sign of life for 1.5 s (1 of 1 tries)"
 
 
 def test_a_row_that_hangs_its_worker_is_rejected_and_a_slow_one_is_not(
