@@ -60,7 +60,7 @@ def test_without_openmp_nothing_happens() -> None:
         ("max\n", "", None),
     ],
 )
-def test_a_containers_memory_is_what_it_may_take_but_for_files_that_were_read(
+def test_files_that_were_read_take_none_of_a_containers_memory(
     limit: str, stat: str, available: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resources, "_CGROUP", tmp_path)
