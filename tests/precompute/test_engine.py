@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import random
 import threading
 import time
@@ -281,7 +282,11 @@ def test_out_of_memory_at_random_batches_loses_and_doubles_nothing(
         assert error.startswith("model: OutOfMemoryError: CUDA out of memory")
 
 
-def test_memory_that_holds_only_so_many_rows_is_found_and_respected() -> None:
+def test_memory_that_holds_only_so_many_rows_is_found_and_respected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released = itertools.count()
+    monkeypatch.setattr(Device, "release", lambda _: next(released))
     module = Times(most=5)
     model = Staged(module)
     model.max_cost = 64
@@ -292,6 +297,7 @@ def test_memory_that_holds_only_so_many_rows_is_found_and_respected() -> None:
     assert errors == {}
     assert runner.budget.ceiling is not None
     assert 0 < runner.meter.out_of_memory < 40
+    assert next(released) >= runner.meter.out_of_memory
     late = module.sizes[len(module.sizes) // 2 :]
     # it does not run into the wall again and again: a larger one after 32 that went well, and what
     # was made by then in its wake
