@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -376,6 +377,22 @@ def test_a_row_that_ends_or_silences_its_worker_is_rejected_alone(
     left, error = without(everything(stream), 1, at - 8)
     assert left == less(as_one_process(DOUBLER, {}, given), 1, at - 8)
     assert error == f"its worker process {reason}"
+
+
+def test_where_there_is_no_thread_to_read_no_worker_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "read":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(pool(DOUBLER).stream(windows(1, 1)))
+    assert workers_of(os.getpid()) == []
 
 
 def test_a_row_that_breaks_a_gpus_context_is_rejected_alone() -> None:
