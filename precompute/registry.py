@@ -10,6 +10,7 @@ before never sees the new one.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -184,20 +185,40 @@ def load_with_fingerprint(
     with files_read() as read:
         model = load_model(use, args, folder)
         with starting_from(folder):
-            fingerprint = model.fingerprint()
+            fingerprint = _fingerprint(model, use)
     if not any(_may_have_changed(path, named, began_ns) for path in read):
         return LoadedModel(model, fingerprint)
     # there may be no room for two
     del model
     model = load_model(use, args, folder)
     with starting_from(folder):
-        if model.fingerprint() != fingerprint:
+        if _fingerprint(model, use) != fingerprint:
             raise ModelError(
                 f"model {use!r}: its files were replaced while it was loaded, and again when it was"
                 " loaded once more: run again once all are in their place (or its fingerprint() is"
                 " another one for each object)"
             )
     return LoadedModel(model, fingerprint)
+
+
+def _fingerprint(model: Model, use: str) -> str:
+    """What the model says of itself.
+
+    Raises:
+        ModelError: that is no text, so that all such models would count as one; or it raised.
+    """
+    try:
+        fingerprint = model.fingerprint()
+    except PrecomputeError:
+        raise
+    except (Exception, SystemExit) as exc:
+        raise ModelError(f"model {use!r}: fingerprint() raised {described(exc)}") from exc
+    if not isinstance(fingerprint, str) or not fingerprint:
+        raise ModelError(
+            f"model {use!r}: fingerprint() returned {fingerprint!r:.80}, not a text that changes"
+            " whenever a value may: return precompute.digest(…) of its files and settings"
+        )
+    return fingerprint
 
 
 class Stamp(NamedTuple):
@@ -368,7 +389,11 @@ def described(exc: BaseException, longest: int = 500) -> str:
     the innermost line that is neither ours nor a library's; without one, the exception alone.
     Modules of the project's folder have the names that it knows them by. At most ``longest``
     characters."""
-    text = plain_name(f"{type(exc).__name__}: {exc}").removesuffix(": ")
+    said = ""
+    # a class of the user's may fail at this, too
+    with contextlib.suppress(Exception):
+        said = str(exc)
+    text = plain_name(f"{type(exc).__name__}: {said}").removesuffix(": ")
     # half a surrogate pair would keep it out of a run's report
     text = text.encode(errors="backslashreplace").decode()
     lines = [

@@ -116,6 +116,8 @@ def _end(exc: BaseException) -> tuple[str, str]:
         if isinstance(exc, PrecomputeError)
         else f"{type(exc).__name__}: {exc}".removesuffix(": ")
     )
+    # no terminal takes half a surrogate pair: status and history print it
+    error = error.encode(errors="backslashreplace").decode()
     if isinstance(exc, RejectedError):
         return "rejected", error
     if isinstance(exc, GateError):

@@ -255,7 +255,7 @@ class Preparation:
             return method(batch)
         except ModelError:
             raise
-        except Exception as exc:
+        except (Exception, SystemExit) as exc:
             # a user's model may raise anything
             raise ModelError(
                 f"the model of view {self._view.name!r}: {what} raised {described(exc)}"
@@ -384,7 +384,6 @@ class Budget:
         self._free_bytes = free_bytes
         self.cost = max(1, start)
         self.ceiling: int | None = None
-        self.failures = 0
         self._wanted = self.cost
         self._good = 0
         self._short = False
@@ -469,7 +468,6 @@ class Budget:
         """A batch of this cost did not fit: halve."""
         with self._lock:
             self._before = (self.cost, self.ceiling, self._candidates)
-            self.failures += 1
             self._good = 0
             self.ceiling = cost if self.ceiling is None else min(self.ceiling, cost)
             self._candidates = [c for c in self._candidates if c < cost]

@@ -123,7 +123,6 @@ class Lanes:
     def __init__(
         self, count: int, threads: int, total: int, compute_with: Callable[[int], None]
     ) -> None:
-        self.count = count
         self._jobs: set[Future[Any]] = set()
         where = places(total) or [frozenset()] * total
         shares: queue.SimpleQueue[frozenset[int]] = queue.SimpleQueue()
@@ -154,19 +153,7 @@ class Lanes:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
-_CGROUP = Path("/sys/fs/cgroup")
-
-_PAUSE_SOFT = 1
-"""``omp_pause_soft`` of OpenMP 5.0, §3.2.44: what is given up comes back by itself when it is
-needed."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""``mallopt(3)``."""
-_MMAP_BYTES = 32 * 2**20
-"""The most that glibc takes."""
-_TRIM_BYTES = 256 * 2**20
-
+# ---- Errors: memory ran out, or a GPU is lost.
 
 _FULL = (
     "out of memory",
@@ -228,9 +215,6 @@ _LIBRARIES = ("onnxruntime",)
 """Their errors derive from nothing but Exception."""
 
 
-# ---- Errors: memory ran out, or a GPU is lost.
-
-
 class DeviceLostError(ModelError):
     """The GPU does not compute any more in this process, whatever it is given: an assertion failed
     on it, or it accessed memory that is not there. Only another process can go on."""
@@ -238,7 +222,7 @@ class DeviceLostError(ModelError):
 
 def is_out_of_memory(exc: BaseException) -> bool:
     """Whether an error says that memory ran out: Python's, the system's, torch's on a GPU (by name,
-    so that torch need not be imported), or that of a library, which is a RuntimeError and tells it
+    so that torch need not be imported), or that of a library, which is a RuntimeError and says it
     in words."""
     if isinstance(exc, MemoryError) or (isinstance(exc, OSError) and exc.errno == errno.ENOMEM):
         return True
@@ -286,6 +270,19 @@ def without_locals(exc: BaseException) -> BaseException:
 
 
 # ---- Memory: what may still be taken, what was taken at most, what is given back.
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_CGROUP = Path("/sys/fs/cgroup")
+
+_PAUSE_SOFT = 1
+"""``omp_pause_soft`` of OpenMP 5.0, §3.2.44: what is given up comes back by itself when it is
+needed."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""``mallopt(3)``."""
+_MMAP_BYTES = 32 * 2**20
+"""The most that glibc takes."""
+_TRIM_BYTES = 256 * 2**20
 
 
 def available_bytes() -> int:

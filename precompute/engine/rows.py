@@ -42,7 +42,7 @@ class Outcome:
     have none.
 
     ``rows`` are the numbers of the computed ones in the batch given, ascending; ``features`` has
-    one row for each. Of a stream, ``window`` counts the batches given from 0, and ``last`` tells
+    one row for each. Of a stream, ``window`` counts the batches given from 0, and ``last`` says
     whether this is the last that comes of it.
     """
 

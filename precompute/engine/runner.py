@@ -28,6 +28,7 @@ from precompute.engine.resources import (
 )
 from precompute.engine.rows import Batch, Declared, Outcome, Window, in_order
 from precompute.model import Model, SizedModel, StagedModel
+from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
 
 MAX_BATCH_ROWS = 4096
@@ -123,13 +124,15 @@ class Runner:
         return usable_threads(staged.device.threads())
 
     def _first_budget(self, search: bool) -> Budget:
-        if self._staged is None:
-            return Budget(
-                self._model.max_cost if isinstance(self._model, SizedModel) else MAX_BATCH_ROWS,
-                fixed=True,
-            )
-        if self._staged.max_cost is not None:
-            return Budget(self._staged.max_cost, fixed=True)
+        model = self._model if self._staged is None else self._staged
+        most = model.max_cost if isinstance(model, (SizedModel, StagedModel)) else MAX_BATCH_ROWS
+        if self._staged is None or most is not None:
+            if not isinstance(most, (int, np.integer)):
+                raise ModelError(
+                    f"the model of view {self._view.name!r}: max_cost is {most!r:.80}, not a whole"
+                    " number"
+                )
+            return Budget(int(most), fixed=True)
         device = self._staged.device
         return Budget(
             self._staged.start_cost,

@@ -86,7 +86,7 @@ class CachedSource:
             if self._reading or time.monotonic() < self._again_at:
                 return
             self._reading = True
-        threading.Thread(target=self._read_once, name="keep input", daemon=True).start()
+        threading.Thread(target=self._read_once, name="cache input", daemon=True).start()
 
     def _read_once(self) -> None:
         try:

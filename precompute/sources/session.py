@@ -58,7 +58,7 @@ class Setup:
         for number, written in enumerate(self.statements):
             where = f"sources.setup[{number}]"
             statement = self._filled(written, where)
-            _check(statement, where)
+            _check(statement, written, where)
             try:
                 connection.execute(_of_package(statement))
             except duckdb.Error as exc:
@@ -99,11 +99,19 @@ def _inside_text(value: str) -> str:
     return value.replace("'", "''")
 
 
-def _check(statement: str, where: str) -> None:
+def _check(statement: str, written: str, where: str) -> None:
     try:
-        kinds = [one.type for one in without_data().extract_statements(statement)]
+        # DuckDB's error would quote a part of a variable that stands outside a text
+        without_data().extract_statements(_VARIABLE.sub(r"\1", written))
     except (duckdb.Error, UnicodeEncodeError) as exc:
         raise ConfigError(f"{where}: not valid SQL: {first_line(exc)}") from exc
+    try:
+        kinds = [one.type for one in without_data().extract_statements(statement)]
+    except (duckdb.Error, UnicodeEncodeError):
+        raise ConfigError(
+            f"{where}: not valid SQL with its variables put in: write each inside a text, as in"
+            " '${NAME}'"
+        ) from None
     begins = _BEGINS.match(statement)
     # before it makes a file that is not there
     if begins and begins[1].upper() == "ATTACH" and "READ_ONLY" not in statement.upper():

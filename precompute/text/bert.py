@@ -259,6 +259,8 @@ def load_bert(config: BertConfig, weights: Mapping[str, torch.Tensor]) -> tuple[
     return bert.eval(), missing
 
 
+# ---- By the C++ extension: bfloat16 products, no padding.
+
 _VERSION = 2
 """Version of the interface between this file and the extension; _encoder.cpp has it too."""
 

@@ -168,9 +168,11 @@ class TokenCache:
                 or zlib.crc32(memoryview(stored)[4:]) != int.from_bytes(stored[:4], "little")
             ):
                 return None
-            os.utime(path)
         except OSError:
             return None
+        # read-only, such as a replica's mount
+        with contextlib.suppress(OSError):
+            os.utime(path)
         body = np.frombuffer(stored, "<i4", offset=4)
         texts = int(body[0])
         return body[texts + 1 :].astype(np.int64), body[1 : texts + 1].astype(np.int64)
@@ -413,10 +415,6 @@ def _loaded(path: str) -> Tokenizer:
         raise ConfigError(
             f"chunk.tokenizer: {folder} has no tokenizer.json: name a folder or file that has"
         )
-    return _tokenizer(file)
-
-
-def _tokenizer(file: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as exc:

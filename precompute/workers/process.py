@@ -41,7 +41,7 @@ PIPE_BYTES = 2**20
 1.2 times as fast as with its usual 64 KiB."""
 
 TAIL_BYTES = 2**16
-"""Bytes of stderr that are kept for its last line."""
+"""Bytes of stderr that are held for its last line."""
 
 ECHO_S = 1.0
 """How long the end of a dead process's stderr is waited for: what left its group may hold it

@@ -95,7 +95,6 @@ class PoolStream:
             target=self._read, args=(windows, hidden), name="read", daemon=True
         )
         self._supervisor.start()
-        self._reader.start()
 
     # ---- the consumer's side
 
@@ -132,8 +131,9 @@ class PoolStream:
             self._changed.notify_all()
         self._supervisor.join()
         self._meter.rows_retried = 0
-        # it may be in the middle of reading
-        self._reader.join(END_S)
+        if self._reader.is_alive():
+            # it may be in the middle of reading
+            self._reader.join(END_S)
 
     # ---- the source
 
@@ -255,6 +255,8 @@ class PoolStream:
         patience = self._patience
         tick = min(1.0, patience.heartbeat_s, patience.stall_s / 4, patience.hang_s / 4)
         try:
+            # here, so that no worker is left where there is no thread more
+            self._reader.start()
             for number in range(len(self._unloaded)):
                 self._processes.append(self._started(number))
             looked = time.monotonic()

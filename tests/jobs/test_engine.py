@@ -4,12 +4,10 @@ byte."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,6 +26,7 @@ from precompute.store.errors import ConfigError
 from precompute.store.offline.runs import Report
 from precompute.workers.worker_pool import WorkerPool
 from tests.conftest import MakeProject
+from tests.models import Doubler
 from tests.precompute.dying_models import Launching
 from tests.scene import Scene
 
@@ -40,22 +39,6 @@ LINEAR = {
 }
 
 
-class Pid:
-    """Every row → the process that computed it, and the sum of a table that is an argument."""
-
-    def __init__(self, table: pa.Table) -> None:
-        self.sum = sum(table.column("n").to_pylist())
-
-    def fingerprint(self) -> str:
-        return "pid"
-
-    def compute(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[np.int64]]:
-        return {
-            "pid": np.full(batch.num_rows, os.getpid()),
-            "sum": np.full(batch.num_rows, self.sum),
-        }
-
-
 class OnGpu(Launching):
     """A staged model that says it is on a GPU."""
 
@@ -66,20 +49,17 @@ class OnGpu(Launching):
         return found
 
 
-class Weighed(Pid):
+class Weighed(Doubler):
     """Its weights are a file."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.sum = path, int(Path(path).read_text())
+        super().__init__()
+        self.path = path
 
     def fingerprint(self) -> str:
         return digest(self.path)
 
 
-PID = {
-    "model": {"use": f"{HERE}:Pid", "args": {"table": {"sql": "SELECT unnest([40, 2]) AS n"}}},
-    "features": {"pid": {"dtype": "int64"}, "sum": {"dtype": "int64"}},
-}
 TORCH: dict[str, Any] = {
     "model": {
         "use": "torch_module",
@@ -172,23 +152,6 @@ def content(table: pa.Table) -> bytes:
 # ---- which engine
 
 
-@pytest.mark.parametrize("engine", [None, TWO])
-def test_workers_compute_where_they_are_configured(
-    make_project: MakeProject, engine: dict[str, Any] | None
-) -> None:
-    project, report = run(make_project, numbers(), engine, view=PID)
-    found = committed(project, 1)
-    pids, workers = set(found.column("pid").to_pylist()), (engine or {}).get("workers", 0)
-    assert found.column("sum").unique().to_pylist() == [42]
-    if not workers:
-        assert pids == {os.getpid()}
-        assert "workers" not in report.engine
-    else:
-        assert os.getpid() not in pids
-        assert 1 <= len(pids) <= workers  # one may have done all before the other was there
-        assert report.engine["workers"] == workers
-
-
 @pytest.mark.parametrize(
     ("workers", "gpus", "devices"),
     [
@@ -233,7 +196,7 @@ def test_a_worker_that_loads_another_model_computes_nothing(
     weights = tmp_path / "weights"
     weights.write_text("2")
     project = make_project(
-        numbers(), view=PID | {"model": {"use": f"{HERE}:Weighed", "args": {"path": str(weights)}}}
+        numbers(), view={"model": {"use": f"{HERE}:Weighed", "args": {"path": str(weights)}}}
     )
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         engine = engine_of(opened, EngineConfig(workers=1), Meter())

@@ -21,12 +21,13 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.store_history import add_past
-from precompute.jobs.run.report import close_dead
+from precompute.jobs.run.report import close_dead, recorded
 from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.record import replace
 from precompute.store.errors import (
     ConflictError,
     FencedError,
+    ModelError,
     SourceError,
 )
 from precompute.store.offline.gc import SWEPT_FOLDERS
@@ -367,6 +368,16 @@ def test_a_time_of_the_schedule_is_run_for_until_a_run_of_it_is_done(
 
 
 # ---- a bad source leaves what is served
+
+
+def test_an_error_that_no_terminal_takes_is_escaped_in_the_report(
+    make_project: MakeProject,
+) -> None:
+    project = make_project([(1, 1.0)])
+    with pytest.raises(ModelError), recorded(project.store, "run") as report:
+        raise ModelError("no \ud800")
+    assert report.error == "no \\ud800"
+    assert project.cli("history", "numbers") == 0
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_a_database_that_was_away_is_read_again(shop: Postgres, tmp_path: Path) 
         (SHOP, "FROM shop.public.itemz", ConfigError, "there is no table 'itemz'"),
     ],
 )  # fmt: skip
-def test_nothing_is_written_and_no_secret_is_told(
+def test_nothing_is_written_and_no_secret_is_shown(
     shop: Postgres,
     tmp_path: Path,
     setup: tuple[str, ...],

@@ -1,5 +1,5 @@
 """Ahead: the items of an iterator, in order, made in a thread that stays within its bounds and ends
-when it is told to."""
+when it is closed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def wait_until(true: object) -> None:
     raise AssertionError("it never came true")
 
 
-def test_the_number_of_items_is_bounded_too() -> None:
+@pytest.mark.parametrize(("max_bytes", "max_items", "most"), [(10**9, 1, 2), (3, 1000, 4)])
+def test_bytes_and_items_are_bounded_and_what_is_taken_makes_room(
+    max_bytes: int, max_items: int, most: int
+) -> None:
     made: list[int] = []
 
     def items() -> Iterator[int]:
@@ -32,10 +35,12 @@ def test_the_number_of_items_is_bounded_too() -> None:
             made.append(number)
             yield number
 
-    stage = ahead(items(), max_bytes=10**9, max_items=1)
-    wait_until(lambda: len(made) == 2)
-    time.sleep(0.05)
-    assert len(made) == 2
+    stage = ahead(items(), max_bytes, max_items)
+    for taken in (0, 10):
+        assert [next(stage) for _ in range(taken)] == list(range(taken))
+        wait_until(lambda there=taken + most: len(made) == there)
+        time.sleep(0.05)
+        assert len(made) == taken + most
     stage.close()
 
 

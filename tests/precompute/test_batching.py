@@ -45,7 +45,7 @@ def test_padding_is_low_without_losing_rows_or_half_empty_batches(
     assert sum(len(b) * int(array[b].max()) for b in batches) <= plain * 1.5
 
 
-def test_a_budget_that_changes_is_asked_for_each_batch() -> None:
+def test_a_budget_that_changes_is_read_for_each_batch() -> None:
     budgets, left = iter([4, 2, 10]), list[int]()
 
     def next_budget(cost: int) -> int:

@@ -17,8 +17,8 @@ def search(budget: Budget, rate: Callable[[int], float]) -> int:
     for _ in range(1000):
         if budget.settled:
             return budget.cost
-        asked = budget.next()
-        budget.done(asked, asked, asked / rate(asked))
+        cost = budget.next()
+        budget.done(cost, cost, cost / rate(cost))
     raise AssertionError("it never settles")
 
 
@@ -62,7 +62,7 @@ def test_near_the_end_batches_become_smaller_so_that_all_end_together() -> None:
         assert max(ends(2, cost, Budget(8192, fixed=True))) > max(at)
 
 
-def test_batches_that_are_nearly_empty_tell_nothing_and_end_the_search() -> None:
+def test_batches_that_are_nearly_empty_do_not_count_and_end_the_search() -> None:
     budget = Budget(100, reach=1)
     for _ in range(2 * TRIES - 2):
         budget.done(budget.next(), 3, 1.0)
@@ -87,18 +87,25 @@ def test_it_grows_back_in_small_steps_and_not_to_where_it_failed_at_once() -> No
     ):  # in the end it tries again: it may have been another process that took the memory
         budget.done(budget.next(), budget.next(), 1.0)
     assert budget.next() == 4096
+    # a larger batch that was made before fails after a smaller one
+    late = Budget(4096, fixed=True)
+    for cost in (2000, 4096):
+        late.out_of_memory(cost)
+    for _ in range(6 * GROW_AFTER):
+        late.done(late.next(), late.next(), 1.0)
+    assert late.next() == 0.9 * 2000
 
 
 @given(st.integers(1, 10**6), st.lists(st.one_of(st.none(), st.integers(1, 10**6)), max_size=60))
-def test_it_is_always_at_least_1_and_never_more_than_asked(
+def test_it_is_always_at_least_1_and_never_beyond_its_reach(
     start: int, events: list[int | None]
 ) -> None:
     budget = Budget(start, reach=4)
     for event in events:
-        asked = budget.next()
-        assert 1 <= asked <= 4 * start
+        cost = budget.next()
+        assert 1 <= cost <= 4 * start
         if event is None:
-            budget.done(asked, asked, 0.001)
+            budget.done(cost, cost, 0.001)
         else:
             budget.out_of_memory(event)
             assert budget.cost <= max(1, event // 2)
@@ -113,7 +120,7 @@ GOAL_S = 1.0
 def paced(
     seconds_of: Callable[[int], float],
     start: int | None,
-    asked: int = 4096,
+    rows: int = 4096,
     times: int = 60,
     ahead: int = 8,
 ) -> list[int]:
@@ -121,7 +128,7 @@ def paced(
     pace = Pace(start, GOAL_S)
     made: list[int] = []
     for _ in range(times):
-        made.append(min(asked, pace.limit))
+        made.append(min(rows, pace.limit))
         if len(made) > ahead:
             pace.done(made[-ahead - 1], seconds_of(made[-ahead - 1]))
     return made

@@ -1,4 +1,4 @@
-"""Rows that are kept of a small source are those that it would give, or there are none."""
+"""Rows that are cached of a small source are those that it would give, or there are none."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def opened(
     return source, source.cached()
 
 
-def is_kept(cached: CachedSource) -> bool:
+def is_cached(cached: CachedSource) -> bool:
     return cached.rows([]) is not None
 
 
-def never_kept(cached: CachedSource) -> bool:
+def never_cached(cached: CachedSource) -> bool:
     """It was tried, and there is nothing."""
     for _ in range(5):
-        assert not is_kept(cached)
+        assert not is_cached(cached)
         time.sleep(0.05)
     return True
 
@@ -70,12 +70,12 @@ def never_kept(cached: CachedSource) -> bool:
     ],
     ids=["one column", "two columns", "a key that is null"],
 )
-def test_kept_rows_are_the_sources_own(
+def test_cached_rows_are_the_sources_own(
     folder: Path, sql: str, entity: tuple[str, ...], keys: list[str]
 ) -> None:
     source, cached = opened(folder, sql, entity)
     with source:
-        eventually(lambda: is_kept(cached))
+        eventually(lambda: is_cached(cached))
         found, expected = cached.rows(keys), source.rows(keys)
         assert found is not None
         assert found.schema == expected.schema
@@ -85,10 +85,10 @@ def test_kept_rows_are_the_sources_own(
 def test_they_count_as_long_as_the_file_is_what_it_was(folder: Path) -> None:
     source, cached = opened(folder)
     with source:
-        eventually(lambda: is_kept(cached))
+        eventually(lambda: is_cached(cached))
         write(folder, {1: 9.0, 4: 4.5})
         assert cached.rows(["1"]) is None
-        eventually(lambda: is_kept(cached))
+        eventually(lambda: is_cached(cached))
         rows = cached.rows(["1", "3", "4"])
         assert rows is not None
         assert rows["x"].to_pylist() == [9.0, 4.5]
@@ -99,7 +99,7 @@ def test_they_count_as_long_as_the_file_is_what_it_was(folder: Path) -> None:
 def test_a_file_that_changes_and_keeps_its_size_and_time_is_read_again(folder: Path) -> None:
     source, cached = opened(folder)
     with source:
-        eventually(lambda: is_kept(cached))
+        eventually(lambda: is_cached(cached))
         path, before = folder / "data.parquet", (folder / "data.parquet").stat()
         pq.write_table(pa.table({"id": [1, 2, 3], "x": [9.0, 2.5, 3.5]}), folder / "other")
         path.write_bytes((folder / "other").read_bytes())
@@ -111,7 +111,7 @@ def test_a_file_that_changes_and_keeps_its_size_and_time_is_read_again(folder: P
             before.st_mtime_ns,
         )
         assert cached.rows(["1"]) is None
-        eventually(lambda: is_kept(cached))
+        eventually(lambda: is_cached(cached))
         rows = cached.rows(["1"])
         assert rows is not None
         assert rows["x"].to_pylist() == [9.0]
@@ -132,7 +132,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(
     monkeypatch.setattr(Database, "query_aside", query)
     source, cached = opened(folder)
     with source:
-        eventually(lambda: is_kept(cached))
+        eventually(lambda: is_cached(cached))
         rows = cached.rows(["1", "2"])
         assert rows is not None
         assert (rows["x"].to_pylist(), len(changed)) == ([9.0], 1)
@@ -146,7 +146,7 @@ def test_a_file_that_was_just_written_is_not_trusted_yet(
     os.utime(folder / "data.parquet", (OLD, OLD))
     source, cached = opened(folder)
     with source:
-        assert never_kept(cached)
+        assert never_cached(cached)
 
 
 @pytest.mark.parametrize(
@@ -161,17 +161,17 @@ def test_a_file_that_was_just_written_is_not_trusted_yet(
     ],
     ids=["now", "chance", "sample", "pattern", "no file", "keys twice"],
 )
-def test_what_may_be_otherwise_is_not_kept(folder: Path, sql: str) -> None:
+def test_what_may_be_otherwise_is_not_cached(folder: Path, sql: str) -> None:
     source, cached = opened(folder, sql)
     with source:
-        assert never_kept(cached)
+        assert never_cached(cached)
 
 
-def test_what_has_many_bytes_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_many_bytes_is_not_cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("precompute.sources.cached_source.MOST_BYTES", 2)
     source, cached = opened(folder)
     with source:
-        assert never_kept(cached)
+        assert never_cached(cached)
 
 
 def test_what_is_large_is_read_once_for_the_files_that_there_are(
@@ -187,10 +187,10 @@ def test_what_is_large_is_read_once_for_the_files_that_there_are(
     monkeypatch.setattr(Database, "query_aside", query)
     source, cached = opened(folder)
     with source:
-        assert never_kept(cached)
+        assert never_cached(cached)
         assert len(read) == 1
         write(folder, {1: 1.0, 2: 2.0})
-        eventually(lambda: is_kept(cached))
+        eventually(lambda: is_cached(cached))
         assert len(read) == 2
 
 

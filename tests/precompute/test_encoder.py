@@ -390,23 +390,23 @@ def test_what_does_not_fit_together_is_refused(case: str) -> None:
         NATIVE.encode(*(good | BAD[case](good)).values())
 
 
-def test_threads_at_once_get_what_each_asked_for() -> None:
+def test_threads_at_once_get_each_its_own_answer() -> None:
     models = [UnpaddedBert(transformer(kind), HERE[0]) for kind in ("bert", "roberta")]
-    asked = [texts([3 + seed, 60, 7 * seed + 1], seed) for seed in range(12)]
-    expected = [models[seed % 2](*one) for seed, one in enumerate(asked)]
+    given = [texts([3 + seed, 60, 7 * seed + 1], seed) for seed in range(12)]
+    expected = [models[seed % 2](*one) for seed, one in enumerate(given)]
     with ThreadPoolExecutor(6) as pool:
         for _ in range(3):
-            got = list(pool.map(lambda seed: models[seed % 2](*asked[seed]), range(12)))
+            got = list(pool.map(lambda seed: models[seed % 2](*given[seed]), range(12)))
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_others_run_meanwhile() -> None:
-    encoded, asked = UnpaddedBert(transformer(), "plain"), texts([200] * 8)
+    encoded, given = UnpaddedBert(transformer(), "plain"), texts([200] * 8)
     began, ended = threading.Event(), threading.Event()
 
     def compute() -> None:
         began.set()
-        encoded(*asked)
+        encoded(*given)
         ended.set()
 
     thread = threading.Thread(target=compute)
@@ -419,14 +419,14 @@ def test_others_run_meanwhile() -> None:
     assert turns > 5
 
 
-def test_nothing_is_kept_after_a_call_or_an_error() -> None:
+def test_nothing_is_held_after_a_call_or_an_error() -> None:
     assert NATIVE is not None
-    encoded, asked, bad = UnpaddedBert(transformer(), HERE[0]), texts([300, 20]), arguments([5, 5])
+    encoded, given, bad = UnpaddedBert(transformer(), HERE[0]), texts([300, 20]), arguments([5, 5])
     bad["ids"] = changed(bad["ids"], (0, 0), 50)
 
     def rounds() -> int:
         for _ in range(150):
-            encoded(*asked)
+            encoded(*given)
             with pytest.raises(ValueError, match="no table"):
                 NATIVE.encode(*bad.values())
         gc.collect()
@@ -446,9 +446,9 @@ from precompute.text import _encoder as native
 def encode(texts, tokens, width, threads):
     floats = lambda n: array.array("f", [(i * 37 % 101 - 50) / 200 for i in range(n)])
     weights = floats(2 * width), floats(tokens * width), floats(11 * width + 32), array.array("H", [0x3C80]) * (4 * width * width + 64 * width)
-    asked = array.array("q", [1]) * (texts * tokens), array.array("q", range(tokens)) * texts, array.array("q", [tokens]) * texts
+    inputs = array.array("q", [1]) * (texts * tokens), array.array("q", range(tokens)) * texts, array.array("q", [tokens]) * texts
     out = array.array("f", [0]) * (texts * tokens * width)
-    return lambda: (native.encode("plain", threads, (1, width, width // 32, 32, 32), 1e-12, *weights, *asked, out), out.tobytes())[1]
+    return lambda: (native.encode("plain", threads, (1, width, width // 32, 32, 32), 1e-12, *weights, *inputs, out), out.tobytes())[1]
 
 # a thread's chunk takes 2.4 MB
 whole, parted, large = encode(8, 3, 512, 1)(), encode(8, 3, 512, 8), encode(1, 20_000, 32, 2)
@@ -473,8 +473,8 @@ def test_few_threads_and_little_memory_suffice() -> None:
         "-c",
         WITH_LITTLE_MEMORY,
     ]
-    told = subprocess.run(small_stacks, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert told.stdout == "refused\n"
+    done = subprocess.run(small_stacks, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "refused\n"
 
 
 def test_what_was_not_built_or_is_of_another_version_is_not_used(
@@ -564,16 +564,16 @@ def test_a_model_computes_by_it_and_its_reference_stays(monkeypatch: pytest.Monk
     model = small_bert()
     model.module = Encoder(transformer()).eval()
     convert(model, technique("fp32-eager"), list)
-    asked = texts([40, 12, 40, 1])
-    before = outputs(model, asked)[0]
-    convert(model, technique("bf16-encoder"), lambda: [asked, texts([3])])
-    computed = outputs(model, asked)[0]
+    given = texts([40, 12, 40, 1])
+    before = outputs(model, given)[0]
+    convert(model, technique("bf16-encoder"), lambda: [given, texts([3])])
+    computed = outputs(model, given)[0]
     assert computed.dtype == np.float32
     assert (computed * before).sum(1).min() > 0.9999
     assert not np.array_equal(computed, before)
     assert model.device.dtype == torch.bfloat16
     convert(model, technique("fp32-eager"), list)
-    assert np.array_equal(outputs(model, asked)[0], before)
+    assert np.array_equal(outputs(model, given)[0], before)
 
 
 def test_it_is_proposed_to_what_it_understands_where_the_cpu_has_it(
@@ -592,7 +592,7 @@ def test_it_is_proposed_to_what_it_understands_where_the_cpu_has_it(
     assert "bf16-encoder" not in {one.name for one in candidates(device, model)}
 
 
-def test_what_it_cannot_do_is_told_and_the_reference_computes(
+def test_what_it_cannot_do_is_reported_and_the_reference_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(technique_file, "kernel", lambda: "plain")

@@ -219,7 +219,7 @@ TEXTS = [
     "short",
     "exactly12byt",
     "thirteen byte",
-    "a long text, beyond what is kept beside its length: é" * 9,
+    "a long text, beyond what is stored beside its length: é" * 9,
 ]
 
 

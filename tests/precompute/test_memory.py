@@ -60,7 +60,7 @@ def test_without_openmp_nothing_happens() -> None:
         ("max\n", "", None),
     ],
 )
-def test_a_containers_memory_is_what_it_may_take_but_for_files_that_were_read(
+def test_files_that_were_read_take_none_of_a_containers_memory(
     limit: str, stat: str, available: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resources, "_CGROUP", tmp_path)
@@ -72,7 +72,7 @@ def test_a_containers_memory_is_what_it_may_take_but_for_files_that_were_read(
         assert available_bytes() == available
 
 
-def test_an_error_that_is_kept_holds_no_activations() -> None:
+def test_an_error_that_is_stored_holds_no_activations() -> None:
     class Activation:
         """What a forward holds."""
 
@@ -91,8 +91,8 @@ def test_an_error_that_is_kept_holds_no_activations() -> None:
     try:
         forward(3)
     except RuntimeError as exc:
-        kept = without_locals(exc)
+        stored = without_locals(exc)
     assert [ref() for ref in alive] == [None] * 4
-    assert [str(error) for error in (kept, kept.__cause__)] == ["in layer 3", "in layer 2"]
-    # the line that raised it can still be told
-    assert traceback.extract_tb(kept.__traceback__)[-1].name == "forward"
+    assert [str(error) for error in (stored, stored.__cause__)] == ["in layer 3", "in layer 2"]
+    # the line that raised it can still be reported
+    assert traceback.extract_tb(stored.__traceback__)[-1].name == "forward"

@@ -121,16 +121,16 @@ def test_what_waits_for_the_same_group_is_one_batch_in_the_order_it_came(make: M
 def test_of_too_many_the_least_patient_come_first(make: Make) -> None:
     batcher, runs = make(max_batch=2)
     hold(batcher, runs)
-    asked = [("a", 1, 90.0), ("a", 2, 80.0), ("b", 3, 90.0), ("a", 4, 60.0), ("a", 5, 70.0)]
+    wanted = [("a", 1, 90.0), ("a", 2, 80.0), ("b", 3, 90.0), ("a", 4, 60.0), ("a", 5, 70.0)]
     futures = [
-        batcher.submit(group, number, number, later(seconds)) for group, number, seconds in asked
+        batcher.submit(group, number, number, later(seconds)) for group, number, seconds in wanted
     ]
     runs.gate.set()
     assert [future.result(WAIT_S) for future in futures] == [10, 20, 30, 40, 50]
     assert runs.batches[1:] == [("a", [4, 5]), ("a", [2, 1]), ("b", [3])]
 
 
-def test_who_is_told_that_it_is_too_late_may_ask_for_more(make: Make) -> None:
+def test_who_is_refused_as_too_late_may_send_more(make: Make) -> None:
     batcher, runs = make()
     hold(batcher, runs)
     more: list[Future[Any]] = []
@@ -213,9 +213,9 @@ def test_a_full_queue_of_one_owner_is_no_others(make: Make) -> None:
 
 def test_what_takes_longer_than_anybody_waits_is_not_begun(pace: MakePaced) -> None:
     batcher, paced = pace("x", row_s=0.8)
-    asked = [("a", 1, 0.6), ("a", 2, 9.0), ("b", 3, 0.6)]
+    wanted = [("a", 1, 0.6), ("a", 2, 9.0), ("b", 3, 0.6)]
     hasty, patient, other = (
-        batcher.submit(group, key, key, paced.now + seconds) for group, key, seconds in asked
+        batcher.submit(group, key, key, paced.now + seconds) for group, key, seconds in wanted
     )
     assert (refusal(hasty), patient.result(WAIT_S), other.result(WAIT_S)) == ("deadline", 2, 3)
     # it may have been slow for a while only
@@ -301,7 +301,7 @@ def test_what_all_of_its_callers_gave_up_is_not_begun_and_makes_room(make: Make)
     shared, stays, other = (batcher.submit("a", key, key, later()) for key in (3, 3, 4))
     assert refusal(batcher.submit("a", 5, 5, later())) == "shed"
     assert shared.cancel()
-    # what has begun ends all the same, and is there for whoever asks meanwhile
+    # what has begun ends all the same, and is there for those who send meanwhile
     assert held.cancel()
     again = batcher.submit("held", "held", 7, later())
     runs.gate.set()
@@ -337,7 +337,7 @@ MakePaced = Callable[..., tuple[Batcher, Paced]]
 
 @pytest.fixture
 def pace() -> Iterator[MakePaced]:
-    """Makes a batcher over a model whose pace it has seen: in batches of one and of two, asked for
+    """Makes a batcher over a model whose pace it has seen: in batches of one and of two, requested
     by ``owners``; and closes it."""
     made: list[Batcher] = []
 
@@ -435,18 +435,18 @@ def test_a_batch_is_cut_so_that_its_rows_and_the_next_ones_are_in_time(pace: Mak
 
 def test_a_flight_of_two_owners_goes_with_the_first_turn_and_once(pace: MakePaced) -> None:
     batcher, paced = pace("xy")
-    asked: list[Future[Any]] = []
+    wanted: list[Future[Any]] = []
 
     def meanwhile() -> None:
         if len(paced.batches) == 2:
-            asked.extend(ask_all(batcher, [90, 95, "gone"], 50.0, "y"))
-            assert asked.pop().cancel()
+            wanted.extend(ask_all(batcher, [90, 95, "gone"], 50.0, "y"))
+            assert wanted.pop().cancel()
             # the other one still waits for it
-            assert asked.pop().cancel()
+            assert wanted.pop().cancel()
 
     paced.meanwhile = meanwhile
     assert results(ask_all(batcher, range(100), 100.0, "x")) == list(range(100))
-    assert results(asked) == [90]
+    assert results(wanted) == [90]
     computed = [row for batch in paced.batches for row in batch]
     assert sorted(computed) == list(range(100))
     assert 90 in paced.batches[2]

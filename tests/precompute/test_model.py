@@ -43,8 +43,8 @@ class Broken:
 
 
 class Meanwhile(Doubler):
-    """Reads a file, lets the next of :data:`after` happen, and hashes the file when it is requested
-    its fingerprint.
+    """Reads a file, lets the next of :data:`after` happen, and hashes the file when its fingerprint
+    is taken.
 
     Args:
         path: the file; by default a place that no argument names.
@@ -388,7 +388,7 @@ def test_a_text_that_can_be_no_files_name_stands_for_itself(text: str) -> None:
     assert digest(text=text) == digest(text=Verbatim(text))
 
 
-def test_the_name_of_a_folder_is_told_apart_or_said_to_be_meant(weights: Path) -> None:
+def test_the_name_of_a_folder_is_refused_or_said_to_be_meant(weights: Path) -> None:
     with pytest.raises(ConfigError, match=r"digest\(model_path=…\).*Verbatim"):
         digest(model=str(weights.parent))
     text = str(weights)
@@ -518,7 +518,7 @@ def test_files_that_stay_are_loaded_once_and_new_ones_at_most_twice(
     assert (load_with_fingerprint(use, args).fingerprint, Meanwhile.made) == (expected, 3)
 
 
-def test_files_that_do_not_stop_changing_are_told(places: Path) -> None:
+def test_files_that_do_not_stop_changing_are_reported(places: Path) -> None:
     weights = places / "first/weights"
     Meanwhile.after = [lambda: weights.write_text("newer"), lambda: weights.write_text("newest")]
     with pytest.raises(
@@ -527,7 +527,27 @@ def test_files_that_do_not_stop_changing_are_told(places: Path) -> None:
         load_with_fingerprint("tests.precompute.test_model:Meanwhile", {"path": str(weights)})
 
 
-def test_what_a_users_code_raised_is_told_with_their_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('weights')", r"raised KeyError: 'weights' \(mine_models\.py:5\)$"),
+        ("raise SystemExit('bye')", r"raised SystemExit: bye \(mine_models\.py:5\)$"),
+        ("pass", r"returned None, not a text that changes whenever a value may: return precompute"),
+        ("return ''", r"returned '', not a text"),
+        ("return 5", r"returned 5, not a text"),
+    ],
+)
+def test_a_fingerprint_that_says_nothing_is_refused(
+    body: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine_models.py").write_text(
+        f"class Mine:\n    def compute(self, batch):\n        return {{}}\n    def fingerprint(self):\n        {body}\n"
+    )
+    with pytest.raises(ModelError, match=rf"^model 'mine_models:Mine': fingerprint\(\) {message}"):
+        load_with_fingerprint("mine_models:Mine", {}, tmp_path)
+
+
+def test_what_a_users_code_raised_is_reported_with_their_line(tmp_path: Path) -> None:
     """The innermost line of theirs, though a library raised it; what is raised by us alone has
     none."""
     (tmp_path / "mine_models.py").write_text(
@@ -539,3 +559,9 @@ def test_what_a_users_code_raised_is_told_with_their_line(tmp_path: Path) -> Non
         load_model("mine_models:Mine", {"text": "{"}, tmp_path)
     assert described(ValueError("x" * 600)) == "ValueError: " + "x" * 488
     assert described(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("no text")
+
+    assert described(Silent()) == "Silent"

@@ -1,4 +1,4 @@
-"""A device that computes while others are launched is kept busy: the search for a batch's size
+"""A device that computes while others are launched stays busy: the search for a batch's size
 ends, whatever the rows cost, and holds nothing up."""
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_windows_are_as_large_as_a_device_wants_and_memory_allows() -> None:
     assert [b.num_rows for b in joined(iter(batches), 131_072, 3 * 8 * 8192)] == [3 * 8192] * 6 + [
         2 * 8192
     ]
-    # one that is larger alone, and all of a model that computes when it is asked to
+    # one that is larger alone, and all of a model that computes only when it is called
     assert [b.num_rows for b in joined(iter(batches), 131_072, 1)] == [8192] * 20
     model.device.depth = 0
     assert all(

@@ -74,7 +74,7 @@ def test_no_model_does_more_than_its_peak() -> None:
     assert Meter().peak_figures(2e9) == {"peak_flops": 2e9, "mfu": 0.0}
 
 
-def test_a_batchs_milliseconds_are_told_to_a_percent() -> None:
+def test_a_batchs_milliseconds_are_reported_to_a_percent() -> None:
     meter = Meter()
     assert meter.batch_ms() == {}
     for number in range(1000):

@@ -52,7 +52,7 @@ class Returning:
 
 
 class Sized(Doubler):
-    """Row x costs x; batches are kept."""
+    """Row x costs x; batches are noted."""
 
     def __init__(self, max_cost: int, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -83,7 +83,7 @@ def expected(xs: Sequence[float]) -> list[dict[str, Any]]:
 # ---- rows
 
 
-def test_order_is_kept_when_rows_are_computed_by_cost() -> None:
+def test_order_stays_when_rows_are_computed_by_cost() -> None:
     model = Sized(max_cost=10)
     xs = [1.0, 9.0, 2.0, 5.0, 5.0, 40.0, 1.0]
     done = compute(model, view(*NUMBERS), batch(xs))
@@ -353,8 +353,8 @@ def test_a_row_whose_answer_does_not_fit_is_one_bad_row(
     for text in values:
         bad = eval(text, {"np": np, "torch": torch, "dtype": feature.dtype})
         done = compute(one_bad(feature, good, bad), view(feature), batch(range(10)))
-        told = [(rejected.row, rejected.stage) for rejected in done.rejections]
-        assert (text, done.rows.tolist(), told) == (
+        found = [(rejected.row, rejected.stage) for rejected in done.rejections]
+        assert (text, done.rows.tolist(), found) == (
             text,
             [0, 1, 2, 4, 5, 6, 7, 8, 9],
             [(3, "misfit")],
@@ -452,8 +452,8 @@ KEPT_LISTS = [[0.0, 0.0] for _ in range(100)]
 
 def kept_lists(buffer: npt.NDArray[np.float64]) -> npt.NDArray[np.object_]:
     """Lists that are filled again each time."""
-    for row, kept in zip(buffer.tolist(), KEPT_LISTS, strict=False):
-        kept[:] = row
+    for row, own in zip(buffer.tolist(), KEPT_LISTS, strict=False):
+        own[:] = row
     return np.array([*KEPT_LISTS[: len(buffer)], None], object)[:-1]
 
 
@@ -523,23 +523,24 @@ def test_costs_of_another_number_of_rows_are_a_model_error(costs: Any) -> None:
         compute(model, view(*NUMBERS), batch([1, 2, 3]))
 
 
+@pytest.mark.parametrize("most", [100.0, "100", None])
+def test_a_cost_that_is_no_whole_number_is_a_model_error(most: Any) -> None:
+    with pytest.raises(ModelError, match=rf"max_cost is {most!r}, not a whole number"):
+        Runner(Sized(most), view(*NUMBERS))
+
+
+@pytest.mark.parametrize("raised", [ValueError("cannot weigh"), SystemExit("cannot weigh")])
 @pytest.mark.parametrize("method", ["costs", "unusable"])
-def test_a_row_that_costs_or_unusable_cannot_take_is_rejected_alone(method: str) -> None:
+def test_what_costs_or_unusable_raise_is_a_model_error(method: str, raised: BaseException) -> None:
+    def raising(_: pa.RecordBatch) -> Any:
+        raise raised
+
     model = Checking(10)
-    plain = getattr(model, method)
-
-    def raising(b: pa.RecordBatch) -> Any:
-        if 2.0 in b.column("x").to_pylist():
-            raise ValueError("cannot weigh 2")
-        return plain(b)
-
     setattr(model, method, raising)
-    try:
-        errors = [r.error for r in compute(model, view(*NUMBERS), batch([1, 2, 3])).rejections]
-    except ModelError as exc:  # refused in words is well enough
-        errors = [str(exc)]
-    assert len(errors) == 1
-    assert "cannot weigh 2" in errors[0]
+    with pytest.raises(
+        ModelError, match=rf"{method}\(\) raised {type(raised).__name__}: cannot weigh"
+    ):
+        compute(model, view(*NUMBERS), batch([1, 2, 3]))
 
 
 @pytest.mark.parametrize("named", [[1], {"1": "empty"}, {3: "empty"}, {-1: "empty"}, None])

@@ -368,7 +368,7 @@ def test_rows_are_documents_and_what_is_searched_by_is_a_query(
     )
 
 
-def test_kept_tokens_are_a_documents(
+def test_cached_tokens_are_a_documents(
     made: tuple[Path, SentenceTransformer], tmp_path: Path
 ) -> None:
     ours = TextEncoder(str(made[0]), token_cache=str(tmp_path))

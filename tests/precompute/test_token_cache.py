@@ -1,11 +1,13 @@
-"""Token cache: what is kept is what was tokenised, and whatever is damaged is tokenised again."""
+"""Token cache: what is cached is what was tokenised, and whatever is damaged is tokenised again."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from precompute.text.tokens import TokenCache
 
@@ -20,6 +22,19 @@ def test_what_was_put_is_got(tmp_path: Path) -> None:
     found = TokenCache(tmp_path / "tokens", "tokenizer").get(key)
     assert found is not None
     assert [part.tolist() for part in found] == [IDS.tolist(), LENGTHS.tolist()]
+
+
+def test_what_may_not_be_written_is_got_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = TokenCache(tmp_path, "tokenizer")
+    cache.put("k", IDS, LENGTHS)
+
+    def read_only(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr("precompute.text.tokens.os.utime", read_only)
+    assert cache.get("k") is not None
 
 
 def test_a_key_is_of_each_text_their_order_and_the_tokenizer(tmp_path: Path) -> None:
@@ -72,7 +87,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_caches_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = TokenCache(tmp_path / "file" / "tokens", "tokenizer")
     cache.put("k", IDS, LENGTHS)

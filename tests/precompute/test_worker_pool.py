@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -212,8 +213,13 @@ def test_a_device_that_is_batches_ahead_keeps_nobody_waiting(count: int) -> None
     assert everything(stream) == as_one_process(LAUNCHING, {}, given, theirs)
     assert (ours.batches, ours.cost, ours.padded_cost) == (theirs.batches, 9 * count, 9 * count)
     figures = workers.figures(1.0)
-    told = {"budget": 4, "cost_unit": "rows", "device_peak_memory_bytes": 0, "peak_flops": 10**8}
-    assert figures | told == figures
+    expected = {
+        "budget": 4,
+        "cost_unit": "rows",
+        "device_peak_memory_bytes": 0,
+        "peak_flops": 10**8,
+    }
+    assert figures | expected == figures
     assert figures["mfu"] == round(90.0 * count / (ours.forward_s + ours.landing_s) / 1e8, 4) > 0
 
 
@@ -241,12 +247,21 @@ def test_what_a_model_prints_is_not_taken_for_an_answer(capfd: pytest.CaptureFix
     assert printed.err.count("printed by Python\nprinted below it\n") == 3
 
 
-def test_workers_share_cores_and_each_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_cores_and_memory_and_each_sees_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    header, memory_mb = WorkerSpec.header, list[int]()
+
+    def noted(spec: WorkerSpec, args: Any, cpus: Any, share: Share) -> dict[str, Any]:
+        memory_mb.append(share.memory_mb)
+        return header(spec, args, cpus, share)
+
+    monkeypatch.setattr(WorkerSpec, "header", noted)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,GPU-a")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("RAYON_NUM_THREADS", "5")
     cores = usable_threads(allowed())
-    view = FeatureView("told", ("id",), (Feature("said", "string"),), 60.0, 60.0)
+    view = FeatureView("seen", ("id",), (Feature("said", "string"),), 60.0, 60.0)
 
     def said(args: Mapping[str, Any], *devices: str | None) -> set[str]:
         spec = WorkerSpec(TOLD, args, {"table": pa.table({"n": [40, 2]})}, view)
@@ -266,11 +281,12 @@ def test_workers_share_cores_and_each_sees_its_own_gpu(monkeypatch: pytest.Monke
         f"cpu 42  {cores // 2} 5 on {mine}",
     }
     assert said({}, "cuda:2") == {f"None 42 GPU-a - 5 on {every}"}
+    assert memory_mb == [128, 128, 256], "half of 512 lies here"
 
 
 def test_of_two_gpus_the_faster_one_computes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    view = FeatureView("told", ("id",), (Feature("said", "string"),), 60.0, 60.0)
+    view = FeatureView("seen", ("id",), (Feature("said", "string"),), 60.0, 60.0)
     spec = WorkerSpec(TOLD, {}, {"table": pa.table({"n": [1]})}, view)
     rows = Counter[str]()
     for _, done in WorkerPool(spec, Meter(), ["cuda:0", "cuda:1"]).stream(windows(60, 4)):
@@ -336,18 +352,47 @@ def test_no_more_is_read_than_may_be_held() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "at", "told"),
+    ("how", "at", "options", "reason"),
     [
-        ("kill", 10, "was ended by signal 9 (SIGKILL), as by a system that is out of memory"),
-        ("leave", 8, "exited with status 3; the last line of its stderr: last words"),
+        (
+            "kill",
+            10,
+            {},
+            "was ended by signal 9 (SIGKILL), as by a system that is out of memory (2 of 2 tries)",
+        ),
+        (
+            "leave",
+            8,
+            {},
+            "exited with status 3; the last line of its stderr: last words (2 of 2 tries)",
+        ),
+        ("stop", 9, {"attempts": 1, **IN_TIME}, "gave no sign of life for 1.5 s (1 of 1 tries)"),
     ],
 )
-def test_a_row_that_ends_its_worker_is_rejected_alone(at: int, how: str, told: str) -> None:
+def test_a_row_that_ends_or_silences_its_worker_is_rejected_alone(
+    how: str, at: int, options: dict[str, Any], reason: str
+) -> None:
     given = list(windows(3, 8))
-    stream = pool(DYING, {"how": how, "on": at}, 2).stream(given, hidden=["input_hash"])
+    stream = pool(DYING, {"how": how, "on": at}, 2, **options).stream(given, hidden=["input_hash"])
     left, error = without(everything(stream), 1, at - 8)
     assert left == less(as_one_process(DOUBLER, {}, given), 1, at - 8)
-    assert error == f"its worker process {told} (2 of 2 tries)"
+    assert error == f"its worker process {reason}"
+
+
+def test_where_there_is_no_thread_to_read_no_worker_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "read":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(pool(DOUBLER).stream(windows(1, 1)))
+    assert workers_of(os.getpid()) == []
 
 
 def test_a_row_that_breaks_a_gpus_context_is_rejected_alone() -> None:
@@ -382,16 +427,6 @@ def test_a_suspect_is_tried_alone_and_as_often_as_said(capfd: pytest.CaptureFixt
     )
     assert left == less(as_one_process(DOUBLER, {}, given), 5, 0)
     assert capfd.readouterr().err.count("last words") in (2, 3)
-
-
-def test_a_row_that_silences_its_worker_is_rejected_alone() -> None:
-    given = list(windows(2, 2))
-    stream = pool(DYING, {"how": "stop", "on": 3.0}, attempts=1, **IN_TIME).stream(
-        given, hidden=["input_hash"]
-    )
-    left, error = without(everything(stream), 1, 1)
-    assert left == less(as_one_process(DOUBLER, {}, given), 1, 1)
-    assert error == "its worker process gave no sign of life for 1.5 s (1 of 1 tries)"
 
 
 def test_a_row_that_hangs_its_worker_is_rejected_and_a_slow_one_is_not(
@@ -495,7 +530,7 @@ def test_a_model_that_does_not_load_fails_the_run_in_its_own_words(
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "reason"),
     [
         (
             "leave",
@@ -504,8 +539,8 @@ def test_a_model_that_does_not_load_fails_the_run_in_its_own_words(
         ("exit", "failed to load: SystemExit: no licence"),
     ],
 )
-def test_a_model_that_ends_its_process_while_it_loads_fails_the_run(how: str, told: str) -> None:
-    with pytest.raises(ModelError, match=told):
+def test_a_model_that_ends_its_process_while_it_loads_fails_the_run(how: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
         everything(
             pool("tests.precompute.dying_models:Unloadable", {"how": how}, 2).stream(windows(3, 1))
         )
