@@ -563,7 +563,7 @@ def test_what_was_only_committed_is_best_known_and_was_not_served(made: Made) ->
     ):
         with pytest.raises(
             SnapshotError,
-            match="it was never published; see its name, run it, or ask for values='best_known'",
+            match="it was never published; see its name, run it, or read values='best_known'",
         ):
             ask()
     made.check(requested, [Value(1, 1), Value(1, 1)], values="best_known")

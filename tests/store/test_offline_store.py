@@ -1035,6 +1035,10 @@ def test_reports_come_newest_first_and_as_many_as_asked(
         assert [str(torn) in record.getMessage() for record in caplog.records] == [True]
         assert store.runs.reports(1) == [ran(2)]
         assert store.runs.last() == ran(2)
+    # the next run's id is above that of one whose clock was ahead
+    store.runs.write(Report("20990101T000000.000009Z-f00000", "numbers", "run"))
+    (store.runs.folder / "x.json").write_text("no report")
+    assert store.runs.stamp() == "20990101T000000.000010Z"
 
 
 def test_each_column_of_a_part_is_stored_as_its_kind_is_best(tmp_path: Path) -> None:
