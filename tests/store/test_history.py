@@ -809,7 +809,7 @@ def log(found: Explanation) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_explain_tells_each_version_once_and_what_it_was_before(made: Made) -> None:
+def test_explain_has_each_version_once_and_what_it_was_before(made: Made) -> None:
     one, two, three = Value(1, 1), Value(3, 5), Value(9, 2)
     made.commit({(1,): one, (2,): one}, 2)
     made.commit({(1,): two, (2,): one}, 4, how="delta")

@@ -1,4 +1,4 @@
-"""Standing: every question about which snapshots count, asked of one view with a snapshot of each
+"""Standing: which snapshots count, and for what, of one view with a snapshot of each
 kind."""
 
 from __future__ import annotations

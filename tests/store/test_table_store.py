@@ -201,7 +201,7 @@ def test_a_full_disk_leaves_the_live_generation_and_no_files(folder: Path) -> No
         )
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     store = TableStore(tmp_path / "file" / "online")
     uses: list[Callable[[], Any]] = [lambda: load(store, 1, TABLE), lambda: store.flip(pointer(1))]
