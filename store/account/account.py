@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -167,15 +166,12 @@ def read_account(refs: Path, view: str) -> Account:
 def write_account(refs: Path, account: Account) -> None:
     """Write an account, not durably: what is lost is looked at once more. Where it cannot be
     written, the caller has it, and a warning is logged."""
-    temporary = refs / f".{NAME}.{os.getpid()}.tmp"
     try:
-        temporary.write_bytes(sealed(account))
-        temporary.replace(refs / NAME)
+        replace_undurably(refs / NAME, sealed(account))
     except OSError as exc:
         log.warning(
             "the account of view %r cannot be written: %s", account.view, exc.strerror or exc
         )
-        temporary.unlink(missing_ok=True)
 
 
 FOLLOWED = "followed.json"

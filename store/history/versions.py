@@ -93,7 +93,7 @@ def timeline(store: ViewStore, manifests: Mapping[int, Snapshot], values: Values
         )
         raise SnapshotError(
             f"view {store.name!r} has nothing that was served under {store.offline.root}: {why};"
-            " see its name, run it, or ask for values='best_known'"
+            " see its name, run it, or read values='best_known'"
         )
     return periods
 

@@ -26,8 +26,8 @@ from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
 
-KEPT_REPORTS = 1000
-"""Reports of runs that are kept of each view: at one run an hour, six weeks."""
+MOST_REPORTS = 1000
+"""Reports of runs of each view, the newest: at one run an hour, six weeks."""
 
 SWEPT_FOLDERS = 64
 """Folders of runs whose snapshot stays that one run's collection looks through for leftovers, each
@@ -374,9 +374,9 @@ def _orphans(
     for item in listed["refs/running"]:
         if _modified_s(item) <= young_s and f"{item.path.name}.json" not in reports:
             yield Garbage(*item[:2], "a process was killed before it wrote its report")
-    for item in [*reports.values()][KEPT_REPORTS:]:
+    for item in [*reports.values()][MOST_REPORTS:]:
         if _modified_s(item) <= young_s:
-            yield Garbage(*item[:2], f"{KEPT_REPORTS} newer reports")
+            yield Garbage(*item[:2], f"{MOST_REPORTS} newer reports")
 
 
 def _modified_s(item: Item) -> float:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "iceberg"
 """Name of the table's folder in a view's."""
-KEPT_METADATA = 10
+MOST_METADATA = 10
 """The newest files of metadata that stay, for readers of an older version."""
 HINT = "version-hint.text"
 """Names the newest metadata, for readers without a catalog."""
@@ -187,7 +187,7 @@ class _Table:
             for name in self._storage.names(folder):
                 version, metadata = _OF_VERSION.fullmatch(name), _METADATA.fullmatch(name)
                 if (version and int(version[1]) not in numbers) or (
-                    metadata and int(metadata[1]) <= newest - KEPT_METADATA
+                    metadata and int(metadata[1]) <= newest - MOST_METADATA
                 ):
                     self._storage.delete(folder / name)
 

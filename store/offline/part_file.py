@@ -90,7 +90,7 @@ def write_part_file(
 
 def rare_rows(file: pq.ParquetFile) -> npt.NDArray[np.int64] | None:
     """Numbers of the rows that were named as rare when a part was written, ascending; None where
-    its footer does not have them: too many, or an older part.
+    its footer does not have them, since they were too many.
 
     Raises:
         OSError: what stands there is no list of numbers: the file is damaged.

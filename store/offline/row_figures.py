@@ -23,7 +23,7 @@ SHIFT = 17
 quantile is within 0.8 %."""
 MOST_DISTINCT = 65_536
 """Values counted one by one; others are counted together."""
-KEPT_VALUES = 64
+COMMON_VALUES = 64
 """The commonest values that the manifest has, at most."""
 SAMPLED_VALUES = 1024
 """Values that are drawn of floats counted together, to find the commonest: to sort all of them took
@@ -39,7 +39,7 @@ class ValueFigures(Record, frozen=True):
     sum up the finite numbers and their squares. ``items`` are those of all lists.
 
     ``buckets``: bucket → numbers, of scalars; ``lengths``: bucket → rows, of texts (letters) and
-    lists (items). ``common``: value, as text → times, of the :data:`KEPT_VALUES` commonest of
+    lists (items). ``common``: value, as text → times, of the :data:`COMMON_VALUES` commonest of
     ``looked_at`` values or items; ``distinct`` how many different ones there are, of more than
     :data:`MOST_DISTINCT` at least so many.
     """
@@ -154,9 +154,9 @@ def distance(a: Mapping[int, int], b: Mapping[int, int]) -> float:
 
 
 def commonest(counts: Mapping[str, int]) -> dict[str, int]:
-    """The :data:`KEPT_VALUES` of them that are counted most often."""
+    """The :data:`COMMON_VALUES` of them that are counted most often."""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return dict(ranked[:KEPT_VALUES])
+    return dict(ranked[:COMMON_VALUES])
 
 
 class ValueCounter:
@@ -251,7 +251,7 @@ class ValueCounter:
             # once, and not with each window: dictionaries took most of what counting takes
             self._count_distinct(pa.array(np.concatenate(self._sampled)))
             self._sampled = []
-        ranked = heapq.nlargest(KEPT_VALUES, self._common.items(), key=lambda item: item[1])
+        ranked = heapq.nlargest(COMMON_VALUES, self._common.items(), key=lambda item: item[1])
         if self._feature.dtype.startswith("float"):
             # of a million different numbers not one is common
             ranked = ranked[:1] + [item for item in ranked[1:] if item[1] > 1]
@@ -448,8 +448,8 @@ class RowCounter:
         self._pending.append(rows)
         self._pending_rows += rows.num_rows
         if self._together is None:
-            # of one window, where all are as wide: to ask each is an eighth of all that counting
-            # takes
+            # of one window, where all are as wide: to look at each is an eighth of all that
+            # counting takes
             alike = all(f.max_items is None and f.dtype != "string" for f in self._view.features)
             self._together = TOGETHER_BYTES * rows.num_rows // max(1, rows.nbytes) if alike else 0
         if self._pending_rows >= self._together:

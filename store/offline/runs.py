@@ -40,7 +40,7 @@ def run_of_folder(name: str) -> str:
 
 class Finished(Record, frozen=True):
     """A chunk an unfinished run had finished: its part, its rejected rows, or both; never neither.
-    ``figures`` are of all rows of the part; None in journals older than these figures."""
+    ``figures`` are of all rows of the part; None without one."""
 
     part: Part | None
     rejected: Part | None
@@ -242,7 +242,7 @@ class Usage(Record):
     """What rows it computed: ``full`` (every row), ``delta``, or ``compacting`` (a delta whose
     parent's rows were copied); None of a run that computed nothing."""
     cores: int = 0
-    """CPUs that it could use; 0 of runs that were recorded before there were these figures."""
+    """CPUs that it could use."""
     device: str = "cpu"
     """What the model computed on: ``cpu`` or ``cuda``."""
     cpu_s: dict[str, float] = field(default_factory=dict)

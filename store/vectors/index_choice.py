@@ -28,6 +28,7 @@ from precompute.store.vectors.index_files import (
     Floats,
     QueryRecall,
     RowNumbers,
+    batches_of,
     nearest_of_some,
     search_flat,
     trained_codes,
@@ -180,15 +181,15 @@ class QueryKinds:
         self._filters = {name: _predicate(scalars, share, rng) for name, share in SHARES.items()}
         self._halves = self._regions(rng)
 
-    def of(self, asking: RowNumbers, *, filtered: bool = True) -> Iterator[tuple[str, Queries]]:
+    def of(self, query_rows: RowNumbers, *, filtered: bool = True) -> Iterator[tuple[str, Queries]]:
         """Each kind and its queries, one after the other.
 
         Args:
-            asking: the query rows; the queries of every kind are as many.
+            query_rows: the rows that are queried by; the queries of every kind are as many.
             filtered: whether the kinds that may not find every row are made, too.
         """
-        queries = np.ascontiguousarray(self._vectors[asking])
-        yield from self._excluding(queries, asking)
+        queries = np.ascontiguousarray(self._vectors[query_rows])
+        yield from self._excluding(queries, query_rows)
         rng = np.random.default_rng(3)
         mean, spread = queries.mean(axis=0), queries.std(axis=0)
         noise = spread * rng.standard_normal(queries.shape, dtype=np.float32)
@@ -197,25 +198,26 @@ class QueryKinds:
         if not filtered:
             return
         for name, (mask, by) in self._filters.items():
-            yield name, self._filtered(queries, asking, [mask] * len(asking), by)
+            yield name, self._filtered(queries, query_rows, [mask] * len(query_rows), by)
         # by the half of the query: the other one
         masks = [self._halves, ~self._halves]
         yield (
             "elsewhere",
             self._filtered(
-                queries, asking, [masks[int(self._halves[row])] for row in asking], None
+                queries, query_rows, [masks[int(self._halves[row])] for row in query_rows], None
             ),
         )
 
-    def _excluding(self, queries: Floats, asking: RowNumbers) -> Iterator[tuple[str, Queries]]:
+    def _excluding(self, queries: Floats, query_rows: RowNumbers) -> Iterator[tuple[str, Queries]]:
         """The kinds ``plain`` and :data:`EXCLUSIONS`: each query leaves out its own row, the latter
         also that many of its nearest, all from one search."""
         most = min(len(self._vectors), max(EXCLUSIONS.values()) + NEIGHBOURS + 1)
         order = nearest_of_some(self._vectors, None, queries, most, l2=self._l2)
-        others = [found[found != row] for found, row in zip(order, asking, strict=True)]
+        others = [found[found != row] for found, row in zip(order, query_rows, strict=True)]
         for name, left_out in {"plain": 0, **EXCLUSIONS}.items():
             excluded = [
-                np.append(found[:left_out], row) for found, row in zip(others, asking, strict=True)
+                np.append(found[:left_out], row)
+                for found, row in zip(others, query_rows, strict=True)
             ]
             nearest = [found[left_out:] for found in others]
             yield (
@@ -234,21 +236,21 @@ class QueryKinds:
         nearest = nearest_of_some(
             self._vectors, None, queries, min(NEIGHBOURS, len(self._vectors)), l2=self._l2
         )
-        nobody = [np.zeros(0, np.int64)] * len(queries)
+        nothing = [np.zeros(0, np.int64)] * len(queries)
         return Queries(
-            self._vectors, queries, [self._all] * len(queries), nobody, list(nearest), l2=self._l2
+            self._vectors, queries, [self._all] * len(queries), nothing, list(nearest), l2=self._l2
         )
 
     def _filtered(
         self,
         queries: Floats,
-        asking: RowNumbers,
+        query_rows: RowNumbers,
         masks: list[npt.NDArray[np.bool_]],
         by: str | None,
     ) -> Queries:
         """The queries, each with a mask of its own, of which only a few are different ones."""
-        admitted: list[Admitted] = [self._all] * len(asking)
-        nearest: list[RowNumbers] = [np.zeros(0, np.int64)] * len(asking)
+        admitted: list[Admitted] = [self._all] * len(query_rows)
+        nearest: list[RowNumbers] = [np.zeros(0, np.int64)] * len(query_rows)
         for mask in {id(mask): mask for mask in masks}.values():
             rows = np.flatnonzero(mask)
             whose = [number for number, own in enumerate(masks) if own is mask]
@@ -257,8 +259,8 @@ class QueryKinds:
                 self._vectors, rows, queries[whose], min(NEIGHBOURS + 1, len(rows)), l2=self._l2
             )
             for number, order in zip(whose, found, strict=True):
-                admitted[number], nearest[number] = one, order[order != asking[number]]
-        excluded = [np.array([row]) for row in asking]
+                admitted[number], nearest[number] = one, order[order != query_rows[number]]
+        excluded = [np.array([row]) for row in query_rows]
         return Queries(self._vectors, queries, admitted, excluded, nearest, l2=self._l2, by=by)
 
     def _of_length_1(self, queries: Floats) -> Floats:
@@ -277,14 +279,8 @@ class QueryKinds:
         )
         halves = np.arange(len(centres)) % 2 == 0
         nearest = [
-            nearest_of_some(
-                centres,
-                None,
-                np.ascontiguousarray(self._vectors[start : start + 65536]),
-                1,
-                l2=True,
-            )[:, 0]
-            for start in range(0, rows, 65536)
+            nearest_of_some(centres, None, np.ascontiguousarray(part), 1, l2=True)[:, 0]
+            for part in batches_of(self._vectors)
         ]
         found: npt.NDArray[np.bool_] = halves[np.concatenate(nearest)]
         return found
@@ -312,9 +308,7 @@ def _admitting(column: pa.ChunkedArray, share: float) -> npt.NDArray[np.bool_] |
     kind = column.type
     if column.null_count == len(column):
         return None
-    if (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and column.null_count < len(
-        column
-    ):
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         sample = column.slice(0, _SAMPLED_VALUES).drop_null()
         if not len(sample):
             return None
@@ -485,9 +479,9 @@ class Chooser:
         drawn = np.random.default_rng(1).permutation(rows)[: sum(sizes)]
         return np.split(drawn, np.cumsum(sizes)[:-1])
 
-    def _coded(self, asking: RowNumbers) -> Iterator[tuple[Codes, Any]]:
+    def _coded(self, query_rows: RowNumbers) -> Iterator[tuple[Codes, Any]]:
         for codes in candidates(len(self._vectors), self._vectors.shape[1], self._limits):
-            yield codes, trained_codes(self._vectors, asking, codes, l2=self._l2)
+            yield codes, trained_codes(self._vectors, query_rows, codes, l2=self._l2)
 
     def _tuned(
         self, by: Callable[[Codes], NearestRows], codes: Codes, tuning: dict[str, Queries]
@@ -516,11 +510,11 @@ class Chooser:
         return tuned if pays else None
 
     def _measured(
-        self, rows: NearestRows, kinds: QueryKinds, asking: RowNumbers
+        self, rows: NearestRows, kinds: QueryKinds, query_rows: RowNumbers
     ) -> dict[str, QueryRecall]:
         """What every kind of query finds, the queries one after the other, by one thread."""
         measured = {}
-        for name, queries in kinds.of(asking):
+        for name, queries in kinds.of(query_rows):
             began, found, seconds = time.perf_counter(), list[RowNumbers](), list[float]()
             for number in range(len(queries)):
                 found.append(queries.search(rows, number))

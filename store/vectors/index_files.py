@@ -286,6 +286,8 @@ Bits = npt.NDArray[np.uint8]
 LARGEST_FLOAT16 = 65504.0
 
 _TRAINED_ROWS = 16_384
+_ROWS = 65_536
+"""Rows that are read, coded or compared at once."""
 _MOST_ON_GPU = 2048
 """Neighbours that FAISS finds on a GPU (its wiki, "Faiss on the GPU")."""
 _SIGN_AND_MAGNITUDE, _BIASES_APART = (
@@ -413,7 +415,7 @@ def write_codes(index: Any, path: Path) -> None:
 
 
 def trained_codes(
-    vectors: npt.NDArray[Any], held_out: RowNumbers, codes: Codes, *, l2: bool, seed: int = 0
+    vectors: npt.NDArray[Any], held_out: RowNumbers, codes: Codes, *, l2: bool
 ) -> Any:
     """An index of codes over all ``vectors``, in their order; the same for the same vectors.
 
@@ -422,7 +424,6 @@ def trained_codes(
         held_out: rows that nothing is learnt from.
         codes: its quantizers.
         l2: whether nearness is the L2 distance.
-        seed: of the rows that are learnt from.
     """
     rows, dim = vectors.shape
     # one list of all rows: without a list FAISS's fast scan takes no bitmap
@@ -430,13 +431,13 @@ def trained_codes(
         dim, f"IVF1,PQ{codes.quantizers}x4fs", faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT
     )
     learnt_from = np.delete(np.arange(rows), held_out)
-    sample = np.sort(np.random.default_rng(seed).permutation(learnt_from)[:_TRAINED_ROWS])
+    sample = np.sort(np.random.default_rng(0).permutation(learnt_from)[:_TRAINED_ROWS])
     # many small k-means: two threads take as long as one on idle cores, and 30 times as long on
     # busy ones, waiting for each other
     with threads(1):
         index.train(np.ascontiguousarray(vectors[sample]))
-    for start in range(0, rows, 65536):
-        index.add(np.ascontiguousarray(vectors[start : start + 65536]))
+    for part in batches_of(vectors):
+        index.add(np.ascontiguousarray(part))
     return index
 
 
@@ -460,8 +461,8 @@ def nearest_of_some(
     total = len(vectors) if rows is None else len(rows)
     knn = _Knn(k)
     scores, found = np.zeros((len(queries), 0), np.float32), np.zeros((len(queries), 0), np.int64)
-    for start in range(0, total, 65536):
-        stop = min(start + 65536, total)
+    for start in range(0, total, _ROWS):
+        stop = min(start + _ROWS, total)
         part = np.arange(start, stop) if rows is None else rows[start:stop]
         of_part, places = knn(
             queries, np.ascontiguousarray(vectors[part]), min(k, len(part)), metric
@@ -583,6 +584,6 @@ def scan_codes(coded: Any, query: Floats, k: int, bits: Bits | None = None) -> R
     return found
 
 
-def batches_of(vectors: npt.NDArray[Any], rows: int = 65536) -> Iterable[npt.NDArray[Any]]:
-    """``vectors`` in parts of so many rows."""
-    return (vectors[start : start + rows] for start in range(0, len(vectors), rows))
+def batches_of(vectors: npt.NDArray[Any]) -> Iterable[npt.NDArray[Any]]:
+    """``vectors`` in parts of as many rows as are held in memory at once."""
+    return (vectors[start : start + _ROWS] for start in range(0, len(vectors), _ROWS))

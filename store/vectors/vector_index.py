@@ -38,7 +38,7 @@ from precompute.store.vectors.index_rows import IndexRows, RowFilter, read_table
 FEW_ROWS = 4096
 """Admitted rows up to which they are compared with one by one, whatever the index."""
 _FEW_EXCLUDED = 16
-"""Up to so many excluded rows a search asks for that many more, and drops them; more are left out
+"""Up to so many excluded rows a search looks for that many more, and drops them; more are left out
 by a bitmap."""
 _GROWTH = 4
 SCANNED, STREAMED = 1 / 100, 1 / 16

@@ -257,24 +257,25 @@ def test_reports_that_cannot_be_read_stop_nothing(delta_to_come: MakeScene) -> N
 # ---- rollback
 
 
-def test_a_rollback_to_a_collected_snapshot_names_those_there_are(delta_to_come: MakeScene) -> None:
+def test_what_is_refused_changes_neither_pointer_nor_marks_nor_hold(
+    delta_to_come: MakeScene,
+) -> None:
     scene = delta_to_come()
     recover(scene)  # gc removes 1
-    ref = scene.store.refs.live()
+    refs = scene.store.refs
+    ref = refs.live()
     with pytest.raises(SnapshotError, match=r"no snapshot 1 .*it has: 2, 3"):
         rollback(scene.project(), VIEW, Silent(), to=1)
-    assert scene.store.refs.live() == ref
-    assert scene.store.refs.bad() == {}
+    assert (refs.live(), refs.bad()) == (ref, {})
     assert read_snapshot(scene, 3)
-
-
-def test_a_rollback_that_is_refused_marks_nothing(delta_to_come: MakeScene) -> None:
-    scene = delta_to_come()
-    recover(scene)
-    assert act(scene, "rollback") == "published"
+    assert act(scene, "rollback", hold=True) == "published"
+    ref = refs.live()
+    assert ref is not None
     with pytest.raises(PrecomputeError, match="snapshot 3 is marked bad"):
         act(scene, "rollback", to=3)
-    assert list(scene.store.refs.bad()) == [3]
+    with pytest.raises(PrecomputeError, match="snapshot 3 is marked bad"):
+        scene.run(command="publish", number=3)
+    assert (refs.live(), list(refs.bad()), ref.held is not None) == (ref, [3], True)
 
 
 def test_a_rollback_from_a_full_recomputation_of_the_same_rows(scene: FaultScene) -> None:
@@ -284,16 +285,6 @@ def test_a_rollback_from_a_full_recomputation_of_the_same_rows(scene: FaultScene
     ref = scene.store.refs.live()
     assert ref is not None
     assert ref.snapshot == 1
-
-
-def test_a_refused_publish_does_not_end_a_hold(delta_to_come: MakeScene) -> None:
-    scene = delta_to_come()
-    act(scene, "rollback", hold=True)
-    with pytest.raises(PrecomputeError, match="snapshot 2 is marked bad"):
-        scene.run(command="publish", number=2)
-    ref = scene.store.refs.live()
-    assert ref is not None
-    assert ref.held is not None
 
 
 def test_a_number_is_never_given_twice(scene: FaultScene) -> None:

@@ -162,7 +162,7 @@ def test_a_model_that_hangs_is_ended_at_the_deadline(delta_to_come: MakeScene) -
     check_everything(scene)
 
 
-def test_a_deadline_that_is_kept_ends_nothing(delta_to_come: MakeScene) -> None:
+def test_a_deadline_that_is_met_ends_nothing(delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
     assert Child(scene, deadline_s=60.0).ended() == Ended("published")
     check_everything(scene)

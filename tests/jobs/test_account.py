@@ -316,6 +316,13 @@ def test_a_window_moves_over_all_rows(project: Scene, monkeypatch: pytest.Monkey
         assert check_live(project.store, online, share=1.0).turn.before_us
         # base and overlay lie in a file each
         assert [looked() for _ in range(4)] == [(38, 0, []), (40, 1, []), (0, 0, []), (38, 0, [])]
+        # of another base it begins again
+        refs, account = (
+            project.store.refs.folder,
+            read_account(project.store.refs.folder, "numbers"),
+        )
+        write_account(refs, replace(account, turn=replace(account.turn, base=99)))
+        assert looked() == (38, 0, [])
         garble(project, 1)
         assert [looked() for _ in range(2)] == [(40, 1, []), (0, 0, [])]
         (told,) = looked()[2]

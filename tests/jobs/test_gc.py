@@ -296,7 +296,7 @@ def test_what_nothing_names_goes_after_the_grace(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = prepared(published, [1.0])
-    monkeypatch.setattr(gc_module, "KEPT_REPORTS", 1)
+    monkeypatch.setattr(gc_module, "MOST_REPORTS", 1)
     refs = project.store.refs.folder
     left = [
         project.store.data / "20000101T000000.000000Z-killed" / "part-00000.parquet",

@@ -20,7 +20,7 @@ from precompute.jobs.run import run_view
 from precompute.jobs.run.run_view import check_table
 from precompute.store.disk.storage import LocalStorage
 from precompute.store.errors import ConfigError
-from precompute.store.offline.iceberg_table import KEPT_METADATA, follow, keep_table
+from precompute.store.offline.iceberg_table import MOST_METADATA, follow, keep_table
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.jobs.test_serve_all import Corpus
@@ -79,7 +79,7 @@ def test_each_version_is_the_snapshot_of_its_number(make_project: MakeProject) -
     assert check(scene) == list(range(1, 9))
     log = [entry.snapshot_id for entry in table_of(scene).metadata.snapshot_log]
     assert log == [1, 2, 3, 4, 5, 6, 7, 8, 7]
-    assert len(list(metadata(scene).glob("v*.json"))) == KEPT_METADATA
+    assert len(list(metadata(scene).glob("v*.json"))) == MOST_METADATA
 
 
 def test_a_reader_prunes_and_picks_as_of_any_table(make_project: MakeProject) -> None:

@@ -22,6 +22,7 @@ from precompute.jobs.run.replica import SERVED, Follower, Replica
 from precompute.jobs.run.rollback import reconcile
 from precompute.store.account import checker
 from precompute.store.account.account import (
+    note_sighting,
     read_account,
     read_followed,
     write_followed,
@@ -326,7 +327,13 @@ def test_while_the_root_cannot_be_reached_damage_stays_reported(
         ]
         with scene.lookup() as new, pytest.raises(VectorIndexError):
             new.search("numbers", key=7, k=2)
+        beside.stop()
         bucket.fault = lambda _: None
+        # one look, for what a reader met: what is restored is looked at again
+        monkeypatch.setattr(checker, "SOON_S", 0.0)
+        monkeypatch.setattr("precompute.store.account.account._last", {})
+        note_sighting(scene.store.refs.folder)
+        beside = Rounds(scene.offline, scene.open_online, ["numbers"], 1e6, follower.mend)
         until(lambda: not read_account(scene.store.refs.folder, "numbers").findings)
     finally:
         beside.stop()

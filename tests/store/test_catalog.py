@@ -128,7 +128,7 @@ def test_of_a_partition_only_its_own_newest_manifest_is_read(
     assert parsed == []
 
 
-def test_whatever_bytes_its_file_has_it_tells_the_truth(store: ViewStore) -> None:
+def test_whatever_bytes_its_file_has_it_is_right(store: ViewStore) -> None:
     path, expected = path_of(store), truth(store)
     whole = path.read_bytes()
     for at in range(0, len(whole), 7):
@@ -155,7 +155,7 @@ def test_a_number_that_was_given_twice_is_the_later_one(store: ViewStore) -> Non
     assert newest.run == "again"
 
 
-def test_a_damaged_manifest_is_told_and_known_by_what_it_was(store: ViewStore) -> None:
+def test_a_damaged_manifest_is_reported_and_known_by_what_it_was(store: ViewStore) -> None:
     manifest, expected = store.manifest_path(3), truth(store)
     stat, data = manifest.stat(), bytearray(manifest.read_bytes())
     data[40] ^= 1

@@ -88,8 +88,10 @@ def changes(project: Scene, since: int, number: int) -> tuple[dict[str, float], 
     assert found.removed.type == pa.string()
     assert len(set(removed)) == len(removed)
     assert not set(removed) & set(rows)
-    kept = {key: double for key, double in doubles(project, since).items() if key not in removed}
-    assert kept | rows == doubles(project, number)
+    unchanged = {
+        key: double for key, double in doubles(project, since).items() if key not in removed
+    }
+    assert unchanged | rows == doubles(project, number)
     found.check_parts()
     return rows, set(removed)
 

@@ -1,5 +1,5 @@
-"""Crash points: nothing unless armed; then exactly the passing that was requested fails as
-asked."""
+"""Crash points: nothing unless armed; then exactly the passing that was requested fails in
+that mode."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_error_of_the_file_system_is_one_like_the_kernels(
         ("verify", 1, "nope"),
     ],
 )
-def test_what_cannot_be_armed_is_told_with_what_can(name: str, nth: int, mode: str) -> None:
+def test_what_cannot_be_armed_is_refused_with_what_can(name: str, nth: int, mode: str) -> None:
     with pytest.raises(
         ValueError, match=re.escape(f"crash point {name}:{nth}:{mode}: points are part.write, ")
     ):

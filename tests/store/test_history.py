@@ -563,7 +563,7 @@ def test_what_was_only_committed_is_best_known_and_was_not_served(made: Made) ->
     ):
         with pytest.raises(
             SnapshotError,
-            match="it was never published; see its name, run it, or ask for values='best_known'",
+            match="it was never published; see its name, run it, or read values='best_known'",
         ):
             ask()
     made.check(requested, [Value(1, 1), Value(1, 1)], values="best_known")
@@ -809,7 +809,7 @@ def log(found: Explanation) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_explain_tells_each_version_once_and_what_it_was_before(made: Made) -> None:
+def test_explain_has_each_version_once_and_what_it_was_before(made: Made) -> None:
     one, two, three = Value(1, 1), Value(3, 5), Value(9, 2)
     made.commit({(1,): one, (2,): one}, 2)
     made.commit({(1,): two, (2,): one}, 4, how="delta")

@@ -221,7 +221,7 @@ def test_a_search_costs_no_more_than_twice_comparing_with_all(
         "no memory",
     ],
 )
-def test_what_cannot_be_kept_by_less_is_kept_by_comparing_with_every_row(
+def test_a_promise_that_nothing_less_keeps_has_every_row_compared(
     tmp_path: Path, vectors: Vectors, recall: float, limits: Limits, kind: str, why: str
 ) -> None:
     index = built(tmp_path / "index", vectors, "l2", recall, limits)
@@ -363,12 +363,12 @@ def test_the_bound_holds_though_neighbours_are_lost_together(share: float) -> No
 @pytest.mark.parametrize("l2", [False, True])
 def test_equal_rows_are_equally_right_and_what_is_excluded_is_not(l2: bool) -> None:
     vectors = np.concatenate([overlapping(100), overlapping(100)])
-    asking = np.array([3, 103, 50])
-    asked = vectors[asking]
-    order = nearest_of_some(vectors, None, asked, 11, l2=l2)
-    others = [found[found != row] for found, row in zip(order, asking, strict=True)]
+    query_rows = np.array([3, 103, 50])
+    query_vectors = vectors[query_rows]
+    order = nearest_of_some(vectors, None, query_vectors, 11, l2=l2)
+    others = [found[found != row] for found, row in zip(order, query_rows, strict=True)]
     everything = [Admitted(None, 200)] * 3
-    queries = Queries(vectors, asked, everything, list(asking[:, None]), others, l2=l2)
+    queries = Queries(vectors, query_vectors, everything, list(query_rows[:, None]), others, l2=l2)
     assert queries.recall(others).mean == 1.0
     twins = [np.where(rows < 100, rows + 100, rows - 100) for rows in others]
     assert queries.recall(twins).mean >= 0.9
@@ -378,7 +378,9 @@ def test_equal_rows_are_equally_right_and_what_is_excluded_is_not(l2: bool) -> N
     flat.add(vectors)
     rows = NearestRows(flat, vectors, l2=l2)
     assert queries.recall(queries.searched(rows)).mean == 1.0
-    assert not any(row in found for row, found in zip(asking, queries.searched(rows), strict=True))
+    assert not any(
+        row in found for row, found in zip(query_rows, queries.searched(rows), strict=True)
+    )
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -394,12 +396,12 @@ def test_the_truth_of_every_kind_is_that_of_comparing_with_every_row(metric: str
             "number": pa.array([None if i % 3 == 0 else i / 7 for i in range(3000)]),
         }
     )
-    asking = np.arange(0, 3000, 100)
+    query_rows = np.arange(0, 3000, 100)
     flat = faiss.IndexFlatL2(32) if metric == "l2" else faiss.IndexFlatIP(32)
     flat.add(vectors)
     rows, kinds = (
         NearestRows(flat, vectors, l2=metric == "l2"),
-        dict(QueryKinds(vectors, scalars, metric).of(asking)),
+        dict(QueryKinds(vectors, scalars, metric).of(query_rows)),
     )
     assert set(kinds) == set(KINDS)
     assert {name for name in kinds if kinds[name].by} >= {"filter_50", "filter_20"}
@@ -410,7 +412,7 @@ def test_the_truth_of_every_kind_is_that_of_comparing_with_every_row(metric: str
             SHARES.get(name, 0.5 if name == "elsewhere" else 1.0), rel=0.5
         ), name
         assert left_out == EXCLUSIONS.get(name, 0) + (name not in ("noisy", "far")), name
-    for row, admitted in zip(asking, kinds["elsewhere"].admitted, strict=True):
+    for row, admitted in zip(query_rows, kinds["elsewhere"].admitted, strict=True):
         assert admitted.bits is not None
         admits = np.unpackbits(admitted.bits, bitorder="little", count=3000).astype(np.bool_)
         assert not admits[row], "the query's own region"

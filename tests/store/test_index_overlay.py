@@ -89,13 +89,13 @@ def test_no_mask_is_made_for_a_search_that_filters_nothing(
 
 def test_a_row_is_found_where_it_counts(tmp_path: Path) -> None:
     index = Story(tmp_path, "l2").index()
-    changed, kept = index.find("k3"), index.find("k99")
+    changed, unchanged = index.find("k3"), index.find("k99")
     assert changed is not None
-    assert kept is not None
+    assert unchanged is not None
     np.testing.assert_allclose(changed.vector, overlapping(60, seed=5)[3])
-    np.testing.assert_allclose(kept.vector, overlapping(ROWS)[99])
+    np.testing.assert_allclose(unchanged.vector, overlapping(ROWS)[99])
     # of the overlay, and of the base
-    assert (changed.computed_at_us, kept.computed_at_us) == (3, 99)
+    assert (changed.computed_at_us, unchanged.computed_at_us) == (3, 99)
     assert [index.find(key) for key in ("k55", "k65", "never there")] == [None, None, None]
     found = index.search(changed.vector, 2)
     assert (found.keys[0], found.computed_at_us[0]) == ("k3", 3)
@@ -135,7 +135,9 @@ def test_numbers_too_large_for_the_bases_float16_are_float32(tmp_path: Path) -> 
     assert index.search(large[0], 1).scores == [0.0]
 
 
-def test_keys_of_one_hash_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_one_hash_are_distinguished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(index_rows, "hash_of", lambda _: 7)
     for module in (index_rows, index_build):
         monkeypatch.setattr(module, "hashes_of", lambda keys: np.full(len(keys), 7, np.uint64))
@@ -237,7 +239,7 @@ def test_the_same_base_is_opened_once(tmp_path: Path) -> None:
     first = VectorIndex(tmp_path / "1")
     second = VectorIndex(tmp_path / "1", tmp_path / "2", first)
     assert second.base is first.base
-    # what the overlay takes away is there for whoever has the base alone
+    # what the overlay takes away is there for a reader of the base alone
     assert (len(first), len(second)) == (ROWS, len(story.keys))
     assert first.search(overlapping(ROWS)[65], 1).keys == ["k65"]
     build_index(tmp_path / "1", [rows_of(["a"], overlapping(1))], story.view, model="m")

@@ -140,23 +140,16 @@ def test_the_fence_rises_with_every_taking(folder: Path) -> None:
 
 
 def test_leases_of_other_names_and_folders_are_free(folder: Path) -> None:
+    """And taking one leaves the files of names that begin alike."""
+    names = ("run-1", "run", "run-20260101T0000Z", "run_", "publish", "R1", "r")
     with ExitStack() as held:
-        for name in ("run", "run-20260101T0000Z", "run_", "publish", "R1"):
+        for name in names:
             assert held.enter_context(take(folder, name, "me")).record.fence == 1
         assert held.enter_context(take(folder.parent / "elsewhere", "run", "me")).record.fence == 1
-        with pytest.raises(ConflictError):
-            take(folder, "run", "you")
-    for name in ("run", "run-20260101T0000Z", "run_", "publish", "R1"):
-        assert not is_held(folder, name)
-
-
-def test_taking_one_leaves_the_files_of_names_that_begin_alike(folder: Path) -> None:
-    with take(folder, "run-1", "me") as one, take(folder, "run", "me"):
-        with take(folder, "r", "me"):
-            pass
-        one.check()
-        assert is_held(folder, "run-1")
-        assert is_held(folder, "run")
+        for name in names:
+            with pytest.raises(ConflictError):
+                take(folder, name, "you")
+    assert not any(is_held(folder, name) for name in names)
 
 
 # ---- a holder that died, stopped, or sits on another machine
@@ -233,32 +226,22 @@ def test_a_holder_on_another_machine_is_believed_until_its_ttl_is_over(folder: P
 # ---- force
 
 
-def test_force_takes_it_from_whoever_holds_it(
-    folder: Path, child: Callable[[float], Child]
-) -> None:
-    held = child(3600.0)
-    with take(folder, "run", "rollback", force=True) as lease:
-        assert lease.record.fence == 2
-        assert held.check().startswith("fenced: ")
-        with pytest.raises(ConflictError, match="rollback"):
-            take(folder, "run", "me")
-        held.end()
-        lease.check()
-    with take(folder, "run", "me") as after:
-        assert after.record.fence == 3
-
-
-def test_an_overtaken_holder_in_one_process_releases_nothing_of_others(folder: Path) -> None:
+def test_force_takes_it_from_its_holder_who_releases_nothing_of_others(folder: Path) -> None:
     first = take(folder, "run", "first")
     second = take(folder, "run", "second", force=True)
-    with pytest.raises(FencedError, match="lost its lease 'run' to second"):
-        first.check()
-    first.release()
-    second.check()
-    assert is_held(folder, "run")
+    assert second.record.fence == 2
+    for _ in range(2):
+        with pytest.raises(FencedError, match="lost its lease 'run' to second"):
+            first.check()
+        with pytest.raises(ConflictError, match="second"):
+            take(folder, "run", "third")
+        first.release()
+        second.check()
     second.release()
     with pytest.raises(FencedError, match="second"):
         first.check()
+    with take(folder, "run", "third") as third:
+        assert third.record.fence == 3
 
 
 # ---- files
@@ -294,39 +277,33 @@ def test_whatever_became_of_a_record_a_lease_is_taken_and_held_by_its_lock(
         take(folder, "run", "me").release()
 
 
-def test_a_holder_whose_file_is_gone_is_fenced(folder: Path) -> None:
-    with take(folder, "run", "me") as lease:
-        (folder / "lease-run.json").unlink()
-        with pytest.raises(FencedError, match="to nobody: its file is gone"):
-            lease.check()
-
-
-def test_a_lease_whose_touched_file_is_gone_is_free(folder: Path) -> None:
+def test_a_lease_whose_files_are_gone_is_lost(folder: Path) -> None:
     with take(folder, "run", "me") as lease:
         (folder / ".lease-run.1.held").unlink()
         assert not is_held(folder, "run")
         with take(folder, "run", "you"), pytest.raises(FencedError, match="to you"):
             lease.check()
+        (folder / "lease-run.json").unlink()
+        with pytest.raises(FencedError, match="to nobody: its file is gone"):
+            lease.check()
 
 
-def test_a_folder_that_cannot_be_made_or_written_is_told(tmp_path: Path) -> None:
+def test_files_that_cannot_be_made_written_or_read_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SnapshotError, match=r"cannot write .*lease-run.json"):
         take(tmp_path / "file" / "refs", "run", "me")
     (tmp_path / "refs" / "lease-run.json").mkdir(parents=True)
     with pytest.raises(SnapshotError, match="cannot be read"):
         take(tmp_path / "refs", "run", "me")
-    (tmp_path / "held" / ".lease-run.1.held").mkdir(parents=True)
+    folder = tmp_path / "held"
+    (folder / ".lease-run.1.held").mkdir(parents=True)
     with pytest.raises(SnapshotError, match="cannot write"):
-        take(tmp_path / "held", "run", "me")
-    assert not is_held(tmp_path / "held", "run")
-
-
-def test_a_touched_file_that_cannot_be_opened_is_told(folder: Path) -> None:
-    take(folder, "run", "me").release()
-    (folder / ".lease-run.1.held").mkdir()
-    with pytest.raises(SnapshotError, match=r"\.lease-run\.1\.held"):
-        is_held(folder, "run")
+        take(folder, "run", "me")
+    assert not is_held(folder, "run")
+    take(folder, "other", "me").release()
+    (folder / ".lease-other.1.held").mkdir()
+    with pytest.raises(SnapshotError, match=r"\.lease-other\.1\.held"):
+        is_held(folder, "other")
 
 
 # ---- races

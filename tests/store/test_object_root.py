@@ -119,7 +119,7 @@ def test_writers_at_once_create_once_and_lose_no_swap(
         ("refuse", r"gave no answer that can be used .*AWS_ENDPOINT_URL"),
     ],
 )
-def test_a_store_that_lies_or_refuses_is_told(
+def test_a_store_that_lies_or_refuses_is_an_error(
     bucket: ObjectStore, storage: ObjectStorage, tmp_path: Path, fault: str, message: str
 ) -> None:
     bucket.fault = lambda _: fault
@@ -279,18 +279,18 @@ def story(
 ) -> list[object]:
     """A full run, one with nothing to do, a delta, and a rollback: what each left; ``listed`` are
     the numbers of the snapshots."""
-    told: list[object] = []
+    results: list[object] = []
     for changed in (0, 0, 7):
         project = make([(i, i * 10 + changed * (i == 5)) for i in range(bool(changed), 30)])
         report = project.run()
         snapshot = project.snapshot_of(report)
-        told.append((report.status, report.counts, snapshot.content, snapshot.kind))
+        results.append((report.status, report.counts, snapshot.content, snapshot.kind))
     store = project.store
-    told.append((listed(project), [entry.snapshot for entry in store.refs.publishings()]))
-    told.append(project.served([0, 1, 5, 29]))
+    results.append((listed(project), [entry.snapshot for entry in store.refs.publishings()]))
+    results.append(project.served([0, 1, 5, 29]))
     project.rollback()
-    told.append((project.live().snapshot, project.served([0, 1, 5, 29]), project.rows()))
-    return told
+    results.append((project.live().snapshot, project.served([0, 1, 5, 29]), project.rows()))
+    return results
 
 
 def test_runs_on_an_object_store_are_runs_on_a_folder(

@@ -104,7 +104,7 @@ def test_a_part_is_plain_parquet_and_is_described_as_it_is(store: ViewStore) -> 
     assert list(tree(store.offline.root)) == ["numbers/data/run/part-00000.parquet"]
 
 
-def test_a_part_the_disk_failed_on_twice_or_has_no_space_for_is_told(
+def test_a_part_the_disk_failed_on_twice_or_has_no_space_for_is_an_error(
     store: ViewStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(_: int) -> None:
@@ -391,7 +391,7 @@ def test_any_chain_reads_as_a_dictionary_that_was_updated(data: st.DataObject) -
             for key in removed:
                 del where[key], now[key]
             gone = store.write_part(run, "deletes.parquet", deletes(*dead)) if dead else None
-            kept = before - len(dead)
+            unchanged = before - len(dead)
             parent = store.commit(
                 uncommitted(
                     *parts,
@@ -400,9 +400,9 @@ def test_any_chain_reads_as_a_dictionary_that_was_updated(data: st.DataObject) -
                     parent=None if parent is None else parent.number,
                     deletes=gone,
                     counts=Counts(
-                        source=len(keys) + kept,
+                        source=len(keys) + unchanged,
                         written=len(keys),
-                        unchanged=kept,
+                        unchanged=unchanged,
                         removed=len(removed),
                     ),
                 )
@@ -577,7 +577,7 @@ def test_a_pin_holds_until_it_is_let_go(store: ViewStore) -> None:
         store.pin(2, "x")
 
 
-def test_a_pin_that_cannot_be_removed_is_told(store: ViewStore) -> None:
+def test_a_pin_that_cannot_be_removed_is_an_error(store: ViewStore) -> None:
     (store.folder / "refs" / "pins" / "1.json").mkdir(parents=True)
     with pytest.raises(SnapshotError, match="cannot"):
         store.refs.unpin(1)
@@ -729,7 +729,7 @@ def test_lost_cut_or_committed_chunks_are_not_taken_over(store: ViewStore) -> No
 # ---- the live pointer
 
 
-def test_the_live_pointer_tells_places_renewal_and_why_it_is_held(store: ViewStore) -> None:
+def test_the_live_pointer_has_places_renewal_and_why_it_is_held(store: ViewStore) -> None:
     refs = store.refs
     assert refs.live() is None
     first = refs.move_live(4, expected_epoch=0, epoch=3, reason="run")
@@ -763,7 +763,7 @@ def test_the_live_pointer_tells_places_renewal_and_why_it_is_held(store: ViewSto
         store.offline.view("others").refs.resume_live()
 
 
-def test_loaded_anew_a_snapshot_goes_back_to_what_was_before_it(store: ViewStore) -> None:
+def test_loaded_again_a_snapshot_goes_back_to_what_was_before_it(store: ViewStore) -> None:
     refs, over = store.refs, Place(1, 4, ((2, 2),))
     refs.move_live(4, expected_epoch=0, epoch=1, reason="run")
     refs.move_live(5, expected_epoch=1, epoch=2, reason="run", place=over)
@@ -946,7 +946,9 @@ def test_a_run_of_each_partition_is_known_by_its_lease(store: ViewStore) -> None
 
 
 @pytest.mark.parametrize("action", ["part", "commit", "live", "report"])
-def test_a_full_disk_is_told_and_leaves_everything_as_it_was(store: ViewStore, action: str) -> None:
+def test_a_full_disk_is_an_error_and_leaves_everything_as_it_was(
+    store: ViewStore, action: str
+) -> None:
     committed(store, TABLE)
     store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run")
     store.runs.write(ran(1))
@@ -977,7 +979,7 @@ def test_a_full_disk_is_told_and_leaves_everything_as_it_was(store: ViewStore, a
     assert committed(store, TABLE, run="later").number == 2
 
 
-def test_a_root_that_cannot_be_a_folder_is_told_by_every_writer_and_reader(tmp_path: Path) -> None:
+def test_a_root_that_cannot_be_a_folder_is_an_error_of_all_that_use_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     store = OfflineStore(tmp_path / "file" / "root").view("numbers")
     writers: list[Callable[[], Any]] = [
@@ -1019,7 +1021,7 @@ def ran(day: int, status: str = "published") -> Report:
     return Report(f"2025010{day}", "numbers", "run", status)
 
 
-def test_reports_come_newest_first_and_as_many_as_asked(
+def test_reports_come_newest_first_and_as_many_as_requested(
     store: ViewStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert store.runs.last() is None
@@ -1035,6 +1037,10 @@ def test_reports_come_newest_first_and_as_many_as_asked(
         assert [str(torn) in record.getMessage() for record in caplog.records] == [True]
         assert store.runs.reports(1) == [ran(2)]
         assert store.runs.last() == ran(2)
+    # the next run's id is above that of one whose clock was ahead
+    store.runs.write(Report("20990101T000000.000009Z-f00000", "numbers", "run"))
+    (store.runs.folder / "x.json").write_text("no report")
+    assert store.runs.stamp() == "20990101T000000.000010Z"
 
 
 def test_each_column_of_a_part_is_stored_as_its_kind_is_best(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def lived(view: Refs) -> list[tuple[int, int | None]]:
 
 
 @pytest.mark.usefixtures("clock")
-def test_publishings_renewals_rollbacks_and_drops_are_told_in_their_order(tmp_path: Path) -> None:
+def test_publishings_renewals_rollbacks_and_drops_come_in_their_order(tmp_path: Path) -> None:
     view = Refs(tmp_path, "numbers")
     view.end_live()
     assert view.publishings() == []
@@ -49,7 +49,7 @@ def test_publishings_renewals_rollbacks_and_drops_are_told_in_their_order(tmp_pa
     for _ in range(2):
         view.end_live()
     published(view, 5, 5)
-    told = [
+    expected = [
         Publishing(1, 4, at(0), at(0), None, "run"),
         Publishing(3, 5, at(1), at(1), None, "run"),
         Publishing(3, 5, at(2), at(1), 77, "run"),
@@ -57,7 +57,7 @@ def test_publishings_renewals_rollbacks_and_drops_are_told_in_their_order(tmp_pa
         Publishing(4, None, at(4), at(4), None, "drop"),
         Publishing(5, 5, at(5), at(5), None, "run"),
     ]
-    assert view.publishings() == told == view.log.entries()
+    assert view.publishings() == expected == view.log.entries()
 
 
 def test_what_is_live_counts_where_the_log_has_it_not_yet(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_log_that_cannot_be_written_holds_nobody_up(
     assert lived(view) == [(1, 4), (2, 5), (3, 6)]
 
 
-def test_a_damaged_line_is_told_and_does_not_stop_publishing(tmp_path: Path) -> None:
+def test_a_damaged_line_is_an_error_and_does_not_stop_publishing(tmp_path: Path) -> None:
     view, path = Refs(tmp_path, "numbers"), tmp_path / "publishings.jsonl"
     for epoch in (1, 2):
         published(view, epoch + 3, epoch)

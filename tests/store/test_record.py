@@ -37,7 +37,7 @@ def test_what_is_no_such_record_is_a_value_error(data: bytes) -> None:
         read_record(Sample, data)
 
 
-def test_a_flipped_bit_of_what_is_sealed_is_told_or_changes_nothing() -> None:
+def test_a_flipped_bit_of_what_is_sealed_is_seen_or_changes_nothing() -> None:
     sample = Sample("é\n", math.inf, {"x": 10, "y": -1})
     whole = sealed(sample)
     assert read_record(Sample, sealed(plain(sample) | {"of a later version": [1.5]})) == sample

@@ -11,7 +11,7 @@ import pytest
 from precompute.store.disk.record import read_record, replace, sealed
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.row_figures import (
-    KEPT_VALUES,
+    COMMON_VALUES,
     MOST_DISTINCT,
     RowCounter,
     RowFigures,
@@ -243,4 +243,4 @@ def test_of_a_million_labels_the_commonest_are_still_found() -> None:
         ("all", 65 * 800),
         True,
     )
-    assert len(label.common) == KEPT_VALUES
+    assert len(label.common) == COMMON_VALUES

@@ -113,7 +113,7 @@ def test_few_rows_in_many_large_row_groups_are_drawn_from_few(
     assert np.histogram(drawn, 4, (0, 3000))[0].min() > CLUSTERS // 8
 
 
-def test_what_two_snapshots_share_is_told_by_position(tmp_path: Path) -> None:
+def test_what_two_snapshots_share_is_found_by_position(tmp_path: Path) -> None:
     first = layers(tmp_path, (0, 20, [1]), (100, 5, []))
     later = layers(tmp_path, (200, 4, []), prefix="later")
     second = Layers(
@@ -153,7 +153,7 @@ def test_rare_rows_are_those_that_their_part_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part_file, "RARE_ROWS", 3)
-    names = {"told": [2, 5, 9], "none": [], "many": [1, 2, 3, 4], "old": None}
+    names = {"named": [2, 5, 9], "none": [], "many": [1, 2, 3, 4], "old": None}
     for name, numbers in names.items():
         table = pa.table({"id": range(10)}).replace_schema_metadata(
             {"precompute.rare_rows": "[0]"}
@@ -175,10 +175,10 @@ def test_rare_rows_are_those_that_their_part_names(
     assert ids(rows_beside(Layers(made.paths, [10] * 4, {}), made).rare()) == [5, 1, 5, 6, 1, 5, 6]
 
 
-@pytest.mark.parametrize("told", ["[1", '{"a": 1}', "[1.5e30]", "[99999999999999999999]", "\xff"])
-def test_a_footer_that_names_rows_in_another_way_is_damaged(tmp_path: Path, told: str) -> None:
+@pytest.mark.parametrize("footer", ["[1", '{"a": 1}', "[1.5e30]", "[99999999999999999999]", "\xff"])
+def test_a_footer_that_names_rows_in_another_way_is_damaged(tmp_path: Path, footer: str) -> None:
     made = layers(tmp_path, (0, 40, []))
-    table = pq.read_table(made.paths[0]).replace_schema_metadata({"precompute.rare_rows": told})
+    table = pq.read_table(made.paths[0]).replace_schema_metadata({"precompute.rare_rows": footer})
     pq.write_table(table, made.paths[0])
     with pytest.raises(
         SnapshotError, match=r"part-0\.parquet cannot be read \(precompute\.rare_rows in its footer"

@@ -1,4 +1,4 @@
-"""Standing: every question about which snapshots count, asked of one view with a snapshot of each
+"""Standing: which snapshots count, and for what, of one view with a snapshot of each
 kind."""
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ def test_what_publishing_refuses_is_void_and_nothing_else(store: ViewStore) -> N
 
 def test_the_newest_by_what_it_is_wanted_for(store: ViewStore) -> None:
     """To build on, to measure by, to publish, to go back to."""
+    # what was live before may have been made later
+    assert Standing(store).before(LiveRef(2, GOOD, LOOKED_AT, "", "", Place(1, GOOD))) == LOOKED_AT
     answers = []
     for bad in (None, LOOKED_AT, COPIED_BEFORE, ACCEPTED, REFUSED):
         if bad is not None:

@@ -187,7 +187,7 @@ def test_an_index_that_is_built_again_is_replaced_whole(tmp_path: Path) -> None:
     (folder / "stray").write_text("x")
     new = build(folder, ["z"], np.ones((1, 2), np.float32), "l2")
     assert new.search([1, 1], 5) == (["z"], [0.0], [0])
-    assert old.search([1, 2], 1).keys == ["a"]  # whoever has the old one open goes on with it
+    assert old.search([1, 2], 1).keys == ["a"]  # a reader that has the old one open goes on with it
     assert sorted(p.name for p in folder.iterdir()) == [
         "hashes.arrow",
         "meta.json",
@@ -301,12 +301,12 @@ def test_a_gpu_compares_while_an_index_is_built_as_long_as_it_can(
     vectors = overlapping(2000)
     vectors = np.concatenate([vectors] * 70)[: 2 * 65536 + 10]
     expected = index_files.nearest_of_some(vectors, None, vectors[:3], 7, l2=True)
-    asked = []
+    calls = []
 
     def knn_gpu(resources: Any, queries: Any, vectors: Any, k: int, metric: int) -> Any:
         assert resources is not None
-        asked.append((len(vectors), k, metric))
-        if len(asked) == 5:
+        calls.append((len(vectors), k, metric))
+        if len(calls) == 5:
             no_room()
         return faiss.knn(queries, vectors, k, metric=metric)
 
@@ -317,20 +317,20 @@ def test_a_gpu_compares_while_an_index_is_built_as_long_as_it_can(
         return index_files.nearest_of_some(vectors, None, vectors[:3], k, l2=True)
 
     assert (found() == expected).all()
-    assert asked == []
+    assert calls == []
     monkeypatch.setattr(index_files, "gpus", lambda: 1)
     assert (found() == expected).all()
     l2 = faiss.METRIC_L2
-    assert asked == [(65536, 7, l2), (65536, 7, l2), (10, 7, l2)]
+    assert calls == [(65536, 7, l2), (65536, 7, l2), (10, 7, l2)]
     # its memory is full in the middle
     assert (found() == expected).all()
-    assert asked[3:] == [(65536, 7, l2)] * 2
+    assert calls[3:] == [(65536, 7, l2)] * 2
     assert [record.message for record in caplog.records] == [
         "a vector index is built on the CPU: CUDA error 2: out of memory"
     ]
     # it finds no more at once
     found(2049)
-    assert len(asked) == 5
+    assert len(calls) == 5
 
 
 def test_files_of_two_indexes_do_not_mix(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ for size in map(int, sys.argv[2:]):
 """
 
 
-def test_a_full_disk_is_told_and_leaves_the_index_that_is_there(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_the_index_that_is_there(tmp_path: Path) -> None:
     small(tmp_path / "index")
     sizes = ["0", "10", "20000", "26000", "40000"]
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "index"), *sizes]
@@ -386,7 +386,7 @@ def test_a_full_disk_is_told_and_leaves_the_index_that_is_there(tmp_path: Path) 
     assert VectorIndex(tmp_path / "index").search([1, 2], 1)[0] == ["a"]
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SnapshotError, match="cannot write"):
         build_index(tmp_path / "file" / "index", [], view_of(2, "l2"), model="m")
