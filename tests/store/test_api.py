@@ -507,7 +507,7 @@ def test_the_page_shows_each_view(api: Server) -> None:
         ("view=numbers&q=%00", 200, "missing: bad_key</span>"),
     ],
 )
-def test_the_page_answers_what_its_box_asks(
+def test_the_page_answers_the_question_in_its_box(
     api: Server, question: str, status: int, answer: str
 ) -> None:
     page = api.get(f"/?{question}")
@@ -825,7 +825,7 @@ def test_a_compressed_body_is_refused(healthy: Server, encoding: str) -> None:
 
 @pytest.mark.parametrize("path", [LOOKUP, SEARCH, "/v1/lookup"])
 @pytest.mark.parametrize("how", ["told", "chunked"])
-def test_a_body_over_four_mebibytes_is_refused_before_it_is_kept(
+def test_a_body_over_four_mebibytes_is_refused_before_it_is_read(
     healthy: Server, path: str, how: str
 ) -> None:
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -892,7 +892,7 @@ def test_a_bad_url_is_refused(healthy: Server, path: str, status: int | None) ->
     )
 
 
-def test_a_page_that_had_its_own_name_lead_here_is_told_nothing(healthy: Server) -> None:
+def test_a_page_that_had_its_own_name_lead_here_reads_nothing(healthy: Server) -> None:
     for path in ("/v1/views/numbers/rows/1", "/v1/views", "/", "/metrics", "/livez", "/nothing"):
         healthy.get(path, host="evil.example:8080").check_problem(421, "wrong_host")
         assert healthy.get(path, host="features.internal:80").status == healthy.get(path).status

@@ -299,7 +299,7 @@ def test_numpy_has_every_kind_of_column_within_a_buffer_too() -> None:
         ({"only_if_cached": True, "no_cache": True}, ["missing", "missing"]),
     ],
 )
-def test_how_fresh_rows_must_be_is_asked_in_the_words_of_http(
+def test_how_fresh_rows_must_be_is_sent_as_cache_control(
     client: Client, words: Any, statuses: list[str]
 ) -> None:
     # in whole seconds, to the strict side
@@ -315,7 +315,7 @@ def test_how_fresh_rows_must_be_is_asked_in_the_words_of_http(
     assert [[row.status for row in answer.rows or ()] for answer in answers] == [statuses] * 2
 
 
-def test_a_row_can_be_computed_anew_and_never(client: Client) -> None:
+def test_a_row_can_be_computed_again_and_never(client: Client) -> None:
     assert client.row("numbers", 1).status == "fresh"
     assert client.row("numbers", 1, no_cache=True).status == "computed"
     with pytest.raises(MissingRowError) as caught:
@@ -431,7 +431,7 @@ def test_limits_arrive_as_they_were_said(kind: str) -> None:
     )
 
 
-def test_the_server_is_told_whom_it_is_asked_as() -> None:
+def test_the_host_header_is_the_name_in_the_url() -> None:
     for family, address, written in (
         (socket.AF_INET, "127.0.0.1", "127.0.0.1"),
         (socket.AF_INET6, "::1", "[::1]"),
@@ -464,7 +464,7 @@ def test_the_server_is_told_whom_it_is_asked_as() -> None:
         "http://no-such-host.invalid",
     ],
 )
-def test_nobody_there_is_an_error_that_names_the_address(tmp_path: Path, url: str) -> None:
+def test_no_server_there_is_an_error_that_names_the_address(tmp_path: Path, url: str) -> None:
     url = url.format(port=free_port(), folder=tmp_path, long="long" * 40)
     with Client(url) as client, pytest.raises(OnlineStoreError) as caught:
         client.views()

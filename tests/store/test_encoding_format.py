@@ -103,7 +103,7 @@ def test_every_route_has_the_same_numbers_in_either_form(app: Any) -> None:
     assert list(answer["base64"]) == list(answer["rows"][0]["features"]) == ["h"]
 
 
-def test_a_row_that_is_kept_in_one_form_is_not_given_in_the_other(app: Any) -> None:
+def test_a_row_that_is_cached_in_one_form_is_not_given_in_the_other(app: Any) -> None:
     etags = set()
     for _ in range(2):
         for key in ("a", "null"):

@@ -357,9 +357,7 @@ def test_one_row_is_the_same_by_every_path_and_beside_any_neighbour(house: House
 @pytest.mark.parametrize(
     "names", [["label"], ["top", "double"], [f.name for f in FEATURES][::-1], []], ids=str
 )
-def test_a_part_of_the_features_comes_in_the_order_asked_for(
-    house: House, names: list[str]
-) -> None:
+def test_some_features_come_in_the_order_of_the_request(house: House, names: list[str]) -> None:
     house.publish(ROWS)
     lookup = house.lookup()
     assert lookup.get("things", ["new"], features=names).schema.names[len(ANSWER_FIELDS) :] == names
@@ -453,7 +451,7 @@ def test_a_lookup_opened_by_url_answers_by_the_wall_clock(tmp_path: Path) -> Non
     lookup.close()
 
 
-def test_views_tell_what_is_live_and_how_old_the_oldest_row_is(house: House) -> None:
+def test_views_say_what_is_live_and_how_old_the_oldest_row_is(house: House) -> None:
     lookup = house.lookup()
     assert lookup.views() == []
     house.publish({"a": Row(1.0, 2.5), "b": Row(1.0, 12.0)}, 3, metric="l2")
@@ -763,7 +761,7 @@ def test_keys_of_several_columns_are_searched_by_and_excluded_too(house: House) 
         assert refused(partial(lookup.search, "things", **arguments)) == (400, "bad_key")
 
 
-def test_a_search_drops_what_has_expired_and_tells_what_is_stale(house: House) -> None:
+def test_a_search_drops_what_has_expired_and_marks_what_is_stale(house: House) -> None:
     rows = {"fresh": Row(1.0), "stale": Row(2.0, 12.0), "expired": Row(3.0, 16.0), "far": Row(9.0)}
     house.publish(rows, metric="l2")
     lookup = house.lookup()
@@ -776,7 +774,7 @@ def test_a_search_drops_what_has_expired_and_tells_what_is_stale(house: House) -
     assert refused(lambda: lookup.search("things", key="expired"))[0] == 404
 
 
-def test_a_search_after_a_view_began_anew_is_in_its_own_index(house: House) -> None:
+def test_a_search_after_a_view_began_again_is_in_its_own_index(house: House) -> None:
     """Ended with its data, a view has epoch and generation 1 once more, and an index of the same
     name."""
     house.publish(NEIGHBOURS, metric="l2", at="2026-01-01T00:00:00Z")
@@ -949,7 +947,7 @@ def test_a_search_is_narrowed_by_features_and_by_keys(house: House) -> None:
     assert refused(lambda: near(only=["k"] * (MAX_KEYS + 1))) == (413, "too_many_keys")
 
 
-def test_a_search_that_cannot_be_answered_as_asked_is_refused(memory: House) -> None:
+def test_a_search_that_cannot_be_answered_is_refused(memory: House) -> None:
     memory.publish(NEIGHBOURS | {"null": Row(0.0, null=True)}, metric="l2")
     memory.publish(NEIGHBOURS, name="plain")
     lookup = memory.lookup()
@@ -1156,7 +1154,7 @@ def test_a_row_that_comes_after_the_answer_does_not_change_it(memory: House) -> 
     assert from_rows(answer.rows()) == from_table(answer.table()) == [gone("nobody", "deadline")]
 
 
-def test_an_error_nobody_foresaw_is_not_taken_for_a_miss(behind: House) -> None:
+def test_an_unexpected_error_is_not_taken_for_a_miss(behind: House) -> None:
     lookup = behind.lookup(Scripted({"nobody": ZeroDivisionError("a bug"), "other": Row(1.0)}))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         lookup.get("things", ["other", "nobody"])
@@ -1188,7 +1186,7 @@ def test_inputs_come_to_the_fallback_under_the_key_texts(memory: House) -> None:
     assert [(wanted, given) for _, wanted, given in fallback.calls] == [(["b%2F/2"], inputs)] * 2
 
 
-def test_a_search_by_inputs_asks_the_model_for_the_vector(behind: House) -> None:
+def test_a_search_by_inputs_has_the_model_make_the_vector(behind: House) -> None:
     fallback = Scripted({"query": Row(3.0)})
     answer = behind.lookup(fallback).search("things", inputs={"x": 3.0}, k=2)
     assert found(answer)[0][0] == "just fresh"

@@ -145,7 +145,7 @@ def test_a_row_is_cached_for_its_time_and_its_absence_for_less(
         assert set(miss_cache.read(pointer, ["a", "none"])) == known
 
 
-def test_what_a_clock_that_ran_ahead_kept_does_not_count(
+def test_what_was_cached_by_a_clock_that_ran_ahead_does_not_count(
     open_cache: Open, pointer: Pointer
 ) -> None:
     clock = Clock()
@@ -181,7 +181,7 @@ def test_readers_of_a_file_wait_for_no_writer_and_find_a_new_one(
         miss_cache.close()
 
 
-def test_rows_and_bytes_are_bounded_and_what_is_too_large_is_not_kept(
+def test_rows_and_bytes_are_bounded_and_the_too_large_not_cached(
     open_cache: Open, pointer: Pointer
 ) -> None:
     keys = [f"key {number}" for number in range(200)]
@@ -195,7 +195,7 @@ def test_rows_and_bytes_are_bounded_and_what_is_too_large_is_not_kept(
     assert miss_cache.read(pointer, ["large"]) == {}
 
 
-def test_without_what_keeps_it_nothing_is_kept_and_nothing_raised(
+def test_without_a_place_nothing_is_cached_and_nothing_raised(
     tmp_path: Path, pointer: Pointer
 ) -> None:
     (tmp_path / "kept").write_text("no folder")
@@ -208,7 +208,7 @@ def test_without_what_keeps_it_nothing_is_kept_and_nothing_raised(
         miss_cache.close()
 
 
-def test_a_damaged_file_is_begun_anew(tmp_path: Path, pointer: Pointer) -> None:
+def test_a_damaged_file_is_begun_again(tmp_path: Path, pointer: Pointer) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "rows.sqlite").write_bytes(b"this is no database" * 1000)
     miss_cache = MissCacheFile(tmp_path / "kept", MissCacheLimits(), Clock())
@@ -386,7 +386,7 @@ def test_refreshes_are_bounded_for_each_view(house: House, monkeypatch: pytest.M
         "not so",
     ],
 )
-def test_what_a_request_asks_for_counts_for_kept_rows_too(
+def test_a_requests_limits_hold_for_cached_rows_too(
     house: House, options: dict[str, Any], reads: list[str], calls: list[list[str]]
 ) -> None:
     house.publish(STORED)
@@ -419,7 +419,7 @@ def test_a_cached_row_of_the_future_is_none(house: House) -> None:
     "damage",
     [lambda row: row[:-1], lambda row: row[:30] + b"\xff" + row[31:], lambda row: row[:10]],
 )
-def test_a_kept_row_vouches_for_itself_or_is_none(
+def test_a_cached_row_vouches_for_itself_or_is_none(
     house: House, damage: Callable[[bytes], bytes]
 ) -> None:
     house.publish(STORED)

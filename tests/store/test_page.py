@@ -133,7 +133,7 @@ NOW_S = 1795312800.0
 """2026-11-22T02:00:00Z."""
 
 
-def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
+def test_it_shows_a_view_its_runs_and_its_requests() -> None:
     meter = Meter()
     meter.counter(counted.ROWS, "films", "fresh", "store", "").add(90)
     meter.counter(counted.ROWS, "films", "missing", "", "deadline").add(10)
@@ -213,7 +213,7 @@ def test_without_a_view_it_says_what_to_do() -> None:
     assert not page.all("form")
 
 
-def test_a_store_that_does_not_answer_is_told() -> None:
+def test_a_store_that_does_not_answer_is_shown() -> None:
     page = Parsed(
         status_page(Figures([ViewFigures(TOLD, (), readable=False)], store_answers=False))
     )
@@ -224,7 +224,7 @@ def test_a_store_that_does_not_answer_is_told() -> None:
 EVIL = "\"><script>alert(1)</script><img src=x onerror=alert(1)>'&amp;<!--"
 
 
-def test_nothing_it_is_told_becomes_markup() -> None:
+def test_no_text_becomes_markup() -> None:
     details = TOLD | {
         "view": EVIL,
         "entity": [EVIL],

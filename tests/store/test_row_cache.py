@@ -88,7 +88,7 @@ def house(request: pytest.FixtureRequest, tmp_path: Path) -> House:
     return House(MemoryStore() if request.param == "memory" else TableStore(tmp_path))
 
 
-def test_a_row_that_is_kept_says_what_one_that_is_read_says(house: House) -> None:
+def test_a_cached_row_says_what_one_that_is_read_says(house: House) -> None:
     house.publish(1, {"a": (1.5, 2.0), "é/b": (float("nan"), 0.25)})
     for key in ("a", "%C3%A9%2Fb", "a?features=t,x", "a?features=x", "a?features="):
         for passed_s in (0.0, 0.000001, 1.25, 8.0, 9.5, 10.75):
@@ -106,7 +106,7 @@ def test_a_row_that_is_kept_says_what_one_that_is_read_says(house: House) -> Non
     assert house.hits() > 30
 
 
-def test_freshness_is_never_kept(house: House) -> None:
+def test_freshness_is_never_cached(house: House) -> None:
     house.publish(1, {"a": (1.0, 0.0)})
     assert house.get("a").json["status"] == "fresh"
     told = []
@@ -131,16 +131,14 @@ def test_freshness_is_never_kept(house: House) -> None:
 @pytest.mark.parametrize(
     "query", ["max_age_s=nan", "max_age_s=inf", "max_age_s=-1", "deadline_ms=-5", "deadline_ms=nan"]
 )
-def test_a_limit_that_is_none_is_refused_whether_the_row_is_kept_or_not(
-    house: House, query: str
-) -> None:
+def test_a_limit_that_is_none_is_refused_of_a_cached_row_too(house: House, query: str) -> None:
     house.publish(1, {"a": (1.0, 0.0)})
     for _ in range(2):
         house.get(f"a?{query}").check_problem(400, "bad_request")
         assert house.get("a").status == 200
 
 
-def test_another_publishing_drops_what_was_kept(house: House) -> None:
+def test_another_publishing_drops_what_was_cached(house: House) -> None:
     rows = {"a": (1.0, 5.0), "b": (2.0, 5.0)}
     first = house.publish(1, rows)
 
@@ -178,7 +176,7 @@ def test_an_edited_ttl_is_no_304_though_the_row_is_the_same(house: House) -> Non
     assert house.get("a", if_none_match=reply.headers["etag"]).status == 304
 
 
-def test_rows_dated_ahead_are_counted_each_time_and_not_kept(house: House) -> None:
+def test_rows_dated_ahead_are_counted_each_time_and_not_cached(house: House) -> None:
     house.publish(1, {"ahead": (1.0, -1000.0)})
     for _ in range(3):
         assert house.get("ahead").json["status"] == "fresh"
@@ -311,7 +309,7 @@ def test_where_the_store_fails_a_cached_row_is_served_as_stale(error: Exception)
     ],
     ids=str,
 )
-def test_what_a_request_asks_of_its_row_holds_where_the_store_fails_too(
+def test_a_requests_limits_hold_where_the_store_fails_too(
     asked: dict[str, str], allowed: bool
 ) -> None:
     store = Failing()
@@ -336,7 +334,7 @@ def test_where_the_store_fails_no_replaced_row_is_served() -> None:
     assert house.get("b").json["snapshot"] == 2
 
 
-def test_what_is_kept_is_counted(tmp_path: Path) -> None:
+def test_what_is_cached_is_counted(tmp_path: Path) -> None:
     house = House(TableStore(tmp_path), cache_bytes=15_000)
     house.publish(1, {str(i): (float(i), 0.0) for i in range(20)})
     for i in (*range(20), *range(17, 20)):

@@ -194,7 +194,7 @@ def test_a_pointer_is_known_for_a_moment_and_never_an_older_one(
     assert reader.known("numbers") is None
 
 
-def test_who_asked_before_and_was_told_later_puts_back_nothing(
+def test_an_answer_that_comes_late_puts_back_nothing(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RedisProcess(newest_redis(), tmp_path) as server:
