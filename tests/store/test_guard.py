@@ -23,9 +23,10 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from precompute.store.http.guard.connections import Connections
 from precompute.store.http.guard.limits import Limits
 from precompute.store.http.guard.protocol import LimitedProtocol
-from precompute.store.http.guard.server import GuardedServer
+from precompute.store.http.guard.server import Acceptor, GuardedServer
 from precompute.store.http.telemetry.instruments import CONNECTIONS_CLOSED, Meter
 from tests.server import Reply, eventually, read_reply
 
@@ -590,6 +591,44 @@ def test_one_client_has_as_many_as_it_may() -> None:
         server.get().check_problem(503, "too_many_connections")
         first.close()
         eventually(lambda: server.server.connections.open == 1)
+
+
+def test_a_client_of_ipv6_is_all_of_its_network() -> None:
+    """One host may have 2⁶⁴ addresses, each good for as many connections as it may have."""
+    addresses: list[Any] = [("2001:db8::1", 5, 0, 0), ("2001:db8::2", 5, 0, 0), ("192.0.2.1", 5)]
+    expected, clients, ends = ["2001:db8::", "2001:db8::", "192.0.2.1", ""], list[str](), []
+
+    class Listening(socket.socket):
+        def accept(self) -> Any:
+            if len(ends) > len(addresses):
+                raise BlockingIOError
+            ends.append(socket.socketpair())
+            return ends[-1][0], [*addresses, ""][len(ends) - 1]
+
+    class Closing(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            transport.abort()
+
+    def protocol(client: str) -> Any:
+        clients.append(client)
+        return Closing()
+
+    async def scene() -> None:
+        connections = Connections(Limits(), Meter(), 10)
+        connections.start(())
+        with Listening(socket.AF_UNIX) as listening:
+            acceptor = Acceptor(connections, listening, protocol, None)
+            acceptor._accept()
+            await asyncio.gather(*acceptor._handshakes)
+            # the transports' turn to close
+            await asyncio.sleep(0)
+            acceptor.close()
+        connections.stop()
+
+    asyncio.run(scene())
+    for end in ends:
+        end[1].close()
+    assert clients == expected
 
 
 def test_as_many_connections_as_files_fit(tmp_path: Path) -> None:
