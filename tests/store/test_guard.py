@@ -596,7 +596,8 @@ def test_one_client_has_as_many_as_it_may() -> None:
 def test_a_client_of_ipv6_is_all_of_its_network() -> None:
     """One host may have 2⁶⁴ addresses, each good for as many connections as it may have."""
     addresses: list[Any] = [("2001:db8::1", 5, 0, 0), ("2001:db8::2", 5, 0, 0), ("192.0.2.1", 5)]
-    expected, clients, ends = ["2001:db8::", "2001:db8::", "192.0.2.1", ""], list[str](), []
+    expected, clients = ["2001:db8::", "2001:db8::", "192.0.2.1", ""], list[str]()
+    ends: list[tuple[socket.socket, socket.socket]] = []
 
     class Listening(socket.socket):
         def accept(self) -> Any:

@@ -1,5 +1,5 @@
-"""Rows of Redis that a worker keeps encoded: flips, cut connections, silence, servers that go. What
-was live before is answered for a moment, and no longer."""
+"""Rows of Redis that a worker caches encoded: flips, cut connections, silence, servers that go.
+What was live before is answered for a moment, and no longer."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def hits(app: Any) -> float:
     return samples(call(app, "GET", "/metrics").body)["precompute_cache_rows_total", labels]
 
 
-class Asked:
-    """Concurrent readers of an application: what they were answered, and when they asked."""
+class Readers:
+    """Concurrent readers of an application: what they were answered, and when they readers."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
         self.fresh: list[tuple[float, int]] = []
-        """When it was asked, by the monotonic clock, and the snapshot of the answer."""
+        """When it was sent, by the monotonic clock, and the snapshot of the answer."""
         self.others: list[int | str] = []
         """``stale``, or the HTTP status, of the other answers."""
         self._ended = threading.Event()
@@ -100,19 +100,19 @@ class Asked:
     async def _one(self, i: int) -> None:
         while not self._ended.is_set():
             i += 1
-            asked_s = time.monotonic()
+            sent_s = time.monotonic()
             reply = await exchange(self.app, *scope_of("GET", f"/v1/views/numbers/rows/{i % KEYS}"))
             if reply.status == 200 and reply.json["status"] == "fresh":
                 row = reply.json
                 # one snapshot's, whole
                 assert row["features"] == {"x": row["snapshot"], "v": [row["snapshot"]] * 64}
                 assert row["model"] == f"m{row['snapshot']}"
-                self.fresh.append((asked_s, row["snapshot"]))
+                self.fresh.append((sent_s, row["snapshot"]))
             else:
                 self.others.append("stale" if reply.status == 200 else reply.status)
             await asyncio.sleep(0.001)
 
-    def __enter__(self) -> Asked:
+    def __enter__(self) -> Readers:
         self._thread.start()
         return self
 
@@ -124,10 +124,10 @@ class Asked:
         """Answers of a snapshot after which another one was acknowledged to be live longer ago than
         is allowed."""
         return [
-            (asked_s, snapshot)
-            for asked_s, snapshot in self.fresh
+            (sent_s, snapshot)
+            for sent_s, snapshot in self.fresh
             if any(
-                number > snapshot and asked_s > at_s + KNOWN_S for number, at_s in flipped.items()
+                number > snapshot and sent_s > at_s + KNOWN_S for number, at_s in flipped.items()
             )
         ]
 
@@ -153,7 +153,7 @@ def test_no_answer_is_of_what_was_live_before_for_longer_than_is_promised(
     base = publish(writer, 1)
     app = create_app(Lookup(reader))
     flipped: dict[int, float] = {}
-    with Asked(app) as asked:
+    with Readers(app) as readers:
         for number in range(2, 6):
             pointer = publish(writer, number, base if number % 2 else None)
             flipped[number] = time.monotonic()
@@ -162,11 +162,11 @@ def test_no_answer_is_of_what_was_live_before_for_longer_than_is_promised(
                 time.sleep(KNOWN_S / 2)
                 if cut:
                     cut_all(url)
-    assert asked.outdated(flipped) == []
-    assert {snapshot for _, snapshot in asked.fresh} >= set(flipped)
+    assert readers.outdated(flipped) == []
+    assert {snapshot for _, snapshot in readers.fresh} >= set(flipped)
     # a killed connection is made again, unless it was so again and again
-    assert set(asked.others) <= {"stale"}
-    assert len(asked.fresh) / 4 < hits(app) < len(asked.fresh)
+    assert set(readers.others) <= {"stale"}
+    assert len(readers.fresh) / 4 < hits(app) < len(readers.fresh)
 
 
 def test_a_pointer_is_known_for_a_moment_and_never_an_older_one(
@@ -182,7 +182,7 @@ def test_a_pointer_is_known_for_a_moment_and_never_an_older_one(
     assert reader.known("numbers") is read[0] or time.monotonic() > started + KNOWN_S
     time.sleep(KNOWN_S)
     assert reader.known("numbers") is None
-    # nothing has changed, so what is kept is of use again
+    # nothing has changed, so what is cached is of use again
     assert reader.live("numbers") is read[0]
     publish(writer, 2)
     second = reader.live("numbers")
@@ -231,17 +231,17 @@ def test_a_server_that_falls_silent_is_not_believed_to_stand_still(
         writer = open_store(server.url())
         publish(writer, 1)
         app = create_app(Lookup(open_store(f"redis://127.0.0.1:{between.port}/0?budget_ms=300")))
-        with Asked(app) as asked:
-            eventually(lambda: len(asked.fresh) > 20 * KEYS)
+        with Readers(app) as readers:
+            eventually(lambda: len(readers.fresh) > 20 * KEYS)
             between.silent = True
             publish(writer, 2)
             flipped = {2: time.monotonic()}
             time.sleep(5 * KNOWN_S)
             # answered in the server's stead as long as nobody knows better
-            assert set(asked.others) == {"stale"}
+            assert set(readers.others) == {"stale"}
             between.silent = False
-            eventually(lambda: asked.fresh[-1][1] == 2)
-        assert asked.outdated(flipped) == []
+            eventually(lambda: readers.fresh[-1][1] == 2)
+        assert readers.outdated(flipped) == []
 
 
 def test_a_server_that_was_killed_and_came_back_empty_has_no_rows(
@@ -250,19 +250,19 @@ def test_a_server_that_was_killed_and_came_back_empty_has_no_rows(
     with RedisProcess(newest_redis(), tmp_path) as server:
         publish(open_store(server.url()), 1)
         app = create_app(Lookup(open_store(server.url("?budget_ms=300"))))
-        with Asked(app) as asked:
-            eventually(lambda: len(asked.fresh) > 20 * KEYS)
+        with Readers(app) as readers:
+            eventually(lambda: len(readers.fresh) > 20 * KEYS)
             server.kill()
             gone_s = time.monotonic()
-            eventually(lambda: asked.others)
+            eventually(lambda: readers.others)
             server.start()
-            eventually(lambda: asked.others[-1] == 404)
+            eventually(lambda: readers.others[-1] == 404)
             # as after a loss that was mended: the same pointer, loaded again
             publish(open_store(server.url()), 1)
             back_s = time.monotonic()
-            eventually(lambda: asked.fresh[-1][0] > back_s)
-        assert [s for s, _ in asked.fresh if gone_s + KNOWN_S < s < back_s - 1.0] == []
-        assert {"stale", 404} <= set(asked.others) <= {"stale", 404, 503}
+            eventually(lambda: readers.fresh[-1][0] > back_s)
+        assert [s for s, _ in readers.fresh if gone_s + KNOWN_S < s < back_s - 1.0] == []
+        assert {"stale", 404} <= set(readers.others) <= {"stale", 404, 503}
 
 
 def test_a_failover_of_the_pointers_master_serves_nothing_older(
@@ -272,8 +272,8 @@ def test_a_failover_of_the_pointers_master_serves_nothing_older(
         writer = open_store(cluster.url())
         publish(writer, 1)
         app = create_app(Lookup(open_store(cluster.url("?budget_ms=400"))))
-        with Asked(app) as asked:
-            eventually(lambda: len(asked.fresh) > 20 * KEYS)
+        with Readers(app) as readers:
+            eventually(lambda: len(readers.fresh) > 20 * KEYS)
             publish(writer, 2)
             flipped = {2: time.monotonic()}
             # as a publishing does before anything older is dropped
@@ -281,7 +281,7 @@ def test_a_failover_of_the_pointers_master_serves_nothing_older(
                 assert client.execute_command("WAIT", 1, 5000) == 1
             cluster.master_of(META).kill()
             killed_s = time.monotonic()
-            eventually(lambda: asked.fresh[-1][0] > killed_s + 2 * KNOWN_S, within_s=20)
-        assert asked.outdated(flipped) == []
-        assert asked.fresh[-1][1] == 2
-        assert set(asked.others) <= {"stale", 503}
+            eventually(lambda: readers.fresh[-1][0] > killed_s + 2 * KNOWN_S, within_s=20)
+        assert readers.outdated(flipped) == []
+        assert readers.fresh[-1][1] == 2
+        assert set(readers.others) <= {"stale", 503}
