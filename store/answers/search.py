@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -188,6 +188,13 @@ class Searches:
                     )
                 self._opened[pointer.view.name] = (pointer.publishing, index)
             return index
+
+    def close_all_but(self, views: Collection[str]) -> None:
+        """Let go of the indexes of other views, which are live no more: files that are removed take
+        their place on the disk for as long as they are mapped."""
+        # without the lock, under which another view's may be opened for seconds
+        for view in [view for view in list(self._opened) if view not in views]:
+            self._opened.pop(view, None)
 
     def figures(self, pointer: Pointer) -> dict[str, Any] | None:
         """What was measured of a pointer's index, for people; None where there is none, or none

@@ -27,7 +27,7 @@ from precompute.store.answers.plan import ANSWER_FIELDS
 from precompute.store.disk.record import plain, replace
 from precompute.store.errors import ConfigError, OnlineStoreError, RequestError, VectorIndexError
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
-from precompute.store.http.metrics import Metrics
+from precompute.store.http.metrics import LiveViews, Metrics
 from precompute.store.keys import key_text
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
@@ -784,6 +784,20 @@ def test_a_search_after_a_view_began_again_is_in_its_own_index(house: House) -> 
     house.publish({"k5": Row(0.0), "new": Row(7.0)}, metric="dot", at="2026-01-01T00:00:01Z")
     answer = lookup.search("things", key="k5", k=5)
     assert (answer["snapshot"], answer["metric"], found(answer)) == (1, "dot", [("new", 1.0)])
+
+
+def test_the_index_of_a_view_that_was_dropped_is_let_go(house: House) -> None:
+    """Its files are removed, and take their place on the disk for as long as they are mapped."""
+    house.publish(NEIGHBOURS, metric="l2")
+    lookup, maps = house.lookup(), Path("/proc/self/maps")
+    views, index = LiveViews(lookup), str(house.root / "things/index")
+    lookup.search("things", key="k5", k=1)
+    views.read()
+    assert index in maps.read_text()
+    house.online.forget("things")
+    views.read()
+    gc.collect()
+    assert index not in maps.read_text()
 
 
 def test_a_search_leaves_out_the_damaged_and_finds_the_others(house: House) -> None:
