@@ -6,9 +6,10 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -38,6 +39,7 @@ from precompute.store.online.url import open_online_store
 from precompute.store.times import Reason
 from precompute.store.vectors.index_build import build_index
 from precompute.store.vectors.index_record import VECTORS, index_figures
+from precompute.store.vectors.vector_index import VectorIndex
 from precompute.store.wire.lookup_options import MAX_NEIGHBOURS, LookupOptions
 from tests.memory_store import MemoryStore
 from tests.redis_process import free_port
@@ -784,6 +786,32 @@ def test_a_search_after_a_view_began_again_is_in_its_own_index(house: House) -> 
     house.publish({"k5": Row(0.0), "new": Row(7.0)}, metric="dot", at="2026-01-01T00:00:01Z")
     answer = lookup.search("things", key="k5", k=5)
     assert (answer["snapshot"], answer["metric"], found(answer)) == (1, "dot", [("new", 1.0)])
+
+
+def test_an_index_that_opens_slowly_holds_up_no_other_views_search(
+    memory: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def opened(base: Path, *more: Any) -> VectorIndex:
+        if "slow" in base.parts:
+            begun.set()
+            assert go_on.wait(30)
+        return VectorIndex(base, *more)
+
+    monkeypatch.setattr("precompute.store.answers.search.VectorIndex", opened)
+    for name in ("things", "slow"):
+        memory.publish(NEIGHBOURS, name=name, metric="l2")
+    lookup = memory.lookup()
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(lookup.search, "slow", key="k5", k=1)
+        assert begun.wait(30)
+        quick = threads.submit(lookup.search, "things", key="k5", k=1)
+        try:
+            assert found(quick.result(10)) == [("k4", 1.0)]
+        finally:
+            go_on.set()
+        assert found(slow.result(30)) == [("k4", 1.0)]
 
 
 def test_the_index_of_a_view_that_was_dropped_is_let_go(house: House) -> None:
