@@ -561,6 +561,10 @@ class Lookup:
         future that the search waits for."""
         return self._searches.search(view, options, self.fallback, admit, waiting)
 
+    def close_indexes_but(self, views: Collection[str]) -> None:
+        """Let go of the vector indexes of all views but these, which are live."""
+        self._searches.close_all_but(views)
+
     def warm(self, pointer: Pointer) -> None:
         """Open what the first search of a new snapshot would have to open.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -73,7 +74,8 @@ class Searches:
         self._live, self._begin, self._age_of = live, begin, age_of
         self._opened: dict[str, tuple[tuple[int, str], VectorIndex]] = {}
         self._about: dict[str, tuple[tuple[int, str], dict[str, Any] | None]] = {}
-        self._lock = threading.Lock()
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        """View → what is held while its index is opened, which may take seconds."""
 
     def search(
         self,
@@ -167,7 +169,7 @@ class Searches:
             raise VectorIndexError(
                 "searching needs the offline store's root: open the lookup with root=…"
             )
-        with self._lock:
+        with self._locks[pointer.view.name]:
             publishing, index = self._opened.get(pointer.view.name, (None, None))
             if index is None or publishing != pointer.publishing:
                 overlay = pointer.overlay_index
@@ -188,6 +190,13 @@ class Searches:
                     )
                 self._opened[pointer.view.name] = (pointer.publishing, index)
             return index
+
+    def close_all_but(self, views: Collection[str]) -> None:
+        """Let go of the indexes of other views, which are live no more: files that are removed take
+        their place on the disk for as long as they are mapped."""
+        # without a lock: one that is opened meanwhile stays until the next time
+        for view in [view for view in list(self._opened) if view not in views]:
+            self._opened.pop(view, None)
 
     def figures(self, pointer: Pointer) -> dict[str, Any] | None:
         """What was measured of a pointer's index, for people; None where there is none, or none

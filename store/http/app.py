@@ -253,11 +253,6 @@ _VIEWS, _SERVICES = b"/v1/views/", b"/v1/services/"
 _ROWS = b"rows/"
 
 
-def allow_all(scope: Scope) -> Reply | None:
-    """Lets every request pass."""
-    return None
-
-
 class Front:
     """Routes requests without a framework, which took 35 of the 140 µs of a single row.
 
@@ -274,7 +269,7 @@ class Front:
         rows: RowRoutes,
         services: ServiceRoutes,
         api: Api,
-        access: Access = allow_all,
+        access: Access = lambda scope: None,
     ) -> None:
         self._serving, self._access = serving, access
         self._rows, self._services, self._api = rows, services, api
@@ -426,7 +421,7 @@ def create_app(
     lookup: Lookup,
     warming: Callable[[], bool] = lambda: False,
     fallback_ready: Callable[[Pointer], bool] = lambda _: False,
-    access: Access = allow_all,
+    access: Access = lambda scope: None,
     meter: Meter | None = None,
     answer_bytes: int = MAX_ANSWER_BYTES,
     cache_bytes: int = MAX_CACHE_BYTES,

@@ -22,7 +22,7 @@ from precompute.store.errors import (
     RowsLostError,
     VectorIndexError,
 )
-from precompute.store.http.encoding.caching import MOST_PARTS, Headers
+from precompute.store.http.encoding.caching import MOST_PARTS, Headers, cached_if_short
 from precompute.store.wire import bodies
 from precompute.store.wire.lookup_options import BASE64, FLOAT, LookupOptions
 
@@ -33,11 +33,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 _T = TypeVar("_T")
-
-_LONGEST_CACHED = 256
-"""Bytes of the longest query string or header that is parsed once and cached: a service sends few
-different ones, and short ones."""
-
 
 STRANGER = "precompute.stranger"
 """Key of a scope: whether the caller has no valid token, on a route that needs none; the answer has
@@ -92,15 +87,14 @@ def query_options(scope: Scope) -> LookupOptions:
             range.
     """
     query: bytes = scope["query_string"]
-    if not query:
-        return _DEFAULT
-    return _remembered_options(query) if len(query) <= _LONGEST_CACHED else _options(query)
+    return _options(query) if query else _DEFAULT
 
 
 _DEFAULT = LookupOptions()
 _OPTIONS = ("features", "fallback", "deadline_ms", "max_age_s", "encoding_format")
 
 
+@cached_if_short
 def _options(query: bytes) -> LookupOptions:
     try:
         pairs = parse_qsl(
@@ -134,9 +128,6 @@ def _options(query: bytes) -> LookupOptions:
     # checked here, since a stored row is answered without a lookup
     options.check()
     return options
-
-
-_remembered_options = lru_cache(256)(_options)
 
 
 def _number(given: dict[str, str], name: str) -> float | None:
@@ -183,11 +174,10 @@ def wants_arrow(headers: dict[bytes, bytes]) -> bool:
         or accept.count(b",") + accept.count(b";") >= MOST_PARTS
     ):
         return False
-    return (
-        _remembered_preference(accept) if len(accept) <= _LONGEST_CACHED else _prefers_arrow(accept)
-    )
+    return _prefers_arrow(accept)
 
 
+@cached_if_short
 def _prefers_arrow(accept: bytes) -> bool:
     qualities: dict[bytes, float] = {}
     for part in accept.split(b","):
@@ -205,7 +195,6 @@ def _prefers_arrow(accept: bytes) -> bool:
     return arrow > 0 and arrow >= json
 
 
-_remembered_preference = lru_cache(256)(_prefers_arrow)
 _ARROW = bodies.ARROW.encode()
 _AS_JSON = (bodies.JSON.encode(), b"application/*", b"*/*")
 

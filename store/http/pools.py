@@ -26,6 +26,7 @@ from precompute.store.http.messages import (
     Stream,
     Timing,
     hung_up,
+    log_failure,
     refusal,
 )
 from precompute.store.http.metrics import LiveViews, Metrics
@@ -69,7 +70,7 @@ class Pool:
         when the thread is through.
 
         Raises:
-            RequestError: 503, too many are waiting.
+            RequestError: 503, too many are waiting, or the system has no thread.
         """
         if self._free.locked() and self._waiting >= self._most_waiting:
             raise RequestError(
@@ -86,10 +87,13 @@ class Pool:
         try:
             # which request it is for, where that is traced
             future = self._threads.submit(copy_context().run, partial(function, *args, **kwargs))
-        except RuntimeError:
+        except RuntimeError as exc:
             # the system has no room for a thread
             self._free.release()
-            raise
+            log_failure(self.name, str(exc))
+            raise RequestError(
+                "no thread can be started now; try again", status=503, code="busy"
+            ) from exc
 
         def left(_: object) -> None:
             if not loop.is_closed():

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.lookup import WholeRow
-from precompute.store.answers.plan import AnswerPlan
 from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError
 from precompute.store.feature_view import FeatureView, status_of
 from precompute.store.http.encoding.answer_bodies import (
@@ -62,7 +61,6 @@ from precompute.store.http.messages import (
 )
 from precompute.store.http.pools import Serving
 from precompute.store.keys import key_from_path
-from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason, Status
 from precompute.store.wire import arrow, bodies
@@ -230,8 +228,9 @@ class RowRoutes:
         request = _Request.of(scope, view, raw_key)
         try:
             entity = await self._entity(view) if b"/" in raw_key else ("key",)
-            answer = await self._begin(
-                view, [key_from_path(raw_key, entity)], request.options, request.control
+            keys = [key_from_path(raw_key, entity)]
+            answer = await self._serving.read(
+                self._lookup_of(view, keys, request.options, request.control)
             )
         except (OnlineStoreError, RequestError) as exc:
             in_error = self._in_error(exc, request)
@@ -380,19 +379,7 @@ class RowRoutes:
             wanted: bodies.LookupRequest = bodies.decode(bodies.decode_lookup, body)
             keys, options = wanted.keys, both(wanted.options(), options)
         size = Measure(self._serving.answer_bytes, wants_arrow(request.headers))
-        view, control = request.key[0], request.control
-        return (
-            partial(
-                self._lookup.begin,
-                view,
-                keys,
-                options,
-                cache_control=control,
-                columnar=True,
-                admit=size.add,
-            ),
-            size,
-        )
+        return self._lookup_of(request.key[0], keys, options, request.control, size), size
 
     def _many_reply(self, scope: Scope, request: _Request, size: Measure, answer: Answer) -> Reply:
         columnar = size.as_arrow
@@ -435,9 +422,8 @@ class RowRoutes:
         # all are begun before the first is waited for, so that they compute at the same time
         for one in wanted.requests:
             try:
-                begun.append(
-                    await self._begin(one.view, one.keys, one.options(), request, admit=size.add)
-                )
+                begin = self._lookup_of(one.view, one.keys, one.options(), request, size)
+                begun.append(await self._serving.read(begin))
             except PrecomputeError as exc:
                 begun.append(self._serving.refused(exc, "POST /v1/lookup"))
             await asyncio.sleep(0)
@@ -471,25 +457,23 @@ class RowRoutes:
             if isinstance(answer, Answer):
                 answer.judge_again()
 
-    async def _begin(
+    def _lookup_of(
         self,
         view: str,
         keys: Sequence[Any],
         options: LookupOptions,
-        request: CacheControl | None,
-        *,
-        admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
-    ) -> Answer:
-        return await self._serving.read(
-            partial(
-                self._lookup.begin,
-                view,
-                keys,
-                options,
-                cache_control=request,
-                columnar=True,
-                admit=admit,
-            )
+        control: CacheControl | None,
+        size: Measure | None = None,
+    ) -> Callable[[], Answer]:
+        """What begins a lookup; of many rows they are added to ``size``."""
+        return partial(
+            self._lookup.begin,
+            view,
+            keys,
+            options,
+            cache_control=control,
+            columnar=True,
+            admit=None if size is None else size.add,
         )
 
 

@@ -25,7 +25,7 @@ from precompute.techniques.row_errors import MOST
 from tests.conftest import MakeProject
 from tests.models import Doubler
 from tests.scene import Scene
-from tests.store.test_page import TOLD, Parsed, harmless, report
+from tests.store.test_page import DETAILS, Parsed, harmless, report
 
 Captured = pytest.CaptureFixture[str]
 OPEN = {"gates": dict.fromkeys(("rows", "moved", "norm", "drift", "shift", "rolled_back", "mass"))}
@@ -382,7 +382,7 @@ def test_the_page_draws_what_depends_on_what() -> None:
             inputs=dict.fromkeys(inputs, 1),
             parents={} if after is None else {after: 1},
         )
-        return ViewFigures(TOLD | {"view": name}, [report("failed", 20), run])
+        return ViewFigures(DETAILS | {"view": name}, [report("failed", 20), run])
 
     drawn = graph(
         [

@@ -43,7 +43,7 @@ def touched(path: Path, text: str) -> None:
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1_000_000))
 
 
-def test_a_token_opens_and_only_its_hash_is_kept(file: Path) -> None:
+def test_a_token_opens_and_only_its_hash_is_stored(file: Path) -> None:
     secret = make_token(file, "ranker", "read")
     assert len(secret) == 47
     tokens = Tokens(file)
@@ -232,7 +232,7 @@ def test_every_route_but_two_needs_a_token_and_operators_another(file: Path) -> 
     ] == [len(ROUTES) + 9, 3, 2]
 
 
-def test_who_passed_is_known_by_name(file: Path) -> None:
+def test_a_request_that_passed_is_known_by_its_tokens_name(file: Path) -> None:
     scope = asked("/v1/views", f"Bearer {make_token(file, 'ranker', 'read')}".encode())
     assert AccessControl(Meter(), Tokens(file))(scope) is None
     assert scope["token"] == "ranker"

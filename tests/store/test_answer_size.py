@@ -180,7 +180,7 @@ def test_an_answer_that_would_be_too_large_is_refused_before_it_is_made(lookup: 
     ]
 
 
-def test_the_model_is_not_asked_for_an_answer_that_is_too_large(lookup: Lookup) -> None:
+def test_the_model_is_not_run_for_an_answer_that_is_too_large(lookup: Lookup) -> None:
     with pytest.raises(RequestError) as caught:
         lookup.begin("vectors", ["nobody"] * ROWS, admit=Measure(1000).add)
     assert (caught.value.status, caught.value.code) == (413, "answer_too_large")

@@ -89,7 +89,7 @@ def _serves_a_view(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @ANY.parametrize()
 @EXAMPLES
-def test_what_is_asked_by_the_document_is_answered_by_it(case: Any) -> None:
+def test_what_the_document_describes_is_answered_by_it(case: Any) -> None:
     case.call_and_validate()
 
 
@@ -158,7 +158,7 @@ def test_every_status_that_the_code_names_is_in_the_document() -> None:
         ),
     ],
 )
-def test_the_document_tells_what_its_server_asks_for(
+def test_the_document_says_which_credentials_its_server_requires(
     credentials: Credentials, read: Any, metrics: Any, livez: Any
 ) -> None:
     document = openapi_document(credentials)

@@ -252,7 +252,7 @@ def test_a_posted_body_in_pieces_is_answered_the_same() -> None:
         assert [reply.status for reply in replies(connection, 2)] == [200, 503]
 
 
-def test_the_gate_stands_before_it_and_is_asked_once() -> None:
+def test_access_is_checked_before_it_and_once() -> None:
     asked: list[str] = []
 
     def access(scope: Any) -> Any:
@@ -278,7 +278,7 @@ def test_many_at_once_are_answered_in_order_and_not_without_end() -> None:
         assert meter.counter(CONNECTIONS_CLOSED, "too_large").value == 1
 
 
-def test_who_wants_one_thing_does_not_wait_for_all_of_anothers() -> None:
+def test_a_single_request_does_not_wait_for_all_of_anothers() -> None:
     asked: list[str] = []
     begun, go_on = threading.Event(), threading.Event()
 
@@ -308,7 +308,7 @@ def test_who_wants_one_thing_does_not_wait_for_all_of_anothers() -> None:
     assert asked.index("old") <= 3, asked
 
 
-def test_who_does_not_take_these_answers_is_cut_off_too() -> None:
+def test_a_client_that_does_not_take_these_answers_is_cut_off_too() -> None:
     made = House(MemoryStore())
     made.publish(1, {str(i): (float(i), 0.0) for i in range(10)})
     with (

@@ -180,7 +180,7 @@ def test_a_connection_that_ends_is_replaced_at_once(kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
-def test_who_is_refused_for_now_asks_again(kind: str, status: int) -> None:
+def test_a_request_that_is_refused_for_now_is_retried(kind: str, status: int) -> None:
     with Hostile(
         lambda visit: visit.answer(status, b"busy") if visit.number < 2 else good(visit)
     ) as server:
@@ -223,7 +223,7 @@ def test_it_comes_back_not_before_retry_after(kind: str) -> None:
         (307, b"", NoAnswerError, None),
     ],
 )
-def test_what_would_be_refused_again_is_asked_once(
+def test_what_would_be_refused_again_is_sent_once(
     kind: str, status: int, body: bytes, error: type[Exception], code: str | None
 ) -> None:
     headers = [b"Content-Type: application/problem+json", b"Location: /elsewhere"]
@@ -238,7 +238,7 @@ def test_what_would_be_refused_again_is_asked_once(
 
 
 @KINDS
-def test_a_server_that_refuses_everybody_is_asked_little_more_often(kind: str) -> None:
+def test_a_server_that_refuses_all_gets_few_more_requests(kind: str) -> None:
     """The budget: what was saved up, and then a tenth; without it, 100 calls were 300 requests."""
     with (
         Hostile(lambda visit: visit.answer(503, b"{}")) as server,
@@ -304,7 +304,7 @@ def test_a_second_request_that_fails_does_not_spoil_the_first(kind: str) -> None
 
 
 @KINDS
-def test_when_all_is_slow_no_more_than_the_share_is_asked_twice(kind: str) -> None:
+def test_when_all_is_slow_no_more_than_the_share_is_sent_twice(kind: str) -> None:
     with Hostile(
         lambda visit: good(visit) if visit.number < LEAST_SAMPLES else held(visit)
     ) as server:
@@ -345,7 +345,7 @@ def test_a_cancelled_task_gives_its_connection_back() -> None:
         assert server.most_open < 4 * 24
 
 
-def test_a_caller_that_gives_up_itself_is_told_so() -> None:
+def test_a_caller_that_gives_up_itself_gets_its_own_error() -> None:
     async def scene(server: Hostile) -> None:
         async with AsyncClient(server.url) as client:
             with pytest.raises(TimeoutError):
@@ -413,7 +413,7 @@ def test_the_token_is_shown_each_time_as_it_is_then(kind: str) -> None:
 
 
 @KINDS
-def test_a_token_is_one_line_and_no_message_tells_it(kind: str) -> None:
+def test_a_token_is_one_line_and_no_message_has_it(kind: str) -> None:
     with Hostile(good) as server:
         for token in ("s3cr3t\n", lambda: " s3cr3t\r\n"):
             with opened(kind, server.url, token=token) as client:
@@ -721,7 +721,9 @@ def reached(
     [("row", "tcp"), ("rows", "tls"), ("table", "unix"), ("several", "tls"), ("search", "tcp")],
     indirect=["reached"],
 )
-def test_nobody_is_given_anothers_answer(kind: str, way: str, reached: Callable[..., Any]) -> None:
+def test_no_caller_is_given_anothers_answer(
+    kind: str, way: str, reached: Callable[..., Any]
+) -> None:
     """Something between client and server gives each answer twice, at once or later, or always the
     one before: each user is given the own row all the same, by a connection that is not the one
     which brought the other's."""

@@ -23,9 +23,10 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from precompute.store.http.guard.connections import Connections
 from precompute.store.http.guard.limits import Limits
 from precompute.store.http.guard.protocol import LimitedProtocol
-from precompute.store.http.guard.server import GuardedServer
+from precompute.store.http.guard.server import Acceptor, GuardedServer
 from precompute.store.http.telemetry.instruments import CONNECTIONS_CLOSED, Meter
 from tests.server import Reply, eventually, read_reply
 
@@ -392,7 +393,7 @@ def test_all_bodies_together_are_bounded_and_released() -> None:
         eventually(lambda: server.server.connections.bodies == 0)
 
 
-def test_who_was_refused_and_lingers_makes_room_for_others() -> None:
+def test_a_refused_client_that_lingers_makes_room_for_others() -> None:
     with guarded(connections=3) as server, contextlib.ExitStack() as stack:
         for _ in range(50):
             connection = stack.enter_context(server.connect())
@@ -401,7 +402,7 @@ def test_who_was_refused_and_lingers_makes_room_for_others() -> None:
             assert server.get("/honest").body == b"/honest 0"
 
 
-def test_who_goes_in_the_middle_leaves_no_error_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_goes_midway_leaves_no_error_behind(caplog: pytest.LogCaptureFixture) -> None:
     with guarded() as server:
         for pipelined in (1, 3):
             for path in ("/wait", f"/bytes/{8 * MIB}"):
@@ -478,7 +479,7 @@ def test_an_idle_connection_is_closed_and_one_that_is_used_is_not(hasty: Guarded
     assert hasty.closed("idle") == before + 1
 
 
-def test_who_is_kept_waiting_by_us_loses_no_time(hasty: Guarded) -> None:
+def test_a_client_that_waits_for_the_server_loses_no_time(hasty: Guarded) -> None:
     hasty.go_on.clear()
     with hasty.connect() as connection:
         connection.sendall(request("/wait") + request("/large", method="POST", body=bytes(300_000)))
@@ -487,14 +488,14 @@ def test_who_is_kept_waiting_by_us_loses_no_time(hasty: Guarded) -> None:
         assert bodies(connection, 2) == [b"/wait 0", b"/large 300000"]
 
 
-def test_who_does_not_take_an_answer_is_cut_off(hasty: Guarded) -> None:
+def test_a_client_that_does_not_take_its_answer_is_cut_off(hasty: Guarded) -> None:
     before = hasty.closed("slow_reader")
     with hasty.connect(receive_buffer=4096) as connection:
         connection.sendall(request(f"/bytes/{MIB}"))
         eventually(lambda: hasty.closed("slow_reader") == before + 1)
 
 
-def test_who_takes_it_steadily_is_not(hasty: Guarded) -> None:
+def test_a_client_that_takes_it_steadily_is_not(hasty: Guarded) -> None:
     with hasty.connect(receive_buffer=65536) as connection:
         connection.sendall(request(f"/bytes/{2 * MIB}"))
         taken = 0
@@ -518,7 +519,7 @@ def test_of_too_many_bytes_that_wait_the_most_go(hasty: Guarded) -> None:
 # ---- numbers
 
 
-def test_eleven_hundred_silent_connections_keep_nobody_out() -> None:
+def test_eleven_hundred_silent_connections_shut_none_out() -> None:
     with guarded(connections=200) as server, contextlib.ExitStack() as stack:
         used = stack.enter_context(server.connect())
         used.sendall(request("/used"))
@@ -536,7 +537,7 @@ def test_eleven_hundred_silent_connections_keep_nobody_out() -> None:
         check_closed(silent[0])
 
 
-def test_where_all_are_at_work_the_next_is_told_to_come_again() -> None:
+def test_where_all_are_at_work_the_next_is_refused_for_now() -> None:
     with guarded(connections=3) as server, contextlib.ExitStack() as stack:
         working = [stack.enter_context(server.connect()) for _ in range(3)]
         for connection in working:
@@ -566,7 +567,7 @@ def test_beyond_those_that_are_refused_the_rest_waits_to_be_accepted() -> None:
         assert read_reply(more[-1]).status in (200, 503)
 
 
-def test_what_fails_now_and_then_keeps_nothing_else_from_being_done(
+def test_a_tick_that_fails_stops_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Such as a file of tokens that cannot be read, beside the deadlines of all connections."""
@@ -592,6 +593,45 @@ def test_one_client_has_as_many_as_it_may() -> None:
         eventually(lambda: server.server.connections.open == 1)
 
 
+def test_a_client_of_ipv6_is_all_of_its_network() -> None:
+    """One host may have 2⁶⁴ addresses, each good for as many connections as it may have."""
+    addresses: list[Any] = [("2001:db8::1", 5, 0, 0), ("2001:db8::2", 5, 0, 0), ("192.0.2.1", 5)]
+    expected, clients = ["2001:db8::", "2001:db8::", "192.0.2.1", ""], list[str]()
+    ends: list[tuple[socket.socket, socket.socket]] = []
+
+    class Listening(socket.socket):
+        def accept(self) -> Any:
+            if len(ends) > len(addresses):
+                raise BlockingIOError
+            ends.append(socket.socketpair())
+            return ends[-1][0], [*addresses, ""][len(ends) - 1]
+
+    class Closing(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            transport.abort()
+
+    def protocol(client: str) -> Any:
+        clients.append(client)
+        return Closing()
+
+    async def scene() -> None:
+        connections = Connections(Limits(), Meter(), 10)
+        connections.start(())
+        with Listening(socket.AF_UNIX) as listening:
+            acceptor = Acceptor(connections, listening, protocol, None)
+            acceptor._accept()
+            await asyncio.gather(*acceptor._handshakes)
+            # the transports' turn to close
+            await asyncio.sleep(0)
+            acceptor.close()
+        connections.stop()
+
+    asyncio.run(scene())
+    for end in ends:
+        end[1].close()
+    assert clients == expected
+
+
 def test_as_many_connections_as_files_fit(tmp_path: Path) -> None:
     import subprocess
     import sys
@@ -609,7 +649,7 @@ def test_as_many_connections_as_files_fit(tmp_path: Path) -> None:
     assert "raise `ulimit -n`" in told[2]
 
 
-def test_told_to_end_it_answers_what_is_at_hand_and_closes_the_idle() -> None:
+def test_ordered_to_end_it_answers_what_is_there_and_closes_the_idle() -> None:
     with Guarded(Limits()) as server, server.connect() as idle, server.connect() as busy:
         busy.sendall(request("/wait"))
         eventually(lambda: "/wait" in server.begun)
@@ -620,7 +660,7 @@ def test_told_to_end_it_answers_what_is_at_hand_and_closes_the_idle() -> None:
 
 
 @pytest.mark.parametrize("waits_s", [0.0, 0.6])
-def test_told_to_end_it_waits_no_longer_than_the_last_of_those_that_wait(
+def test_ordered_to_end_it_waits_no_longer_than_its_last_request(
     monkeypatch: pytest.MonkeyPatch, waits_s: float
 ) -> None:
     monkeypatch.setattr("precompute.store.http.guard.server.GRACE_S", 0.1)
@@ -648,7 +688,7 @@ def test_told_to_end_it_waits_no_longer_than_the_last_of_those_that_wait(
         assert overdue[0] >= until
 
 
-def test_told_to_end_it_waits_for_no_client_longer_than_it_says(
+def test_ordered_to_end_it_waits_for_no_client_longer_than_it_says(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("precompute.store.http.guard.server.GRACE_S", 0.3)

@@ -40,7 +40,7 @@ from tests.world import LOOKUP, PUBLISHED, ROW, SEARCH, World
         ("a," * (MOST_PARTS - 1) + "max-age=1", CacheControl(max_age_s=1)),
     ],
 )
-def test_what_cache_control_asks(header: str | None, asked: CacheControl | None) -> None:
+def test_what_cache_control_demands(header: str | None, asked: CacheControl | None) -> None:
     assert cache_control(None if header is None else header.encode()) == asked
 
 
@@ -121,7 +121,7 @@ def statuses(world: World, control: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("control", "expected"), DIRECTIVES)
-def test_rows_that_are_not_as_fresh_as_asked_are_missing_on_every_path(
+def test_rows_older_than_cache_control_allows_are_missing(
     tmp_path: Path, control: str, expected: str
 ) -> None:
     world = World(tmp_path, AGES, fallback=False)
@@ -305,7 +305,7 @@ def test_caches_learn_the_same_of_a_row_on_every_path(tmp_path: Path) -> None:
     ("loaded", "shown"),
     [(True, "the model answers misses"), (False, "no model answers misses now")],
 )
-def test_whether_the_model_is_loaded_is_told_to_who_looks(
+def test_readyz_and_the_problem_say_whether_the_model_is_loaded(
     tmp_path: Path, loaded: bool, shown: str
 ) -> None:
     world = World(tmp_path, {"new": 1.0})

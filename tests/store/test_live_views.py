@@ -34,7 +34,7 @@ class Remote(MemoryStore):
 @pytest.mark.parametrize(
     ("path", "status"), [("/readyz", 503), ("/metrics", 200), ("/", 200), ("/v1/views", 503)]
 )
-def test_a_store_that_goes_away_between_two_views_is_told_of(path: str, status: int) -> None:
+def test_a_store_that_goes_away_between_two_views_is_reported(path: str, status: int) -> None:
     app = create_app(Lookup(Remote()))
     reply = call(app, "GET", path)
     assert reply.status == status

@@ -6,9 +6,10 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -27,7 +28,7 @@ from precompute.store.answers.plan import ANSWER_FIELDS
 from precompute.store.disk.record import plain, replace
 from precompute.store.errors import ConfigError, OnlineStoreError, RequestError, VectorIndexError
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
-from precompute.store.http.metrics import Metrics
+from precompute.store.http.metrics import LiveViews, Metrics
 from precompute.store.keys import key_text
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
@@ -38,6 +39,7 @@ from precompute.store.online.url import open_online_store
 from precompute.store.times import Reason
 from precompute.store.vectors.index_build import build_index
 from precompute.store.vectors.index_files import VECTORS, index_figures
+from precompute.store.vectors.vector_index import VectorIndex
 from precompute.store.wire.lookup_options import MAX_NEIGHBOURS, LookupOptions
 from tests.memory_store import MemoryStore
 from tests.redis_process import free_port
@@ -357,9 +359,7 @@ def test_one_row_is_the_same_by_every_path_and_beside_any_neighbour(house: House
 @pytest.mark.parametrize(
     "names", [["label"], ["top", "double"], [f.name for f in FEATURES][::-1], []], ids=str
 )
-def test_a_part_of_the_features_comes_in_the_order_asked_for(
-    house: House, names: list[str]
-) -> None:
+def test_some_features_come_in_the_order_of_the_request(house: House, names: list[str]) -> None:
     house.publish(ROWS)
     lookup = house.lookup()
     assert lookup.get("things", ["new"], features=names).schema.names[len(ANSWER_FIELDS) :] == names
@@ -453,7 +453,7 @@ def test_a_lookup_opened_by_url_answers_by_the_wall_clock(tmp_path: Path) -> Non
     lookup.close()
 
 
-def test_views_tell_what_is_live_and_how_old_the_oldest_row_is(house: House) -> None:
+def test_views_say_what_is_live_and_how_old_the_oldest_row_is(house: House) -> None:
     lookup = house.lookup()
     assert lookup.views() == []
     house.publish({"a": Row(1.0, 2.5), "b": Row(1.0, 12.0)}, 3, metric="l2")
@@ -763,7 +763,7 @@ def test_keys_of_several_columns_are_searched_by_and_excluded_too(house: House) 
         assert refused(partial(lookup.search, "things", **arguments)) == (400, "bad_key")
 
 
-def test_a_search_drops_what_has_expired_and_tells_what_is_stale(house: House) -> None:
+def test_a_search_drops_what_has_expired_and_marks_what_is_stale(house: House) -> None:
     rows = {"fresh": Row(1.0), "stale": Row(2.0, 12.0), "expired": Row(3.0, 16.0), "far": Row(9.0)}
     house.publish(rows, metric="l2")
     lookup = house.lookup()
@@ -776,7 +776,7 @@ def test_a_search_drops_what_has_expired_and_tells_what_is_stale(house: House) -
     assert refused(lambda: lookup.search("things", key="expired"))[0] == 404
 
 
-def test_a_search_after_a_view_began_anew_is_in_its_own_index(house: House) -> None:
+def test_a_search_after_a_view_began_again_is_in_its_own_index(house: House) -> None:
     """Ended with its data, a view has epoch and generation 1 once more, and an index of the same
     name."""
     house.publish(NEIGHBOURS, metric="l2", at="2026-01-01T00:00:00Z")
@@ -786,6 +786,46 @@ def test_a_search_after_a_view_began_anew_is_in_its_own_index(house: House) -> N
     house.publish({"k5": Row(0.0), "new": Row(7.0)}, metric="dot", at="2026-01-01T00:00:01Z")
     answer = lookup.search("things", key="k5", k=5)
     assert (answer["snapshot"], answer["metric"], found(answer)) == (1, "dot", [("new", 1.0)])
+
+
+def test_an_index_that_opens_slowly_holds_up_no_other_views_search(
+    memory: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def opened(base: Path, *more: Any) -> VectorIndex:
+        if "slow" in base.parts:
+            begun.set()
+            assert go_on.wait(30)
+        return VectorIndex(base, *more)
+
+    monkeypatch.setattr("precompute.store.answers.search.VectorIndex", opened)
+    for name in ("things", "slow"):
+        memory.publish(NEIGHBOURS, name=name, metric="l2")
+    lookup = memory.lookup()
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(lookup.search, "slow", key="k5", k=1)
+        assert begun.wait(30)
+        quick = threads.submit(lookup.search, "things", key="k5", k=1)
+        try:
+            assert found(quick.result(10)) == [("k4", 1.0)]
+        finally:
+            go_on.set()
+        assert found(slow.result(30)) == [("k4", 1.0)]
+
+
+def test_the_index_of_a_view_that_was_dropped_is_let_go(house: House) -> None:
+    """Its files are removed, and take their place on the disk for as long as they are mapped."""
+    house.publish(NEIGHBOURS, metric="l2")
+    lookup, maps = house.lookup(), Path("/proc/self/maps")
+    views, index = LiveViews(lookup), str(house.root / "things/index")
+    lookup.search("things", key="k5", k=1)
+    views.read()
+    assert index in maps.read_text()
+    house.online.forget("things")
+    views.read()
+    gc.collect()
+    assert index not in maps.read_text()
 
 
 def test_a_search_leaves_out_the_damaged_and_finds_the_others(house: House) -> None:
@@ -949,7 +989,7 @@ def test_a_search_is_narrowed_by_features_and_by_keys(house: House) -> None:
     assert refused(lambda: near(only=["k"] * (MAX_KEYS + 1))) == (413, "too_many_keys")
 
 
-def test_a_search_that_cannot_be_answered_as_asked_is_refused(memory: House) -> None:
+def test_a_search_that_cannot_be_answered_is_refused(memory: House) -> None:
     memory.publish(NEIGHBOURS | {"null": Row(0.0, null=True)}, metric="l2")
     memory.publish(NEIGHBOURS, name="plain")
     lookup = memory.lookup()
@@ -1156,7 +1196,7 @@ def test_a_row_that_comes_after_the_answer_does_not_change_it(memory: House) -> 
     assert from_rows(answer.rows()) == from_table(answer.table()) == [gone("nobody", "deadline")]
 
 
-def test_an_error_nobody_foresaw_is_not_taken_for_a_miss(behind: House) -> None:
+def test_an_unexpected_error_is_not_taken_for_a_miss(behind: House) -> None:
     lookup = behind.lookup(Scripted({"nobody": ZeroDivisionError("a bug"), "other": Row(1.0)}))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         lookup.get("things", ["other", "nobody"])
@@ -1188,7 +1228,7 @@ def test_inputs_come_to_the_fallback_under_the_key_texts(memory: House) -> None:
     assert [(wanted, given) for _, wanted, given in fallback.calls] == [(["b%2F/2"], inputs)] * 2
 
 
-def test_a_search_by_inputs_asks_the_model_for_the_vector(behind: House) -> None:
+def test_a_search_by_inputs_has_the_model_make_the_vector(behind: House) -> None:
     fallback = Scripted({"query": Row(3.0)})
     answer = behind.lookup(fallback).search("things", inputs={"x": 3.0}, k=2)
     assert found(answer)[0][0] == "just fresh"

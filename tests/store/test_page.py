@@ -42,7 +42,7 @@ from precompute.store.http.telemetry.instruments import BUCKETS, Meter
 from precompute.store.offline.runs import Report, Runs
 from tests.world import World
 
-TOLD: dict[str, Any] = {
+DETAILS: dict[str, Any] = {
     "view": "films",
     "entity": ["film_id"],
     "features": [
@@ -96,7 +96,7 @@ class Parsed(HTMLParser):
 
 
 def harmless(page: Parsed) -> None:
-    """Nothing in it runs, is fetched or is styled from what it was told."""
+    """Nothing in it runs, is fetched or is styled from the texts that it shows."""
     assert not page.all("script")
     assert len(page.all("style")) == 1
     for tag, attributes in page.elements:
@@ -133,7 +133,7 @@ NOW_S = 1795312800.0
 """2026-11-22T02:00:00Z."""
 
 
-def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
+def test_it_shows_a_view_its_runs_and_its_requests() -> None:
     meter = Meter()
     meter.counter(counted.ROWS, "films", "fresh", "store", "").add(90)
     meter.counter(counted.ROWS, "films", "missing", "", "deadline").add(10)
@@ -146,7 +146,7 @@ def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
             Figures(
                 [
                     ViewFigures(
-                        TOLD,
+                        DETAILS,
                         RUNS,
                         trouble="the online store lost rows of it; they are being loaded again",
                     )
@@ -192,7 +192,7 @@ def test_it_shows_what_was_answered_without_a_model() -> None:
         meter.counter(counted.SEMANTIC_CACHE, "films", outcome).add(rows)
     meter.counter(counted.SEMANTIC_CACHE, "others", "far").add(2)
     meter.counter(counted.SEMANTIC_SIMILARITY, "films").add(3.8)
-    details = TOLD | {"semantic_cache": {"view": "vectors", "threshold": 0.94}}
+    details = DETAILS | {"semantic_cache": {"view": "vectors", "threshold": 0.94}}
     page = Parsed(status_page(Figures([ViewFigures(details)], totals(meter), True, NOW_S)))
     harmless(page)
     for text in (
@@ -203,7 +203,7 @@ def test_it_shows_what_was_answered_without_a_model() -> None:
         "similar inputs of others 0 2 calls saved not found calls saved; 2 far",
     ):
         assert text in page.text
-    assert "Caches" not in Parsed(status_page(Figures([ViewFigures(TOLD)]))).texts
+    assert "Caches" not in Parsed(status_page(Figures([ViewFigures(DETAILS)]))).texts
 
 
 def test_without_a_view_it_says_what_to_do() -> None:
@@ -213,9 +213,9 @@ def test_without_a_view_it_says_what_to_do() -> None:
     assert not page.all("form")
 
 
-def test_a_store_that_does_not_answer_is_told() -> None:
+def test_a_store_that_does_not_answer_is_shown() -> None:
     page = Parsed(
-        status_page(Figures([ViewFigures(TOLD, (), readable=False)], store_answers=False))
+        status_page(Figures([ViewFigures(DETAILS, (), readable=False)], store_answers=False))
     )
     assert "The online store does not answer: this is what was last known." in page.texts
     assert "what is live cannot be read now: this was last known" in page.texts
@@ -224,8 +224,8 @@ def test_a_store_that_does_not_answer_is_told() -> None:
 EVIL = "\"><script>alert(1)</script><img src=x onerror=alert(1)>'&amp;<!--"
 
 
-def test_nothing_it_is_told_becomes_markup() -> None:
-    details = TOLD | {
+def test_no_text_becomes_markup() -> None:
+    details = DETAILS | {
         "view": EVIL,
         "entity": [EVIL],
         "model": EVIL,
@@ -246,7 +246,7 @@ def test_nothing_it_is_told_becomes_markup() -> None:
 
 
 def test_its_policy_names_its_only_style_and_nothing_else() -> None:
-    page = status_page(Figures([ViewFigures(TOLD, RUNS)], at_s=NOW_S))
+    page = status_page(Figures([ViewFigures(DETAILS, RUNS)], at_s=NOW_S))
     style = page.partition("<style>")[2].partition("</style>")[0]
     hashed = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert (
@@ -265,7 +265,7 @@ def test_the_mark_stands_at_the_age(age_s: float, at: float) -> None:
 
 def test_limits_of_zero_have_a_bar_too() -> None:
     assert age_mark(5.0, 0.0, 0.0) == 0.99
-    page = Parsed(status_page(Figures([ViewFigures(TOLD | {"age_s": None, "status": None})])))
+    page = Parsed(status_page(Figures([ViewFigures(DETAILS | {"age_s": None, "status": None})])))
     assert not [rect for rect in page.all("rect") if rect["class"] == "mark"]
 
 
@@ -288,7 +288,7 @@ def test_runs_stand_in_their_time_and_by_what_came_of_them() -> None:
         "2026-11-19T02:00:00Z run: published, snapshot 7",
         4 * 86400,
     )
-    page = Parsed(status_page(Figures([ViewFigures(TOLD, RUNS)], at_s=NOW_S)))
+    page = Parsed(status_page(Figures([ViewFigures(DETAILS, RUNS)], at_s=NOW_S)))
     assert [mark["class"] for mark in page.all("circle")] == ["f-fresh", "f-other"]
     assert run_marks([], NOW_S)[0] == []
 
@@ -313,7 +313,7 @@ def test_quantiles_are_upper_ends_of_buckets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "asked"),
+    ("query", "question"),
     [
         (b"", Question()),
         (b"view=a&q=1", Question("a", "1", LOOKUP)),
@@ -327,8 +327,8 @@ def test_quantiles_are_upper_ends_of_buckets() -> None:
         (b"\xff\xfe=%FF", Question()),
     ],
 )
-def test_a_question_is_read_from_the_address(query: bytes, asked: Question) -> None:
-    assert Question.of(query) == asked
+def test_a_question_is_read_from_the_address(query: bytes, question: Question) -> None:
+    assert Question.of(query) == question
 
 
 def test_values_are_shown_short() -> None:
@@ -367,7 +367,7 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(
         meter.counter(counted.CACHE, name, "hit").add(1_234_567_890)
     meter.counter(counted.FALLBACK_ROWS, "films", "unknown_entity").add(1_234_567)
     meter.counter(counted.SEMANTIC_CACHE, "films", "hit").add(5)
-    details = TOLD | {
+    details = DETAILS | {
         "view": "a_view_whose_name_is_as_long_as_names_may_be_in_this_world_63ch",
         "model": "f" * 64,
     }
@@ -375,7 +375,7 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(
         ViewFigures(
             details, RUNS, trouble="the online store lost rows of it; they are being loaded again"
         ),
-        ViewFigures(TOLD, RUNS),
+        ViewFigures(DETAILS, RUNS),
     ]
     page = status_page(
         Figures(views, totals(meter), False, NOW_S),
@@ -419,7 +419,7 @@ def test_trouble_comes_first_and_texts_are_for_views_that_take_one() -> None:
             for field in ("status", "takes_text", "fallback", "model_ready")
             if field in figures
         }
-        return ViewFigures(TOLD | {"view": name} | details, **figures)
+        return ViewFigures(DETAILS | {"view": name} | details, **figures)
 
     views = [
         view("a_good", fallback=False, model_ready=False),
@@ -458,8 +458,8 @@ def test_what_a_search_found_has_bars_from_0_and_what_a_person_knows_it_by(
     world = World(tmp_path, {"a": 1.0}, fallback=False)
     wanted: list[Any] = []
 
-    def search(view: str, **asked: Any) -> Any:
-        wanted.append(asked["features"])
+    def search(view: str, **words: Any) -> Any:
+        wanted.append(words["features"])
         row = {"key": "b", "status": "fresh", "age_s": 1.0, "features": {"double": 0.25}}
         return {"metric": metric, "rows": [row | {"score": score} for score in scores]}
 
@@ -493,7 +493,7 @@ def test_a_row_shows_its_texts_before_numbers_and_vectors_last(
 def test_the_page_links_reports_and_shows_those_of_views_alone(tmp_path: Path) -> None:
     world = World(tmp_path, {"a": 1.0}, fallback=False)
     page = Page(
-        world.lookup, Meter(), lambda: ([ViewFigures(TOLD | {"view": "things"}, RUNS)], True)
+        world.lookup, Meter(), lambda: ([ViewFigures(DETAILS | {"view": "things"}, RUNS)], True)
     )
     for folder in ("things", "others", "things/refs"):
         (tmp_path / folder).mkdir()

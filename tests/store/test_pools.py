@@ -139,7 +139,9 @@ def test_searches_whose_callers_hang_up_leave_their_places(tmp_path: Path) -> No
     stays.check_problem(503, "shed")
 
 
-def test_a_call_has_what_its_caller_is_traced_by_and_leaves_its_place() -> None:
+def test_a_call_has_what_its_caller_is_traced_by_and_leaves_its_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scene() -> list[str | None]:
         pool, told = Pool("read", 1, 0), []
         for trace in ("00-1", None, "00-2"):
@@ -157,15 +159,17 @@ def test_a_call_has_what_its_caller_is_traced_by_and_leaves_its_place() -> None:
     async def without_room() -> str:
         pool, usual = Pool("read", 1, 0), threading.stack_size(2**46)
         try:
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                await pool.run(str)
+            for _ in range(2):
+                with pytest.raises(RequestError, match="no thread can be started now"):
+                    await pool.run(str)
         finally:
             threading.stack_size(usual)
         return await pool.run(str, 1)
 
     assert asyncio.run(scene()) == ["00-1", None, "00-2"]
-    # nor does a call hold one for which the system had no thread
+    # nor does a call hold one for which the system had no thread; the operator reads of it once
     assert asyncio.run(without_room()) == "1"
+    assert caplog.messages == ["read: can't start new thread"]
 
 
 # ---- requests that wait for a model

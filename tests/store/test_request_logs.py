@@ -133,7 +133,7 @@ def test_a_log_moved_away_is_begun_again_and_two_processes_share_one(tmp_path: P
     assert (tmp_path / "first").read_text() != (tmp_path / "second").read_text()
 
 
-def test_a_log_that_cannot_be_written_stops_nobody_and_is_told_once(
+def test_a_log_that_cannot_be_written_stops_no_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "folder" / "access.log"
@@ -228,7 +228,7 @@ def test_a_request_is_a_span_under_its_callers_with_its_stages_below(
     ]
 
 
-def test_every_request_is_traced_where_all_are_asked_for(
+def test_every_request_is_traced_where_the_share_is_one(
     collector: tuple[str, Callable[[], list[Any]]],
 ) -> None:
     address, spans = collector

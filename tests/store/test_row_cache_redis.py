@@ -92,14 +92,14 @@ class Readers:
     async def _one(self, i: int) -> None:
         while not self._ended.is_set():
             i += 1
-            asked_s = time.monotonic()
+            sent_s = time.monotonic()
             reply = await exchange(self.app, *scope_of("GET", f"/v1/views/numbers/rows/{i % KEYS}"))
             if reply.status == 200 and reply.json["status"] == "fresh":
                 row = reply.json
                 # one snapshot's, whole
                 assert row["features"] == {"x": row["snapshot"], "v": [row["snapshot"]] * 64}
                 assert row["model"] == f"m{row['snapshot']}"
-                self.fresh.append((asked_s, row["snapshot"]))
+                self.fresh.append((sent_s, row["snapshot"]))
             else:
                 self.others.append("stale" if reply.status == 200 else reply.status)
             await asyncio.sleep(0.001)
@@ -116,10 +116,10 @@ class Readers:
         """Answers of a snapshot after which another one was acknowledged to be live longer ago than
         is allowed."""
         return [
-            (asked_s, snapshot)
-            for asked_s, snapshot in self.fresh
+            (sent_s, snapshot)
+            for sent_s, snapshot in self.fresh
             if any(
-                number > snapshot and asked_s > at_s + KNOWN_S for number, at_s in flipped.items()
+                number > snapshot and sent_s > at_s + KNOWN_S for number, at_s in flipped.items()
             )
         ]
 

@@ -238,7 +238,7 @@ def said(row: dict[str, Any], view: str) -> tuple[Any, ...]:
     )
 
 
-def test_a_view_that_cannot_answer_keeps_no_other_from_it(lookup: Lookup, server: Server) -> None:
+def test_a_view_that_cannot_answer_fails_no_other(lookup: Lookup, server: Server) -> None:
     first, second, ninth = lookup.service(
         "everything", {"id": [1, 2, 9], "item": ["50%", "x", "x"]}
     ).to_pylist()

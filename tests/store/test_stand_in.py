@@ -32,6 +32,7 @@ from precompute.testing import StandIn, stand_in
 from tests import REPOSITORY
 from tests.hostile import Hostile
 from tests.server import Server, make_folder
+from tests.store.test_client_faults import problem
 from tests.test_packaging import ABSENT, declared
 
 __all__ = ["stand_in"]
@@ -241,37 +242,26 @@ FAILURES: dict[str, tuple[PrecomputeError, Callable[[Any], None] | None]] = {
     "busy": (
         OverloadedError("40 calls are in hand already", retry_after_s=1),
         lambda visit: visit.answer(
-            503, problem(503, "busy", "40 calls are in hand already"), b"Retry-After: 1"
+            503, problem(503, "busy", detail="40 calls are in hand already"), b"Retry-After: 1"
         ),
     ),
     "its store is gone": (
         OnlineStoreError("the online store does not answer"),
         lambda visit: visit.answer(
-            503, problem(503, "store_unavailable", "the online store does not answer")
+            503, problem(503, "store_unavailable", detail="the online store does not answer")
         ),
     ),
     "no token": (
         DeniedError("no token", status=401, code="no_token"),
-        lambda visit: visit.answer(401, problem(401, "no_token", "no token")),
+        lambda visit: visit.answer(401, problem(401, "no_token", detail="no token")),
     ),
     "too many keys": (
         RequestError("too many", status=413, code="too_many_keys"),
-        lambda visit: visit.answer(413, problem(413, "too_many_keys", "too many")),
+        lambda visit: visit.answer(413, problem(413, "too_many_keys", detail="too many")),
     ),
     "nobody there": (NoAnswerError("gone"), None),
     "too late": (DeadlineError("late"), lambda visit: visit.hold()),
 }
-
-
-def problem(status: int, code: str, detail: str) -> bytes:
-    return msgspec.json.encode(
-        {
-            "type": f"urn:precompute:problem:{code}",
-            "title": code,
-            "status": status,
-            "detail": detail,
-        }
-    )
 
 
 def raised(client: Client) -> PrecomputeError:

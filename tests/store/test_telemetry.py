@@ -56,7 +56,7 @@ def test_a_histogram_counts_up_to_the_end_of_a_bucket_and_beyond_the_last() -> N
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_every_instrument_is_told_under_its_name_with_its_labels(
+def test_every_instrument_is_shown_under_its_name_with_its_labels(
     tmp_path: Path, shared: bool
 ) -> None:
     meter = Meter(tmp_path if shared else None)
@@ -76,7 +76,7 @@ def test_every_instrument_is_told_under_its_name_with_its_labels(
         assert value == (-i if instrument.kind in (Kind.GAUGE, Kind.HIGHEST) else i)
 
 
-def test_what_is_looked_up_when_asked_stands_in_place_of_what_was_counted() -> None:
+def test_what_is_looked_up_stands_in_place_of_what_was_counted() -> None:
     meter = Meter()
     meter.gauge(LIVE_SNAPSHOT, "gone").set(1)
     told = samples(meter, numbers=3)
@@ -98,7 +98,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_any_process_tells_what_all_counted_also_those_that_were_killed(tmp_path: Path) -> None:
+def test_any_process_shows_what_all_counted_the_killed_too(tmp_path: Path) -> None:
     own = Meter(tmp_path, "worker-0")
     own.counter(PROBLEMS, "shed").add(2)
     own.gauge(FALLBACK_QUEUE, "numbers").set(1)
@@ -128,7 +128,7 @@ def test_any_process_tells_what_all_counted_also_those_that_were_killed(tmp_path
     assert told()["shed"] == 13
 
 
-def test_a_series_whose_line_was_cut_by_a_kill_begins_anew(tmp_path: Path) -> None:
+def test_a_series_whose_line_was_cut_by_a_kill_begins_again(tmp_path: Path) -> None:
     meter = Meter(tmp_path, "worker-0")
     meter.counter(PROBLEMS, "shed").add(3)
     meter.close()
@@ -190,7 +190,7 @@ def test_a_process_knows_its_memory_and_its_open_files() -> None:
     assert 3 <= told["precompute_process_open_files", (("process", "worker-3"),)] < 1e5
 
 
-def test_a_folder_that_is_not_there_is_told() -> None:
+def test_a_folder_that_is_not_there_is_an_error() -> None:
     with pytest.raises(PrecomputeError, match="metrics cannot be stored in /nowhere"):
         Meter(Path("/nowhere"))
 

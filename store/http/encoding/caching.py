@@ -8,10 +8,11 @@ import math
 import re
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.plan import AnswerPlan
@@ -38,8 +39,14 @@ _DIRECTIVE = re.compile(
     r"""([!#$%&'*+.^_`|~0-9A-Za-z-]+)(?:=(?:"((?:[^"\\]|\\.)*)"|([^\s",;]*)))?"""
 )
 _SECONDS = {"max-age": "max_age_s", "min-fresh": "min_fresh_s", "max-stale": "max_stale_s"}
-_LONGEST_CACHED = 128
-"""Bytes of a header whose parsed meaning is cached: those of services are short and few."""
+_Parsed = TypeVar("_Parsed")
+
+
+def cached_if_short(parse: Callable[[bytes], _Parsed]) -> Callable[[bytes], _Parsed]:
+    """``parse``, which remembers what 256 headers or query strings mean, of those that are short:
+    a service sends few different ones."""
+    cached = lru_cache(256)(parse)
+    return lambda text: cached(text) if len(text) <= 256 else parse(text)
 
 
 def cache_control(header: bytes | None) -> CacheControl | None:
@@ -53,9 +60,10 @@ def cache_control(header: bytes | None) -> CacheControl | None:
         return None
     if header.count(b",") >= MOST_PARTS:
         raise RequestError(f"Cache-Control has at most {MOST_PARTS} directives")
-    return _cached_demands(header) if len(header) <= _LONGEST_CACHED else _parsed(header)
+    return _parsed(header)
 
 
+@cached_if_short
 def _parsed(header: bytes) -> CacheControl | None:
     wanted: dict[str, float | bool] = {}
     for found in _DIRECTIVE.finditer(header.decode("latin-1")):
@@ -71,9 +79,6 @@ def _parsed(header: bytes) -> CacheControl | None:
             stricter = max if name == "min-fresh" else min
             wanted[field] = stricter(seconds, wanted.get(field, seconds))
     return CacheControl(**wanted) if wanted else None  # type: ignore[arg-type]
-
-
-_cached_demands = lru_cache(256)(_parsed)
 
 
 def _seconds(name: str, text: str | None) -> float:

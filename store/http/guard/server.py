@@ -26,6 +26,7 @@ from precompute.store.http.guard.connections import (
 )
 from precompute.store.http.guard.limits import Limits
 from precompute.store.http.guard.protocol import LimitedProtocol
+from precompute.store.http.messages import client_of
 from precompute.store.http.telemetry.instruments import Meter
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class Acceptor:
                 self._pause()
                 return
             accepted.setblocking(False)
-            client = address[0] if isinstance(address, tuple) else ""
+            client = client_of({"client": address} if isinstance(address, tuple) else {})
             self._connections.accepted(client)
             task = self._loop.create_task(self._connect(accepted, client))
             self._handshakes[task] = None

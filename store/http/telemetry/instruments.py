@@ -17,13 +17,13 @@ import threading
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from precompute.store.disk.durable_file import allocate
 from precompute.store.disk.record import Record, read_record, sealed
@@ -488,10 +488,8 @@ class Caller(NamedTuple):
         return None if trace is None else cls(trace, time.time_ns())
 
 
-class Tell(Protocol):
-    """:meth:`precompute.store.http.telemetry.tracing.Spans.tell`."""
-
-    def __call__(self, trace: str, name: str, began_ns: int, ended_ns: int, rows: int) -> None: ...
+Tell = Callable[[str, str, int, int, int], None]
+""":meth:`precompute.store.http.telemetry.tracing.Spans.tell`."""
 
 
 class Batches:
