@@ -325,15 +325,15 @@ def test_what_more_rows_will_hardly_be_below() -> None:
     )
 
     off = right + 0.05 * rng.standard_normal((128, 8), np.float32)
-    told = least(batch(right), batch(off), view, LIMITS)
+    bounds = least(batch(right), batch(off), view, LIMITS)
     found = compare(batch(right), batch(off), view, LIMITS).features["vector"]
-    assert told is not None
+    assert bounds is not None
     assert found.recall_at_10 == pytest.approx(neighbour_recalls(right, off).mean())
     spread = neighbour_recalls(right, off).std(ddof=1) / 128**0.5
-    assert told.features["vector"].recall_at_10 == pytest.approx(
+    assert bounds.features["vector"].recall_at_10 == pytest.approx(
         found.recall_at_10 - 3 * spread - EASIER
     )
-    assert told.features["vector"].min_cosine == found.min_cosine
+    assert bounds.features["vector"].min_cosine == found.min_cosine
     # of many draws of as many rows, nearly none is below
     every = rng.standard_normal((20_000, 8), np.float32)
     cosines = row_cosines(every, every + 0.05 * rng.standard_normal((20_000, 8), np.float32))

@@ -184,9 +184,9 @@ def test_a_batch_that_does_not_fit_is_computed_in_parts() -> None:
 def test_a_row_that_breaks_the_context_is_rejected_alone(tmp_path: Path) -> None:
     notes = gpu_parts.Notes(tmp_path / "notes", time.monotonic() + 600)
     gpu_parts.lost(notes, DEVICE, gpu_parts.SIZES["cpu"])
-    (told,) = engine_gpu._read(tmp_path / "notes").values()
+    (note,) = engine_gpu._read(tmp_path / "notes").values()
     stage = "worker" if ON_A_GPU else "model"
-    assert told.startswith(f"row 37 rejected at stage {stage!r}, 63 others computed")
+    assert note.startswith(f"row 37 rejected at stage {stage!r}, 63 others computed")
 
 
 @pytest.mark.parametrize(

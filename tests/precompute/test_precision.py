@@ -190,7 +190,7 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         (
             "fp16-onnx",
@@ -203,9 +203,9 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
     ],
 )
 def test_a_backend_that_a_precision_has_not_is_refused_in_the_views_words(
-    name: str, told: str
+    name: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^{told}$"):
+    with pytest.raises(ConfigError, match=f"^{message}$"):
         technique(name)
 
 
@@ -452,8 +452,8 @@ def test_a_size_that_no_example_showed_is_refused_and_not_computed(tmp_path: Pat
     model = mlp()
     convert(model, technique("fp32-onnx"), lambda: [rows(5), rows(5, 1)], tmp_path)
     assert outputs(model, rows(5, 2))[0].shape == (5, 4)
-    told = "^precision fp32-onnx: dimension 0 of input 0 was 5 in all rows that the conversion was shown, and is 6 now: choose fp32-compile"
-    with pytest.raises(ModelError, match=told):
+    message = "^precision fp32-onnx: dimension 0 of input 0 was 5 in all rows that the conversion was shown, and is 6 now: choose fp32-compile"
+    with pytest.raises(ModelError, match=message):
         outputs(model, rows(6))
 
 
@@ -607,7 +607,7 @@ def test_compiled_code_is_kept_apart_by_instruction_set(monkeypatch: pytest.Monk
     )  # pytest restores them; torch deprecates parts of what it imports
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    kept = []
+    folders = []
     for capability, given in (
         ("AVX2", None),
         ("AVX512", default_cache_dir()),
@@ -620,5 +620,5 @@ def test_compiled_code_is_kept_apart_by_instruction_set(monkeypatch: pytest.Monk
             torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability
         )
         pytorch.compiled(torch.nn.Linear(2, 2))
-        kept.append(os.environ["TORCHINDUCTOR_CACHE_DIR"].removeprefix(default_cache_dir()))
-    assert kept == ["_avx2", "_avx512", "/of/my/own"]
+        folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"].removeprefix(default_cache_dir()))
+    assert folders == ["_avx2", "_avx512", "/of/my/own"]

@@ -97,16 +97,16 @@ def test_each_team_is_recommended_its_own_items(trained: Path) -> None:
 
 
 def test_the_loss_falls_and_every_epoch_is_told(tmp_path: Path) -> None:
-    told: list[tuple[int, float]] = []
-    train(tmp_path / "t", epochs=10, progress=lambda epoch, loss: told.append((epoch, loss)))
-    assert [epoch for epoch, _ in told] == list(range(1, 11))
-    assert told[-1][1] < told[0][1]
+    reported: list[tuple[int, float]] = []
+    train(tmp_path / "t", epochs=10, progress=lambda epoch, loss: reported.append((epoch, loss)))
+    assert [epoch for epoch, _ in reported] == list(range(1, 11))
+    assert reported[-1][1] < reported[0][1]
 
 
 def test_an_unknown_user_is_placed_by_the_other_fields(trained: Path) -> None:
     new = pa.table({"user_id": [999, 1000, None], "team": ["even", "odd", "odd"]})
     scores = vectors(trained, "user", new) @ vectors(trained, "item", ITEMS).T
-    # which is why the key counts where rows are kept by their inputs
+    # which is why the key counts where rows are cached by their inputs
     assert TwoTower(str(trained), "user").reads() == ["user_id", "team"]
     best = np.argsort(-scores, axis=1)[:, : N_ITEMS // 2] % 2
     assert best.tolist() == [[0] * 5, [1] * 5, [1] * 5]
