@@ -273,8 +273,17 @@ def _fields(table: pa.Table, columns: Mapping[str, bool]) -> list[Field]:
 def _text(
     batch: pa.RecordBatch | pa.Table, column: str, multiple: bool
 ) -> tuple[pa.Array, npt.NDArray[np.int64]]:
-    """(all tokens in a row, tokens per row); a null is one empty token, which no vocabulary has."""
+    """(all tokens in a row, tokens per row); a null is one empty token, which no vocabulary has.
+
+    Raises:
+        ModelError: the column holds lists.
+    """
     values = batch.column(column)
+    if pa.types.is_nested(values.type):
+        raise ModelError(
+            f"two_tower: column {column!r} is {values.type}, neither an id nor a text with tokens:"
+            f" write array_to_string({column}, ' ') in the source"
+        )
     values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     text = pc.fill_null(pc.cast(values, pa.string()), "")
     if not multiple:

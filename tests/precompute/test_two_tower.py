@@ -169,6 +169,11 @@ def test_on_a_gpu_nothing_waits_and_graphs_are_for_one_token_a_row(
 def test_ids_may_be_text_or_numbers(trained: Path) -> None:
     texts = USERS.set_column(0, "user_id", USERS["user_id"].cast(pa.string()))
     np.testing.assert_array_equal(vectors(trained, "user", texts), vectors(trained, "user", USERS))
+    lists = ITEMS.set_column(1, "genres", pa.array([["a"]] * N_ITEMS))
+    with pytest.raises(
+        ModelError, match=r"'genres' is list.*: write array_to_string\(genres, ' '\)"
+    ):
+        vectors(trained, "item", lists)
 
 
 def test_the_fingerprint_is_of_the_files_bytes_and_the_tower(trained: Path, tmp_path: Path) -> None:
