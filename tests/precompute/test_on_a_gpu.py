@@ -28,7 +28,7 @@ from precompute.store.vectors import faiss_index
 from precompute.students.text_student import FewerLayers, Int8Aware, Narrow, Pruned
 from precompute.students.training import Recipe
 from precompute.techniques.conversion import convert, use_variant
-from precompute.techniques.same_value import tolerance
+from precompute.techniques.row_errors import tolerance
 from precompute.techniques.table import TABLE
 from precompute.techniques.technique import technique
 from precompute.text.unpadded import UnpaddedTransformer, computes_the_same

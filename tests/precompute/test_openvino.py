@@ -22,7 +22,7 @@ from precompute.store.errors import ConfigError
 from precompute.techniques import openvino
 from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.machine import has_bf16, has_int8_products
-from precompute.techniques.same_value import relative_errors, tolerance
+from precompute.techniques.row_errors import relative_errors, tolerance
 from precompute.techniques.technique import technique
 from tests.precompute.test_precision import (
     Arithmetic,

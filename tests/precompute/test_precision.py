@@ -32,8 +32,8 @@ from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.onednn import PerRowLinear, fitted
 from precompute.techniques.pytorch import Fp8Linear, Int4Linear, Int8Linear
-from precompute.techniques.same_value import relative_errors
-from precompute.techniques.same_value import tolerance as tolerance_of
+from precompute.techniques.row_errors import relative_errors
+from precompute.techniques.row_errors import tolerance as tolerance_of
 from precompute.techniques.table import TABLE, technique_name, words
 from precompute.techniques.technique import copied, technique
 from precompute.text.bert import Bert, BertConfig

@@ -18,9 +18,9 @@ from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.conversion import use_variant
-from precompute.techniques.same_value import (
+from precompute.techniques.row_errors import (
     MARGIN,
-    MOST,
+    MOST_APART,
     NOISE,
     ROUNDING,
     differing,
@@ -125,7 +125,9 @@ def test_as_much_as_is_allowed_is_the_same_value_and_nothing_else_is(
     right = np.roll(wrong["the next row's"], -1, axis=0).astype(np.float64)
     noise = np.random.default_rng(0).standard_normal(right.shape)
     noise *= (
-        0.9 * min(noise_of(name) * MARGIN, MOST) / relative_errors(right, right + noise)[:, None]
+        0.9
+        * min(noise_of(name) * MARGIN, MOST_APART)
+        / relative_errors(right, right + noise)[:, None]
     )
     check(name, right, right + noise, wrong)
 
