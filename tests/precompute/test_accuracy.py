@@ -213,8 +213,8 @@ def test_rows_that_were_not_drawn_count_for_the_worst_alone() -> None:
     assert [f.figure for f in found.judged(LIMITS, view) if f.room < 0] == [
         "score: worst row error"
     ]
-    spread = [pa.array([1e6, 0, 1, 2, 3, last]) for last in (4.0, 4.5)]
-    assert row_errors(view.features[0], *spread, ends=1)[-1] == 0.25
+    one, two = (pa.array([1e6, 0, 1, 2, 3, last]) for last in (4.0, 4.5))
+    assert row_errors(view.features[0], one, two, ends=1)[-1] == 0.25
     # of one feature
     assert [
         f

@@ -19,7 +19,7 @@ import torch
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors
 from precompute.store.errors import ConfigError
-from precompute.techniques import openvino
+from precompute.techniques import onednn, openvino
 from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.machine import has_bf16, has_int8_products
 from precompute.techniques.row_errors import relative_errors, tolerance
@@ -125,7 +125,7 @@ def test_the_layers_that_rounding_changes_most_stay_in_float32(tmp_path: Path) -
     (path,) = tmp_path.glob("int8-dynamic-openvino-*.zip")
     found = layers_of(path)
     assert found[5] == "float"
-    assert found.count("float") == 12 // openvino.LEFT_IN_FLOAT
+    assert found.count("float") == 12 // onednn.LEFT_IN_FLOAT
     convert(deep(hard=True), technique("int8-static-openvino"), some_deep_rows, tmp_path)
     (path,) = tmp_path.glob("int8-static-openvino-*.zip")
     assert layers_of(path) == ["integers"] * 12
