@@ -3,8 +3,10 @@ never saw."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -88,6 +90,20 @@ def test_one_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -
     ]
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_full_disk_leaves_the_towers_that_were_there(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (path := tmp_path / "towers").write_bytes(trained.read_bytes())
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(path, epochs=1)
+    assert path.read_bytes() == trained.read_bytes()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_each_team_is_recommended_its_own_items(trained: Path) -> None:
