@@ -592,6 +592,22 @@ def test_what_the_environment_forbids_is_not_proposed() -> None:
     )
 
 
+def test_a_library_that_does_not_load_is_named_and_not_proposed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("onnx", "onnxruntime", "onnxscript"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise OSError('libcudart.so.12: not there')")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [one.name for one in candidates(Device("cpu"), mlp())]
+    assert "fp32-onednn" in found
+    assert "fp32-onnx" not in found
+    message = "^precision fp32-onnx: onnxruntime is installed, and does not load: libcudart.so.12"
+    with pytest.raises(ConfigError, match=message):
+        convert(mlp(), technique("fp32-onnx"), some_rows)
+
+
 def test_packed_layers_are_not_proposed_to_a_module_without_any() -> None:
     model = Arithmetic(torch.nn.Sequential(torch.nn.ReLU()), Device("cpu"))
     assert not {v.precision for v in candidates(Device("cpu"), model)} & {"int8"}
