@@ -268,7 +268,7 @@ def test_bounds_of_a_share_are_those_of_the_binomial_distribution(seen: int, row
 
 
 @pytest.mark.parametrize(("rows", "known"), [(11, False), (12, True)])
-def test_recall_is_not_told_from_a_few_rows(rows: int, known: bool) -> None:
+def test_few_rows_say_nothing_of_recall(rows: int, known: bool) -> None:
     view = FeatureView("v", ("id",), (Feature("vector", "float32", dim=8),), 60, 0)
     figures = compare(
         vectors(random(rows, 8), view), vectors(random(rows, 8, 1), view), view, LIMITS

@@ -176,6 +176,10 @@ GOOD = {
         Answer("", 429, {"Retry-After": formatdate(0, usegmt=True)}),
         chat({"label": "long", "score": 1}),
     ],
+    "until a time by another clock": [
+        Answer("", 429, dict.fromkeys(("Date", "Retry-After"), formatdate(4e9, usegmt=True))),
+        chat({"label": "long", "score": 1}),
+    ],
     "loading": [Answer("", 503, {"retry-after": "0.01"})] * 7
     + [chat({"label": "long", "score": 1})],
 }
@@ -309,7 +313,7 @@ def test_what_is_damaged_is_sent_for_again_and_what_misfits_may_be(
 
 
 @pytest.mark.parametrize("what", ["no folder", "no database"])
-def test_nothing_is_sent_where_no_answer_can_be_kept(
+def test_nothing_is_sent_where_no_answer_can_be_cached(
     labels: Any, tmp_path: Path, what: str
 ) -> None:
     folder = tmp_path / "answers"

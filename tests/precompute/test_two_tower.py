@@ -112,7 +112,7 @@ def test_each_team_is_recommended_its_own_items(trained: Path) -> None:
     assert (best % 2 == np.arange(N_USERS)[:, None] % 2).all()
 
 
-def test_the_loss_falls_and_every_epoch_is_told(tmp_path: Path) -> None:
+def test_the_loss_falls_and_every_epoch_is_reported(tmp_path: Path) -> None:
     reported: list[tuple[int, float]] = []
     train(tmp_path / "t", epochs=10, progress=lambda epoch, loss: reported.append((epoch, loss)))
     assert [epoch for epoch, _ in reported] == list(range(1, 11))
