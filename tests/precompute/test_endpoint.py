@@ -432,6 +432,18 @@ def test_an_answer_expires_as_the_view_said_that_paid_it(
         assert stand_in.seen == {"Label: long": 1, "Label: short": 2}
 
 
+def test_a_clock_that_is_years_ahead_costs_nothing_once_it_is_right(
+    labels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StandIn() as stand_in:
+        compute(labels(stand_in), LABELS, rows("a"))
+        with monkeypatch.context() as ahead:
+            ahead.setattr("precompute.models.endpoint.session.time.time", lambda: 4e9)
+            compute(labels(stand_in), LABELS, rows("b"))
+        compute(labels(stand_in), LABELS, rows("a", "b"))
+        assert stand_in.seen == {"Label: a": 1, "Label: b": 1}
+
+
 def test_a_bad_hour_of_an_endpoint_is_over_in_an_hour(
     labels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
