@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from precompute.engine.runner import Runner
-from precompute.engine.window import Outcome
+from precompute.engine.window import Outcome, RejectedRow
 from precompute.jobs.commands.command_line import main
 from precompute.jobs.commands.measure import describe_tuning
 from precompute.jobs.config.project import tuning_path, write_tuning
@@ -41,7 +41,7 @@ from precompute.store.offline.view_store import OfflineStore
 from precompute.store.times import containing
 from precompute.techniques import onednn
 from precompute.techniques.accuracy import compare
-from precompute.techniques.conversion import PROOF_ROWS
+from precompute.techniques.conversion import PROOF_ROWS, proof_rows
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import technique
 from tests.conftest import MakeProject
@@ -883,6 +883,13 @@ def test_a_fault_of_both_packed_precisions_is_seen(
     )
     assert eager.run(full=True).gates[0].passed
     assert techniques == ["packed 128", "module 128"]
+
+
+def test_rows_that_were_rejected_are_among_those_that_prove() -> None:
+    """A fault of the quick way alone may be that it rejects them."""
+    features = pa.record_batch({"double": np.arange(100.0)})
+    quick = Outcome(np.arange(100), features, [RejectedRow(120, "model", "no number")])
+    assert proof_rows(quick).tolist() == [*range(PROOF_ROWS), 120]
 
 
 def test_few_rows_do_where_they_leave_no_doubt(

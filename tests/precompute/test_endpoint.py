@@ -508,6 +508,7 @@ def test_a_summary_is_the_whole_answer(labels: Any) -> None:
     [
         (SCHEMA, False),
         (SCHEMA | {"additionalProperties": False}, False),
+        (SCHEMA | {"required": ["score", "label"]}, False),
         (SCHEMA | {"additionalProperties": False, "required": ["score", "label"]}, True),
     ],
 )
