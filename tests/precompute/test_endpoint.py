@@ -243,6 +243,16 @@ def test_what_will_not_pass_ends_the_run(
         assert KEY not in str(raised.value)
 
 
+def test_requests_that_are_given_up_here_and_there_are_bad_rows(labels: Any) -> None:
+    """However many: what is answered in between says that the endpoint is there."""
+    with StandIn(
+        behave=lambda text, seen: Answer("", 500) if text[-1] in "369" else None
+    ) as stand_in:
+        model = labels(stand_in, limits={"tries": 1, "in_flight": 1})
+        outcome = compute(model, LABELS, rows(*map(str, range(60))))
+    assert {r.row for r in outcome.rejections} == {i for i in range(60) if i % 10 in (3, 6, 9)}
+
+
 def test_an_endpoint_that_is_not_there_ends_the_run(labels: Any) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
