@@ -23,7 +23,7 @@ from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError
-from precompute.techniques.same_value import differing
+from precompute.techniques.row_errors import differing
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene

@@ -27,7 +27,7 @@ from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.url import open_online_store
 from precompute.store.vectors.vector_index import VectorIndex
-from precompute.techniques.same_value import tolerance
+from precompute.techniques.row_errors import tolerance
 
 SAMPLE_ROWS = 2048
 """Rows compared byte by byte with the online store."""

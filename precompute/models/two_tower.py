@@ -21,11 +21,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from precompute.model import Prepared, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
+from precompute.store.disk.durable_file import replace_durably
 from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 1
@@ -195,7 +196,7 @@ def train_two_tower(
     to ``path``.
 
     Args:
-        path: safetensors file to write.
+        path: safetensors file to write, or to replace when all is trained.
         users: one row a user, with the columns of ``user_fields``.
         items: one row an item, with the columns of ``item_fields``.
         pairs: [n, 2] row numbers of (user, item).
@@ -257,7 +258,8 @@ def _save(path: Path, dim: int, towers: Mapping[str, Tower]) -> None:
         "dim": dim,
         "towers": {name: [asdict(f) for f in tower.fields] for name, tower in towers.items()},
     }
-    save_file(state, str(path), metadata={"two_tower": json.dumps(meta)})
+    # others may load it meanwhile, and the one before is better than half of this one
+    replace_durably(path, save(state, {"two_tower": json.dumps(meta)}))
 
 
 def _fields(table: pa.Table, columns: Mapping[str, bool]) -> list[Field]:
@@ -273,8 +275,17 @@ def _fields(table: pa.Table, columns: Mapping[str, bool]) -> list[Field]:
 def _text(
     batch: pa.RecordBatch | pa.Table, column: str, multiple: bool
 ) -> tuple[pa.Array, npt.NDArray[np.int64]]:
-    """(all tokens in a row, tokens per row); a null is one empty token, which no vocabulary has."""
+    """(all tokens in a row, tokens per row); a null is one empty token, which no vocabulary has.
+
+    Raises:
+        ModelError: the column holds lists.
+    """
     values = batch.column(column)
+    if pa.types.is_nested(values.type):
+        raise ModelError(
+            f"two_tower: column {column!r} is {values.type}, neither an id nor a text with tokens:"
+            f" write array_to_string({column}, ' ') in the source"
+        )
     values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     text = pc.fill_null(pc.cast(values, pa.string()), "")
     if not multiple:

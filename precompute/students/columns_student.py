@@ -19,9 +19,8 @@ from precompute.model import ReadingModel, table_digest
 from precompute.models.exported_program import parse_inputs
 from precompute.store.errors import ModelError
 from precompute.students.mlp import Mlp
-from precompute.students.training import Lesson, Made, course_of, train
+from precompute.students.training import MODEL, Lesson, Made, course_of, train
 
-FILES = "model"
 MOST_VALUES = 300
 """Different texts of a column that is taken for a category: they are values of the source, and go
 into the student's record, the snapshot's manifest and its pointer, which everyone reads."""
@@ -90,7 +89,7 @@ class SmallMlp:
             lesson, self.name, self.steps, facts, TRAINING_S, learning_rate=LEARNING_RATE
         ) as course:
             trained = train(mlp, loss, course)
-            place = folder / FILES
+            place = folder / MODEL
             place.mkdir(parents=True, exist_ok=True)
             (place / "mlp.safetensors").write_bytes(save(mlp.state_dict()))
         return Made(
@@ -105,7 +104,7 @@ class SmallMlp:
                 },
                 "inputs": columns.inputs,
                 "outputs": {name: name for name in targets},
-                "weights": f"./{FILES}/mlp.safetensors",
+                "weights": f"./{MODEL}/mlp.safetensors",
                 "concurrent": True,
             },
             earlier_s=trained.earlier_s,
@@ -146,10 +145,10 @@ class Trees:
         matrix = np.column_stack([_numbers(lesson.rows[name]) for name in names])
         scores = _targets(lesson)[feature.name][:, 0]
         text = fitted(matrix, scores, numbered, self.rounds, lesson.seed)
-        place = folder / FILES
+        place = folder / MODEL
         place.mkdir(parents=True, exist_ok=True)
         (place / "trees.txt").write_text(text, encoding="utf-8")
-        args = {"path": f"./{FILES}/trees.txt", "columns": names, "output": feature.name}
+        args = {"path": f"./{MODEL}/trees.txt", "columns": names, "output": feature.name}
         return Made("lightgbm", args)
 
 

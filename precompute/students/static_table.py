@@ -29,11 +29,9 @@ from precompute.model import table_digest
 from precompute.models.static_embedding import WINDOWS
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.errors import ModelError
-from precompute.students.training import Lesson, Made, course_of, half_products, train
+from precompute.students.training import MODEL, Lesson, Made, course_of, half_products, train
 from precompute.text.tokens import texts as as_python
 
-FILES = "model"
-"""Folder of the model's files, in the student's."""
 PIECES = 160_000
 """Pieces of texts that the teacher computes at most: of 4,749 docstrings by MiniLM, 20,000 gave a
 recall@10 into the teacher's index of 0.72 on others, 80,000 one of 0.768; so did 160,000, and
@@ -122,9 +120,9 @@ class StaticTable:
         rates = {"learning_rate": LEARNING_RATE, "weight_decay": 0.0}
         with course_of(lesson, self.name, self.steps, facts, TRAINING_S, **rates) as course:
             trained = train(table, lambda step, _: school.loss(table, step), course)
-            _write(folder / FILES, table, tokenizer, longest)
+            _write(folder / MODEL, table, tokenizer, longest)
         args = {name: lesson.args[name] for name in ("column", "output") if name in lesson.args}
-        return Made("static_embedding", {**args, "path": f"./{FILES}"}, None, trained.earlier_s)
+        return Made("static_embedding", {**args, "path": f"./{MODEL}"}, None, trained.earlier_s)
 
     def _texts(self, lesson: Lesson, whole: list[str]) -> tuple[list[str], _Floats]:
         pieces = _pieces(whole, min(self.pieces, PIECES_A_ROW * len(whole)), lesson.seed)

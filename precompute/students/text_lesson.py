@@ -20,7 +20,7 @@ from precompute.model import Prepared, digest, table_digest
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.disk.durable_file import disk_message, make_folder, replace_durably
 from precompute.store.errors import ModelError
-from precompute.students.training import Lesson, Made, half_products
+from precompute.students.training import MODEL, Lesson, Made, half_products
 from precompute.text.bert import Bert, BertConfig, UnpaddedBert, kernel, not_understood
 from precompute.text.sentence_folder import TRANSFORMER_CONFIGS, read_sentence_folder
 from precompute.text.tokens import Tokens
@@ -230,9 +230,6 @@ def _share(difference: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 # ---- The folder of a text encoder whose transformer is another than its teacher's: the tokenizer,
 # the pooling and what comes after it are the teacher's.
 
-
-MODEL = "model"
-"""Of a student's folder."""
 
 _OF_ITS_TEACHER = ("path", "token_cache", "max_cost")
 """Arguments that a student does not take over."""

@@ -29,6 +29,8 @@ from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
 from precompute.techniques.machine import has_bf16
 
+MODEL = "model"
+"""Folder of the model's files, in the student's."""
 MAX_ROWS = 200_000
 """Rows of a lesson at most: they lie in memory, with their features."""
 

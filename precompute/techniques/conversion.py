@@ -25,7 +25,7 @@ from precompute.models.torch_model import Tensors, TorchModel
 from precompute.registry import described
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.feature_view import FeatureView
-from precompute.techniques.same_value import differing
+from precompute.techniques.row_errors import differing
 from precompute.techniques.table import REFERENCE, TABLE
 from precompute.techniques.technique import Technique, elements, technique
 

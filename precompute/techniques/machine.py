@@ -33,8 +33,10 @@ def has_bf16() -> bool:
     # what the CPU has, whether it may be used or not
     flags = torch.cpu.get_capabilities()
     if any(flags.get(flag) for flag in ("avx512_bf16", "amx_bf16")):
-        isa = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
-        used = torch.backends.cpu.get_cpu_capability() == "AVX512" and isa not in EMULATED_BF16
+        used = (
+            torch.backends.cpu.get_cpu_capability() == "AVX512"
+            and _onednn_isa() not in EMULATED_BF16
+        )
     else:
         used = any(flags.get(flag) for flag in ("bf16", "sve_bf16"))
     return used and has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -55,8 +57,13 @@ def has_vnni() -> bool:
 def has_int8_products() -> bool:
     """Whether oneDNN may use them: what ``ONEDNN_MAX_CPU_ISA`` forbids it does by a reference that
     takes seconds for a layer."""
-    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
-    return has_onednn() and has_vnni() and isa not in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
+    without = ("SSE41", "AVX", "AVX2", "AVX512_CORE")
+    return has_onednn() and has_vnni() and _onednn_isa() not in without
+
+
+def _onednn_isa() -> str:
+    """The most that oneDNN may use, where the environment says so."""
+    return os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
 
 
 def instructions() -> dict[str, Any]:

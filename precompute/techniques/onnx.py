@@ -89,7 +89,11 @@ def missing_packages(device: Device) -> str:
     ]
     if packages:
         return f"{', '.join(packages)} not installed: pip install 'precompute-store[onnx]'"
-    if not available(device.torch):
+    try:
+        there = available(device.torch)
+    except (ImportError, OSError) as exc:
+        return f"onnxruntime is installed, and does not load: {exc}"
+    if not there:
         return (
             f"onnxruntime computes on a CPU only, this model runs on {device.name}: pip install"
             " onnxruntime-gpu in its place"

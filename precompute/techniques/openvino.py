@@ -32,7 +32,13 @@ from precompute.techniques.machine import (
     has_int8_products,
     on_a_cpu_only,
 )
-from precompute.techniques.onednn import STEPS, TINY, PerRowLinear
+from precompute.techniques.onednn import (
+    LEFT_IN_FLOAT,
+    ROWS_COMPARED,
+    STEPS,
+    TINY,
+    PerRowLinear,
+)
 from precompute.techniques.technique import (
     Batches,
     Folder,
@@ -140,10 +146,6 @@ class Integers(Graph):
 GROUP = 32
 """Inputs of a layer that share a scale, each row's and each output's weights'. 16 take a fifth
 longer, and with one scale an output for the weights recall@10 is 0.009 lower."""
-LEFT_IN_FLOAT = 4
-"""One of so many layers stays in float32: those whose outputs rounding changes most."""
-ROWS_COMPARED = 512
-"""Rows of each batch that are compared, to see how much."""
 
 
 class Grouped(Integers):

@@ -463,8 +463,8 @@ def _keep_apart() -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     shared = default_cache_dir()
-    # torch notes its default there, too
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", shared) == shared:
+    # torch notes its default there, too, and a parent process its own
+    if f"{os.environ.get('TORCHINDUCTOR_CACHE_DIR', shared)}_".startswith(f"{shared}_"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
             f"{shared}_{torch.backends.cpu.get_cpu_capability().lower()}"
         )

@@ -182,7 +182,8 @@ def elements(batch: Tensors) -> int:
     return sum(t.numel() for t in batch)
 
 
-# ---- Files of converted models, made once: named by all that they depend on
+# ---- A module as a graph, and files of converted models: each is made once, and named by all that
+# it depends on
 
 
 def varying(examples: Sequence[Tensors]) -> set[tuple[int, int]]:
@@ -240,7 +241,7 @@ CODE_VERSION = 1
 
 
 class Folder:
-    """Where they are. What lies there is trusted.
+    """Where files of converted models are. What lies there is trusted.
 
     Args:
         path: is made where it is not there.

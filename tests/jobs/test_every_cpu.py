@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from demo.__main__ import VIEWS
-from precompute.techniques.same_value import differing
+from precompute.techniques.row_errors import differing
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.documents import printed_by

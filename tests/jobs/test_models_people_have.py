@@ -18,7 +18,7 @@ import pytest
 
 from precompute.registry import BUILT_IN, load_model
 from precompute.store.errors import ConfigError, ModelError
-from precompute.techniques.same_value import differing
+from precompute.techniques.row_errors import differing
 from tests.conftest import MakeProject
 
 ROWS = 40

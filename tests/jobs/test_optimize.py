@@ -29,6 +29,7 @@ from precompute.students import student as student_module
 from precompute.students.columns_student import SmallMlp, Trees
 from precompute.students.static_table import StaticTable
 from precompute.students.student import (
+    Agreement,
     agreement,
     comparable,
     grouped_by,
@@ -721,7 +722,10 @@ def test_an_agreement_promises_less_than_it_measured(make_project: MakeProject) 
     assert abs(other["double"].value) < 0.2
     assert not shortfalls(same, same)
     # of fewer rows chance makes more
-    assert same["double"].least_of(100) == pytest.approx(2 * same["double"].promised - 1)
+    promise = Agreement("recall_at_10", 0.9, 0.8, rows=400)
+    assert [promise.least_of(rows) for rows in (1600, 400, 100, 1)] == pytest.approx(
+        [0.8, 0.8, 0.7, 0]
+    )
     fewer = agreement(view, teacher, off.slice(0, 80))
     assert {name: (one.rows, one.among) for name, one in fewer.items()} == {
         "double": (80, 0),

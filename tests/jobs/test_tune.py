@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from precompute.engine.rows import Outcome
+from precompute.engine.rows import Outcome, RejectedRow
 from precompute.engine.runner import Runner
 from precompute.jobs.cli import main
 from precompute.jobs.commands.measure import describe_tuning
@@ -41,7 +41,7 @@ from precompute.store.offline.view_store import OfflineStore
 from precompute.store.times import containing
 from precompute.techniques import onednn
 from precompute.techniques.accuracy import compare
-from precompute.techniques.conversion import PROOF_ROWS
+from precompute.techniques.conversion import PROOF_ROWS, proof_rows
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import technique
 from tests.conftest import MakeProject
@@ -186,7 +186,7 @@ def again(project: Scene, **environment: str) -> Scene:
 
 
 def with_rates(monkeypatch: pytest.MonkeyPatch, **rates: float) -> None:
-    """Rows/s as told, by name with _ for -, whatever the machine is at."""
+    """Rows/s as given, by name with _ for -, whatever the machine is at."""
 
     def fixed(trials: Trials, until: float, announce: Any) -> dict[str, Rate]:
         return {
@@ -318,9 +318,9 @@ def test_tune_compares_every_candidate_and_picks_the_fastest_that_passes(
 ) -> None:
     with_rates(monkeypatch, fp32_eager=100.0, fp32_onednn=180.0, bf16_eager=200.0)
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
-    before, told = files(project.folder), list[str]()
+    before, lines = files(project.folder), list[str]()
     found = tune(
-        project, "numbers", only=["bf16-eager", "fp32-onednn", "bf16-eager"], announce=told.append
+        project, "numbers", only=["bf16-eager", "fp32-onednn", "bf16-eager"], announce=lines.append
     )
     x = drawn(project)
     for row in found["measured"]:
@@ -362,16 +362,16 @@ def test_tune_compares_every_candidate_and_picks_the_fastest_that_passes(
         "budget": project.view("numbers").accuracy.model_dump(),
         "file": str(tuning_path(project.folder, "numbers")),
     }
-    assert told[0] == "fp32-eager: converting and comparing 120 rows"
+    assert lines[0] == "fp32-eager: converting and comparing 120 rows"
     after = files(project.folder)
     written = json.loads(after.pop("tuning/numbers.json"))
-    kept = [path for path in after if path not in before]
-    assert [path.rpartition("/")[2].rpartition("-")[0] for path in kept] == [
+    made = [path for path in after if path not in before]
+    assert [path.rpartition("/")[2].rpartition("-")[0] for path in made] == [
         "accuracy-bf16-eager",
         "accuracy-fp32-onednn",
     ]
     assert {
-        path: body for path, body in after.items() if path not in kept
+        path: body for path, body in after.items() if path not in made
     } == before  # nothing else, above all no snapshot
     body = {key: value for key, value in written.items() if key not in ("version", "model")}
     for row in body["measured"]:
@@ -530,23 +530,23 @@ def test_what_there_is_no_time_for_is_left_out_and_said(
         lambda *_: [technique(name) for name in names],
     )
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
-    told = list[str]()
+    lines = list[str]()
     found = tune(
-        project, "numbers", within_s=20, announce=told.append
+        project, "numbers", within_s=20, announce=lines.append
     )  # compiling takes about a minute
     assert ([row["name"] for row in found["measured"]], found["left_out"]) == (
         [*names[:2], names[3]],
         ["fp32-compile"],
     )
-    assert "fp32-compile: left out, since it would take longer than there is time" in told
-    told.clear()
-    found = tune(project, "numbers", within_s=0, announce=told.append)
+    assert "fp32-compile: left out, since it would take longer than there is time" in lines
+    lines.clear()
+    found = tune(project, "numbers", within_s=0, announce=lines.append)
     assert (len(found["measured"]), found["left_out"], found["picked"]) == (
         1,
         names[1:],
         "fp32-eager",
     )
-    assert [line for line in told if "round" in line] == ["measuring 1 candidates, round 1 of 3"]
+    assert [line for line in lines if "round" in line] == ["measuring 1 candidates, round 1 of 3"]
     found = tune(project, "numbers", within_s=0, only=["bf16-eager"])
     assert (len(found["measured"]), found["left_out"]) == (2, [])
 
@@ -693,7 +693,7 @@ def test_a_precision_that_is_not_accurate_enough_computes_nothing(
         {},
     )
     after = files(project.root)
-    aside = ("/runs/", "lease", "/compiled/accuracy-")  # what was measured is kept
+    aside = ("/runs/", "lease", "/compiled/accuracy-")  # what was measured is stored
     assert {
         path: body for path, body in after.items() if not any(part in path for part in aside)
     } == {path: body for path, body in before.items() if not any(part in path for part in aside)}
@@ -758,11 +758,11 @@ def test_what_tune_measured_no_run_measures_again(
     report = project.run()
     assert (report.gates[0].gate, report.gates[0].passed, measured) == ("accuracy", True, [])
     # as it would be without
-    (kept,) = (project.store.compiled).glob("accuracy-*")
-    before, message = kept.read_bytes(), report.gates[0].message
-    kept.write_bytes(before.replace(b'"rows": 120', b'"rows": 121', 1))
+    (file,) = (project.store.compiled).glob("accuracy-*")
+    before, message = file.read_bytes(), report.gates[0].message
+    file.write_bytes(before.replace(b'"rows": 120', b'"rows": 121', 1))
     report = project.run(full=True)
-    assert (report.gates[0].message, measured, kept.read_bytes()) == (message, ["again"], before)
+    assert (report.gates[0].message, measured, file.read_bytes()) == (message, ["again"], before)
     # other rows, or other features of them, are measured
     other = torch_project(
         make_project, [*ROWS, (500, 9.5)], view={"precision": "bf16", "accuracy": LOOSE}
@@ -774,20 +774,20 @@ def test_what_tune_measured_no_run_measures_again(
 def test_beside_a_run_nothing_is_written_before_it_is_known(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, written = threading.Event(), list[list[str]]()
+    gathered, written = threading.Event(), list[list[str]]()
     project = torch_project(make_project, ROWS, view={"precision": "bf16", "concurrent": True})
-    keep, compared = Chunks._gather, accuracy.compared
+    gather, compared = Chunks._gather, accuracy.compared
 
-    def keeping(*given: Any) -> None:
-        keep(*given)
-        kept.set()
+    def gathering(*given: Any) -> None:
+        gather(*given)
+        gathered.set()
 
     def comparing(*given: Any) -> Any:
-        assert kept.wait(30), "the run waited for it"
+        assert gathered.wait(30), "the run waited for it"
         written.append([path for path in files(project.root) if path.endswith(".parquet")])
         return compared(*given)
 
-    monkeypatch.setattr(Chunks, "_gather", keeping)
+    monkeypatch.setattr(Chunks, "_gather", gathering)
     monkeypatch.setattr(accuracy_module, "compared", comparing)
     assert project.cli("run", "numbers") == 3
     assert "is below 0.985. Nothing was written; choose another precision" in str(
@@ -803,14 +803,14 @@ def test_beside_a_run_nothing_is_written_before_it_is_known(
     assert project.cli("run", "numbers") == 3
     assert "Nothing was computed; choose another precision" in str(
         project.report().error
-    )  # it was kept
+    )  # it was stored
     assert written == [[]]
     loose = torch_project(
         make_project,
         [*ROWS, (500, 9.5)],
         view={"precision": "bf16", "concurrent": True, "accuracy": LOOSE},
     )
-    kept.clear()
+    gathered.clear()
     report = loose.run()
     assert report.snapshot is not None
     assert (written, report.gates[0].passed) == ([[], []], True)
@@ -885,6 +885,13 @@ def test_a_fault_of_both_packed_precisions_is_seen(
     assert techniques == ["packed 128", "module 128"]
 
 
+def test_rows_that_were_rejected_are_among_those_that_prove() -> None:
+    """A fault of the quick way alone may be that it rejects them."""
+    features = pa.record_batch({"double": np.arange(100.0)})
+    quick = Outcome(np.arange(100), features, [RejectedRow(120, "model", "no number")])
+    assert proof_rows(quick).tolist() == [*range(PROOF_ROWS), 120]
+
+
 def test_few_rows_do_where_they_leave_no_doubt(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -922,7 +929,7 @@ def test_few_rows_do_where_they_leave_no_doubt(
     ):
         project(precision="bf16").run()
     assert measured == [136, 136, 16, 72, 72, 16]
-    # figures are kept, and the verdict is not
+    # figures are stored, and the verdict is not
     measured.clear()
     for budget, rows in (({"recall_at_10": 0.1}, 200), ({"recall_at_10": 0.99}, 0)):
         if rows:
@@ -954,12 +961,12 @@ def test_what_is_no_float32_is_compared_with_nothing(
 
     monkeypatch.setattr(torch.nn.functional, "linear", rounded)
     project = torch_project(make_project, ROWS, view={"precision": "bf16", "accuracy": LOOSE})
-    for asked in (project.run, lambda: tune(project, "numbers", only=["bf16-eager"])):
+    for call in (project.run, lambda: tune(project, "numbers", only=["bf16-eager"])):
         with pytest.raises(
             ConfigError,
             match=r"products in float32 are off by 0\.00\d on cpu: something lets torch compute them by fewer bits",
         ):
-            asked()
+            call()
     assert project.numbers() == []
 
 

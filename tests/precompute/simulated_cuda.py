@@ -50,10 +50,10 @@ class Machine:
         """By address; torch's own, the first, has 0."""
         self.races: list[str] = []
         self.waits: list[str] = []
-        """Of the host, for the device, without having been asked to."""
+        """Of the host, for the device, that no call names."""
         self.replays = 0
         self.blocks: dict[int, Memory] = {}
-        self.kept: list[torch.Tensor] = []
+        self.pinned: list[torch.Tensor] = []
         """Pinned memory: the number of one that is gone may be another's."""
         self.current = self.stream("computing")
         self.recording: Graph | None = None
@@ -103,8 +103,8 @@ class Machine:
             block.write, block.reads = (who, clock[who]), {}
 
     def freed(self, block: Memory) -> None:
-        """It is given to whoever asks next, in the order of the stream that took it and of those
-        that were recorded."""
+        """It is given to the next that takes memory, in the order of the stream that took it and of
+        those that were recorded."""
         if block.owner == HOST:
             return
         for who, at in (*block.reads.items(), *([block.write] if block.write else [])):
@@ -370,7 +370,7 @@ class _Mode(TorchFunctionMode):
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         block = Memory(self.machine, HOST, "pinned memory")
         self.machine.blocks[tensor.untyped_storage()._cdata] = block
-        self.machine.kept.append(tensor)
+        self.machine.pinned.append(tensor)
         return tensor
 
     def moved(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:

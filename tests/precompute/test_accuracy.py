@@ -213,8 +213,8 @@ def test_rows_that_were_not_drawn_count_for_the_worst_alone() -> None:
     assert [f.figure for f in found.judged(LIMITS, view) if f.room < 0] == [
         "score: worst row error"
     ]
-    spread = [pa.array([1e6, 0, 1, 2, 3, last]) for last in (4.0, 4.5)]
-    assert row_errors(view.features[0], *spread, ends=1)[-1] == 0.25
+    one, two = (pa.array([1e6, 0, 1, 2, 3, last]) for last in (4.0, 4.5))
+    assert row_errors(view.features[0], one, two, ends=1)[-1] == 0.25
     # of one feature
     assert [
         f
@@ -268,7 +268,7 @@ def test_bounds_of_a_share_are_those_of_the_binomial_distribution(seen: int, row
 
 
 @pytest.mark.parametrize(("rows", "known"), [(11, False), (12, True)])
-def test_recall_is_not_told_from_a_few_rows(rows: int, known: bool) -> None:
+def test_few_rows_say_nothing_of_recall(rows: int, known: bool) -> None:
     view = FeatureView("v", ("id",), (Feature("vector", "float32", dim=8),), 60, 0)
     figures = compare(
         vectors(random(rows, 8), view), vectors(random(rows, 8, 1), view), view, LIMITS
@@ -325,15 +325,15 @@ def test_what_more_rows_will_hardly_be_below() -> None:
     )
 
     off = right + 0.05 * rng.standard_normal((128, 8), np.float32)
-    told = least(batch(right), batch(off), view, LIMITS)
+    bounds = least(batch(right), batch(off), view, LIMITS)
     found = compare(batch(right), batch(off), view, LIMITS).features["vector"]
-    assert told is not None
+    assert bounds is not None
     assert found.recall_at_10 == pytest.approx(neighbour_recalls(right, off).mean())
     spread = neighbour_recalls(right, off).std(ddof=1) / 128**0.5
-    assert told.features["vector"].recall_at_10 == pytest.approx(
+    assert bounds.features["vector"].recall_at_10 == pytest.approx(
         found.recall_at_10 - 3 * spread - EASIER
     )
-    assert told.features["vector"].min_cosine == found.min_cosine
+    assert bounds.features["vector"].min_cosine == found.min_cosine
     # of many draws of as many rows, nearly none is below
     every = rng.standard_normal((20_000, 8), np.float32)
     cosines = row_cosines(every, every + 0.05 * rng.standard_normal((20_000, 8), np.float32))

@@ -176,6 +176,10 @@ GOOD = {
         Answer("", 429, {"Retry-After": formatdate(0, usegmt=True)}),
         chat({"label": "long", "score": 1}),
     ],
+    "until a time by another clock": [
+        Answer("", 429, dict.fromkeys(("Date", "Retry-After"), formatdate(4e9, usegmt=True))),
+        chat({"label": "long", "score": 1}),
+    ],
     "loading": [Answer("", 503, {"retry-after": "0.01"})] * 7
     + [chat({"label": "long", "score": 1})],
 }
@@ -237,6 +241,16 @@ def test_what_will_not_pass_ends_the_run(
         assert said in str(raised.value)
         assert stand_in.url in str(raised.value)
         assert KEY not in str(raised.value)
+
+
+def test_requests_that_are_given_up_here_and_there_are_bad_rows(labels: Any) -> None:
+    """However many: what is answered in between says that the endpoint is there."""
+    with StandIn(
+        behave=lambda text, seen: Answer("", 500) if text[-1] in "369" else None
+    ) as stand_in:
+        model = labels(stand_in, limits={"tries": 1, "in_flight": 1})
+        outcome = compute(model, LABELS, rows(*map(str, range(60))))
+    assert {r.row for r in outcome.rejections} == {i for i in range(60) if i % 10 in (3, 6, 9)}
 
 
 def test_an_endpoint_that_is_not_there_ends_the_run(labels: Any) -> None:
@@ -309,7 +323,7 @@ def test_what_is_damaged_is_sent_for_again_and_what_misfits_may_be(
 
 
 @pytest.mark.parametrize("what", ["no folder", "no database"])
-def test_nothing_is_sent_where_no_answer_can_be_kept(
+def test_nothing_is_sent_where_no_answer_can_be_cached(
     labels: Any, tmp_path: Path, what: str
 ) -> None:
     folder = tmp_path / "answers"
@@ -428,6 +442,18 @@ def test_an_answer_expires_as_the_view_said_that_paid_it(
         assert stand_in.seen == {"Label: long": 1, "Label: short": 2}
 
 
+def test_a_clock_that_is_years_ahead_costs_nothing_once_it_is_right(
+    labels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StandIn() as stand_in:
+        compute(labels(stand_in), LABELS, rows("a"))
+        with monkeypatch.context() as ahead:
+            ahead.setattr("precompute.models.endpoint.session.time.time", lambda: 4e9)
+            compute(labels(stand_in), LABELS, rows("b"))
+        compute(labels(stand_in), LABELS, rows("a", "b"))
+        assert stand_in.seen == {"Label: a": 1, "Label: b": 1}
+
+
 def test_a_bad_hour_of_an_endpoint_is_over_in_an_hour(
     labels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,6 +518,7 @@ def test_a_summary_is_the_whole_answer(labels: Any) -> None:
     [
         (SCHEMA, False),
         (SCHEMA | {"additionalProperties": False}, False),
+        (SCHEMA | {"required": ["score", "label"]}, False),
         (SCHEMA | {"additionalProperties": False, "required": ["score", "label"]}, True),
     ],
 )

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -565,3 +566,20 @@ def test_what_a_users_code_raised_is_reported_with_their_line(tmp_path: Path) ->
             raise AttributeError("no text")
 
     assert described(Silent()) == "Silent"
+
+
+def test_a_feature_tables_times_are_texts_and_all_else_is_handed_on() -> None:
+    noon = datetime(2024, 3, 1, 12, tzinfo=UTC)
+    columns = {
+        "date": (pa.array([noon.date(), None]), "2024-03-01"),
+        "time": (pa.array([noon.time(), None], pa.time32("s")), "12:00:00"),
+        "plain": (pa.array([noon, None], pa.timestamp("s")), "2024-03-01T12:00:00"),
+        "zoned": (pa.array([noon, None], pa.timestamp("s", "Asia/Tokyo")), "2024-03-01T12:00:00Z"),
+        "vector": (pa.array([[1.0], None]), [1.0]),
+        "flag": (pa.array([True, None]), True),
+    }
+    model = load_model("columns", {})
+    made: Any = model.compute(pa.record_batch({name: one for name, (one, _) in columns.items()}))
+    assert {name: one.to_pylist() for name, one in made.items()} == {
+        name: [value, None] for name, (_, value) in columns.items()
+    }

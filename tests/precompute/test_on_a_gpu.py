@@ -28,7 +28,7 @@ from precompute.store.vectors import index_files
 from precompute.students.text_student import FewerLayers, Int8Aware, Narrow, Pruned
 from precompute.students.training import Recipe
 from precompute.techniques.conversion import convert, use_variant
-from precompute.techniques.same_value import tolerance
+from precompute.techniques.row_errors import tolerance
 from precompute.techniques.table import TABLE
 from precompute.techniques.technique import technique
 from precompute.text.unpadded import UnpaddedTransformer, computes_the_same
@@ -184,9 +184,9 @@ def test_a_batch_that_does_not_fit_is_computed_in_parts() -> None:
 def test_a_row_that_breaks_the_context_is_rejected_alone(tmp_path: Path) -> None:
     notes = gpu_parts.Notes(tmp_path / "notes", time.monotonic() + 600)
     gpu_parts.lost(notes, DEVICE, gpu_parts.SIZES["cpu"])
-    (told,) = engine_gpu._read(tmp_path / "notes").values()
+    (note,) = engine_gpu._read(tmp_path / "notes").values()
     stage = "worker" if ON_A_GPU else "model"
-    assert told.startswith(f"row 37 rejected at stage {stage!r}, 63 others computed")
+    assert note.startswith(f"row 37 rejected at stage {stage!r}, 63 others computed")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""ONNX Runtime and TensorRT on a GPU: what they are told, and in whose order they compute, with a
+"""ONNX Runtime and TensorRT on a GPU: what they are given, and in whose order they compute, with a
 session that stands in for theirs on the simulated GPU."""
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ EXAMPLES = [(torch.ones(3, 8),), (torch.ones(5, 8),)]
 
 class Session:
     """ONNX Runtime's, of a graph that is :func:`mlp`: it computes on the stream it was given, and
-    returns before that is done only where it was told to."""
+    returns before that is done only where its options say so."""
 
     made: ClassVar[list[Session]] = []
     loads: ClassVar[bool] = True
-    """Whether the libraries of what it was asked for are there."""
+    """Whether the libraries of the wanted provider are there."""
     machine: ClassVar[Machine]
     own: ClassVar[Any]
     """ONNX Runtime's own."""

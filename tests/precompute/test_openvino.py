@@ -19,10 +19,10 @@ import torch
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors
 from precompute.store.errors import ConfigError
-from precompute.techniques import openvino
+from precompute.techniques import onednn, openvino
 from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.machine import has_bf16, has_int8_products
-from precompute.techniques.same_value import relative_errors, tolerance
+from precompute.techniques.row_errors import relative_errors, tolerance
 from precompute.techniques.technique import technique
 from tests.precompute.test_precision import (
     Arithmetic,
@@ -125,7 +125,7 @@ def test_the_layers_that_rounding_changes_most_stay_in_float32(tmp_path: Path) -
     (path,) = tmp_path.glob("int8-dynamic-openvino-*.zip")
     found = layers_of(path)
     assert found[5] == "float"
-    assert found.count("float") == 12 // openvino.LEFT_IN_FLOAT
+    assert found.count("float") == 12 // onednn.LEFT_IN_FLOAT
     convert(deep(hard=True), technique("int8-static-openvino"), some_deep_rows, tmp_path)
     (path,) = tmp_path.glob("int8-static-openvino-*.zip")
     assert layers_of(path) == ["integers"] * 12
@@ -179,13 +179,13 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(b"model.bin") + 50] ^= 1
     path.write_bytes(data)
-    told = r"^precision fp32-openvino: .*fp32-openvino-\w+\.zip is damaged \(Bad CRC-32 for file 'model.bin'\): remove it, and it is made again$"
-    with pytest.raises(ConfigError, match=told):
+    message = r"^precision fp32-openvino: .*fp32-openvino-\w+\.zip is damaged \(Bad CRC-32 for file 'model.bin'\): remove it, and it is made again$"
+    with pytest.raises(ConfigError, match=message):
         convert(mlp(), technique("fp32-openvino"), some_rows, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "told"),
+    ("name", "what", "message"),
     [
         ("bf16-openvino", "has_bf16", "this CPU has no products in bfloat16, or may not use them: choose fp32-openvino"),
         *(
@@ -195,11 +195,11 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_this_cpu_has_not_is_refused_and_not_proposed(
-    name: str, what: str, told: str, monkeypatch: pytest.MonkeyPatch
+    name: str, what: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openvino, what, lambda: False)
     monkeypatch.setattr("precompute.techniques.machine.has_bf16", lambda: what != "has_bf16")
-    with pytest.raises(ConfigError, match=f"^precision {name}: {told}$"):
+    with pytest.raises(ConfigError, match=f"^precision {name}: {message}$"):
         convert(mlp(), technique(name), some_rows)
     found = [one.name for one in candidates(Device("cpu"), mlp())]
     assert name not in found
@@ -211,8 +211,8 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "openvino" else found(name)
     )
-    told = r"^precision fp32-openvino: openvino is not installed: pip install 'precompute-store\[openvino\]'$"
-    with pytest.raises(ConfigError, match=told):
+    message = r"^precision fp32-openvino: openvino is not installed: pip install 'precompute-store\[openvino\]'$"
+    with pytest.raises(ConfigError, match=message):
         convert(mlp(), technique("fp32-openvino"), some_rows)
     assert not [one for one in candidates(Device("cpu"), mlp()) if one.backend == "openvino"]
 

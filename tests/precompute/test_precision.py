@@ -32,8 +32,8 @@ from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.onednn import PerRowLinear, fitted
 from precompute.techniques.pytorch import Fp8Linear, Int4Linear, Int8Linear
-from precompute.techniques.same_value import relative_errors
-from precompute.techniques.same_value import tolerance as tolerance_of
+from precompute.techniques.row_errors import relative_errors
+from precompute.techniques.row_errors import tolerance as tolerance_of
 from precompute.techniques.table import TABLE, technique_name, words
 from precompute.techniques.technique import copied, technique
 from precompute.text.bert import Bert, BertConfig
@@ -190,7 +190,7 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         (
             "fp16-onnx",
@@ -203,9 +203,9 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
     ],
 )
 def test_a_backend_that_a_precision_has_not_is_refused_in_the_views_words(
-    name: str, told: str
+    name: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^{told}$"):
+    with pytest.raises(ConfigError, match=f"^{message}$"):
         technique(name)
 
 
@@ -452,8 +452,8 @@ def test_a_size_that_no_example_showed_is_refused_and_not_computed(tmp_path: Pat
     model = mlp()
     convert(model, technique("fp32-onnx"), lambda: [rows(5), rows(5, 1)], tmp_path)
     assert outputs(model, rows(5, 2))[0].shape == (5, 4)
-    told = "^precision fp32-onnx: dimension 0 of input 0 was 5 in all rows that the conversion was shown, and is 6 now: choose fp32-compile"
-    with pytest.raises(ModelError, match=told):
+    message = "^precision fp32-onnx: dimension 0 of input 0 was 5 in all rows that the conversion was shown, and is 6 now: choose fp32-compile"
+    with pytest.raises(ModelError, match=message):
         outputs(model, rows(6))
 
 
@@ -592,6 +592,22 @@ def test_what_the_environment_forbids_is_not_proposed() -> None:
     )
 
 
+def test_a_library_that_does_not_load_is_named_and_not_proposed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("onnx", "onnxruntime", "onnxscript"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise OSError('libcudart.so.12: not there')")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [one.name for one in candidates(Device("cpu"), mlp())]
+    assert "fp32-onednn" in found
+    assert "fp32-onnx" not in found
+    message = "^precision fp32-onnx: onnxruntime is installed, and does not load: libcudart.so.12"
+    with pytest.raises(ConfigError, match=message):
+        convert(mlp(), technique("fp32-onnx"), some_rows)
+
+
 def test_packed_layers_are_not_proposed_to_a_module_without_any() -> None:
     model = Arithmetic(torch.nn.Sequential(torch.nn.ReLU()), Device("cpu"))
     assert not {v.precision for v in candidates(Device("cpu"), model)} & {"int8"}
@@ -607,11 +623,12 @@ def test_compiled_code_is_kept_apart_by_instruction_set(monkeypatch: pytest.Monk
     )  # pytest restores them; torch deprecates parts of what it imports
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    kept = []
+    folders = []
     for capability, given in (
         ("AVX2", None),
         ("AVX512", default_cache_dir()),
         ("AVX2", "/of/my/own"),
+        ("AVX2", f"{default_cache_dir()}_avx512"),
     ):
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         if given is not None:
@@ -620,5 +637,5 @@ def test_compiled_code_is_kept_apart_by_instruction_set(monkeypatch: pytest.Monk
             torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability
         )
         pytorch.compiled(torch.nn.Linear(2, 2))
-        kept.append(os.environ["TORCHINDUCTOR_CACHE_DIR"].removeprefix(default_cache_dir()))
-    assert kept == ["_avx2", "_avx512", "/of/my/own"]
+        folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"].removeprefix(default_cache_dir()))
+    assert folders == ["_avx2", "_avx512", "/of/my/own", "_avx2"]

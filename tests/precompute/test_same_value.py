@@ -18,9 +18,9 @@ from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.conversion import use_variant
-from precompute.techniques.same_value import (
+from precompute.techniques.row_errors import (
     MARGIN,
-    MOST,
+    MOST_APART,
     NOISE,
     ROUNDING,
     differing,
@@ -125,7 +125,9 @@ def test_as_much_as_is_allowed_is_the_same_value_and_nothing_else_is(
     right = np.roll(wrong["the next row's"], -1, axis=0).astype(np.float64)
     noise = np.random.default_rng(0).standard_normal(right.shape)
     noise *= (
-        0.9 * min(noise_of(name) * MARGIN, MOST) / relative_errors(right, right + noise)[:, None]
+        0.9
+        * min(noise_of(name) * MARGIN, MOST_APART)
+        / relative_errors(right, right + noise)[:, None]
     )
     check(name, right, right + noise, wrong)
 
@@ -133,10 +135,10 @@ def test_as_much_as_is_allowed_is_the_same_value_and_nothing_else_is(
 def check(variant: str, stored: Floats, computed: Floats, wrong: dict[str, Floats]) -> None:
     for dtype in ("float16", "float32"):
         of = view(Feature("embedding", dtype, dim=384))
-        kept = table(of, stored)
-        assert differing(kept, table(of, computed), of, variant) == {}
+        before = table(of, stored)
+        assert differing(before, table(of, computed), of, variant) == {}
         for what, values in wrong.items():
-            assert sorted(differing(kept, table(of, values), of, variant)) == list(
+            assert sorted(differing(before, table(of, values), of, variant)) == list(
                 range(len(TEXTS))
             ), what
 
@@ -222,7 +224,7 @@ def test_tolerances_are_those_of_what_computed() -> None:
     assert tolerance(None, "float32") == tolerance("fp32-eager", "float32")
     assert tolerance("fp32-eager", "float64").limit == pytest.approx(
         2e-5
-    )  # what computed counts, wherever it is kept
+    )  # what computed counts, wherever it is stored
     assert tolerance("fp32-eager", "float16").limit == pytest.approx(2e-5 + 2**-10)
     assert [
         noise_of(name) for name in ("int8-static-openvino", "int8-dynamic-onednn", "bf16-compile")

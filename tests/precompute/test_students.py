@@ -173,6 +173,9 @@ def test_training_ends_when_its_time_is_over(
     # in equal steps, fewer of which are left after the long one
     assert done[8] == pytest.approx(0.08, abs=0.02)
     assert done[-1] == pytest.approx(1, abs=0.06)
+    # along a line up to a twentieth, and then a cosine
+    rates = [training._rate(progress) for progress in (0.01, 0.05, 0.5, 1.0)]
+    assert rates == pytest.approx([0.2, 1, 0.5, 0], abs=0.01)
 
 
 def test_without_time_nothing_is_trained(tmp_path: Path) -> None:

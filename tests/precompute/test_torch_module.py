@@ -43,7 +43,7 @@ class Ranker(torch.nn.Module):
 
 
 class Echo(torch.nn.Module):
-    """Its input, unless told otherwise."""
+    """Its input, unless another is named."""
 
     def __init__(self, returns: str = "x") -> None:
         super().__init__()
@@ -215,10 +215,10 @@ def test_stream_and_compute_give_the_same_and_a_bad_row_is_one_bad_row(
         (9000, "input", "a is null"),
         (12_345, "model", "IndexError"),
     ]
-    kept = np.concatenate([8192 * w + d.rows for w, d in enumerate(streamed)])
-    np.testing.assert_array_equal(kept, np.setdiff1d(np.arange(20_000), [3, 9000, 12_345]))
+    good = np.concatenate([8192 * w + d.rows for w, d in enumerate(streamed)])
+    np.testing.assert_array_equal(good, np.setdiff1d(np.arange(20_000), [3, 9000, 12_345]))
     got = np.concatenate([np.asarray(d.features.column("total")) for d in streamed])
-    np.testing.assert_array_equal(got, expected(rows(20_000))["total"][kept])
+    np.testing.assert_array_equal(got, expected(rows(20_000))["total"][good])
 
 
 def test_flops_are_two_for_each_weight_of_linear_layers(folder: Path) -> None:

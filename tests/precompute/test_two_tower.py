@@ -3,8 +3,10 @@ never saw."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -90,23 +92,37 @@ def test_one_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_a_full_disk_leaves_the_towers_that_were_there(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (path := tmp_path / "towers").write_bytes(trained.read_bytes())
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(path, epochs=1)
+    assert path.read_bytes() == trained.read_bytes()
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_each_team_is_recommended_its_own_items(trained: Path) -> None:
     scores = vectors(trained, "user", USERS) @ vectors(trained, "item", ITEMS).T
     best = np.argsort(-scores, axis=1)[:, : N_ITEMS // 2]
     assert (best % 2 == np.arange(N_USERS)[:, None] % 2).all()
 
 
-def test_the_loss_falls_and_every_epoch_is_told(tmp_path: Path) -> None:
-    told: list[tuple[int, float]] = []
-    train(tmp_path / "t", epochs=10, progress=lambda epoch, loss: told.append((epoch, loss)))
-    assert [epoch for epoch, _ in told] == list(range(1, 11))
-    assert told[-1][1] < told[0][1]
+def test_the_loss_falls_and_every_epoch_is_reported(tmp_path: Path) -> None:
+    reported: list[tuple[int, float]] = []
+    train(tmp_path / "t", epochs=10, progress=lambda epoch, loss: reported.append((epoch, loss)))
+    assert [epoch for epoch, _ in reported] == list(range(1, 11))
+    assert reported[-1][1] < reported[0][1]
 
 
 def test_an_unknown_user_is_placed_by_the_other_fields(trained: Path) -> None:
     new = pa.table({"user_id": [999, 1000, None], "team": ["even", "odd", "odd"]})
     scores = vectors(trained, "user", new) @ vectors(trained, "item", ITEMS).T
-    # which is why the key counts where rows are kept by their inputs
+    # which is why the key counts where rows are cached by their inputs
     assert TwoTower(str(trained), "user").reads() == ["user_id", "team"]
     best = np.argsort(-scores, axis=1)[:, : N_ITEMS // 2] % 2
     assert best.tolist() == [[0] * 5, [1] * 5, [1] * 5]
@@ -169,6 +185,11 @@ def test_on_a_gpu_nothing_waits_and_graphs_are_for_one_token_a_row(
 def test_ids_may_be_text_or_numbers(trained: Path) -> None:
     texts = USERS.set_column(0, "user_id", USERS["user_id"].cast(pa.string()))
     np.testing.assert_array_equal(vectors(trained, "user", texts), vectors(trained, "user", USERS))
+    lists = ITEMS.set_column(1, "genres", pa.array([["a"]] * N_ITEMS))
+    with pytest.raises(
+        ModelError, match=r"'genres' is list.*: write array_to_string\(genres, ' '\)"
+    ):
+        vectors(trained, "item", lists)
 
 
 def test_the_fingerprint_is_of_the_files_bytes_and_the_tower(trained: Path, tmp_path: Path) -> None:

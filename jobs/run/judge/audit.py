@@ -28,8 +28,13 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.keys import key_column
 from precompute.store.offline.snapshot import Verdict
 from precompute.techniques.accuracy import judged_rows
-from precompute.techniques.row_errors import is_measured, row_errors, row_figures, share_between
-from precompute.techniques.same_value import differing
+from precompute.techniques.row_errors import (
+    differing,
+    is_measured,
+    row_errors,
+    row_figures,
+    share_between,
+)
 from precompute.techniques.table import REFERENCE
 
 AUDITED_ROWS = 5000

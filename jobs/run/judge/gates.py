@@ -55,7 +55,7 @@ from precompute.store.offline.standing import ROLLED_BACK, Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import utc_now
 from precompute.students.student import shortfalls
-from precompute.techniques.same_value import differing
+from precompute.techniques.row_errors import differing
 
 PARITY_ROWS = 20
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from precompute.model import Features, Verbatim, digest
 from precompute.models.endpoint.endpoint import BadAnswer, Tokens, credible, estimated
-from precompute.models.endpoint.endpoint_model import EndpointModel, check_columns, text_of
+from precompute.models.endpoint.endpoint_model import EndpointModel, text_of
 from precompute.models.endpoint.session import Input
 from precompute.store.errors import ConfigError
 
@@ -160,9 +160,6 @@ class ChatEndpoint(EndpointModel):
 
     def reads(self) -> tuple[str, ...]:
         return self._columns
-
-    def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
-        return check_columns(batch, self._columns)
 
     def texts(self, batch: pa.RecordBatch) -> list[str]:
         columns = {

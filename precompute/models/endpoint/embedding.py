@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from precompute.model import Features, Verbatim, digest
 from precompute.models.endpoint.endpoint import BadAnswer, Tokens, credible, estimated
-from precompute.models.endpoint.endpoint_model import EndpointModel, check_columns, text_of
+from precompute.models.endpoint.endpoint_model import EndpointModel, text_of
 from precompute.models.endpoint.session import Input
 from precompute.store.errors import ModelError
 
@@ -113,9 +113,6 @@ class EmbeddingEndpoint(EndpointModel):
 
     def reads(self) -> tuple[str]:
         return (self._column,)
-
-    def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
-        return check_columns(batch, (self._column,))
 
     def texts(self, batch: pa.RecordBatch) -> list[str]:
         return [self._prefix + text_of(value) for value in batch.column(self._column).to_pylist()]

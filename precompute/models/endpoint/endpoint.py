@@ -544,16 +544,24 @@ def _pause_s(tries: int) -> float:
     return longest_s * random.uniform(0.5, 1.0)  # noqa: S311
 
 
+def _time_of(date: str) -> float | None:
+    """Seconds since the epoch; None of what is no date."""
+    try:
+        return email.utils.parsedate_to_datetime(date).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
 def _retry_after_s(reply: Reply) -> float | None:
-    """Seconds to wait, by an answer: as a number, or as a date."""
+    """Seconds to wait, by an answer: as a number, or as a date by the clock that its own is of."""
     value = reply.headers.get("retry-after")
     if value is None:
         return None
     try:
         seconds = float(value)
     except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-        except (ValueError, TypeError, OverflowError):
+        until, now = _time_of(value), _time_of(reply.headers.get("date", ""))
+        if until is None:
             return None
+        seconds = until - (time.time() if now is None else now)
     return max(0.0, seconds) if seconds < float("inf") else None

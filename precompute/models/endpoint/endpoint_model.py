@@ -32,27 +32,6 @@ def text_of(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def check_columns(batch: pa.RecordBatch, columns: Sequence[str]) -> Mapping[int, str]:
-    """Row → reason, of those with a null in one of the columns, with bytes that are no UTF-8, or
-    with white space alone in all of them."""
-    bad, blank = dict[int, str](), [True] * batch.num_rows
-    for name in columns:
-        for row, value in enumerate(batch.column(name).to_pylist()):
-            if value is None or value != value:
-                bad.setdefault(row, f"{name} is {'null' if value is None else 'NaN'}")
-                continue
-            try:
-                blank[row] &= not text_of(value).strip()
-            except UnicodeDecodeError as exc:
-                bad.setdefault(row, f"{name} is not UTF-8: {exc.reason} at byte {exc.start}")
-    for row, is_blank in enumerate(blank):
-        if is_blank:
-            bad.setdefault(
-                row, f"{' and '.join(columns)} {'is' if len(columns) == 1 else 'are'} empty"
-            )
-    return bad
-
-
 # ---- the model
 
 
@@ -156,6 +135,10 @@ class EndpointModel(ABC):
         """All that is sent with every input, but for what is secret."""
 
     @abstractmethod
+    def reads(self) -> tuple[str, ...]:
+        """The source's columns that are sent."""
+
+    @abstractmethod
     def texts(self, batch: pa.RecordBatch) -> list[str]:
         """What each row sends."""
 
@@ -169,6 +152,22 @@ class EndpointModel(ABC):
     @abstractmethod
     def features(self, contents: Sequence[bytes]) -> Features:
         """Features of rows with these answers."""
+
+    def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
+        """Rows with a null in one of the columns, with bytes that are no UTF-8, or with white space
+        alone in all of them."""
+        columns, bad, blank = self.reads(), dict[int, str](), [True] * batch.num_rows
+        for name in columns:
+            for row, value in enumerate(batch.column(name).to_pylist()):
+                if value is None or value != value:
+                    bad.setdefault(row, f"{name} is {'null' if value is None else 'NaN'}")
+                    continue
+                try:
+                    blank[row] &= not text_of(value).strip()
+                except UnicodeDecodeError as exc:
+                    bad.setdefault(row, f"{name} is not UTF-8: {exc.reason} at byte {exc.start}")
+        empty = f"{' and '.join(columns)} {'is' if len(columns) == 1 else 'are'} empty"
+        return {row: empty for row, is_blank in enumerate(blank) if is_blank} | bad
 
     def figures(self) -> dict[str, Any]:
         """What was sent, came back and was spent, for the run's report."""

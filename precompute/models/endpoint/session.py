@@ -32,6 +32,10 @@ _TABLE = (
     "CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, until INTEGER, tries INTEGER, wrong"
     " TEXT, answer BLOB, sum INTEGER) WITHOUT ROWID"
 )
+# where all have expired it may be the clock that is wrong, and they were paid
+_EXPIRED = (
+    "DELETE FROM answers WHERE until < ?1 AND EXISTS (SELECT 1 FROM answers WHERE until >= ?1)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class AnswerCache:
                 self._writing.execute("PRAGMA journal_mode = WAL")
                 self._writing.execute("PRAGMA synchronous = FULL")
                 self._writing.execute(_TABLE)
-                self._writing.execute("DELETE FROM answers WHERE until < ?", (int(time.time()),))
+                self._writing.execute(_EXPIRED, (int(time.time()),))
                 self._reading = opened.enter_context(contextlib.closing(self._connected()))
             except (OSError, sqlite3.Error) as exc:
                 raise ModelError(
