@@ -728,19 +728,26 @@ def test_one_of_two_over_the_same_partitions_is_refused(
 def test_a_partition_that_another_run_computes_is_waited_for(
     daily: MakeDaily, gate: Gate, command: Start
 ) -> None:
-    """The other one is killed: then it is this one's."""
+    """The other one is killed: then it is this one's, and what was there before is not its
+    outcome."""
     project = daily((1, 2))
-    other = command(project, "materialize", "numbers", "--partition", "2024-01-01")
+    of_first = ("materialize", "numbers", "--partition", "2024-01-01", "--full")
+    gate.open(1)
+    assert command(project, *of_first).end()[0] == 0
+    for path in gate.folder.iterdir():
+        path.unlink()
+    other = command(project, *of_first)
     await_begun(gate, 1)
     gate.open(2)
-    running = command(project, *backfill(1, 2, "--json"))
-    eventually(lambda: committed(project) == [part(2)])  # it holds no slot meanwhile
+    running = command(project, *backfill(1, 2, "--reprocess", "all", "--full", "--json"))
+    # it holds no slot meanwhile
+    eventually(lambda: committed(project) == [part(1), part(2)])
     other.kill()
     gate.open()
     status, out, _ = running.end()
     (first, second) = json.loads(out)["items"]
     assert (status, first["state"], second["state"]) == (0, "done", "done")
-    assert committed(project) == [part(2), part(1)]
+    assert committed(project) == [part(1), part(2), part(1)]
     by = {report.run: report.backfill for report in project.store.runs.reports()}
     assert by[first["run"]] is not None
 
