@@ -3,6 +3,7 @@ that a killed one goes on. Real processes; a model that waits for a file says wh
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import os
@@ -30,6 +31,7 @@ from precompute.store.offline.refs import Place, run_lease
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.times import Partition, containing
+from precompute.workers.process import ChildProcess
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -516,6 +518,29 @@ def test_what_fails_before_its_run_begins_is_told_by_its_last_words(
     assert "precompute: " not in error
 
 
+def test_an_older_snapshot_is_not_the_outcome_of_a_run_that_never_began(
+    daily: MakeDaily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes the partition's lease while this one's starts."""
+    project, held = daily((1,)), contextlib.ExitStack()
+    run_backfill(project, "numbers", options(1, 1))
+
+    def taken_first(command: list[str], **options: Any) -> ChildProcess:
+        monkeypatch.undo()
+        held.enter_context(take(project.store.leases, run_lease(part(1)), "run"))
+        return ChildProcess(command, **options)
+
+    def announce(line: str) -> None:
+        if "waits for a run" in line:
+            held.close()
+
+    monkeypatch.setattr("precompute.jobs.schedule.backfill.ChildProcess", taken_first)
+    done = run_backfill(
+        project, "numbers", options(1, 1, reprocess="all", full=True), announce=announce
+    )
+    assert project.store.runs.read(str(done.items[0].run)).backfill == done.id
+
+
 def test_refused_partitions_are_told_from_failed_ones(
     daily: MakeDaily, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -728,26 +753,19 @@ def test_one_of_two_over_the_same_partitions_is_refused(
 def test_a_partition_that_another_run_computes_is_waited_for(
     daily: MakeDaily, gate: Gate, command: Start
 ) -> None:
-    """The other one is killed: then it is this one's, and what was there before is not its
-    outcome."""
+    """The other one is killed: then it is this one's."""
     project = daily((1, 2))
-    of_first = ("materialize", "numbers", "--partition", "2024-01-01", "--full")
-    gate.open(1)
-    assert command(project, *of_first).end()[0] == 0
-    for path in gate.folder.iterdir():
-        path.unlink()
-    other = command(project, *of_first)
+    other = command(project, "materialize", "numbers", "--partition", "2024-01-01")
     await_begun(gate, 1)
     gate.open(2)
-    running = command(project, *backfill(1, 2, "--reprocess", "all", "--full", "--json"))
-    # it holds no slot meanwhile
-    eventually(lambda: committed(project) == [part(1), part(2)])
+    running = command(project, *backfill(1, 2, "--json"))
+    eventually(lambda: committed(project) == [part(2)])  # it holds no slot meanwhile
     other.kill()
     gate.open()
     status, out, _ = running.end()
     (first, second) = json.loads(out)["items"]
     assert (status, first["state"], second["state"]) == (0, "done", "done")
-    assert committed(project) == [part(1), part(2), part(1)]
+    assert committed(project) == [part(2), part(1)]
     by = {report.run: report.backfill for report in project.store.runs.reports()}
     assert by[first["run"]] is not None
 

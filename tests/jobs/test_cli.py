@@ -3,6 +3,7 @@ traceback."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jsonschema_rs
 import numpy as np
@@ -22,6 +23,13 @@ from precompute.jobs.cli import main
 from precompute.jobs.commands.rows import describe_row
 from precompute.jobs.commands.run import describe_report
 from precompute.store.disk.record import plain, replace
+from precompute.store.errors import (
+    ConfigError,
+    GateError,
+    RejectedError,
+    RequestError,
+    SnapshotError,
+)
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Verdict
 from precompute.store.offline.view_store import OfflineStore
@@ -394,6 +402,35 @@ def test_bad_usage_is_status_2_with_the_usage(
         published.cli(*command)
     assert caught.value.code == 2
     assert "usage: precompute" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("x"), 2),
+        (RequestError("x"), 2),
+        (RequestError("x", status=503), 1),
+        (SnapshotError("x"), 1),
+        (GateError("x"), 3),
+        (RejectedError("x"), 3),
+        (OSError(errno.EMFILE, "x"), 1),
+    ],
+    ids=repr,
+)
+def test_an_error_has_its_exit_status(
+    make_project: MakeProject,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    status: int,
+) -> None:
+    def failing(_: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr("precompute.jobs.ops.status.project_status", failing)
+    assert make_project(ROWS).cli("status", "--json") == status
+    refusal = json.loads(capsys.readouterr().out)
+    assert (refusal["error"]["kind"], refusal["exit_status"]) == (type(error).__name__, status)
 
 
 def test_an_online_store_that_does_not_answer_is_status_1(
