@@ -11,8 +11,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from precompute.store.wire import bodies
-from tests.documented import check_documented
-from tests.server import Reply
+from tests.server import Reply, check_documented
 
 
 def call(app: Any, method: str, path: str, body: Any = None, **headers: str) -> Reply:

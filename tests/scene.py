@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,10 +45,13 @@ def values_of(pointer: Pointer, computed: Computed) -> dict[str, Any]:
 def files_of_at_most(size_bytes: int) -> Iterator[None]:
     """What a full disk is like: no larger file can be written."""
     before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python takes a module's cached bytecode that was cut short for whole
+    cached, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, most))
     try:
         yield
     finally:
+        sys.dont_write_bytecode = cached
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from precompute.store.http.openapi import openapi_document
 from precompute.store.wire import arrow, bodies
 from tests import REPOSITORY
-from tests.documented import check_documented
 from tests.scene import Scene
 
 View = dict[str, Any]
@@ -267,3 +269,27 @@ def eventually(
 
 def slow(seconds: float, **args: Any) -> View:
     return {"model": {"use": "tests.models:Doubler", "args": {"sleep_s": seconds, **args}}}
+
+
+# ---- whether the OpenAPI document says so; held for each answer that any test gets of the API
+
+
+@cache
+def _operations() -> list[tuple[re.Pattern[str], dict[str, Any]]]:
+    paths = openapi_document()["paths"]
+    # a key of several columns is several segments
+    return [
+        (re.compile(re.sub(r"\{key\}", ".+", re.sub(r"\{view\}", "[^/]*", path))), paths[path])
+        for path in paths
+    ]
+
+
+def check_documented(method: str, path: str, status: int) -> None:
+    """A status that an operation of the document may answer with; of what is no operation (a path
+    that is none, another method) nothing is checked."""
+    bare = path.partition("?")[0]
+    for pattern, methods in _operations():
+        if pattern.fullmatch(bare) and method.lower() in methods:
+            assert str(status) in methods[method.lower()]["responses"], (
+                f"{method} {bare} answered {status}, which the document does not say"
+            )

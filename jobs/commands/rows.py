@@ -168,9 +168,9 @@ def _opened(arguments: argparse.Namespace, *, fallback: bool) -> Iterator[tuple[
     from precompute.store.online.url import open_online_store
 
     project = project_of(arguments)
-    online = open_online_store(project.online)
-    pointer = _published(project, online, arguments.view)
     with contextlib.ExitStack() as opened:
+        online = opened.enter_context(contextlib.closing(open_online_store(project.online)))
+        pointer = _published(project, online, arguments.view)
         behind = None
         if fallback:
             from precompute.jobs.serve.fallback import ViewFallback
@@ -391,7 +391,8 @@ def _entities(path: Path, entity: Sequence[str], timestamp: str) -> pa.Table:
         ) from exc
     if table.column_names.count(timestamp) == 1:
         times = table.column(timestamp)
-        if pa.types.is_string(times.type):
+        # polars writes large_string
+        if pa.types.is_string(times.type) or pa.types.is_large_string(times.type):
             times = _parsed(times.to_pylist(), path, timestamp)
         elif pa.types.is_date(times.type):
             times = times.cast(pa.timestamp("s"))

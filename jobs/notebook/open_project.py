@@ -29,7 +29,6 @@ from precompute.store.errors import (
 )
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import is_table, key_columns, key_list
-from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.url import open_online_store
 from precompute.store.times import shown_time
 from precompute.store.wire.lookup_options import MAX_KEYS, LookupOptions, check_features
@@ -79,7 +78,6 @@ class OpenProject:
         self._stack, self._lock = contextlib.ExitStack(), threading.Lock()
         # a notebook closes nothing: without it DuckDB reports 40 lines of leaks as Python ends
         weakref.finalize(self, self._stack.close)
-        self._online: OnlineStore | None = None
         self._plain: Lookup | None = None
         self._answering: Lookup | None = None
         self._project()
@@ -425,7 +423,7 @@ class OpenProject:
         again."""
         with self._lock:
             self._stack.close()
-            self._online = self._plain = self._answering = None
+            self._plain = self._answering = None
 
     def __enter__(self) -> OpenProject:
         return self
@@ -449,10 +447,9 @@ class OpenProject:
             return self._opened(fallback)
 
     def _opened(self, fallback: bool) -> Lookup:
-        if self._online is None or self._plain is None:
+        if self._plain is None:
             project = self._project()
-            self._online = open_online_store(project.online)
-            self._plain = Lookup(self._online, project.root)
+            self._plain = Lookup(open_online_store(project.online), project.root)
             self._stack.callback(self._plain.close)
         if not fallback:
             return self._plain
@@ -462,7 +459,7 @@ class OpenProject:
             project = self._project()
             behind = ViewFallback(project.offline, project.home)
             self._stack.callback(behind.close)
-            self._answering = Lookup(self._online, project.root, behind)
+            self._answering = Lookup(self._plain.online, project.root, behind)
         return self._answering
 
     def _published(self, view: str) -> Any:

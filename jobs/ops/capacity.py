@@ -301,7 +301,8 @@ def _why_left_out(report: Report, model: str | None) -> str | None:
         return "of another model"
     if report.resumed:
         return "took over rows of an interrupted run"
-    return "too small" if rows < LEAST_ROWS and report.seconds < LEAST_S else None
+    small = rows < LEAST_ROWS and report.seconds < LEAST_S
+    return "too small" if small or not rows else None
 
 
 def plan(

@@ -485,7 +485,8 @@ def look_at_pictures(folder: Path, project: Path, *, sample: bool = False) -> Pi
     files = (
         sorted(f"{name}.png" for name in PAINTED)
         if sample
-        else sorted(path.name for path in folder.iterdir() if path.is_file())
+        # macOS puts a hidden file beside each picture into an archive
+        else sorted(p.name for p in folder.iterdir() if p.is_file() and p.name[0] != ".")
     )
     pictures = [name for name in files if name.lower().endswith(ENDINGS)]
     if not pictures:
@@ -494,7 +495,8 @@ def look_at_pictures(folder: Path, project: Path, *, sample: bool = False) -> Pi
             " looked for"
         )
     endings = sorted({Path(name).suffix for name in pictures})
-    patterns = ", ".join(literal(f"{name_from(folder, project)}/*{ending}") for ending in endings)
+    inside = f"{name_from(folder, project)}/[!.]*"
+    patterns = ", ".join(literal(f"{inside}{ending}") for ending in endings)
     return PictureFolder(
         folder, f"read_blob([{patterns}])", len(pictures), len(files) - len(pictures), pictures[0]
     )

@@ -3,6 +3,7 @@ that a killed one goes on. Real processes; a model that waits for a file says wh
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import os
@@ -30,6 +31,7 @@ from precompute.store.offline.refs import Place, run_lease
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.times import Partition, containing
+from precompute.workers.process import ChildProcess
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -514,6 +516,29 @@ def test_what_fails_before_its_run_begins_is_reported_by_its_last_words(
     assert error.startswith("exit status 2: ")
     assert "numbers.yaml" in error
     assert "precompute: " not in error
+
+
+def test_an_older_snapshot_is_not_the_outcome_of_a_run_that_never_began(
+    daily: MakeDaily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes the partition's lease while this one's starts."""
+    project, held = daily((1,)), contextlib.ExitStack()
+    run_backfill(project, "numbers", options(1, 1))
+
+    def taken_first(command: list[str], **options: Any) -> ChildProcess:
+        monkeypatch.undo()
+        held.enter_context(take(project.store.leases, run_lease(part(1)), "run"))
+        return ChildProcess(command, **options)
+
+    def announce(line: str) -> None:
+        if "waits for a run" in line:
+            held.close()
+
+    monkeypatch.setattr("precompute.jobs.schedule.backfill.ChildProcess", taken_first)
+    done = run_backfill(
+        project, "numbers", options(1, 1, reprocess="all", full=True), announce=announce
+    )
+    assert project.store.runs.read(str(done.items[0].run)).backfill == done.id
 
 
 def test_refused_partitions_are_not_failed_ones(

@@ -416,6 +416,13 @@ def test_a_long_run_of_few_rows_tells(project: Scene) -> None:
     assert plan(project, "numbers")["rows"] == 3000
 
 
+def test_long_runs_of_no_rows_tell_nothing(project: Scene) -> None:
+    for number in (1, 2):
+        noted(project, number, 0, seconds=31.0)
+    with pytest.raises(PrecomputeError, match="left out: 2 too small"):
+        plan(project, "numbers")
+
+
 def test_no_run_at_all_is_said(project: Scene, capsys: Captured) -> None:
     assert project.cli("plan") == 1
     assert "there are none. For an estimate" in capsys.readouterr().err

@@ -342,12 +342,15 @@ def test_a_folder_with_something_in_it_is_refused_unless_harmless(
 
 @pytest.mark.usefixtures("no_encoder")
 def test_on_a_full_disk_nothing_is_left_of_it(tmp_path: Path, capsys: Captured) -> None:
-    with files_of_at_most(1000):
-        assert main(["init", str(tmp_path / "p"), "--template", "scores"]) == 1
-    assert "no space left while writing" in (said := capsys.readouterr().err)
-    assert "(nothing was changed)" in said
-    assert list(tmp_path.iterdir()) == []
-    assert main(["init", str(tmp_path / "p"), "--template", "scores"]) == 0
+    folder, nothing = tmp_path / "p", list[Path]()
+    for before in (nothing, [folder]):
+        with files_of_at_most(1000):
+            assert main(["init", str(folder), "--template", "scores"]) == 1
+        assert "no space left while writing" in (said := capsys.readouterr().err)
+        assert "(nothing was changed)" in said
+        assert list(tmp_path.rglob("*")) == before
+        folder.mkdir(exist_ok=True)
+    assert main(["init", str(folder), "--template", "scores"]) == 0
 
 
 @pytest.mark.usefixtures("no_encoder")
@@ -418,6 +421,11 @@ def test_a_sample_is_green_before_the_first_run_and_published_by_it(
         pytest.importorskip("lightgbm")
     folder = tmp_path / "p"
     views = init(capsys, folder, "--template", template)["views"]
+    if template == "images":
+        # macOS puts such a file beside each picture into an archive
+        (folder / "photos" / "._ruby.png").write_bytes(b"no picture")
+        given = ["--template", template, "--from", str(folder / "photos")]
+        assert init(capsys, tmp_path / "given", *given)["rows"] == 8
     assert main(["-c", str(folder), "validate", "--json"]) == 0
     found = [
         check["found"]

@@ -20,7 +20,7 @@ import pytest
 from precompute.jobs.cli import main
 from precompute.store.client import Tls
 from precompute.store.errors import DeniedError, NoAnswerError
-from tests.asking import features_of, opened
+from tests.clients import features_of, opened
 from tests.collector import collecting
 from tests.server import Reply, Server, eventually, make_folder, read_reply, write_numbers
 from tests.store.test_access import certificate

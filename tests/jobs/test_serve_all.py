@@ -259,6 +259,7 @@ def test_a_refused_day_is_left_out_and_too_many_lost_rows_are_refused(corpus: Co
     assert corpus.scene.live_snapshot().rows == 100
     assert corpus.scene.publish(accept=("rows",)).status == "published"
     assert corpus.scene.live_snapshot().rows == 50
+    assert corpus.scene.status()["partitions"]["left_out"] == {"older than keep": 1}
     with pytest.raises(GateError, match="rows"):
         corpus.run(1, dict.fromkeys(range(5), 1.0))
     assert corpus.scene.live_snapshot().rows == 50

@@ -127,6 +127,15 @@ def test_what_does_not_fit_the_views_is_reported_and_served_all_the_same(
     assert not any(part.defaults for part in project.service("ranking").parts)
 
 
+def test_a_default_of_a_view_whose_file_is_wrong_stands_in_all_the_same(scene: Scene) -> None:
+    (scene.folder / "views" / "numbers.yaml").write_text("name: numbers\n")
+    project = written(
+        scene, HEAD + "views: {numbers: {features: [double], defaults: {double: 7.0}}}"
+    )
+    (part,) = project.service("ranking").parts
+    assert part.defaults == {"double": 7.0}
+
+
 def test_another_entity_is_reported(scene: Scene) -> None:
     """Of a view in chunks their number, too."""
     path = scene.folder / "views" / "numbers.yaml"
@@ -168,17 +177,18 @@ def test_a_training_set_is_made_on_the_command_line(
         {"id": "02", "label": 0, "numbers__double": None, "other__vector": [0.0, 0.0, 0.0, 1.0]},
     ]
     again = scene.folder / "rows.parquet"
-    pq.write_table(table.select(["id", "event_timestamp"]), again)
     more = ["--to", str(out), "--replace", "--json"]
-    assert project.cli("training", "ranking", str(again), *more) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed == {
-        "service": "ranking",
-        "version": project.service("ranking").fingerprint,
-        "rows": 3,
-        "known": {"numbers": 1, "other": 1},
-        "to": str(out),
-    }
+    # times, and texts as polars writes them
+    for times in (table.column("event_timestamp"), pa.array([now] * 3, pa.large_string())):
+        pq.write_table(pa.table({"id": table.column("id"), "event_timestamp": times}), again)
+        assert project.cli("training", "ranking", str(again), *more) == 0
+        assert json.loads(capsys.readouterr().out) == {
+            "service": "ranking",
+            "version": project.service("ranking").fingerprint,
+            "rows": 3,
+            "known": {"numbers": 1, "other": 1},
+            "to": str(out),
+        }
 
 
 def test_a_training_set_that_cannot_be_made_is_refused_in_a_line(

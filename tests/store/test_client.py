@@ -30,7 +30,7 @@ from precompute.store.errors import (
     RequestError,
 )
 from tests import REPOSITORY
-from tests.asking import opened
+from tests.clients import opened
 from tests.hostile import Hostile
 from tests.redis_process import free_port
 from tests.scene import Scene

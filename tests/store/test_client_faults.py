@@ -46,7 +46,7 @@ from precompute.store.errors import (
 )
 from precompute.store.wire.arrow import encode_arrow
 from precompute.store.wire.bodies import ViewLookupRequest
-from tests.asking import features_of, opened
+from tests.clients import features_of, opened
 from tests.hostile import Hostile, Visit
 from tests.server import eventually
 from tests.store.test_access import certificate

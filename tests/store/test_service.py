@@ -26,7 +26,7 @@ from precompute.store.history import get_historical_features
 from precompute.store.http.app import create_app
 from precompute.store.wire import bodies
 from tests.asgi import call
-from tests.asking import opened
+from tests.clients import opened
 from tests.scene import Scene
 from tests.server import Server, damage_row, make_folder, slow, write_numbers
 from tests.store.test_api import arrow, arrow_table

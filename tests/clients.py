@@ -1,4 +1,4 @@
-"""Asking: the two clients as one, so that one test asks by either."""
+"""Clients: the blocking and the async one behind one interface, so that one test calls either."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from precompute.store.wire.bodies import ViewRow
 
 
 class Awaited:
-    """An async client in a loop of its own thread, each call waited for; any thread may ask, as of
-    a blocking one."""
+    """An async client in a loop of its own thread, each call waited for; any thread may call it,
+    as a blocking one."""
 
     def __init__(self, url: str, **arguments: Any) -> None:
         self.client = AsyncClient(url, **arguments)
