@@ -210,10 +210,10 @@ def test_no_more_bytes_are_cached_than_allowed_and_the_latest_stay(tmp_path: Pat
     # one row that would take most of it is none of its rows
     plain: CacheKey = ("things", b"1", None, "float")
     own = row.size_bytes + 1
-    for most, cached in ((8 * own, True), (8 * own - 1, False), (own, False), (0, False)):
+    for most, fits in ((8 * own, True), (8 * own - 1, False), (own, False), (0, False)):
         small = RowCache(most)
-        assert (small.put(plain, row) is not None, small.get(plain) is row) == (cached, cached)
-        assert small.size_bytes == own * cached
+        assert (small.put(plain, row) is not None, small.get(plain) is row) == (fits, fits)
+        assert small.size_bytes == own * fits
 
 
 class Failing(MemoryStore):
