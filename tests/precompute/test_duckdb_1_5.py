@@ -27,7 +27,7 @@ FILES = (
 """What reads SQL, syntax trees and remote files, which are other ones in each version."""
 OF_DUCKDB_2 = (
     # which is a SELECT to it
-    "test_source.py::test_anything_but_one_select_is_refused[PRAGMA version-exactly one SELECT]",
+    "test_source.py::test_anything_but_one_select_of_the_bounds_is_refused[PRAGMA version-exactly one SELECT]",
     # which go by its answers alone
     "test_remote_files.py::test_what_changed_is_seen_after_a_while",
     "test_remote_files.py::test_a_view_runs_and_answers_misses_from_an_object_store",
