@@ -204,8 +204,13 @@ class _Look:
         account = replace(
             before, epoch=ref.epoch, snapshot=ref.snapshot, rows=snapshot.rows, doubts=()
         )
-        pointer, wrong = served_pointer(self._store, self._online, ref)
-        self._findings += wrong
+        pointer = served_pointer(self._store, self._online, ref)
+        if isinstance(pointer, Finding):
+            self._findings.append(pointer)
+            pointer = None
+        elif pointer is not None:
+            for damage in self._online.record_damage(name):
+                self._add("records online", State.DAMAGED, Act.POINT, damage)
         # what an object store takes to answer is no work of ours
         self._ends_s = time.monotonic() + self._budget_s
         if pointer is not None and self._by_files:
@@ -551,17 +556,17 @@ class Rounds:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while not self._stopping.wait(POLL_S):
             try:
-                due = [store for store in self._stores if self._is_due(store)]
+                due = [
+                    store
+                    for store in self._stores
+                    if os.access(store.refs.folder, os.W_OK)
+                    and is_due(store, self._every_s, here=self._mend is not None)
+                ]
                 if due:
                     self._look(due)
             except Exception:
                 # what is looked at next time may be well again
                 log.exception("looking at what is live failed")
-
-    def _is_due(self, store: ViewStore) -> bool:
-        return os.access(store.refs.folder, os.W_OK) and is_due(
-            store, self._every_s, here=self._mend is not None
-        )
 
     def _look(self, due: Sequence[ViewStore]) -> None:
         with contextlib.closing(self._open()) as online:

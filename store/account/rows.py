@@ -51,11 +51,9 @@ _BATCH_KEYS, _MAPPED_KEYS = 500, 8192
 Times = npt.NDArray[np.int64]
 
 
-def served_pointer(
-    store: ViewStore, online: OnlineStore, ref: LiveRef
-) -> tuple[Pointer | None, list[Finding]]:
-    """The online pointer of a view, where it is the root's and names what was loaded, with what is
-    wrong beside it; else None, and what is wrong.
+def served_pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> Pointer | Finding | None:
+    """The online pointer of a view, where it is the root's and names what was loaded; else what is
+    wrong with it. None where the root is older than what is served: nothing was lost online.
 
     Args:
         store: of the view.
@@ -66,46 +64,32 @@ def served_pointer(
         OnlineStoreError: the store does not answer.
         SnapshotError: the root's identity cannot be read.
     """
-
-    def wrong(what: str, state: AccountState, act: Act, found: str) -> tuple[None, list[Finding]]:
-        return None, [Finding(what, state, act, found)]
-
     name, what = store.name, "online pointer"
     try:
         pointer = online.live(name)
-    except DamagedPointerError as exc:
-        return wrong(what, AccountState.DAMAGED, Act.POINT, str(exc))
-    if pointer is None:
-        return wrong(
-            what,
-            AccountState.MISSING,
-            Act.POINT,
-            f"the online store has no pointer of view {name!r}, whose snapshot {ref.snapshot} is"
-            " live",
-        )
-    try:
+        if pointer is None:
+            found = (
+                f"the online store has no pointer of view {name!r}, whose snapshot {ref.snapshot}"
+                " is live"
+            )
+            return Finding(what, AccountState.MISSING, Act.POINT, found)
         check_owner(pointer, name, known_identity(store.offline.root))
-    except ConflictError as exc:
-        return wrong(what, AccountState.FOREIGN, Act.PERSON, str(exc))
-    if pointer.epoch > ref.epoch:
-        # the root is older than what is served: nothing was lost online
-        return None, []
-    if (pointer.epoch, set(pointer.generations)) != (ref.epoch, ref.place.generations):
-        return wrong(
-            what,
-            AccountState.DAMAGED,
-            Act.POINT,
-            f"the online store serves snapshot {pointer.snapshot} of view {name!r}, and"
-            f" {ref.snapshot} is live",
-        )
-    try:
+        if pointer.epoch > ref.epoch:
+            return None
+        if (pointer.epoch, set(pointer.generations)) != (ref.epoch, ref.place.generations):
+            found = (
+                f"the online store serves snapshot {pointer.snapshot} of view {name!r}, and"
+                f" {ref.snapshot} is live"
+            )
+            return Finding(what, AccountState.DAMAGED, Act.POINT, found)
         check_own_rows(pointer, online.loaded(name, pointer.generations))
+    except DamagedPointerError as exc:
+        return Finding(what, AccountState.DAMAGED, Act.POINT, str(exc))
+    except ConflictError as exc:
+        return Finding(what, AccountState.FOREIGN, Act.PERSON, str(exc))
     except RowsLostError as exc:
-        return wrong(ROWS, AccountState.MISSING, Act.LOAD, str(exc))
-    return pointer, [
-        Finding("records online", AccountState.DAMAGED, Act.POINT, damage)
-        for damage in online.record_damage(name)
-    ]
+        return Finding(ROWS, AccountState.MISSING, Act.LOAD, str(exc))
+    return pointer
 
 
 def check_served(
@@ -176,9 +160,8 @@ def _wrong(
         for i, row in enumerate(expected.rows.strings()):
             # but for checksum and snapshot, by which a base's rows differ from those of the
             # snapshot over it
-            if bytes(found.values[i] or b"")[HEADER_BYTES:] != row[HEADER_BYTES:] or not _same_time(
-                computed_at[i], row
-            ):
+            same_time = int(computed_at[i]) == int.from_bytes(row[8:16], "little", signed=True)
+            if not same_time or bytes(found.values[i] or b"")[HEADER_BYTES:] != row[HEADER_BYTES:]:
                 return i, "has other bytes than in Parquet"
     return None
 
@@ -266,7 +249,3 @@ def _read(online: OnlineStore, pointer: Pointer, keys: list[bytes]) -> FoundRows
             raise
         raise RowsLostError(str(exc)) from exc
     return reduce(overlaid, found)
-
-
-def _same_time(computed_at_us: int, row: memoryview) -> bool:
-    return int(computed_at_us) == int.from_bytes(row[8:16], "little", signed=True)
