@@ -47,7 +47,7 @@ def test_history_passes_over_a_day_without_rows_as_publishing_does(
     assert sorted(read(project.store, now)["double"].to_pylist()) == [2.0, 4.0]
     assert snapshot_at(project.store, now).number == 1
     assert snapshot_at(project.store, now, values="best_known").number == 1
-    asked = pa.table({"id": [1, 2, 3], "event_timestamp": pa.array([now] * 3)})
+    wanted = pa.table({"id": [1, 2, 3], "event_timestamp": pa.array([now] * 3)})
     for values in ("served", "best_known"):
-        found = get_historical_features(project.offline, asked, ["numbers"], values=values)
+        found = get_historical_features(project.offline, wanted, ["numbers"], values=values)
         assert found["numbers__double"].to_pylist() == [2.0, 4.0, None]

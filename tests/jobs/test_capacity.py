@@ -345,9 +345,9 @@ def test_a_crowded_machine_is_said(
     for number, rows in ((1, 1_000_000), (2, 3_000_000)):
         noted(project, number, rows, usage={"idle": idle}, seconds=9.2e-6 * rows)
     assert project.cli("plan") == 0
-    told = capsys.readouterr().out
-    assert ("of the machine or more in each" in told) == (others is not None)
-    assert others is None or f"others took {others} of the machine" in told
+    printed = capsys.readouterr().out
+    assert ("of the machine or more in each" in printed) == (others is not None)
+    assert others is None or f"others took {others} of the machine" in printed
 
 
 def test_limits_say_at_how_many_rows_they_break(runs: Scene) -> None:
@@ -379,7 +379,7 @@ def test_an_object_store_and_redis_are_no_disks(
     assert sorted(whats) == ["memory", "seconds within the TTL"]
 
 
-# ---- what cannot be told
+# ---- what is not known
 
 
 @pytest.mark.parametrize(
@@ -435,10 +435,10 @@ def test_deltas_alone_are_told_alone(project: Scene, capsys: Captured) -> None:
     noted(project, 1, 1_000_000, 10_000)
     noted(project, 2, 3_000_000, 30_000)
     assert project.cli("plan") == 0
-    told = capsys.readouterr().out
-    assert "full: cannot tell: two full runs" in told
-    assert "delta of 1.00%" in told
-    assert "1.00% of the rows change, as in these runs" in told
+    printed = capsys.readouterr().out
+    assert "full: cannot tell: two full runs" in printed
+    assert "delta of 1.00%" in printed
+    assert "1.00% of the rows change, as in these runs" in printed
 
 
 def test_without_a_publishing_there_is_none_in_it(project: Scene, capsys: Captured) -> None:
@@ -446,9 +446,9 @@ def test_without_a_publishing_there_is_none_in_it(project: Scene, capsys: Captur
     for number, rows in ((1, 1_000_000), (2, 3_000_000)):
         noted(project, number, rows, command="materialize", status="committed", usage=nothing)
     assert project.cli("plan") == 0
-    told = capsys.readouterr().out
-    assert "and 0 publishings, so that publishing is not in it" in told
-    assert "loaded online" not in told
+    printed = capsys.readouterr().out
+    assert "and 0 publishings, so that publishing is not in it" in printed
+    assert "loaded online" not in printed
     # publishings of their own
     for number, rows in ((3, 1_000_000), (4, 3_000_000)):
         noted(project, number, rows, command="publish", counts={}, usage={"kind": None})

@@ -93,10 +93,10 @@ def report_of(capsys: Captured) -> Any:
 
 def test_help_loads_nothing_that_takes_long() -> None:
     code = "import sys; from precompute.jobs.cli import _parser; _parser().format_help(); print(*sys.modules)"
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout
-    loaded = {name.partition(".")[0] for name in told.split()}
+    loaded = {name.partition(".")[0] for name in printed.split()}
     slow = {"asyncio", "duckdb", "faiss", "numpy", "pandas", "pyarrow", "pydantic", "rich", "torch"}
     assert loaded & (slow | {"yaml"}) == set()
 

@@ -587,7 +587,7 @@ def test_what_may_not_be_forgotten(
 ) -> None:
     project = prepared(published, [1.0, 2.0])
     command = ["-c", str(project.folder), "gc", "--forget"]
-    for asked, status, message in (
+    for given, status, message in (
         (
             ["numbers", "1"],
             1,
@@ -598,7 +598,7 @@ def test_what_may_not_be_forgotten(
         (["numbers", "one"], 2, "--forget numbers one: name a view (numbers)"),
         (["numbers", "1", "--dry-run"], 2, "without --dry-run"),
     ):
-        assert main([*command, *asked]) == status
+        assert main([*command, *given]) == status
         assert message in capsys.readouterr().err
     damaged(project, 2, known=False)
     assert main([*command, "numbers", "2"]) == 1

@@ -1,4 +1,4 @@
-"""Notify: what the operator's command is told, and that whatever it does, the run's outcome stays
+"""Notify: what the operator's command receives, and that whatever it does, the run's outcome stays
 what it was."""
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ def python(script: str) -> list[str]:
     return [sys.executable, "-c", script]
 
 
-def writing(told: Path) -> list[str]:
-    """A command that appends what it was told to a file, as a line of JSON."""
+def writing(received: Path) -> list[str]:
+    """A command that appends what it receives to a file, as a line of JSON."""
     return python(
         "import json, os\n"
-        f"with open({str(told)!r}, 'a') as file:\n"
+        f"with open({str(received)!r}, 'a') as file:\n"
         f"    file.write(json.dumps({{n: os.environ['NOTIFY_' + n] for n in {NAMES!r}}}) + '\\n')"
     )
 
 
-def lines(told: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+def lines(received: Path) -> list[dict[str, Any]]:
+    return (
+        [json.loads(line) for line in received.read_text().splitlines()]
+        if received.exists()
+        else []
+    )
 
 
 def project_of(
@@ -49,10 +53,10 @@ def project_of(
 def test_a_publishing_a_refusal_and_a_failure_are_told(
     make_project: MakeProject, tmp_path: Path
 ) -> None:
-    told = tmp_path / "told"
-    project = project_of(make_project, writing(told))
+    received = tmp_path / "received"
+    project = project_of(make_project, writing(received))
     report = project.run()
-    assert lines(told) == [
+    assert lines(received) == [
         {
             "VIEW": "numbers",
             "STATUS": "published",
@@ -64,19 +68,19 @@ def test_a_publishing_a_refusal_and_a_failure_are_told(
         }
     ]
     project.run()  # nothing to do, nothing to tell
-    assert len(lines(told)) == 1
-    project = project_of(make_project, writing(told), x=None)
+    assert len(lines(received)) == 1
+    project = project_of(make_project, writing(received), x=None)
     with pytest.raises(GateError) as refused:
         project.run()
-    line = lines(told)[1]
+    line = lines(received)[1]
     assert (line["STATUS"], line["SNAPSHOT"], line["ERROR"]) == ("refused", "2", str(refused.value))
-    project = project_of(make_project, writing(told), x=None, max_rejected=0.0)
+    project = project_of(make_project, writing(received), x=None, max_rejected=0.0)
     with pytest.raises(RejectedError):
         project.run(retry_rejected=True)
     (project.folder / "data.parquet").unlink()
     with pytest.raises(SourceError):
         project.run()
-    assert [line["STATUS"] for line in lines(told)] == [
+    assert [line["STATUS"] for line in lines(received)] == [
         "published",
         "refused",
         "rejected",
@@ -87,12 +91,12 @@ def test_a_publishing_a_refusal_and_a_failure_are_told(
 def test_a_materialize_is_told_only_when_it_fails(
     make_project: MakeProject, tmp_path: Path
 ) -> None:
-    told = tmp_path / "told"
-    project = project_of(make_project, writing(told))
+    received = tmp_path / "received"
+    project = project_of(make_project, writing(received))
     project.materialize()
-    assert lines(told) == []
+    assert lines(received) == []
     project.publish()
-    assert [line["COMMAND"] for line in lines(told)] == ["publish"]
+    assert [line["COMMAND"] for line in lines(received)] == ["publish"]
 
 
 FAILING = {
@@ -130,9 +134,11 @@ def test_a_command_that_hangs_is_ended(
 
 @pytest.mark.parametrize("error", ["a\0b", "x" * 200_000, "é – \ud800", "a\nb"])
 def test_any_error_can_be_told(tmp_path: Path, error: str) -> None:
-    told = tmp_path / "told"
-    notify(writing(told), Report("id", "numbers", "run", status="failed", error=error), tmp_path)
-    (line,) = lines(told)
+    received = tmp_path / "received"
+    notify(
+        writing(received), Report("id", "numbers", "run", status="failed", error=error), tmp_path
+    )
+    (line,) = lines(received)
     assert (line["VIEW"], line["STATUS"], line["ERROR"][:1]) == ("numbers", "failed", error[:1])
 
 

@@ -58,7 +58,7 @@ def project(make_project: MakeProject) -> Scene:
     return make_project([(1, 1.0), (2, 2.0), (9, 9.0)], view=FALLBACK)
 
 
-def told(project: Scene) -> list[tuple[str, str | None]]:
+def reported(project: Scene) -> list[tuple[str, str | None]]:
     """Of a row that is stored, and one that is not."""
     with project.answering() as lookup:
         table = lookup.get("numbers", [1, 9], features=[])
@@ -82,11 +82,11 @@ def test_what_only_the_online_store_says_is_served_and_not_run(
     view, canary = project.pointer().view, tmp_path / "canary"
     forge(project, dataclasses.replace(view, ttl_s=7200))
     # what is not run may be as it likes
-    assert told(project) == COMPUTED
+    assert reported(project) == COMPUTED
     forge(project, change(view, canary))
     with caplog.at_level(logging.ERROR):
         # other features are other rows, which the store has not
-        assert told(project)[1] == OFF[1]
+        assert reported(project)[1] == OFF[1]
     assert "names SQL or a model that neither the manifest of snapshot 1" in caplog.text
     assert not canary.exists()
     with (
@@ -132,21 +132,21 @@ def test_a_server_without_manifests_goes_by_its_own_view_files(
         project.folder / "views" / "numbers.yaml",
     )
     shutil.move(manifests, project.folder / "elsewhere")
-    assert told(project) == COMPUTED
+    assert reported(project) == COMPUTED
     text = view.read_text()
     view.write_text(text.replace("tests.models:Doubler", "tests.models:Elsewhere"))
     assert text != view.read_text()
-    assert told(project) == OFF
+    assert reported(project) == OFF
     view.unlink()
-    assert told(project) == OFF
+    assert reported(project) == OFF
     # where both are there, either will do
     shutil.move(project.folder / "elsewhere", manifests)
-    assert told(project) == COMPUTED
+    assert reported(project) == COMPUTED
     manifest = project.store.manifest_path(1)
     manifest.write_bytes(manifest.read_bytes().replace(b"Doubler", b"doubler"))
-    assert told(project) == OFF
+    assert reported(project) == OFF
     view.write_text(text)
-    assert told(project) == COMPUTED
+    assert reported(project) == COMPUTED
 
 
 def test_a_pointer_leads_nowhere_but_to_its_own(project: Scene, tmp_path: Path) -> None:

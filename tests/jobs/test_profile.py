@@ -52,12 +52,16 @@ def doubler(**args: Any) -> dict[str, Any]:
 # ---- the figures
 
 
-@pytest.mark.parametrize(("asked", "rows", "batches"), [(1, 1, 1), (9, 9, 3), (50, 10, 3)])
+@pytest.mark.parametrize(("requested", "rows", "batches"), [(1, 1, 1), (9, 9, 3), (50, 10, 3)])
 def test_as_many_rows_as_asked_for_go_through_every_stage(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, asked: int, rows: int, batches: int
+    make_project: MakeProject,
+    monkeypatch: pytest.MonkeyPatch,
+    requested: int,
+    rows: int,
+    batches: int,
 ) -> None:
     monkeypatch.setattr(profile_module, "WIDE_ROWS", 4)
-    found = profile(make_project(ROWS), "numbers", rows=asked)
+    found = profile(make_project(ROWS), "numbers", rows=requested)
     assert (found["view"], found["rows"], found["batches"], found["rejected"]) == (
         "numbers",
         rows,

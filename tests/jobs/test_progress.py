@@ -20,10 +20,10 @@ def test_lines_tell_the_total_and_how_far_it_is() -> None:
     for _ in range(3):
         lines.advance(1000)
     lines.end()
-    shown = out.getvalue().splitlines()
-    assert shown[0] == "load numbers: 3,000 rows"
+    printed = out.getvalue().splitlines()
+    assert printed[0] == "load numbers: 3,000 rows"
     pattern = r"load numbers: (1,000|2,000) of 3,000 rows, [\d,]+ rows/s, [\d,]+ s left"
-    assert [re.fullmatch(pattern, line) is not None for line in shown[1:]] == [True, True]
+    assert [re.fullmatch(pattern, line) is not None for line in printed[1:]] == [True, True]
 
 
 def test_lines_are_silent_between_their_moments_and_at_the_end() -> None:

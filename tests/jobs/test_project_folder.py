@@ -400,10 +400,10 @@ def test_every_process_runs_our_code_wherever_it_starts(
 def test_a_relative_notify_command_is_the_projects(
     make_project: MakeProject, elsewhere: Path
 ) -> None:
-    project = make_project([(1, 1.0)], project={"notify": ["./tell.sh", "./told"]})
+    project = make_project([(1, 1.0)], project={"notify": ["./tell.sh", "./received"]})
     for folder, text in ((elsewhere, "wrong"), (project.folder, '"$NOTIFY_STATUS"')):
         (folder / "tell.sh").write_text(f'#!/bin/sh\necho {text} > "$1"\n')
         (folder / "tell.sh").chmod(0o755)
     project.run()
-    assert (project.folder / "told").read_text() == "published\n"
-    assert not (elsewhere / "told").exists()
+    assert (project.folder / "received").read_text() == "published\n"
+    assert not (elsewhere / "received").exists()

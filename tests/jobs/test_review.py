@@ -79,13 +79,13 @@ def test_a_difference_names_its_rows_and_figures(project: Scene, capsys: Capture
     )
     assert figures["zero"] == (1, 1)
     assert project.cli("diff", "numbers", "1", "2") == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for words in (
         "rows: 40 → 40: 1 changed, 1 added, 1 gone, 38 alike",
         "precompute explain numbers KEY",
         "changed rows",
     ):
-        assert words in told
+        assert words in printed
     # of the only view: what was live before the live one; what was named, beside the live one
     for given, beside in (((), "snapshot 2 "), (("numbers", "1"), "snapshot 1 ")):
         assert project.cli("diff", *given) == 0
@@ -176,10 +176,10 @@ def test_history_has_snapshots_runs_and_moves(project: Scene, capsys: Captured) 
     ]
     assert [e["snapshot"] for e in of["pointer"]] == [2, 3, 2, 1]
     assert project.cli("history", "numbers", "--limit", "2") == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        "run killed, snapshot 2, –: the process ended without a word" in told,
-        "--limit N for more" in told,
+        "run killed, snapshot 2, –: the process ended without a word" in printed,
+        "--limit N for more" in printed,
     ) == (True, True)
     assert project.cli("drop", "numbers", "--yes") == 0
     capsys.readouterr()
@@ -289,12 +289,16 @@ def test_a_run_in_words(hostile: Scene, capsys: Captured) -> None:
     run = hostile.report().run
     for which in (run, run[:-3], "numbers"):
         assert hostile.cli("log", which) == 0
-        told = capsys.readouterr().out
-        assert told.startswith(f"{run}: run of numbers, published, snapshot 1\n")
-        assert "1 × model: ValueError: </title>" in told
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"{run}: run of numbers, published, snapshot 1\n")
+        assert "1 × model: ValueError: </title>" in printed
     assert hostile.cli("log", run, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["run"], told["rejections"]["rows"], told["rejections"]["first"][0]["stage"]) == (
+    printed = json.loads(capsys.readouterr().out)
+    assert (
+        printed["run"],
+        printed["rejections"]["rows"],
+        printed["rejections"]["first"][0]["stage"],
+    ) == (
         run,
         1,
         "model",

@@ -96,9 +96,9 @@ def test_the_graph_is_a_tree_and_a_flowchart(make_project: MakeProject, capsys: 
         "  v0 -->|reads| v1",
     ]
     assert project.cli("graph", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["order"] == ["alone", "numbers", "late", "middle", "leaf"]
-    assert told["views"]["leaf"] == {
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["order"] == ["alone", "numbers", "late", "middle", "leaf"]
+    assert printed["views"]["leaf"] == {
         "schedule": "after numbers",
         "depends_on": {"middle": ["reads"], "numbers": ["after"]},
     }

@@ -175,8 +175,8 @@ def test_a_damaged_report_is_skipped_with_a_warning(
     torn.write_text("{torn")
     line = project.status()
     assert (line["last_run"]["run"], line["last_run"]["status"]) == (run.run, "published")
-    (told,) = line["attention"]
-    assert told.startswith(f"{torn} is damaged (")
+    (shown,) = line["attention"]
+    assert shown.startswith(f"{torn} is damaged (")
     assert [str(torn) in record.getMessage() for record in caplog.records] == [True]
 
 
@@ -408,8 +408,8 @@ def test_a_run_under_a_fast_clock_is_told_and_hides_no_later_run(
         early = project.run()
     line = project.status()
     assert (line["status"], line["last_run"]["run"]) == ("fresh", early.run)
-    told = [re.sub(r"\d{4}-\S+Z:", "AT:", text) for text in line["attention"]]
-    assert told == [
+    shown = [re.sub(r"\d{4}-\S+Z:", "AT:", text) for text in line["attention"]]
+    assert shown == [
         f"run {early.run} began 120 min ahead of this clock, AT: a clock jumped, or was wrong",
         "it was published 120 min ahead of this clock, AT: a clock jumped, or was wrong",
     ]

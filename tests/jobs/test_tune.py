@@ -186,7 +186,7 @@ def again(project: Scene, **environment: str) -> Scene:
 
 
 def with_rates(monkeypatch: pytest.MonkeyPatch, **rates: float) -> None:
-    """Rows/s as given, by name with _ for -, whatever the machine is at."""
+    """Rows/s as reported, by name with _ for -, whatever the machine is at."""
 
     def fixed(trials: Trials, until: float, announce: Any) -> dict[str, Rate]:
         return {
@@ -318,9 +318,12 @@ def test_tune_compares_every_candidate_and_picks_the_fastest_that_passes(
 ) -> None:
     with_rates(monkeypatch, fp32_eager=100.0, fp32_onednn=180.0, bf16_eager=200.0)
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
-    before, lines = files(project.folder), list[str]()
+    before, announced = files(project.folder), list[str]()
     found = tune(
-        project, "numbers", only=["bf16-eager", "fp32-onednn", "bf16-eager"], announce=lines.append
+        project,
+        "numbers",
+        only=["bf16-eager", "fp32-onednn", "bf16-eager"],
+        announce=announced.append,
     )
     x = drawn(project)
     for row in found["measured"]:
@@ -362,7 +365,7 @@ def test_tune_compares_every_candidate_and_picks_the_fastest_that_passes(
         "budget": project.view("numbers").accuracy.model_dump(),
         "file": str(tuning_path(project.folder, "numbers")),
     }
-    assert lines[0] == "fp32-eager: converting and comparing 120 rows"
+    assert announced[0] == "fp32-eager: converting and comparing 120 rows"
     after = files(project.folder)
     written = json.loads(after.pop("tuning/numbers.json"))
     made = [path for path in after if path not in before]
@@ -530,23 +533,25 @@ def test_what_there_is_no_time_for_is_left_out_and_said(
         lambda *_: [technique(name) for name in names],
     )
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
-    lines = list[str]()
+    announced = list[str]()
     found = tune(
-        project, "numbers", within_s=20, announce=lines.append
+        project, "numbers", within_s=20, announce=announced.append
     )  # compiling takes about a minute
     assert ([row["name"] for row in found["measured"]], found["left_out"]) == (
         [*names[:2], names[3]],
         ["fp32-compile"],
     )
-    assert "fp32-compile: left out, since it would take longer than there is time" in lines
-    lines.clear()
-    found = tune(project, "numbers", within_s=0, announce=lines.append)
+    assert "fp32-compile: left out, since it would take longer than there is time" in announced
+    announced.clear()
+    found = tune(project, "numbers", within_s=0, announce=announced.append)
     assert (len(found["measured"]), found["left_out"], found["picked"]) == (
         1,
         names[1:],
         "fp32-eager",
     )
-    assert [line for line in lines if "round" in line] == ["measuring 1 candidates, round 1 of 3"]
+    assert [line for line in announced if "round" in line] == [
+        "measuring 1 candidates, round 1 of 3"
+    ]
     found = tune(project, "numbers", within_s=0, only=["bf16-eager"])
     assert (len(found["measured"]), found["left_out"]) == (2, [])
 
@@ -961,12 +966,12 @@ def test_what_is_no_float32_is_compared_with_nothing(
 
     monkeypatch.setattr(torch.nn.functional, "linear", rounded)
     project = torch_project(make_project, ROWS, view={"precision": "bf16", "accuracy": LOOSE})
-    for call in (project.run, lambda: tune(project, "numbers", only=["bf16-eager"])):
+    for computing in (project.run, lambda: tune(project, "numbers", only=["bf16-eager"])):
         with pytest.raises(
             ConfigError,
             match=r"products in float32 are off by 0\.00\d on cpu: something lets torch compute them by fewer bits",
         ):
-            call()
+            computing()
     assert project.numbers() == []
 
 
