@@ -4,7 +4,6 @@ and which error it stands for. There is no connection here; both clients send th
 from __future__ import annotations
 
 import json
-import math
 import struct
 import time
 from binascii import a2b_base64
@@ -29,14 +28,16 @@ from precompute.store.keys import join_key, key_columns, key_list, plain_key, sh
 from precompute.store.wire import bodies
 from precompute.store.wire.lookup_options import (
     BASE64,
+    OF_THE_CALL,
     FreshnessWords,
-    LookupOptions,
     LookupWords,
     RowWords,
     SearchOptions,
     SearchWords,
     ServiceWords,
+    cache_control_of,
     check_limits,
+    options_of,
 )
 
 T = TypeVar("T")
@@ -160,7 +161,7 @@ def _lookup(
     read: Callable[[bytes], T],
     answered: Callable[[T], Answered],
 ) -> Call[T]:
-    options, keys = _options(words), _plain_keys(keys)
+    options, keys = options_of(words), _plain_keys(keys)
     body = {
         "keys": _spelled(keys),
         **options._asdict(),
@@ -175,7 +176,7 @@ def _lookup(
         encoded(body),
         accept,
         words.get("timeout_s"),
-        _cache_control(words),
+        cache_control_of(words),
     )
 
 
@@ -207,13 +208,13 @@ def several(
         lambda answers: strays(wanted, map(of_rows, answers)),
         encoded(body),
         timeout_s=timeout_s,
-        headers=_cache_control(words),
+        headers=cache_control_of(words),
     )
 
 
 def row(view: str, key: Any, words: RowWords) -> Call[bodies.ViewRow]:
     """One row; that it is missing is an error."""
-    options = _options(words)
+    options = options_of(words)
     plain = plain_key(key)
     parts = [join_key(part, ("key",)) for part in (plain if isinstance(plain, list) else [key])]
     # with all its digits: rounded, a limit of twelve days would let rows pass that are seconds
@@ -238,7 +239,7 @@ def row(view: str, key: Any, words: RowWords) -> Call[bodies.ViewRow]:
         read_row,
         lambda row: strays([(view, [plain])], [(row.view, [row.key])]),
         timeout_s=words.get("timeout_s"),
-        headers=_cache_control(words),
+        headers=cache_control_of(words),
     )
 
 
@@ -260,7 +261,7 @@ def _service(
     read: Callable[[bytes], T],
     answered: Callable[[T, list[str]], list[Answered]],
 ) -> Call[T]:
-    sent = {name: value for name, value in words.items() if name not in _OF_THE_CALL}
+    sent = {name: value for name, value in words.items() if name not in OF_THE_CALL}
     if unknown := sent.keys() - ServiceWords.__annotations__.keys():
         raise TypeError(f"a request for a service takes no {', '.join(sorted(unknown))}")
     check_limits(deadline_ms=words.get("deadline_ms"), max_age_s=words.get("max_age_s"))
@@ -278,7 +279,7 @@ def _service(
         encoded(body | ({} if accept == bodies.ARROW else _BASE64)),
         accept,
         words.get("timeout_s"),
-        _cache_control(words),
+        cache_control_of(words),
     )
 
 
@@ -324,38 +325,9 @@ def views(timeout_s: float | None) -> Call[list[dict[str, Any]]]:
     )
 
 
-def _options(words: RowWords) -> LookupOptions:
-    sent = {name: value for name, value in words.items() if name not in _OF_THE_CALL}
-    options = LookupOptions(**sent)  # type: ignore[arg-type]  # a TypedDict of these very fields, and of those of the call
-    options.check()
-    return (
-        options if options.features is None else options._replace(features=list(options.features))
-    )
-
-
 _BASE64 = {"encoding_format": BASE64}
 """Vectors as base64 take a tenth of the server's time, and are exactly the store's; callers get
 lists."""
-
-_OF_THE_CALL = frozenset({"timeout_s", *FreshnessWords.__annotations__})
-
-
-def _cache_control(words: FreshnessWords) -> list[tuple[bytes, bytes]]:
-    """The header that says how fresh stored rows must be (RFC 9111 §5.2.1), in whole seconds, to
-    the strict side."""
-    min_fresh_s, max_stale_s = words.get("min_fresh_s"), words.get("max_stale_s")
-    check_limits(min_fresh_s=min_fresh_s, max_stale_s=max_stale_s)
-    sent = [
-        name
-        for name, said in (
-            ("no-cache", words.get("no_cache")),
-            ("only-if-cached", words.get("only_if_cached")),
-        )
-        if said
-    ]
-    sent += [] if min_fresh_s is None else [f"min-fresh={math.ceil(min_fresh_s)}"]
-    sent += [] if max_stale_s is None else [f"max-stale={math.floor(max_stale_s)}"]
-    return [(b"Cache-Control", ", ".join(sent).encode())] if sent else []
 
 
 def _spelled(keys: Any) -> msgspec.Raw:

@@ -3,6 +3,7 @@ line, the wire or Python to the answer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
@@ -236,3 +237,43 @@ class SearchWords(TypedDict, total=False):
     deadline_ms: float | None
     model: str | None
     timeout_s: float | None
+
+
+OF_THE_CALL = frozenset({"timeout_s", *FreshnessWords.__annotations__})
+"""Words that are no options of a lookup: they stand in a header, or are the client's own."""
+
+
+def options_of(words: RowWords) -> LookupOptions:
+    """A lookup's options among the words of a call.
+
+    Raises:
+        RequestError: a limit that is none.
+    """
+    sent = {name: value for name, value in words.items() if name not in OF_THE_CALL}
+    options = LookupOptions(**sent)  # type: ignore[arg-type]  # a TypedDict of these very fields, and of those of the call
+    options.check()
+    return (
+        options if options.features is None else options._replace(features=list(options.features))
+    )
+
+
+def cache_control_of(words: FreshnessWords) -> list[tuple[bytes, bytes]]:
+    """The header that says how fresh stored rows must be (RFC 9111 §5.2.1), in whole seconds, to
+    the strict side; none without such words.
+
+    Raises:
+        RequestError: a limit that is none.
+    """
+    min_fresh_s, max_stale_s = words.get("min_fresh_s"), words.get("max_stale_s")
+    check_limits(min_fresh_s=min_fresh_s, max_stale_s=max_stale_s)
+    sent = [
+        name
+        for name, said in (
+            ("no-cache", words.get("no_cache")),
+            ("only-if-cached", words.get("only_if_cached")),
+        )
+        if said
+    ]
+    sent += [] if min_fresh_s is None else [f"min-fresh={math.ceil(min_fresh_s)}"]
+    sent += [] if max_stale_s is None else [f"max-stale={math.floor(max_stale_s)}"]
+    return [(b"Cache-Control", ", ".join(sent).encode())] if sent else []

@@ -117,7 +117,8 @@ def test_a_nicer_process_is_so_with_all_its_threads_and_to_other_sessions() -> N
     child = ChildProcess([sys.executable, "-c", NICER], output="piped")
     stdin, stdout = child.pipes()
     with stdin, stdout:
-        assert stdout.read().split() == [b"%d" % (os.nice(0) + 5)] * 3
+        # Arrow may have threads, too
+        assert {int(nice) for nice in stdout.read().split()} == {min(19, os.nice(0) + 5)}
     assert child.wait(10)
 
 

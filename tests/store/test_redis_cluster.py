@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis
 
 from precompute.store.errors import OnlineStoreError
 from precompute.store.online.kernels import Packed, Rows
@@ -21,7 +22,7 @@ from precompute.store.online.redis.connection import Lost, Refused
 from precompute.store.online.redis.layout import SLOTS, row_slots, slot_of
 from precompute.store.online.redis.redis_store import RedisStore
 from precompute.store.online.redis.servers import Pipe
-from tests.online import TABLE, OpenStore, many, numbers, pointer, rows_of, values
+from tests.online import TABLE, OpenStore, back_to, many, numbers, pointer, rows_of, values
 from tests.redis_process import RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
 
 BINARIES = redis_binaries()
@@ -416,10 +417,11 @@ def test_a_cluster_whose_replicas_lag_is_not_made_live(
     own_cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("precompute.store.online.redis.servers.REPLICATED_S", 0.3)
+    monkeypatch.setattr("precompute.store.online.redis.meta.FLIPPED_S", 0.3)
     store = open_store(own_cluster.url())
     own_cluster.replicas[0].stop()
     with pytest.raises(
-        OnlineStoreError, match=r"of 1 replicas of Redis at .* only 0 have what was written"
+        OnlineStoreError, match=r"of 1 replicas of Redis at .* only 0 have what was loaded"
     ):
         store.load("numbers", Generation(1, 1), rows_of(many(2000), 1000))
     own_cluster.replicas[0].go_on()
@@ -430,9 +432,15 @@ def test_a_cluster_whose_replicas_lag_is_not_made_live(
     assert store.load("numbers", Generation(1, 1), [], 2000) == 2000
     for replica in own_cluster.replicas:
         replica.stop()
-    with pytest.raises(OnlineStoreError, match=r"only 0 have .*, and do it again"):
+    with pytest.raises(OnlineStoreError, match=r"only 0 have the pointer of .*, and do it again"):
         store.flip(pointer(1))
     for replica in own_cluster.replicas:
         replica.go_on()
     store.flip(pointer(1))
+    assert read_all(store, many(2000)) == list(many(2000).values())
+    # in a full cluster an operator can go back all the same
+    for master in own_cluster.masters:
+        with redis.Redis(port=master.port) as raw:
+            raw.config_set("maxmemory", "1")
+    store.flip(back_to(1, 2))
     assert read_all(store, many(2000)) == list(many(2000).values())

@@ -81,6 +81,9 @@ return {'done', ''}
 # on once a command that needs no memory has written, hence the HDELs. So that an operator can go
 # back to an older version, or drop one, when Redis is full.
 _ALLOW_OOM = "#!lua flags=allow-oom\n"
+FLIPPED_S = 3.0
+"""Seconds until the replicas must have what was made live; under half of :data:`ADMIN_S`, which is
+how long a first try waits for an answer."""
 EVERYTHING = "all"
 
 
@@ -347,17 +350,18 @@ class ViewHashes:
 
     # ---- the pointer
 
-    def flip(self, pointer: Pointer) -> None:
-        """Make a pointer live.
+    def flip(self, pointer: Pointer, replicas: int = 0) -> None:
+        """Make a pointer live, and wait until so many replicas have it.
 
         Raises:
-            ConflictError, OnlineStoreError: as :meth:`OnlineStore.flip`.
+            ConflictError, OnlineStoreError: as :meth:`OnlineStore.flip`; or it is live, and
+                replicas do not keep up.
         """
         view = pointer.view.name
-        said, what = self._flip(pointer)
+        said, what, have = self._flip(pointer, replicas)
         if said in ("epoch", "owner") and self._mended(view):
             # no other publisher's act, but a flipped bit
-            said, what = self._flip(pointer)
+            said, what, have = self._flip(pointer, replicas)
         if said == "missing":
             loaded = sorted(self.read(view).loaded)
             check_loaded(pointer, [number for number in loaded if number != int(what)])
@@ -367,12 +371,20 @@ class ViewHashes:
             raise stale_epoch(view, int(what), pointer.epoch)
         if said != "done":
             raise OnlineStoreError(f"the flip of {view!r} was answered with {said!r}")
+        if have < replicas:
+            raise OnlineStoreError(
+                f"of {replicas} replicas only {have} have the pointer of {view!r} after"
+                f" {FLIPPED_S:.0f} s: a failover would bring the one before back. Nothing older"
+                " is dropped; mend or remove the one that lags, and do it again"
+            )
 
-    def _flip(self, pointer: Pointer) -> tuple[str, str]:
-        body, right = pointer.to_bytes(), beside(pointer)
-        said, what = self._run(
+    def _flip(self, pointer: Pointer, replicas: int) -> tuple[str, str, int]:
+        """What came of it, a detail, and how many replicas have it: a server counts for one
+        connection what that wrote, so both go together."""
+        view, body, right = pointer.view.name, pointer.to_bytes(), beside(pointer)
+        script = self._script(
             _FLIP,
-            pointer.view.name,
+            view,
             pointer.epoch,
             version_of(body),
             body,
@@ -381,7 +393,9 @@ class ViewHashes:
             right["live"],
             pointer.took_over,
         )
-        return said.decode(), what.decode()
+        wait: list[Command] = [("WAIT", replicas, int(FLIPPED_S * 1000))] if replicas else []
+        (said, what), *have = self.call(view, [script, *wait], f"move what is live of {view!r}")
+        return said.decode(), what.decode(), have[0] if have else 0
 
     def damaged_beside(self, view: str) -> dict[str, tuple[bytes, bytes]]:
         """Which of :data:`BESIDE` are not as the pointer has them: field → (what it is, what it

@@ -487,13 +487,13 @@ class RedisStore(OnlineStore):
 
     def flip(self, pointer: Pointer) -> None:
         view = pointer.view.name
-        self._hashes.flip(pointer)
-        if self._servers.cluster:
-            # a failover would bring the pointer before back, and other masters have dropped its
-            # rows
-            link, doing = self._servers.at(self._names.meta(view)), f"hand on {view!r}"
-            replicas = server_state(link, doing, ADMIN_S).replicas
-            replicated(self._servers, link, self._names.prefix, replicas, doing)
+        if not self._servers.cluster:
+            self._hashes.flip(pointer)
+            return
+        # a failover would bring the pointer before back, and other masters have dropped its rows
+        link = self._servers.at(self._names.meta(view))
+        replicas = server_state(link, f"move what is live of {view!r}", ADMIN_S).replicas
+        self._hashes.flip(pointer, replicas or 0)
 
     def record_damage(self, view: str) -> list[str]:
         return [

@@ -529,8 +529,8 @@ def replicated(servers: Servers, link: Link, prefix: str, replicas: int | None, 
     have = replies[1]
     if have < replicas:
         raise OnlineStoreError(
-            f"of {replicas} replicas of Redis at {link.where} only {have} have what was written"
-            f" after {REPLICATED_S:.0f} s: a failover would lose it. Mend or remove the one that"
+            f"of {replicas} replicas of Redis at {link.where} only {have} have what was loaded"
+            f" after {REPLICATED_S:.0f} s: a failover would lose rows. Mend or remove the one that"
             " lags, and do it again"
         )
 
