@@ -75,7 +75,7 @@ class LimitsConfig(Section):
     connections: int = Field(default=_DEFAULT.connections, ge=1, le=100_000)
     """open at once; beyond, an idle one makes room, or 503"""
     connections_per_client: int | None = Field(default=_DEFAULT.connections_per_client, ge=1)
-    """of one address; none: not counted, as behind a proxy"""
+    """of one address, of IPv6 a /64; none: not counted, as behind a proxy"""
     pipelined: int = Field(default=_DEFAULT.pipelined, ge=1, le=1000)
     """requests of a connection that wait for the one before"""
     header_time: Duration = Field(default=_DEFAULT.header_s, gt=0)

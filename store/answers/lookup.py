@@ -31,7 +31,7 @@ from precompute.store.answers.service import (
     ServicePart,
 )
 from precompute.store.disk.record import plain
-from precompute.store.errors import PrecomputeError, RequestError, RowsLostError
+from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError, RowsLostError
 from precompute.store.feature_view import NAME, FeatureView, status_of
 from precompute.store.keys import key_list, key_text, plain_key
 from precompute.store.online.codec import State
@@ -562,8 +562,13 @@ class Lookup:
         return self._searches.search(view, options, self.fallback, admit, waiting)
 
     def close_indexes_but(self, views: Collection[str]) -> None:
-        """Let go of the vector indexes of all views but these, which are live."""
-        self._searches.close_all_but(views)
+        """Let go of the vector indexes of views beside these that are live no more: files that are
+        removed take their place on the disk for as long as they are mapped."""
+        for view in self._searches.opened() - set(views):
+            with contextlib.suppress(OnlineStoreError):
+                # one that was published meanwhile stays
+                if self.online.live(view) is None:
+                    self._searches.close(view)
 
     def warm(self, pointer: Pointer) -> None:
         """Open what the first search of a new snapshot would have to open.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -191,12 +191,13 @@ class Searches:
                 self._opened[pointer.view.name] = (pointer.publishing, index)
             return index
 
-    def close_all_but(self, views: Collection[str]) -> None:
-        """Let go of the indexes of other views, which are live no more: files that are removed take
-        their place on the disk for as long as they are mapped."""
-        # without a lock: one that is opened meanwhile stays until the next time
-        for view in [view for view in list(self._opened) if view not in views]:
-            self._opened.pop(view, None)
+    def opened(self) -> set[str]:
+        """Views whose index is open."""
+        return set(self._opened)
+
+    def close(self, view: str) -> None:
+        """Let go of a view's index; searches that have it go on."""
+        self._opened.pop(view, None)
 
     def figures(self, pointer: Pointer) -> dict[str, Any] | None:
         """What was measured of a pointer's index, for people; None where there is none, or none

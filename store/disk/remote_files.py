@@ -70,7 +70,11 @@ class RemoteFiles(AbstractFileSystem):  # type: ignore[misc]
         if folder == key:
             return [path] if self.exists(path) else []
         found = self._listed(bucket, folder.rpartition("/")[0])
-        matches = re.compile(_pattern(key)).fullmatch
+        try:
+            matches = re.compile(_pattern(key)).fullmatch
+        except re.error:
+            # a range that runs backwards, such as [z-a]
+            return []
         return sorted(f"{bucket}/{item['path']}" for item in found if matches(item["path"]))
 
     def exists(self, path: str, **_: Any) -> bool:

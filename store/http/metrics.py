@@ -419,7 +419,8 @@ class LiveViews:
         if not answers:
             unreadable.update(names)
         self._known = known
-        self._lookup.close_indexes_but(known)
+        if answers:
+            self._lookup.close_indexes_but({*known, *unreadable})
         root = self._lookup.root
         refs = {} if root is None else {name: root / name / REFS for name in known}
         accounts = {name: read_account(folder, name) for name, folder in refs.items()}

@@ -84,11 +84,14 @@ class Pool:
         finally:
             self._waiting -= 1
         loop = asyncio.get_running_loop()
+        # which request it is for, where that is traced
+        call = [partial(copy_context().run, partial(function, *args, **kwargs))]
         try:
-            # which request it is for, where that is traced
-            future = self._threads.submit(copy_context().run, partial(function, *args, **kwargs))
+            future = self._threads.submit(lambda: call.pop()())
         except RuntimeError as exc:
-            # the system has no room for a thread
+            # the system has no room for a thread; but it stands in their queue, to be run by the
+            # next one that there is room for
+            call.clear()
             self._free.release()
             log_failure(self.name, str(exc))
             raise RequestError(

@@ -465,7 +465,7 @@ class RowRoutes:
         control: CacheControl | None,
         size: Measure | None = None,
     ) -> Callable[[], Answer]:
-        """What begins a lookup; of many rows they are added to ``size``."""
+        """What begins a lookup; the rows of a lookup of many are counted in ``size``."""
         return partial(
             self._lookup.begin,
             view,

@@ -109,7 +109,9 @@ class PublishingLog:
             except ValueError as exc:
                 path = self._older_path(number) if number else self._path
                 remedy = "remove the line, and what was live before counts until the next one"
-                names = self._storage.names(self._path.parent)
+                names = list[str]()
+                with contextlib.suppress(OSError):
+                    names = self._storage.names(self._path.parent)
                 older = sorted(int(name[1]) for name in map(_OLDER_NAME.fullmatch, names) if name)
                 if older and (number, at) == (0, 1):
                     # without such a line they would be forgotten
@@ -549,7 +551,7 @@ class Refs:
 
     def mark_bad(self, number: int, mark: BadMark) -> None:
         """Mark a snapshot bad, for good. Of two marks the first stays, unless only the second says
-        that the rows are at fault, or the first cannot be read.
+        that the rows are at fault; one that cannot be read counts as if it said so.
 
         Raises:
             SnapshotError: the file system failed.

@@ -185,7 +185,7 @@ class QueryKinds:
         """Each kind and its queries, one after the other.
 
         Args:
-            query_rows: the rows that are queried by; the queries of every kind are as many.
+            query_rows: the rows whose vectors are queries; the queries of every kind are as many.
             filtered: whether the kinds that may not find every row are made, too.
         """
         queries = np.ascontiguousarray(self._vectors[query_rows])

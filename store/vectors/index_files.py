@@ -585,5 +585,5 @@ def scan_codes(coded: Any, query: Floats, k: int, bits: Bits | None = None) -> R
 
 
 def batches_of(vectors: npt.NDArray[Any]) -> Iterable[npt.NDArray[Any]]:
-    """``vectors`` in parts of as many rows as are held in memory at once."""
+    """``vectors`` in parts of :data:`_ROWS` rows."""
     return (vectors[start : start + _ROWS] for start in range(0, len(vectors), _ROWS))

@@ -128,6 +128,7 @@ def test_a_file_reads_as_any_file_does(bucket: ObjectStore) -> None:
 FAILURES = [
     ("FROM 's3://bucket/{}/none.csv'", None, MissingFileError, "nothing matches s3://bucket/{}/none.csv"),
     ("FROM 's3://bucket/{}/none/*.csv'", None, MissingFileError, "nothing matches s3://bucket/{}/none/*.csv"),
+    ("FROM 's3://bucket/{}/[z-a].csv'", None, MissingFileError, "nothing matches s3://bucket/{}/[z-a].csv"),
     ("FROM 's3://elsewhere/*.csv'", None, SourceError, "s3://elsewhere/: the object store gave no answer that can be used"),
     ("FROM 's3://bucket/{}/x.csv'", "forbid", SourceError, "s3://bucket/{}/x.csv: the object store refuses these credentials"),
     ("FROM 'az://container/x.csv'", None, SourceError, "az://container: Generic MicrosoftAzure error: Account must be specified"),

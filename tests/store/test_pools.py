@@ -157,17 +157,18 @@ def test_a_call_has_what_its_caller_is_traced_by_and_leaves_its_place(
         return told
 
     async def without_room() -> str:
-        pool, usual = Pool("read", 1, 0), threading.stack_size(2**46)
+        pool, ran, usual = Pool("read", 1, 0), list[str](), threading.stack_size(2**46)
         try:
             for _ in range(2):
                 with pytest.raises(RequestError, match="no thread can be started now"):
-                    await pool.run(str)
+                    await pool.run(ran.append, "refused")
         finally:
             threading.stack_size(usual)
-        return await pool.run(str, 1)
+        return await pool.run(str, 1) + "".join(ran)
 
     assert asyncio.run(scene()) == ["00-1", None, "00-2"]
-    # nor does a call hold one for which the system had no thread; the operator reads of it once
+    # nor does a call hold one for which the system had no thread, or run later; the operator reads
+    # of it once
     assert asyncio.run(without_room()) == "1"
     assert caplog.messages == ["read: can't start new thread"]
 

@@ -996,6 +996,7 @@ def test_a_redis_that_does_not_answer_is_named_without_the_password(
         "redis+cluster://:hunter2@host:1,:2",
         "redis://:ter2?hun@localhost:6379/0",
         "redis+cluster://:ter2?hun@host:1",
+        *(f"redis://:hun?{name}=ter2@host" for name in ("prefix", "buckets", "budget_ms")),
     ],
 )
 def test_a_redis_url_that_cannot_be_read_is_refused_without_the_password(url: str) -> None:

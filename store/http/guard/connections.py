@@ -483,7 +483,7 @@ def tls_of(spec: Mapping[str, Any]) -> Tls | None:
 
 
 def credentials_of(spec: Mapping[str, Any]) -> Credentials:
-    """What callers are to do, by the same."""
+    """The credentials that callers need, by the same."""
     token = Credentials.NOTHING if spec["tokens"] is None else Credentials.TOKEN
     return token | (
         Credentials.CERTIFICATE if (spec["tls"] or {}).get("client_ca") else Credentials.NOTHING

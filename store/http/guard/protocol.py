@@ -79,7 +79,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     Args:
         all_connections: of this worker; they hold the limits.
-        client: the address that its number of connections is counted by; empty where there is none.
+        client: the address (of IPv6 its /64) that its connections are counted by; "" without one.
         config, server_state, app_state: as uvicorn gives them.
     """
 

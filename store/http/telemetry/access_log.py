@@ -86,7 +86,7 @@ class AccessLog:
         lines, self._lines = self._lines, []
         try:
             if self._path is not None and not _same(self._path, self._file):
-                moved, self._file = self._file, self._opened(self._path)
+                moved, self._file, self._torn = self._file, self._opened(self._path), False
                 os.close(moved)
             if lines:
                 # one write, appended: workers share the file

@@ -99,14 +99,14 @@ class RedisOptions:
         others: list[str] = []
         for option in query.split("&") if query else []:
             name, _, value = option.partition("=")
-            found = _own_option(name, unquote(value))
+            # an @ behind the ? may be the end of a password with a ? in it
+            found = _own_option(name, unquote(value), "…" if "@" in query else unquote(value))
             own |= found
             if not found:
                 others.append(option)
         scheme, separator, rest = base.partition("://")
         credentials, at, place = rest.rpartition("@")
         nodes: tuple[tuple[str, int], ...] = ()
-        # an @ behind the ? may be the end of a password with a ? in it
         where = f"{scheme}{separator}{'…' if '@' in query else place}"
         if scheme in ("redis+cluster", "rediss+cluster"):
             nodes = _nodes(place.partition("/")[0], where)
@@ -136,18 +136,19 @@ def _nodes(text: str, where: str) -> tuple[tuple[str, int], ...]:
     return tuple(nodes)
 
 
-def _own_option(name: str, value: str) -> dict[str, Any]:
-    """An option of ours, as a field of :class:`RedisOptions`; nothing of one that is redis-py's."""
+def _own_option(name: str, value: str, shown: str) -> dict[str, Any]:
+    """An option of ours, as a field of :class:`RedisOptions`; nothing of one that is redis-py's.
+    ``shown``: the value as messages may have it."""
     if name == "prefix":
         if not NAME.match(value):
             raise ConfigError(
-                f"online: {name} {value!r} is not a name (lower-case letters, digits and _); write"
+                f"online: {name} {shown!r} is not a name (lower-case letters, digits and _); write"
                 f" ?{name}=movielens"
             )
         return {name: value}
     if name in ("allow_eviction", "buckets"):
         if value not in ("yes", "no"):
-            raise ConfigError(f"online: {name} is yes or no, not {value!r}")
+            raise ConfigError(f"online: {name} is yes or no, not {shown!r}")
         return {name: value == "yes"}
     if name in ("max_load_mb_s", "budget_ms"):
         try:
@@ -156,7 +157,7 @@ def _own_option(name: str, value: str) -> dict[str, Any]:
             number = 0.0
         if not 0 < number < 1e9:
             raise ConfigError(
-                f"online: {name} {value!r} is not a number above 0; write ?{name}=100"
+                f"online: {name} {shown!r} is not a number above 0; write ?{name}=100"
             )
         return {name: number} if name == "max_load_mb_s" else {"budget_s": number / 1000}
     return {}
