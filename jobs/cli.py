@@ -73,46 +73,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Never a traceback for a user's mistake, nor where
     only the client was installed."""
     with enduring_output():
+        parser = _parser()
+        log_to_stderr()
         try:
-            return _main(argv)
-        except ModuleNotFoundError as exc:
-            # of the user's own modules one that is missing is a ConfigError
-            if (exc.name or "").partition(".")[0] == "precompute":
-                raise
-            message = (
-                f"{exc.name} is not installed: what is here reads from a server (`from precompute"
-                " import Client`); the command comes with pip install 'precompute-store[cpu]', or"
-                " [gpu]"
-            )
-            _print_refusal(argv, "ConfigError", message)
-            report_error(message)
-            return BAD_USAGE
+            arguments = parser.parse_args(argv)
+        except BadUsage as exc:
+            if "--json" in (sys.argv[1:] if argv is None else argv):
+                print(json.dumps(_refusal("BadUsage", exc.message, BAD_USAGE)))
+            raise
+        arguments.own_process = argv is None
+        with documents_alone(arguments.own_process) if arguments.json else contextlib.nullcontext():
+            return _called(arguments)
 
 
-def _main(argv: Sequence[str] | None) -> int:
-    parser = _parser()
-    log_to_stderr()
-    try:
-        arguments = parser.parse_args(argv)
-    except BadUsage as exc:
-        _print_refusal(argv, "BadUsage", exc.message)
-        raise
+def _called(arguments: argparse.Namespace) -> int:
     computes = getattr(arguments, "fallback", False) or getattr(arguments, "text", None) is not None
-    arguments.own_process = argv is None
-    with documents_alone(arguments.own_process) if arguments.json else contextlib.nullcontext():
-        return _called(arguments, computes)
-
-
-def _print_refusal(argv: Sequence[str] | None, kind: str, message: str) -> None:
-    """With ``--json``: what is wrong, of a command line that need not have been read."""
-    if "--json" in (sys.argv[1:] if argv is None else argv):
-        print(json.dumps(_refusal(kind, message, BAD_USAGE)))
-
-
-def _called(arguments: argparse.Namespace, computes: bool) -> int:
-    if arguments.own_process and arguments.command in READS and not computes:
-        spare_pandas()
     try:
+        if arguments.own_process and arguments.command in READS and not computes:
+            spare_pandas()
         with contextlib.nullcontext() if arguments.command in operations.SERVICES else terminable():
             ended: int = arguments.call(arguments)
             sys.stdout.flush()
@@ -135,6 +113,13 @@ def _failed(arguments: argparse.Namespace, exc: BaseException) -> int:
     foresaw is raised again."""
     if isinstance(exc, KeyboardInterrupt):
         return _report(arguments, "Terminated", "interrupted", 130)
+    # of the user's own modules one that is missing is a ConfigError
+    if isinstance(exc, ModuleNotFoundError) and (exc.name or "").split(".")[0] != "precompute":
+        message = (
+            f"{exc.name} is not installed: what is here reads from a server (`from precompute"
+            " import Client`); the command comes with pip install 'precompute-store[cpu]', or [gpu]"
+        )
+        return _report(arguments, "ConfigError", message, BAD_USAGE)
     if not isinstance(exc, PrecomputeError):
         limit = limit_of(exc)
         if limit is None:

@@ -210,13 +210,17 @@ def test_the_client_needs_what_it_says_and_no_more(extras: tuple[str, ...]) -> N
     assert (done.stdout.splitlines(), done.stderr) == (expected, "")
 
 
-def test_without_the_engine_the_command_says_what_to_install() -> None:
-    code = f"{ABSENT}\nfrom precompute.jobs.cli import main\nsys.argv[1:] = ['-c', '.', 'status']\nsys.exit(main())"
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_without_the_engine_the_command_says_what_to_install(options: list[str]) -> None:
+    code = f"{ABSENT}\nfrom precompute.jobs.cli import main\nsys.argv[1:] = {['-c', '.', 'status', *options]}\nsys.exit(main())"
     command = [sys.executable, "-c", code, " ".join(declared("client"))]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, bool(done.stdout)) == (2, bool(options))
+    if options:
+        error = json.loads(done.stdout)["error"]
+        assert done.stderr == f"precompute: {error['message']}\n"
     assert re.fullmatch(
         r"precompute: \w+ is not installed: .* pip install 'precompute-store\[cpu\]', or \[gpu\]\n",
         done.stderr,
