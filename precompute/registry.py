@@ -185,14 +185,14 @@ def load_with_fingerprint(
     with files_read() as read:
         model = load_model(use, args, folder)
         with starting_from(folder):
-            fingerprint = _fingerprint(model, use)
+            fingerprint = fingerprint_of(model, use)
     if not any(_may_have_changed(path, named, began_ns) for path in read):
         return LoadedModel(model, fingerprint)
     # there may be no room for two
     del model
     model = load_model(use, args, folder)
     with starting_from(folder):
-        if _fingerprint(model, use) != fingerprint:
+        if fingerprint_of(model, use) != fingerprint:
             raise ModelError(
                 f"model {use!r}: its files were replaced while it was loaded, and again when it was"
                 " loaded once more: run again once all are in their place (or its fingerprint() is"
@@ -201,7 +201,7 @@ def load_with_fingerprint(
     return LoadedModel(model, fingerprint)
 
 
-def _fingerprint(model: Model, use: str) -> str:
+def fingerprint_of(model: Model, use: str) -> str:
     """What the model says of itself.
 
     Raises:

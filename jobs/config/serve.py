@@ -165,8 +165,10 @@ class ServeConfig(Section):
     @classmethod
     def _address(cls, bind: str | None) -> str | None:
         found = None if bind is None else _ADDRESS.match(bind)
-        if bind is not None and (found is None or int(found["port"] or 0) > _MOST_PORT):
+        if bind is not None and found is None:
             raise ValueError("write host:port, such as 127.0.0.1:8080, or unix:./api.sock")
+        if found is not None and int(found["port"] or 0) > _MOST_PORT:
+            raise ValueError(f"a port is at most {_MOST_PORT}")
         return bind
 
     def caching(self) -> Caching:

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.config.view import ViewConfig, model_queries
 from precompute.jobs.run.replica import Replica
-from precompute.sources.database import parameters
 from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.lease import holder, is_held, take
 from precompute.store.disk.storage import LOCAL, known_identity, storage_of
@@ -36,6 +34,9 @@ from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.url import open_online_store
 from precompute.store.times import Partition
+
+if TYPE_CHECKING:
+    from precompute.jobs.config.view import ViewConfig
 
 log = logging.getLogger(__name__)
 
@@ -360,6 +361,10 @@ def _older(config: ViewConfig, store: ViewStore, newest: Mapping[str, Entry]) ->
     run finds."""
     if not newest:
         return []
+    # they load DuckDB, which most commands of this file do without
+    from precompute.jobs.config.view import model_queries
+    from precompute.sources.database import parameters
+
     last = max(newest.values(), key=lambda entry: entry.number)
     if _made_by(config.feature_view()) != _made_by(store.snapshot(last.number).view):
         return sorted(newest)

@@ -26,7 +26,7 @@ from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows.open_model import EXAMPLE_ROWS
 from precompute.jobs.run.rows.open_view import OpenView, open_view
 from precompute.model import Model, digest, starting_from
-from precompute.registry import load_model
+from precompute.registry import fingerprint_of, load_model
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConfigError, ModelError, SnapshotError
 from precompute.store.feature_view import FeatureView
@@ -291,7 +291,7 @@ class Judge:
         cascade = cascade_recalls(self.view, index, found, judged)
         return replace(
             whole,
-            fingerprint=model.fingerprint(),
+            fingerprint=fingerprint_of(model, made.use),
             rejected_rows=len(self._taught) - judged,
             agreement=agreement(self.view, index, found.slice(0, judged)),
             figures=index_recalls(self.view, index, found, judged),
@@ -306,7 +306,7 @@ class Judge:
         """
         give_back()
         model, restore = self._loaded(student, folder)
-        if model.fingerprint() != student.fingerprint:
+        if fingerprint_of(model, student.use) != student.fingerprint:
             raise ModelError(f"{folder / MODEL} was changed since it was made: remove {folder}")
         done: list[Outcome] = []
         memory = self._memory(lambda: done.append(self._computed(model, self._inputs)))

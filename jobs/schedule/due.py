@@ -289,7 +289,7 @@ def _ran_since(facts: Facts, fire: datetime, now: datetime) -> bool:
 
 def _is_latest(report: Report, at: datetime | None) -> bool:
     """Whether a run computed the whole view, or its latest partition that was over at a time, or a
-    later one; of a time that is not known it did."""
+    later one; True where the time is not known."""
     if report.partition is None or at is None:
         return True
     partition = Partition.parse(report.partition)

@@ -129,17 +129,14 @@ class Reconciler:
                 self._tried.pop(view, None)
                 continue
             wanted = {finding.what for finding in account.findings if finding.act in HEALING}
-            tried = self._tried.get(view, set())
-            if not wanted <= tried:
+            if not wanted <= self._tried.get(view, set()):
                 # another fault than before: no wait
                 self._attempts.pop(view, None)
             elif time.monotonic() < self._not_before.get(view, 0.0):
                 continue
-            self._tried[view] = tried | wanted
             self._report(view, f"{wrong}; it is brought back", always=True)
-            self._attempts[view] = self._attempts.get(view, 0) + 1
             thread = threading.Thread(
-                target=self._bring_back, args=(view,), name=f"reconcile-{view}"
+                target=self._bring_back, args=(view, wanted), name=f"reconcile-{view}"
             )
             try:
                 thread.start()
@@ -149,7 +146,10 @@ class Reconciler:
                 continue
             self._mending[view] = thread
 
-    def _bring_back(self, view: str) -> None:
+    def _bring_back(self, view: str, wanted: set[str]) -> None:
+        # here, since one without a thread was no attempt
+        self._tried[view] = self._tried.get(view, set()) | wanted
+        self._attempts[view] = self._attempts.get(view, 0) + 1
         while not self._turns.acquire(timeout=POLL_S):
             if self._stopping.is_set():
                 return
@@ -186,7 +186,7 @@ class Reconciler:
                 end_all([process], STOP_GRACE_S)
         if not process.status:
             return None
-        return f"it could not be brought back (exit status {process.status}); its output tells more"
+        return f"it could not be brought back (exit status {process.status}); its output shows more"
 
     def _report(self, view: str, text: str, always: bool = False) -> None:
         """Announce a message, unless it is the same as the last one."""
@@ -419,10 +419,14 @@ class Scheduler:
                 return True
             except (OSError, RuntimeError) as exc:
                 failure = f"cannot be started: {exc}"
-        if run.process is not None:
-            end_all([run.process], STOP_GRACE_S)
         self._report(view, failure, always=True)
-        self._noted(run, lambda: self._write_failure(run, "failed", failure))
+        if run.process is None:
+            self._noted(run, lambda: self._write_failure(run, "failed", failure))
+        else:
+            end_all([run.process], STOP_GRACE_S)
+            # it may have written a report of its own by now
+            run.why = failure
+            self._noted(run, lambda: self._close(run, time.monotonic() - run.began))
         return False
 
     def _adopt(self, view: str) -> None:
@@ -507,7 +511,7 @@ class Scheduler:
             self._write_failure(
                 run,
                 "killed" if killed else "failed",
-                f"{why}, and left no report; its output tells more",
+                f"{why}, and left no report; its output shows more",
                 seconds,
             )
         if status == 2:

@@ -24,7 +24,7 @@ from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, open_view
 from precompute.model import Model, QueryModel, ReadingModel, starting_from
-from precompute.registry import LoadedModel, load_with_fingerprint
+from precompute.registry import LoadedModel, fingerprint_of, load_with_fingerprint
 from precompute.sources.cached_source import CachedSource
 from precompute.store.answers.fallback import Computed, Miss, unpacked_view
 from precompute.store.disk.record import plain
@@ -266,13 +266,13 @@ class Opener:
             return load_with_fingerprint(use, args, self._folder)
         key = json.dumps([use, args, precision], sort_keys=True, default=str)
         loaded = self._models.get(key)
-        if loaded is None or self._fingerprint(loaded.model) != loaded.fingerprint:
+        if loaded is None or self._fingerprint(loaded.model, use) != loaded.fingerprint:
             loaded = self._models[key] = load_with_fingerprint(use, args, self._folder)
         return loaded
 
-    def _fingerprint(self, model: Model) -> str:
+    def _fingerprint(self, model: Model, use: str) -> str:
         with starting_from(self._folder):
-            return model.fingerprint()
+            return fingerprint_of(model, use)
 
 
 def check_confirmed(pointer: Pointer, offline: OfflineStore, folder: Path) -> None:

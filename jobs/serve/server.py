@@ -214,13 +214,17 @@ class Supervisor:
         for process in ending.values():
             process.signal(signal.SIGTERM)
         since = checked_at = time.monotonic()
+        limit, held_up = since + DRAIN_S + DRAIN_STILL_S, False
         while any(not process.ended() for process in ending.values()):
             now = time.monotonic()
             if now - checked_at > HELD_UP_S:
                 # paused itself, and the workers with it: they can show first that they live
                 since = now
+                # once, or one that is held up again and again would never reach its limit
+                limit = limit if held_up else now + DRAIN_S + DRAIN_STILL_S
+                held_up = True
             checked_at = now
-            if now > since + DRAIN_S + DRAIN_STILL_S:
+            if now > limit:
                 return
             for worker, process in ending.items():
                 if not process.ended() and now - max(since, worker.watch.alive_at) > DRAIN_STILL_S:

@@ -77,7 +77,7 @@ class Device:
         gpus = gpu_count()
         self.wanted = ("cuda" if gpus else "cpu") if name is None else str(name)
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.wanted):
-            raise ConfigError(f"device is cpu, cuda or cuda:1, got {name!r}")
+            raise ConfigError(f"device is cpu, cuda or cuda:N, got {name!r}")
         if (
             torch.device(self.wanted).type == "cuda"
             and (torch.device(self.wanted).index or 0) >= gpus

@@ -143,6 +143,8 @@ _LISTS = frozenset(
     kind.id for kind in (pa.list_(pa.null()), pa.large_list(pa.null()), pa.list_(pa.null(), 1))
 )
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
 UNKNOWN = 0
 """Id of null, and of what the vocabulary has not."""
 
@@ -247,6 +249,8 @@ class Input:
             whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
             if whole and not self.matrix and self.fill is not None and self.fill % 1:
                 return f", whole numbers, and its fill {self.fill} is none: CAST it AS FLOAT"
+            if whole and not self.matrix and not -(2**63) <= (self.fill or 0) < 2**63:
+                return f", whole numbers of 64 bits, which cannot hold its fill {self.fill}"
             return ""
         if (
             pa.types.is_string(kind)
@@ -326,9 +330,12 @@ def _input(name: str, spec: Any, vocabularies: Mapping[str, Mapping[str, int]]) 
         )
     fill, dim, words = spec.get("fill"), spec.get("dim"), spec.get("vocabulary")
     if fill is not None and (
-        isinstance(fill, bool) or not isinstance(fill, (int, float)) or not math.isfinite(fill)
+        isinstance(fill, bool)
+        or not isinstance(fill, (int, float))
+        # nor is NaN
+        or not abs(fill) <= FLOAT32_MAX
     ):
-        raise ConfigError(f"{where}: fill is a number, got {fill!r}")
+        raise ConfigError(f"{where}: fill is a number that float32 holds, got {fill!r:.80}")
     if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 1):
         raise ConfigError(f"{where}: dim is a length from 1, got {dim!r}")
     if sum(option is not None for option in (fill, dim, words)) > 1 or (

@@ -18,6 +18,7 @@ from precompute.store.disk.sql import without_data
 from precompute.store.errors import ConfigError, PrecomputeError, SourceError
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_TEXT = re.compile(r"'[^']*'")
 _BEGINS = re.compile(
     r"\s*(LOAD|ATTACH|SET|CREATE\s+(OR\s+REPLACE\s+)?(TEMP(ORARY)?\s+)?SECRET)\s", re.IGNORECASE
 )
@@ -39,11 +40,19 @@ class Setup:
 
     def secrets(self) -> dict[str, str]:
         """What the environment has for the variables that the statements name, as it is and as it
-        stands inside a text of SQL, the longest first → ``${NAME}``. What is of up to three
-        characters is no secret, and stands in any sentence."""
+        stands inside a text of SQL, the longest first → ``${NAME}``; and each word of one outside a
+        text, which DuckDB quotes by itself. What is of up to three characters is no secret, and
+        stands in any sentence."""
         names = {name for one in self.statements for name in _VARIABLE.findall(one)}
         values = [(os.environ.get(name, ""), f"${{{name}}}") for name in sorted(names)]
         forms = [(form, name) for value, name in values for form in (value, _inside_text(value))]
+        bare = {name for one in self.statements for name in _VARIABLE.findall(_TEXT.sub("", one))}
+        forms += [
+            (form, f"${{{name}}}")
+            for name in sorted(bare)
+            for word in re.findall(r"\w+", os.environ.get(name, ""))
+            for form in (word, word.lower())
+        ]
         forms.sort(key=lambda form: -len(form[0]))
         return {form: name for form, name in forms if len(form) > 3}
 
@@ -101,17 +110,9 @@ def _inside_text(value: str) -> str:
 
 def _check(statement: str, written: str, where: str) -> None:
     try:
-        # DuckDB's error would quote a part of a variable that stands outside a text
-        without_data().extract_statements(_VARIABLE.sub(r"\1", written))
-    except (duckdb.Error, UnicodeEncodeError) as exc:
-        raise ConfigError(f"{where}: not valid SQL: {first_line(exc)}") from exc
-    try:
         kinds = [one.type for one in without_data().extract_statements(statement)]
     except (duckdb.Error, UnicodeEncodeError):
-        raise ConfigError(
-            f"{where}: not valid SQL with its variables put in: write each inside a text, as in"
-            " '${NAME}'"
-        ) from None
+        raise _invalid(written, where) from None
     begins = _BEGINS.match(statement)
     # before it makes a file that is not there
     if begins and begins[1].upper() == "ATTACH" and "READ_ONLY" not in statement.upper():
@@ -127,6 +128,20 @@ def _check(statement: str, written: str, where: str) -> None:
     raise ConfigError(
         f"{where}: a setup is of single LOAD, CREATE SECRET, ATTACH and SET statements: what is"
         " read of it stands in the SQL of the views"
+    )
+
+
+def _invalid(written: str, where: str) -> ConfigError:
+    """The error of a statement that does not parse, by how it is written: of the filled one DuckDB
+    would quote a part of a variable that stands outside a text."""
+    try:
+        # a name alone may be a word of SQL's own
+        without_data().extract_statements(_VARIABLE.sub(r"\1_", written))
+    except (duckdb.Error, UnicodeEncodeError) as exc:
+        return ConfigError(f"{where}: not valid SQL: {first_line(exc)}")
+    return ConfigError(
+        f"{where}: not valid SQL with its variables put in: write each inside a text, as in"
+        " '${NAME}'"
     )
 
 

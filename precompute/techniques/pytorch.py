@@ -455,8 +455,12 @@ def _but_for_threads(guards: Sequence[Any]) -> list[bool]:
     return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
 
 
+CAPABILITIES = ("default", "vsx", "z vector", "no avx", "avx2", "avx512", "sve256")
+"""What ``torch.backends.cpu.get_cpu_capability`` names, by its documentation, in small letters."""
+
+
 def _keep_apart() -> None:
-    """Give each instruction set a cache of its own: code that Inductor retained for AVX-512 and
+    """Give each instruction set a cache of its own: code that Inductor cached for AVX-512 and
     took up again under ``ATEN_CPU_CAPABILITY=avx2`` computed other values (torch 2.13: 30 % of an
     MLP's outputs, off by up to 0.36). A folder that the environment names is left as it is.
     """
@@ -464,7 +468,8 @@ def _keep_apart() -> None:
 
     shared = default_cache_dir()
     # torch notes its default there, too, and a parent process its own
-    if f"{os.environ.get('TORCHINDUCTOR_CACHE_DIR', shared)}_".startswith(f"{shared}_"):
+    ours = {shared, *(f"{shared}_{name}" for name in CAPABILITIES)}
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", shared) in ours:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
             f"{shared}_{torch.backends.cpu.get_cpu_capability().lower()}"
         )

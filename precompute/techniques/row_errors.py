@@ -438,8 +438,8 @@ def _scores_off(
         )
         apart, now = stored[:, None] - stored, computed[:, None] - computed
         clear = np.abs(apart) > 2 * known * np.maximum(sizes[:, None], sizes)
-        retained = (clear & (np.sign(apart) == np.sign(now))).sum(axis=1)
-    return errors, retained < IN_ORDER * clear.sum(axis=1)
+        in_order = (clear & (np.sign(apart) == np.sign(now))).sum(axis=1)
+    return errors, in_order < IN_ORDER * clear.sum(axis=1)
 
 
 def _scores_of(items: Feature, view: FeatureView) -> Feature | None:

@@ -481,8 +481,11 @@ class _Worker:
             while (frame := read_frame(self._source)) is not None:
                 self._waiting.put(frame[1].read_next_batch())
         except Exception as exc:
-            print(f"\n{first_line(exc)}", file=sys.stderr, flush=True)
-            os._exit(1)
+            try:
+                print(f"\n{first_line(exc)}", file=sys.stderr, flush=True)
+            finally:
+                # nobody may be left to read what it says
+                os._exit(1)
         os._exit(0)
 
     def _send_done(self, done: Outcome) -> None:

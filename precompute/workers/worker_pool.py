@@ -57,6 +57,15 @@ for each worker, if that is more. To find one row among 131,072 takes 8, if it i
 first part and nothing is finished meanwhile."""
 
 
+def _start(thread: threading.Thread, windows: Iterable[pa.RecordBatch]) -> None:
+    try:
+        thread.start()
+    except RuntimeError as exc:
+        # nobody else would close them
+        closed(windows, exc)
+        raise
+
+
 class PoolStream:
     """One call of :meth:`WorkerPool.stream`. All state is under ``_changed``; the supervisor's
     thread starts, feeds, judges and ends the processes, which end with that thread (Linux), so it
@@ -90,11 +99,13 @@ class PoolStream:
         self._all_read = self._closed = False
         self._source_error: BaseException | None = None
         self._error: BaseException | None = None
-        self._supervisor = threading.Thread(target=self._supervise, name="workers", daemon=True)
+        self._supervisor = threading.Thread(
+            target=self._supervise, args=(windows,), name="workers", daemon=True
+        )
         self._reader = threading.Thread(
             target=self._read, args=(windows, hidden), name="read", daemon=True
         )
-        self._supervisor.start()
+        _start(self._supervisor, windows)
 
     # ---- the consumer's side
 
@@ -251,12 +262,12 @@ class PoolStream:
 
     # ---- the supervisor
 
-    def _supervise(self) -> None:
+    def _supervise(self, windows: Iterable[pa.RecordBatch]) -> None:
         patience = self._patience
         tick = min(1.0, patience.heartbeat_s, patience.stall_s / 4, patience.hang_s / 4)
         try:
             # here, so that no worker is left where there is no thread more
-            self._reader.start()
+            _start(self._reader, windows)
             for number in range(len(self._unloaded)):
                 self._processes.append(self._started(number))
             looked = time.monotonic()

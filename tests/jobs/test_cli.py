@@ -105,6 +105,8 @@ def test_help_loads_nothing_that_takes_long() -> None:
     ("command", "needed"),
     [
         (["lookup", "numbers", "1"], set[str]()),
+        (["snapshots", "numbers"], set[str]()),
+        (["gc", "--dry-run"], set[str]()),
         (["search", "numbers", "--key", "1"], {"faiss"}),
         # it tells a view's file whose SQL is wrong
         (["status"], {"duckdb"}),

@@ -22,6 +22,7 @@ import pytest
 
 from precompute.engine.microbatch import GROW_BY, longest_s
 from precompute.jobs.serve.fallback import ViewFallback, row_hash
+from precompute.jobs.serve.live_view import Opener
 from precompute.jobs.serve.lookup_worker import Warmer
 from precompute.jobs.serve.processes import Watch
 from precompute.model import digest
@@ -29,7 +30,7 @@ from precompute.sources.source import Source
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.fallback import CLIENT, Computed, Miss
 from precompute.store.answers.lookup import Lookup
-from precompute.store.errors import SourceError
+from precompute.store.errors import ModelError, SourceError
 from precompute.store.online.miss_cache import MissCacheFile, MissCacheLimits, input_names
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason
@@ -317,6 +318,21 @@ def test_weights_that_come_while_others_are_loaded_are_loaded_once_more(
     write_data(project, {1: 1.0, 2: 2.0})
     assert open_lookup(project).get("numbers", [1, 2])["double"].to_pylist() == [4.0, 8.0]
     assert project.store.snapshot(1).model == project.run().model
+
+
+def test_a_loaded_model_whose_fingerprint_raises_is_a_model_error(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make_project()
+    opener = Opener(project.store.offline, project.folder, 64)
+    opener._load("tests.models:Doubler", {}, "fp32")
+
+    def raising(_: Doubler) -> str:
+        raise OSError("no disk")
+
+    monkeypatch.setattr(Doubler, "fingerprint", raising)
+    with pytest.raises(ModelError, match=r"Doubler': fingerprint\(\) raised OSError"):
+        opener._load("tests.models:Doubler", {}, "fp32")
 
 
 def _scaled(

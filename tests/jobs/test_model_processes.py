@@ -437,6 +437,31 @@ def test_a_worker_paused_with_its_server_ends_by_itself(
     supervisor._control.close()
 
 
+def test_a_server_that_is_paused_again_and_again_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(worker: LookupWorker) -> ChildProcess:
+        return ChildProcess(["sh", "-c", "trap '' TERM; exec sleep 600"])
+
+    monkeypatch.setattr(LookupWorker, "start", start)
+    supervisor = Supervisor(
+        {"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64)
+    )
+    supervisor._workers[0].check(time.monotonic())
+    pauses, real = list[int](), time.monotonic
+
+    def pause(*_: Any) -> None:
+        pauses.append(1)
+        assert len(pauses) < 100
+
+    monkeypatch.setattr("precompute.jobs.serve.server.select.select", pause)
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 20.0 * len(pauses))
+    supervisor._drain()
+    monkeypatch.undo()
+    supervisor._end(supervisor._all())
+    supervisor._control.close()
+
+
 def test_sigterm_ends_a_server_whose_model_hangs_once_it_has_answered(tmp_path: Path) -> None:
     make_folder(tmp_path, {"faulty": FAULTY}, serve={"models": {"grace": "30s"}}).publish_all()
     write_numbers(tmp_path, [1, 2, 3, HANG])

@@ -321,12 +321,34 @@ def test_what_cannot_be_brought_back_is_tried_again_later_and_later(
     assert len(announced) == 2
     assert (
         announced[1]
-        == "numbers: it could not be brought back (exit status 1); its output tells more; once more in 2 min"
+        == "numbers: it could not be brought back (exit status 1); its output shows more; once more in 2 min"
     )
     reconciler._attempts["numbers"], reconciler._not_before["numbers"] = 5000, 0.0
     reconciler.check()
     reconciler.wait()
     assert announced[-1].endswith("; once more in 60 min")
+
+
+def test_what_no_thread_was_left_for_is_no_attempt(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make_project(ROWS)
+    project.run()
+    lose_all(project)
+    announced: list[str] = []
+    reconciler = Reconciler(project, announced.append, lambda *_: ["false"])
+
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", none_left)
+        for _ in range(3):
+            reconciler.check()
+    assert announced[-1] == "numbers: cannot be brought back now: can't start new thread"
+    reconciler.check()
+    reconciler.wait()
+    assert announced[-1].endswith("; once more in 2 min")
 
 
 def test_other_damage_waits_for_no_attempt_at_what_was_lost_before(

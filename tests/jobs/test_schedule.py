@@ -243,7 +243,7 @@ def test_after_a_failure_nothing_follows_it_shows_and_the_others_go_on(
     (report,) = schedule.store.view("numbers").runs.reports()
     assert (report.status, report.due) == (status, LEAP_DAY)
     if "report" not in shell:
-        assert report.error == f"{outcome}, and left no report; its output tells more"
+        assert report.error == f"{outcome}, and left no report; its output shows more"
 
 
 def test_each_attempt_that_leaves_no_report_counts(running: MakeRunning) -> None:
@@ -318,7 +318,25 @@ def test_a_run_without_a_thread_to_watch_it_is_ended_and_tried_again(
     schedule.start().await_said(
         "numbers: cannot be started: can't start new thread", "numbers: done after .*"
     )
-    assert schedule.statuses("numbers") == ["published", "failed"]
+    assert schedule.statuses("numbers") == ["published", "killed"]
+
+
+def test_a_run_without_a_thread_that_reported_has_one_report(
+    running: MakeRunning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = running({"numbers": (RARELY, DONE)}, ["numbers"], start=False)
+    start = threading.Thread.start
+
+    def too_late(thread: threading.Thread) -> None:
+        if thread.name == "run-numbers":
+            eventually(lambda: schedule.statuses("numbers") == ["published"])
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", too_late)
+    schedule.start().await_said("numbers: cannot be started: can't start new thread")
+    schedule.stop()
+    assert schedule.statuses("numbers") == ["published"]
 
 
 def test_a_failure_that_cannot_be_written_down_holds_the_view_off(running: MakeRunning) -> None:

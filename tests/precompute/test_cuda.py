@@ -615,5 +615,5 @@ def test_a_gpu_is_offered_what_it_can(
 
 @pytest.mark.parametrize("name", ["gpu", "mps", "meta", "cuda:-1", "cpu:1", "", 0, True])
 def test_a_device_of_another_name_is_refused(name: Any) -> None:
-    with pytest.raises(ConfigError, match=f"device is cpu, cuda or cuda:1, got {name!r}"):
+    with pytest.raises(ConfigError, match=f"device is cpu, cuda or cuda:N, got {name!r}"):
         Device(name)

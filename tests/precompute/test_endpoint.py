@@ -449,9 +449,11 @@ def test_a_clock_that_is_years_ahead_costs_nothing_once_it_is_right(
         compute(labels(stand_in), LABELS, rows("a"))
         with monkeypatch.context() as ahead:
             ahead.setattr("precompute.models.endpoint.session.time.time", lambda: 4e9)
-            compute(labels(stand_in), LABELS, rows("b"))
-        compute(labels(stand_in), LABELS, rows("a", "b"))
-        assert stand_in.seen == {"Label: a": 1, "Label: b": 1}
+            # the second is opened with one that has not expired
+            for text in ("b", "c"):
+                compute(labels(stand_in), LABELS, rows(text))
+        compute(labels(stand_in), LABELS, rows("a", "b", "c"))
+        assert stand_in.seen == {"Label: a": 1, "Label: b": 1, "Label: c": 1}
 
 
 def test_a_bad_hour_of_an_endpoint_is_over_in_an_hour(

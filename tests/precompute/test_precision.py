@@ -629,6 +629,7 @@ def test_compiled_code_is_kept_apart_by_instruction_set(monkeypatch: pytest.Monk
         ("AVX512", default_cache_dir()),
         ("AVX2", "/of/my/own"),
         ("AVX2", f"{default_cache_dir()}_avx512"),
+        ("AVX2", f"{default_cache_dir()}_mine"),
     ):
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         if given is not None:
@@ -638,4 +639,4 @@ def test_compiled_code_is_kept_apart_by_instruction_set(monkeypatch: pytest.Monk
         )
         pytorch.compiled(torch.nn.Linear(2, 2))
         folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"].removeprefix(default_cache_dir()))
-    assert folders == ["_avx2", "_avx512", "/of/my/own", "_avx2"]
+    assert folders == ["_avx2", "_avx512", "/of/my/own", "_avx2", "_mine"]

@@ -3,6 +3,7 @@ cannot."""
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,10 @@ REFUSED: list[tuple[str, type[PrecomputeError], str]] = [
     ("ATTACH '${NOT_EXPORTED}' AS shop (READ_ONLY)", ConfigError, "the environment has no NOT_EXPORTED: export NOT_EXPORTED=…"),
     ("SET threads = '${SHOP_PASSWORD}'", ConfigError, "${SHOP_PASSWORD}"),
     ("SET threads = ${SHOP_PASSWORD}", ConfigError, "not valid SQL with its variables put in: write each inside a text, as in '${NAME}'"),
+    ("SET threads = ${TABLE}", ConfigError, "not valid SQL with its variables put in: write each inside a text, as in '${NAME}'"),
+    ("CREATE SECRET (TYPE ${TABLE}", ConfigError, "not valid SQL: Parser Error"),
+    ("CREATE SECRET (TYPE nosuchtype, ${OPTIONS})", ConfigError, "nosuchtype"),
+    ("SET ${OPTION} = 1", ConfigError, 'unrecognized configuration parameter "${OPTION}"'),
     ("SET threads == '${SHOP_PASSWORD}'", ConfigError, 'not valid SQL: Parser Error: syntax error at or near "=="'),
 ]  # fmt: skip
 
@@ -89,12 +94,33 @@ def test_a_setup_that_cannot_be_says_which_statement_and_why(
     message: str,
 ) -> None:
     monkeypatch.setenv("SHOP_PASSWORD", "it's zebra")
+    monkeypatch.setenv("TABLE", "zebra x")
+    monkeypatch.setenv("OPTIONS", "KEY_ID zebra")
+    monkeypatch.setenv("OPTION", "Zebra ")
     with pytest.raises(error) as raised:
         opened("SELECT 1 AS id", shop, "SET threads = 1", statement)
     assert str(raised.value).startswith("sources.setup[1]: ")
     assert message in str(raised.value)
     assert "zebra" not in "".join(traceback.format_exception(raised.value))
     assert {path.name for path in shop.iterdir()} == {"shop.duckdb"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "value"),
+    [
+        ("SET memory_limit = ${LIMIT}", '"1GB"'),
+        ("ATTACH './shop.duckdb' AS ${TABLE} (READ_ONLY)", "mine"),
+        ("SET threads = 1${N}", "0"),
+        ("${ALL}", "SET threads = 1"),
+    ],
+)
+def test_a_variable_may_stand_for_any_part(
+    shop: Path, monkeypatch: pytest.MonkeyPatch, statement: str, value: str
+) -> None:
+    (name,) = re.findall(r"\{(\w+)\}", statement)
+    monkeypatch.setenv(name, value)
+    with opened("SELECT 1 AS id", shop, statement) as source:
+        assert source.load() == 1
 
 
 def test_what_comes_from_the_environment_is_in_no_message(

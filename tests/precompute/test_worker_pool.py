@@ -390,9 +390,12 @@ def test_where_there_is_no_thread_to_read_no_worker_is_left(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refused)
+    given = (window for window in windows(1, 1))
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        next(pool(DOUBLER).stream(windows(1, 1)))
+        next(pool(DOUBLER).stream(given))
     assert workers_of(os.getpid()) == []
+    # closed
+    assert next(given, None) is None
 
 
 def test_a_row_that_breaks_a_gpus_context_is_rejected_alone() -> None:

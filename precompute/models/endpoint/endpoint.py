@@ -553,7 +553,8 @@ def _time_of(date: str) -> float | None:
 
 
 def _retry_after_s(reply: Reply) -> float | None:
-    """Seconds to wait, by an answer: as a number, or as a date by the clock that its own is of."""
+    """Seconds to wait, by an answer: as a number, or as a date, measured from the answer's own
+    Date."""
     value = reply.headers.get("retry-after")
     if value is None:
         return None

@@ -32,9 +32,13 @@ _TABLE = (
     "CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, until INTEGER, tries INTEGER, wrong"
     " TEXT, answer BLOB, sum INTEGER) WITHOUT ROWID"
 )
-# where all have expired it may be the clock that is wrong, and they were paid
+DELETED_S = 90 * 86400
+"""How long ago an answer expired, at most, that is deleted: by a clock that is years ahead all
+expired longer ago, and they were paid."""
+# where all have expired it may be the clock that is wrong, too
 _EXPIRED = (
-    "DELETE FROM answers WHERE until < ?1 AND EXISTS (SELECT 1 FROM answers WHERE until >= ?1)"
+    "DELETE FROM answers WHERE until BETWEEN ?1 - ?2 AND ?1 - 1 AND EXISTS (SELECT 1 FROM answers"
+    " WHERE until >= ?1)"
 )
 
 
@@ -71,7 +75,7 @@ class AnswerCache:
                 self._writing.execute("PRAGMA journal_mode = WAL")
                 self._writing.execute("PRAGMA synchronous = FULL")
                 self._writing.execute(_TABLE)
-                self._writing.execute(_EXPIRED, (int(time.time()),))
+                self._writing.execute(_EXPIRED, (int(time.time()), DELETED_S))
                 self._reading = opened.enter_context(contextlib.closing(self._connected()))
             except (OSError, sqlite3.Error) as exc:
                 raise ModelError(
