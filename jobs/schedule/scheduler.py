@@ -289,6 +289,7 @@ class Scheduler:
             ticker.add_job(work, _Every(every_s[name]), id=name)
             for name, work in (("tick", self.tick), ("reconcile", self._reconcile))
         )
+        ticks.modify(next_run_time=utc_clock())
         previous = (
             {
                 number: signal.signal(number, self._on_signal)
@@ -569,15 +570,15 @@ class Scheduler:
 
 
 class _Every(BaseTrigger):  # type: ignore[misc]
-    """Now, and then always so many seconds from now: APScheduler's interval counts every second of
-    a jump of the clock, and there may be millions."""
+    """Always so many seconds from now: APScheduler's interval counts every second of a jump of the
+    clock, and there may be millions."""
 
     def __init__(self, seconds: float) -> None:
         self._every = timedelta(seconds=seconds)
 
     def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime:
         """When the next time is."""
-        return now if previous_fire_time is None else now + self._every
+        return now + self._every
 
 
 def _outcome(status: int) -> str:

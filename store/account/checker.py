@@ -288,7 +288,8 @@ class _Look:
             (
                 map(self._store.refs.pin_path, self._store.refs.marked("pins")),
                 Act.PERSON,
-                f"its snapshot stays: precompute unpin {name}, or remove it and pin again",
+                "its snapshot stays: remove the file, and pin it again"
+                f" (precompute pin {name} --snapshot N) if it is to stay",
             ),
         ]
         for paths, act, remedy in groups:
