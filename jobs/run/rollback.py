@@ -212,12 +212,8 @@ def reconcile(
             else:
                 if any(finding.what == ROWS for finding in account.findings):
                     publisher.degrade()
-                publisher.publish(
-                    ref.snapshot,
-                    reason="reconcile",
-                    suspended=ref.held,
-                    reload=account.act is Act.LOAD,
-                )
+                load = account.act is Act.LOAD
+                publisher.publish(ref.snapshot, reason="reconcile", suspended=ref.held, reload=load)
             check_live(store, online, publishing=True)
         notify(project.settings.notify, report, project.home)
     return report

@@ -224,6 +224,7 @@ class _Coordinator:
                         raise self._failed(result)
                 self._show_progress(results)
                 self._replace_ended(launcher, ended)
+                self._check_lease()
         finally:
             self._end_workers(launcher)
         with self._report.stage("collect"):
@@ -264,11 +265,11 @@ class _Coordinator:
                     f" computed; the last {self._deaths[-1]}"
                 )
             launcher.start(self._request())
-        if (
-            self._job.lease is not None
-            and time.monotonic() > self._lease_checked_at + LEASE_CHECK_S
-        ):
-            self._job.lease.check()
+
+    def _check_lease(self) -> None:
+        lease, due = self._job.lease, self._lease_checked_at + LEASE_CHECK_S
+        if lease is not None and time.monotonic() > due:
+            lease.check()
             self._lease_checked_at = time.monotonic()
 
     def _show_progress(self, results: Mapping[int, ShardResult]) -> None:

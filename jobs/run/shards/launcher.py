@@ -1,8 +1,8 @@
-"""Launcher: starts the workers of a run and reports which of them ended: processes of this machine,
-or actors of a Ray cluster, which places them where there is room, and adds machines where its
-autoscaler may.
+"""Launcher: starts a run's shard workers, as processes of this machine or as actors of a Ray
+cluster, and reports which of them ended.
 
-It places and watches processes, and nothing more: what they compute goes through the view's root.
+Ray places an actor where there is room, and adds machines where its autoscaler may. A launcher
+watches processes, and nothing more: what they compute goes through the view's root.
 """
 
 from __future__ import annotations

@@ -480,12 +480,12 @@ class _ShardProgress(Progress):
         folder: ShardFolder,
         known: ShardResult,
         chunks: Chunks,
-        taken: int,
+        resumed: int,
         check: Callable[[], None],
     ) -> None:
         self._folder, self._chunks, self._check = folder, chunks, check
-        self._beat = WorkerProgress(known.worker, known.shard, taken, taken)
-        self._taken, self._last = taken, -math.inf
+        self._beat = WorkerProgress(known.worker, known.shard, resumed, resumed)
+        self._resumed, self._last = resumed, -math.inf
         self.moved = time.monotonic()
         """When rows were handed on last."""
 
@@ -497,7 +497,7 @@ class _ShardProgress(Progress):
         self._beat = replace(
             self._beat,
             computed=self._beat.computed + rows,
-            recorded=self._taken + self._chunks.recorded,
+            recorded=self._resumed + self._chunks.recorded,
             rejected=self._chunks.rejections.count,
             reasons=self._chunks.rejections.reasons(),
             fits=self._chunks.fits,
