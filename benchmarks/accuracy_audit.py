@@ -28,7 +28,7 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.judge.audit import Sample
 from precompute.jobs.run.materialize import materialize
-from precompute.jobs.run.report import recorded
+from precompute.jobs.run.report import reporting_run
 from precompute.jobs.run.rows.plan import Job, RunOptions
 
 ROWS, SMALLER = 1_000_000, (100_000, 10_000)
@@ -100,7 +100,7 @@ def _run(folder: Path, rows: int, seed: int | None) -> dict[str, Any]:
     store = project.offline.view("scores")
     Sample.draw = timed  # type: ignore[method-assign, assignment]
     try:
-        with recorded(store, "materialize") as run:
+        with reporting_run(store, "materialize") as run:
             began = time.perf_counter()
             options = RunOptions(full=True, accept=("accuracy",))
             job = Job(project, project.view("scores"), store, options)

@@ -36,7 +36,7 @@ from precompute.engine.resources import resident_bytes
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.materialize import materialize
-from precompute.jobs.run.report import recorded
+from precompute.jobs.run.report import reporting_run
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.jobs.run.rows.plan import Job, RunOptions
 from precompute.store.offline.runs import Report
@@ -196,7 +196,7 @@ def _rates(folder: Path, rows: int, variant: str) -> dict[str, Any]:
 def materialized(project: Project) -> tuple[float, Report, Any]:
     """(seconds without loading the model, the run, all scores in the source's order)."""
     store = project.offline.view("scores")
-    with recorded(store, "materialize") as run:
+    with reporting_run(store, "materialize") as run:
         started = time.perf_counter()
         job = Job(project, project.view("scores"), store, RunOptions(full=True))
         snapshot = materialize(job, run, Silent())

@@ -35,7 +35,7 @@ from precompute.engine.resources import Lanes
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.materialize import materialize
-from precompute.jobs.run.report import recorded
+from precompute.jobs.run.report import reporting_run
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.jobs.run.rows.plan import Job, RunOptions
 from precompute.model import resolve_path
@@ -270,7 +270,7 @@ class _Turns:
         """Seconds of a full run, without opening, and the processor's; what checking took is left
         out where that was ``checked`` before."""
         store = project.offline.view(view)
-        with recorded(store, "materialize") as run:
+        with reporting_run(store, "materialize") as run:
             started = time.perf_counter()
             job = Job(project, project.view(view), store, RunOptions(full=True))
             snapshot = materialize(job, run, Silent())

@@ -21,7 +21,7 @@ from benchmarks.common import child, report, run
 from benchmarks.store_plan import items
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.capacity import plan
-from precompute.jobs.run.report import Overlapping, UsageMeter
+from precompute.jobs.run.report import OverlappingCpu, UsageMeter
 from precompute.store.disk.record import plain
 from precompute.store.offline.runs import Report
 
@@ -109,7 +109,7 @@ def usage_us() -> float:
         for number in range(20):
             before = time.process_time()
             done.add_cpu(str(number), time.process_time() - before)
-        Overlapping(done).end(0.0)
+        OverlappingCpu(done).end(0.0)
         meter.fill(done)
         return time.perf_counter() - began
 

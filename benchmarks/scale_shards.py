@@ -133,8 +133,8 @@ def on_ray(folder: Path) -> dict[str, Any]:
             for process in processes
         ]
         with seen_s(pids) as ticks:
-            holder_s, seconds = run(folder, "materialize", "{on: ray, workers: 2}", 4)
-        whole_s = holder_s + sum(last - first for first, last in ticks.values()) / TICKS
+            coordinator_s, seconds = run(folder, "materialize", "{on: ray, workers: 2}", 4)
+        whole_s = coordinator_s + sum(last - first for first, last in ticks.values()) / TICKS
     finally:
         cluster.shutdown()
     return {

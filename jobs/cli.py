@@ -25,15 +25,15 @@ from precompute.jobs.commands.command import (
     with_history,
 )
 from precompute.jobs.run.command_process import (
-    described,
-    documents_alone,
+    avoid_importing_pandas,
     end_signal,
-    enduring_output,
+    ends_on_signal,
     log_to_stderr,
     report_error,
     show,
-    spare_pandas,
-    terminable,
+    signal_text,
+    stdout_for_json_only,
+    unfailing_output,
 )
 from precompute.store.disk.durable_file import limit_of
 from precompute.store.errors import (
@@ -72,7 +72,7 @@ where one is requested."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Never a traceback for a user's mistake, nor where
     only the client was installed."""
-    with enduring_output():
+    with unfailing_output():
         parser = _parser()
         log_to_stderr()
         try:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(json.dumps(_refusal("BadUsage", exc.message, BAD_USAGE)))
             raise
         arguments.own_process = argv is None
-        with documents_alone(arguments.own_process) if arguments.json else contextlib.nullcontext():
+        with stdout_for_json_only(arguments.own_process) if arguments.json else contextlib.nullcontext():
             return _called(arguments)
 
 
@@ -90,8 +90,8 @@ def _called(arguments: argparse.Namespace) -> int:
     computes = getattr(arguments, "fallback", False) or getattr(arguments, "text", None) is not None
     try:
         if arguments.own_process and arguments.command in READS and not computes:
-            spare_pandas()
-        with contextlib.nullcontext() if arguments.command in operations.SERVICES else terminable():
+            avoid_importing_pandas()
+        with contextlib.nullcontext() if arguments.command in operations.SERVICES else ends_on_signal():
             ended: int = arguments.call(arguments)
             sys.stdout.flush()
             return ended
@@ -99,7 +99,7 @@ def _called(arguments: argparse.Namespace) -> int:
         number = end_signal()
         if number is None:
             return _failed(arguments, exc)
-        _report(arguments, "Terminated", described(number), 128 + number)
+        _report(arguments, "Terminated", signal_text(number), 128 + number)
     if arguments.own_process:
         # the process of its own command, which a library's thread must not keep from ending
         sys.stdout.flush()

@@ -24,7 +24,13 @@ from precompute.jobs.commands.command import (
     table,
     with_history,
 )
-from precompute.jobs.run.command_process import progress_for, report_error, say, show, spare_pandas
+from precompute.jobs.run.command_process import (
+    avoid_importing_pandas,
+    progress_for,
+    report_error,
+    say,
+    show,
+)
 from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError, PrecomputeError
 
@@ -92,7 +98,7 @@ def _run(arguments: argparse.Namespace) -> int:
     project = project_of(arguments)
     view = project.views.get(arguments.view)
     if arguments.own_process and view is not None and view.model.use in BUILT_IN:
-        spare_pandas()
+        avoid_importing_pandas()
     check_gates(arguments.accept, "--accept")
     schedule = project.schedules().get(arguments.view)
     requested = (

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.retention import list_snapshots
-from precompute.jobs.run.report import as_it_ended
+from precompute.jobs.run.report import with_real_status
 from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
@@ -67,7 +67,7 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
         | {field: getattr(report, field) for field in _OF_RUN}
         # of one that goes on, or could not write its end, it is not known how long it took
         | {"seconds": report.seconds or None}
-        for report in (as_it_ended(store, report) for report in store.runs.reports(limit))
+        for report in (with_real_status(store, report) for report in store.runs.reports(limit))
     ]
     moves = [
         entry
@@ -124,7 +124,7 @@ def find_run(project: Project, run: str | None) -> tuple[ViewStore, Report]:
             last = store.runs.last()
             if last is None:
                 raise ConfigError(f"view {run!r} has no run yet: precompute run {run}")
-            return store, as_it_ended(store, last)
+            return store, with_real_status(store, last)
     found = [(store, name) for store in stores for name in store.runs.ids() if name.startswith(run)]
     exact = [(store, name) for store, name in found if name == run] or found
     if len(exact) != 1 or not run:
@@ -135,7 +135,7 @@ def find_run(project: Project, run: str | None) -> tuple[ViewStore, Report]:
         )
         raise ConfigError(f"no run {run!r}: {which}" if not exact else f"run {run!r}: {which}")
     store, name = exact[0]
-    return store, as_it_ended(store, store.runs.read(name))
+    return store, with_real_status(store, store.runs.read(name))
 
 
 def rejections(store: ViewStore, run: str) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from precompute.jobs.config.project import Project, read_tuning
 from precompute.jobs.ops.history import find_run, rejections
-from precompute.jobs.run.report import LEASED
+from precompute.jobs.run.report import COMPUTING
 from precompute.store.disk.durable_file import disk_message, replace_undurably
 from precompute.store.disk.record import plain, record_of
 from precompute.store.errors import ConfigError, SnapshotError
@@ -206,7 +206,7 @@ def _newest(store: ViewStore) -> Report:
     telling = (
         report
         for report in reports
-        if report.command in LEASED and report.status not in ("current", "running")
+        if report.command in COMPUTING and report.status not in ("current", "running")
     )
     return next(telling, reports[0])
 

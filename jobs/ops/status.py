@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.retention import partitions_in_words, partitions_served
-from precompute.jobs.run.report import LEASED, PUBLISHING, as_it_ended
+from precompute.jobs.run.report import COMPUTING, PUBLISHING, with_real_status
 from precompute.jobs.run.rows.open_view import REPORTS, known_source_at
 from precompute.jobs.schedule.due import outlook
 from precompute.store.account.account import BEHIND_S, read_account, read_followed
@@ -319,9 +319,9 @@ def _last_run(store: ViewStore, reports: Sequence[Report]) -> Report | None:
     last = next(iter(reports), None)
     if last is not None and last.command in PUBLISHING and last.finished:
         # what a run failed at is not done by publishing another snapshot than its own
-        run = next((report for report in reports if report.command in LEASED), last)
+        run = next((report for report in reports if report.command in COMPUTING), last)
         last = last if run.finished or run.snapshot == last.snapshot else run
-    return None if last is None else as_it_ended(store, last)
+    return None if last is None else with_real_status(store, last)
 
 
 def _ahead(times_us: Mapping[str, int | None]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Command process: the process of a command: its signals, its log, its progress, its output when
-nobody reads it, and pandas, loaded only when needed. SIGTERM and SIGINT end a command within
-seconds, whatever it is in the middle of, and its report says so.
+"""Command process: what every command shares of its process: how signals end it, log, progress,
+output that survives a closed pipe or a full disk, and pandas, not imported unless needed.
 
+SIGTERM and SIGINT end a command within seconds, and its report says so.
 A call into C delays Python's signal handlers, so a thread reads the signal from a pipe
 (:func:`signal.set_wakeup_fd`), interrupts DuckDB, and after :data:`GRACE_S` ends the process. Only
 SIGKILL helps where something holds the interpreter's lock all the time.
@@ -62,8 +62,8 @@ class _State:
 
 
 def end_signal() -> int | None:
-    """The signal that came since the last :func:`terminable` began, or None. Any exception after it
-    is caused by it: DuckDB raises its own for an interrupted query."""
+    """The signal that came since the last :func:`ends_on_signal` began, or None. Any exception
+    after it is caused by it: DuckDB raises its own for an interrupted query."""
     return _State.end_signal
 
 
@@ -74,8 +74,8 @@ def _interrupt_sources() -> None:
         database.interrupt_sources()
 
 
-def described(number: int) -> str:
-    """The error in the report of a run that a signal ended."""
+def signal_text(number: int) -> str:
+    """What a signal did to a command, as error text: the report of the run has it."""
     return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
 
 
@@ -91,7 +91,7 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
+def ends_on_signal() -> Iterator[None]:
     """Let :data:`SIGNALS` raise :class:`Terminated` in the main thread, once, and end the process
     if it does not end by that. Does nothing in other threads, which get no signals.
 
@@ -163,15 +163,15 @@ def _watch(read: int) -> None:
     last = threading.Thread(target=_say_last_words, name="last words", daemon=True)
     last.start()
     last.join(LAST_WORDS_S)
-    report_error(f"{described(_State.end_signal)}, and did not end within {GRACE_S} s")
+    report_error(f"{signal_text(_State.end_signal)}, and did not end within {GRACE_S} s")
     sys.stderr.flush()
     os._exit(128 + _State.end_signal)
 
 
-class Enduring:
-    """A text stream that raises nothing where it cannot be written: what is written after its
+class UnfailingStream:
+    """A text stream whose writes never raise: what is written after its
     reader is gone is discarded, and what a full disk does not take is lost, which
-    :func:`terminable` reports of an answer."""
+    :func:`ends_on_signal` reports of an answer."""
 
     def __init__(self, stream: TextIO, *, is_log: bool = False) -> None:
         self._stream, self._is_log, self._fails = stream, is_log, False
@@ -217,11 +217,11 @@ class Enduring:
 
 
 @contextlib.contextmanager
-def enduring_output() -> Iterator[None]:
+def unfailing_output() -> Iterator[None]:
     """Within the block stdout and stderr raise nothing when their reader is gone or their disk
     full."""
     streams, _State.unwritten = (sys.stdout, sys.stderr), None
-    out, err = Enduring(sys.stdout), Enduring(sys.stderr, is_log=True)
+    out, err = UnfailingStream(sys.stdout), UnfailingStream(sys.stderr, is_log=True)
     sys.stdout, sys.stderr = out, err
     try:
         yield
@@ -231,33 +231,33 @@ def enduring_output() -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
-_documents: TextIO | Enduring | None = None
+_json_out: TextIO | UnfailingStream | None = None
 
 
 @contextlib.contextmanager
-def documents_alone(for_good: bool) -> Iterator[None]:
+def stdout_for_json_only(for_good: bool) -> Iterator[None]:
     """Within the block all that is printed goes to stderr, by a model or a library in C, too, so
     that stdout has only what :func:`show` prints.
 
     Args:
         for_good: after the block, too: libraries may print when the process ends.
     """
-    global _documents
-    stdout, saved, documents = sys.stdout, None, None
+    global _json_out
+    stdout, saved, json_out = sys.stdout, None, None
     # a caller of main() may have replaced it by something that is no file
     with contextlib.suppress(OSError, AttributeError):
         number = stdout.fileno()
         stdout.flush()
         saved = os.fdopen(os.dup(number), "w", encoding=stdout.encoding, errors=stdout.errors)
         os.dup2(sys.stderr.fileno(), number)
-        documents = Enduring(saved)
-    _documents, sys.stdout = documents or stdout, sys.stderr
+        json_out = UnfailingStream(saved)
+    _json_out, sys.stdout = json_out or stdout, sys.stderr
     try:
         yield
     finally:
-        sys.stdout, _documents = stdout, None
-        if saved is not None and documents is not None:
-            documents.end()
+        sys.stdout, _json_out = stdout, None
+        if saved is not None and json_out is not None:
+            json_out.end()
             stdout.flush()
             if not for_good:
                 os.dup2(saved.fileno(), number)
@@ -265,8 +265,8 @@ def documents_alone(for_good: bool) -> Iterator[None]:
 
 
 def show(text: str) -> None:
-    """Print a command's own answer."""
-    print(text, file=_documents or sys.stdout, flush=True)
+    """Print a command's answer to stdout: for what the user asked for, text or JSON."""
+    print(text, file=_json_out or sys.stdout, flush=True)
 
 
 class _NoPandas:
@@ -276,7 +276,7 @@ class _NoPandas:
             raise ModuleNotFoundError("not imported where nothing needs it", name=name)
 
 
-def spare_pandas() -> None:
+def avoid_importing_pandas() -> None:
     """Keep pyarrow from importing pandas (0.15 s and 45 MB) to check whether a value is of it. Only
     for processes that run no code of users."""
     import pyarrow as pa
@@ -348,7 +348,7 @@ def log_to_stderr() -> None:
 
 
 def say(message: str) -> None:
-    """Print a message about progress to stderr, in the log's format."""
+    """Print a message to stderr, in the log's format: for what a user is told beside the answer."""
     if logs_json():
         log.info(message)
     else:
@@ -356,7 +356,7 @@ def say(message: str) -> None:
 
 
 def report_error(message: str) -> None:
-    """Print the error that ended a command to stderr, in the log's format."""
+    """Print the error that ended a command to stderr, in the log's format: for the command line."""
     if logs_json():
         log.error(message)
     else:

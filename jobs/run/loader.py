@@ -28,8 +28,9 @@ from precompute.store.vectors.index_build import build_index, build_overlay
 from precompute.store.vectors.index_choice import Limits
 from precompute.store.vectors.index_rows import index_columns
 
-BATCH_ROWS = 8192
-SAMPLE_ROWS = 2048
+LOAD_BATCH_ROWS = 8192
+"""Rows that are read from Parquet and encoded at a time."""
+VERIFY_ROWS = 2048
 """Rows that are read back from the online store before the flip, and compared, about."""
 KEY_BYTES = 16
 """Bytes of an entity key, for the estimate of a load's size."""
@@ -142,7 +143,7 @@ class Loader:
         name, online = self._store.name, self._online
         total = snapshot.rows if changes is None else changes.rows + len(changes.removed)
         sample: list[tuple[bytes, bytes]] = []
-        step = max(1, total // SAMPLE_ROWS)
+        step = max(1, total // VERIFY_ROWS)
 
         def sampled() -> Iterator[RowBatch]:
             # rows that an interrupted load had loaded are sampled, too
@@ -195,9 +196,9 @@ class Loader:
                 changes.removed, microseconds(snapshot.created_at) or 0, snapshot.number
             )
         source = (
-            self._store.batches(snapshot, batch_rows=BATCH_ROWS)
+            self._store.batches(snapshot, batch_rows=LOAD_BATCH_ROWS)
             if changes is None
-            else changes.batches(None, BATCH_ROWS)
+            else changes.batches(None, LOAD_BATCH_ROWS)
         )
         for batch in source:
             yield codec.row_batch(batch, view.entity, snapshot.number)
@@ -221,14 +222,14 @@ class Loader:
         store, view = self._store, snapshot.view
         folder, columns = store.index_folder(generation.number), index_columns(view)
         if under is None:
-            batches = store.batches(snapshot, columns=columns, batch_rows=BATCH_ROWS)
+            batches = store.batches(snapshot, columns=columns, batch_rows=LOAD_BATCH_ROWS)
             figures = build_index(folder, batches, view, model=snapshot.model, limits=self._limits)
         else:
             # one index for all overlays, since a search reads each: for 1 % of the rows it takes
             # 0.0014 of the base's time
             changes = Changes(store, store.snapshot(under.base_snapshot), snapshot)
             base = store.index_folder(under.generation)
-            batches = changes.batches(columns, BATCH_ROWS)
+            batches = changes.batches(columns, LOAD_BATCH_ROWS)
             figures = build_overlay(
                 folder, base, batches, [changes.removed], view, model=snapshot.model
             )
@@ -236,9 +237,9 @@ class Loader:
         self._report.usage.written_bytes += figures.size_bytes
 
 
-def _same(found: Packed, wanted: Packed) -> bool:
-    return np.array_equal(found.sizes, wanted.sizes) and np.array_equal(
-        _bytes(found), _bytes(wanted)
+def _same(found: Packed, expected: Packed) -> bool:
+    return np.array_equal(found.sizes, expected.sizes) and np.array_equal(
+        _bytes(found), _bytes(expected)
     )
 
 

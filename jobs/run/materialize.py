@@ -37,7 +37,7 @@ from precompute.jobs.run.rows.open_view import (
     read_source_at,
 )
 from precompute.jobs.run.rows.plan import Job, Plan, Planner, mark_if_damaged, now_us, recipe_of
-from precompute.jobs.run.shards.holder import attempts_of, compute_in_shards, shards_of
+from precompute.jobs.run.shards.coordinator import attempts_of, compute_in_shards, shards_of
 from precompute.sources.frame import write_frame
 from precompute.store.disk.durable_file import disk_message, make_folder, replacing_durably
 from precompute.store.disk.record import plain, replace

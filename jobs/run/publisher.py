@@ -1,5 +1,5 @@
-"""Publisher: loads a snapshot into the online store and the vector index, verifies it, then moves
-the live pointer.
+"""Publisher: makes a snapshot live: loads it into the online store and the vector index, verifies
+it, and moves the live pointer; renews, repairs and degrades that pointer, too.
 
 Order: generation and index beside what is live → read back → live.json by compare-and-swap → the
 online pointer. A reader follows only the online pointer, so it sees rows and index of one snapshot.
@@ -56,9 +56,9 @@ log = logging.getLogger(__name__)
 BASE_ROWS = 64
 """Rows that are compared with Parquet before they go live, in 40 to 60 ms. Of a generation under an
 overlay as many are checked by their checksums alone, in a tenth of that."""
-LOOK_S = 0.3
-"""How long the checker looks at what is live and stays live; where an overlay is loaded over it,
-the account and the rows that are compared must do."""
+CURRENT_LOOK_S = 0.3
+"""Time budget for checking live data when it stays live. Before an overlay only the account and the
+sampled rows are checked."""
 MOST_CHANGED = 0.5
 """Share of a base's rows beyond which a new base is loaded: rows that overlays replace lie in the
 store twice."""
@@ -103,7 +103,7 @@ class Publisher:
         number: int | None = None,
         *,
         reason: str = "publish",
-        held: str | None = None,
+        suspended: str | None = None,
         reload: bool = False,
     ) -> Pointer:
         """Make a snapshot live.
@@ -112,7 +112,7 @@ class Publisher:
             number: which snapshot; by default the newest of the newest partition that no gate
                 refused and that was not rolled back from.
             reason: stored in the live pointer.
-            held: why scheduled runs publish nothing after this; None: they publish.
+            suspended: why scheduled runs publish nothing after this; None: they publish.
             reload: load it again, though the online store seems to hold it.
 
         Returns:
@@ -134,15 +134,17 @@ class Publisher:
         self.follow()
         number = standing.newest_publishable() if number is None else number
         snapshot = store.snapshot(number)
-        mended = self.mend()
+        repaired = self.repair_pointer()
         ref, current = store.refs.readable_live(), self._current()
         epoch = 0 if current is None else current.epoch
         live = ref if ref is not None and ref.snapshot == number else None
         unchanged = live is not None and not reload
-        act = check_live(store, online, budget_s=LOOK_S if unchanged else 0.0, publishing=True).act
+        act = check_live(
+            store, online, budget_s=CURRENT_LOOK_S if unchanged else 0.0, publishing=True
+        ).act
         damaged = act is Act.LOAD
         if live is not None and not reload and not damaged and live.epoch >= epoch:
-            pointer = self._stays(snapshot, live, mended or act is Act.POINT)
+            pointer = self._keep_current(snapshot, live, repaired or act is Act.POINT)
             if pointer is not None:
                 report.snapshot, report.model = number, snapshot.model
                 return pointer
@@ -157,8 +159,8 @@ class Publisher:
         if place is None:
             # what failed publishings had loaded
             self._drop_unused(ref, current)
-            place = self._loaded(snapshot, ref, epoch, reload or damaged)
-        ref = self._flip(snapshot, expected, epoch, place, reason, held)
+            place = self._load(snapshot, ref, epoch, reload or damaged)
+        ref = self._flip(snapshot, expected, epoch, place, reason, suspended)
         self._drop_unused(ref, current)
         if damaged:
             check_live(store, online, budget_s=0.0, publishing=True)
@@ -174,7 +176,7 @@ class Publisher:
             # what is not here is loaded
             log.warning("%s", exc)
 
-    def _stays(self, snapshot: Snapshot, ref: LiveRef, again: bool) -> Pointer | None:
+    def _keep_current(self, snapshot: Snapshot, ref: LiveRef, again: bool) -> Pointer | None:
         """The pointer of what is live already and stays so; None where it has to be loaded again.
         ``again``: flip it even if it is the same."""
         current, pointer = self._current(), self._pointer(snapshot, ref)
@@ -190,7 +192,7 @@ class Publisher:
         self._report.epoch = ref.epoch
         return pointer
 
-    def mend(self) -> bool:
+    def repair_pointer(self) -> bool:
         """Flip the online pointer to what ``live.json`` says, where a crash between the two left it
         behind; returns whether it did."""
         ref, current = self._store.refs.readable_live(), self._current()
@@ -234,28 +236,28 @@ class Publisher:
         ref = self._store.refs.renew_live(ref, renewed_at_us, self._lease)
         self._flip_online(self._pointer(self._store.snapshot(ref.snapshot), ref))
 
-    def _loaded(self, snapshot: Snapshot, ref: LiveRef | None, epoch: int, reload: bool) -> Place:
+    def _load(self, snapshot: Snapshot, ref: LiveRef | None, epoch: int, reload: bool) -> Place:
         """Load a snapshot: as an overlay over what is live, or over its lower layers, where it
         builds on them and little changed since; else as a base. Nothing is loaded if no row
         changed."""
-        under = None if reload or ref is None else self._under(snapshot, ref)
+        under = None if reload or ref is None else self._overlay_target(snapshot, ref)
         if under is not None:
             place, changes = under
             rows = changes.rows + len(changes.removed)
             if not rows:
                 return place
             below, _ = place.layers[-1]
-            generation, terms = self._prepared(snapshot, epoch, below, rows)
+            generation, terms = self._prepare(snapshot, epoch, below, rows)
             # not in a lossy store: if it evicts an overlay's rows, those below are served again
             if not terms.lossy:
                 self._loader.load(generation, snapshot, changes, terms.rows_done, place)
                 overlay = generation.number, snapshot.number
                 return replace(place, overlays=(*place.overlays, overlay))
-        generation, terms = self._prepared(snapshot, epoch, None, snapshot.rows)
+        generation, terms = self._prepare(snapshot, epoch, None, snapshot.rows)
         self._loader.load(generation, snapshot, None, terms.rows_done)
         return Place(generation.number, snapshot.number, lossy=terms.lossy)
 
-    def _prepared(
+    def _prepare(
         self, snapshot: Snapshot, epoch: int, below: int | None, rows: int
     ) -> tuple[Generation, Terms]:
         """A new generation of a snapshot, over ``below`` if any, and the store's terms for it; an
@@ -268,7 +270,7 @@ class Publisher:
             generation = replace(generation, number=terms.number)
         return generation, terms
 
-    def _under(self, snapshot: Snapshot, ref: LiveRef) -> tuple[Place, Changes] | None:
+    def _overlay_target(self, snapshot: Snapshot, ref: LiveRef) -> tuple[Place, Changes] | None:
         """The layers of what is live that an overlay of the snapshot would lie over, and how the
         snapshot differs from them; None where a new base is due, or they are not whole."""
         store, place, current = self._store, ref.place, self._current()
@@ -276,7 +278,7 @@ class Publisher:
             return None
         chain = store.chain(snapshot)
         position = {layer.number: i for i, layer in enumerate(chain)}
-        base = self._whole_under(place, chain)
+        base = self._loaded_base(place, chain)
         if base is None or (base.view.features, base.view.index) != (
             snapshot.view.features,
             snapshot.view.index,
@@ -302,11 +304,11 @@ class Publisher:
         pointer = self._pointer(top, replace(ref, snapshot=top.number, place=under))
         return (
             (under, changes)
-            if self._can_be_read(pointer, top, unread=False, values=False)
+            if self._can_be_read(pointer, top, ok_if_unreadable=False, values=False)
             else None
         )
 
-    def _whole_under(self, place: Place, chain: Sequence[Snapshot]) -> Snapshot | None:
+    def _loaded_base(self, place: Place, chain: Sequence[Snapshot]) -> Snapshot | None:
         """The base's snapshot, if the generations of ``place`` that ``chain`` builds on are loaded
         as recorded; else None."""
         loaded = {g.number: g for g in self._online.generations(self._store.name)}
@@ -333,7 +335,7 @@ class Publisher:
         epoch: int,
         place: Place,
         reason: str,
-        held: str | None,
+        suspended: str | None,
     ) -> LiveRef:
         refs, lease = self._store.refs, self._lease
         with self._report.stage("flip"):
@@ -344,7 +346,7 @@ class Publisher:
                     epoch=epoch,
                     reason=reason,
                     place=place,
-                    held=held,
+                    held=suspended,
                     lease=lease,
                 )
             except ConflictError:
@@ -413,7 +415,7 @@ class Publisher:
         pointer: Pointer,
         snapshot: Snapshot,
         *,
-        unread: bool = True,
+        ok_if_unreadable: bool = True,
         rows: int = BASE_ROWS,
         values: bool = True,
     ) -> bool:
@@ -434,7 +436,7 @@ class Publisher:
             return False
         except SnapshotError as exc:
             log.warning("%s", exc)
-            return unread
+            return ok_if_unreadable
         return True
 
     def _drop_unused(self, ref: LiveRef | None, current: Pointer | None) -> None:

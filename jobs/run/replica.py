@@ -1,5 +1,5 @@
-"""Replicas: with a root in an object store and table files online, publishing sends the generations
-and indexes that are live to the root, and any host follows: it fetches, compares, and flips.
+"""Replica: sends what is live to a root in an object store, and has a host follow that root: fetch,
+compare and flip, once, or in a thread (Follower); only where table files are the online store.
 
     <root>/<view>/refs/served.json        the pointer that readers follow, and the files it needs;
                                           in the cache, those that were compared and are served
@@ -40,17 +40,18 @@ from precompute.store.times import duration
 
 log = logging.getLogger(__name__)
 
-SERVED = "served.json"
+LIVE_FILES = "served.json"
 
 POLL_S = 0.5
 """How often a replica looks at the pointer of each view: one request."""
 WARNED_S = 60.0
 """Seconds between two warnings that the root cannot be reached."""
 NOTED_S = 5.0
-"""Seconds between two notes, for people and alerts, that what the root says is served."""
+"""Seconds between two writes of followed.json, which tells people and alerts that this host follows
+the root."""
 
 
-class _Held(Record, frozen=True):
+class _ServedFile(Record, frozen=True):
     """A file of what is live, by its path from the view's folder."""
 
     path: str
@@ -58,11 +59,11 @@ class _Held(Record, frozen=True):
     sha256: str
 
 
-class _Served(Record, frozen=True):
+class _LiveFiles(Record, frozen=True):
     """What readers are to serve."""
 
     pointer: str
-    files: tuple[_Held, ...]
+    files: tuple[_ServedFile, ...]
 
 
 class Replica:
@@ -76,31 +77,31 @@ class Replica:
 
     def __init__(self, store: ViewStore, online: OnlineStore) -> None:
         self._store, self._online = store, online
-        self._path = store.refs.folder / SERVED
+        self._path = store.refs.folder / LIVE_FILES
         self._lock = threading.Lock()
         self.is_one = store.storage is not LOCAL and isinstance(online, TableStore)
 
     # ---- the publishing side
 
-    def send(self, pointer: Pointer) -> list[_Held]:
+    def send(self, pointer: Pointer) -> list[_ServedFile]:
         """Send the files of what is about to be live, those that are not in the root yet."""
-        served = self._served()
-        known = {} if served is None else {held.path: held for held in served.files}
+        served = self._live_files()
+        known = {} if served is None else {file.path: file for file in served.files}
         files = {
             f"online/{Path(check.path).name}": Path(check.path)
             for check in self._online.file_checks(self._store.name, pointer.generations)
         }
         for folder in _indexes(self._store, pointer):
             files |= {f"index/{folder.name}/{path.name}": path for path in folder.iterdir()}
-        held = []
+        sent = []
         for name, path in sorted(files.items()):
             if name not in known:
                 size_bytes, sha256 = path.stat().st_size, sha256_of(path)
                 _linked(path, self._store.folder / name)
                 self._store.storage.put([self._store.folder / name])
-                known[name] = _Held(name, size_bytes, sha256)
-            held.append(known[name])
-        return held
+                known[name] = _ServedFile(name, size_bytes, sha256)
+            sent.append(known[name])
+        return sent
 
     def publish(self, pointer: Pointer) -> None:
         """Have all hosts serve what a pointer says.
@@ -118,14 +119,14 @@ class Replica:
             return new
 
         try:
-            new = sealed(_Served(pointer.to_bytes().decode(), tuple(self.send(pointer))))
+            new = sealed(_LiveFiles(pointer.to_bytes().decode(), tuple(self.send(pointer))))
             self._store.storage.update(self._path, moved)
         except OSError as exc:
             raise SnapshotError(disk_message(self._path, exc, "other hosts serve on")) from exc
 
     def is_behind(self, epoch: int) -> bool:
         """Whether the root's pointer for readers is of an older publishing, or is not there."""
-        served = self._served() if self.is_one else None
+        served = self._live_files() if self.is_one else None
         return self.is_one and (served is None or _read(sealed(served))[0].epoch < epoch)
 
     def end(self) -> None:
@@ -141,13 +142,13 @@ class Replica:
         if not self.is_one:
             return
 
-        def goes(name: str) -> bool:
+        def removable(name: str) -> bool:
             return not name.isdigit() or (int(name) < epoch and int(name) not in keep)
 
         try:
-            for name in filter(goes, map(_stem, storage.names(folder / "online"))):
+            for name in filter(removable, map(_stem, storage.names(folder / "online"))):
                 storage.delete(folder / "online" / f"{name}.table")
-            for name in filter(goes, storage.names(self._store.indexes)):
+            for name in filter(removable, storage.names(self._store.indexes)):
                 storage.delete_all(self._store.indexes / name)
         except OSError as exc:
             log.warning("view %r: old generations stay for now: %s", self._store.name, exc)
@@ -175,8 +176,9 @@ class Replica:
                 raise
             except FileNotFoundError as exc:
                 raise SnapshotError(
-                    f"{exc.filename}, which {SERVED} names, is not there: unless a newer publishing"
-                    f" takes its place at once, precompute publish {self._store.name} --reload"
+                    f"{exc.filename}, which {LIVE_FILES} names, is not there: unless a newer"
+                    f" publishing takes its place at once, precompute publish {self._store.name}"
+                    " --reload"
                 ) from exc
             except (OSError, ValueError) as exc:
                 shown = self._store.storage.shown(self._path)
@@ -190,7 +192,7 @@ class Replica:
         return self._lock.locked()
 
     def _follow(self, again: bool) -> bool:
-        served, current = self._served(), self._current()
+        served, current = self._live_files(), self._current()
         if served is None:
             if current is not None and self._has_ended(current):
                 self._online.forget(self._store.name)
@@ -205,7 +207,7 @@ class Replica:
         )
         if not moves and (not again or current is None or current.epoch != pointer.epoch):
             return False
-        self._have(served, again)
+        self._ensure_files(served, again)
         if moves:
             self._online.flip(pointer)
             make_folder(self._path.parent)
@@ -220,14 +222,15 @@ class Replica:
         root = self._store.offline.root
         return current.owner == known_identity(root) and self._store.refs.readable_live() is None
 
-    def _have(self, served: _Served, again: bool) -> None:
-        """Have the files here, each compared with its checksum now, or when it was first served."""
-        storage, compared = self._store.storage, set[_Held]()
+    def _ensure_files(self, served: _LiveFiles, again: bool) -> None:
+        """Have the files here: fetch those that are missing or differ. Each is compared with its
+        checksum now, or was when it was first served."""
+        storage, compared = self._store.storage, set[_ServedFile]()
         with contextlib.suppress(OSError, ValueError):
-            compared.update(() if again else read_record(_Served, self._path.read_bytes()).files)
+            compared.update(() if again else read_record(_LiveFiles, self._path.read_bytes()).files)
         files = {
-            File(self._store.folder / held.path, held.size_bytes, held.sha256): held in compared
-            for held in served.files
+            File(self._store.folder / file.path, file.size_bytes, file.sha256): file in compared
+            for file in served.files
         }
         wrong = [
             file
@@ -259,9 +262,9 @@ class Replica:
                 path.relative_to(self._store.folder),
             )
 
-    def _served(self) -> _Served | None:
+    def _live_files(self) -> _LiveFiles | None:
         try:
-            return read_record(_Served, self._store.storage.read(self._path))
+            return read_record(_LiveFiles, self._store.storage.read(self._path))
         except FileNotFoundError:
             return None
 
@@ -277,23 +280,23 @@ class Replica:
         epoch is on its way."""
         keep = {*pointer.generations, *(() if before is None else before.generations)}
 
-        def goes(number: int) -> bool:
+        def removable(number: int) -> bool:
             return number < pointer.epoch and number not in keep
 
         for generation in self._online.generations(self._store.name):
-            if goes(generation.number):
+            if removable(generation.number):
                 with contextlib.suppress(OnlineStoreError):
                     self._online.drop(self._store.name, generation.number)
         for path in (self._store.folder / "online").glob("*.table"):
-            if goes(int(path.stem)):
+            if removable(int(path.stem)):
                 path.unlink(missing_ok=True)
         for path in self._store.indexes.glob("*"):
-            if path.name.isdigit() and goes(int(path.name)):
+            if path.name.isdigit() and removable(int(path.name)):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _read(data: bytes) -> tuple[Pointer, _Served]:
-    served = read_record(_Served, data)
+def _read(data: bytes) -> tuple[Pointer, _LiveFiles]:
+    served = read_record(_LiveFiles, data)
     return Pointer.from_bytes(served.pointer.encode()), served
 
 
@@ -351,12 +354,12 @@ class Follower:
         self._thread.start()
 
     @property
-    def mend(self) -> Callable[[str], None] | None:
+    def restore_files(self) -> Callable[[str], None] | None:
         """Restores what a view serves here from the root, where it differs, as
         :meth:`Replica.follow` does; None where nothing is followed."""
-        return self._mend if self._replicas else None
+        return self._restore_files if self._replicas else None
 
-    def _mend(self, name: str) -> None:
+    def _restore_files(self, name: str) -> None:
         self._replicas[name].follow(again=True)
 
     def stop(self) -> None:

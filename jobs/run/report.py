@@ -1,9 +1,9 @@
-"""Report: the record of what a run did and what it took of its machine, and the operator's command
-that is called with it; see :mod:`precompute.store.offline.runs`.
+"""Report: writes the record of a run: what it did, with which versions, and what it took, by a
+meter of its usage; shows it in lines; and calls the operator's command with it.
 
-It is written when the run begins (``running``) and again when it ends. A run that was killed leaves
-``running`` behind; the next one, which finds its lease free, closes it as ``killed``. Planning and
-scheduling read these files.
+The record is :class:`precompute.store.offline.runs.Report`. It is written when the run begins
+(``running``) and again when it ends. A run that was killed leaves ``running`` behind; the next one,
+which finds its lease free, closes it as ``killed``. Planning and scheduling read these files.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 from precompute.engine.resources import ResidentPeak, allowed, usable_threads
 from precompute.jobs.run.command_process import (
     Terminated,
-    described,
     end_signal,
     last_words,
     logged_as,
+    signal_text,
 )
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import replace
@@ -46,13 +46,15 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import duration, utc_now
 
-LEASED = ("run", "materialize")
-"""Commands that hold the lease of their partition while they run."""
+log = logging.getLogger(__name__)
+
+COMPUTING = ("run", "materialize")
+"""Commands that compute rows: they hold the lease of their partition while they run."""
 
 PUBLISHING = ("publish", "rollback", "reconcile")
 """Commands that hold the publishing lease, and no other."""
 
-BY_HAND = ("publish", "rollback")
+OPERATOR_COMMANDS = ("publish", "rollback")
 """Commands of operators: one that is refused before it changes anything leaves no report."""
 
 _REFUSALS = (ConflictError, GateError, SnapshotError)
@@ -61,15 +63,16 @@ VERSIONED = ("precompute-store", "torch", "pyarrow", "duckdb", "transformers", "
 
 
 @contextlib.contextmanager
-def recorded(
+def reporting_run(
     store: ViewStore,
     command: str,
     finished: Callable[[Report], None] = lambda _: None,
     **known: Any,
 ) -> Iterator[Report]:
     """A run from start to end: its report is written when it begins, and when it succeeds, fails or
-    is interrupted; then ``finished`` is called with it. A command of :data:`BY_HAND` that was
-    refused and changed nothing leaves none. ``known`` are fields that are known at the start."""
+    is interrupted; then ``finished`` is called with it. A command of :data:`OPERATOR_COMMANDS`
+    that was refused and changed nothing leaves none. ``known`` are fields that are known at the
+    start."""
     run = f"{store.runs.stamp()}-{secrets.token_hex(3)}"
     report = Report(
         run,
@@ -95,7 +98,7 @@ def recorded(
         except BaseException as exc:
             closed(exc)
             if (
-                command in BY_HAND
+                command in OPERATOR_COMMANDS
                 and report.backfill is None
                 and report.snapshot is None
                 and isinstance(exc, _REFUSALS)
@@ -110,7 +113,7 @@ def recorded(
 def _end(exc: BaseException) -> tuple[str, str]:
     number = end_signal()
     if number is not None:
-        return "cancelled" if number == signal.SIGINT else "killed", described(number)
+        return "cancelled" if number == signal.SIGINT else "killed", signal_text(number)
     error = (
         str(exc)
         if isinstance(exc, PrecomputeError)
@@ -130,8 +133,8 @@ def _end(exc: BaseException) -> tuple[str, str]:
 def close_dead(
     store: ViewStore,
     partition: str | None,
-    why: str = "it ended without a word",
-    commands: Collection[str] = LEASED,
+    why: str = "it died without reporting why",
+    commands: Collection[str] = COMPUTING,
     own: str | None = None,
 ) -> list[str]:
     """Close as ``killed`` the reports of this partition's runs that still say ``running``. The
@@ -151,18 +154,19 @@ def close_dead(
     return closed
 
 
-def as_it_ended(store: ViewStore, report: Report) -> Report:
+def with_real_status(store: ViewStore, report: Report) -> Report:
     """The report, ``killed`` where the process is gone without having written that; ``running``
     only for a run that is."""
     if report.status != "running":
         return report
     publishing = report.command in PUBLISHING and is_held(store.leases, PUBLISH_LEASE)
-    if publishing or (report.command in LEASED and store.running(report.partition)):
+    if publishing or (report.command in COMPUTING and store.running(report.partition)):
         return report
     return replace(
         report,
         status="killed",
-        error="the process ended without a word: killed, out of memory, or the machine went down",
+        error="the process died without reporting why: killed, out of memory, or the machine went"
+        " down",
     )
 
 
@@ -212,7 +216,7 @@ def engine_line(engine: dict[str, Any]) -> str:
             f"{endpoint['requests']:,} requests, {endpoint['from_cache']:,} answers from the cache"
         )
         said.append(f"{endpoint['input_tokens']:,} tokens in, {endpoint['output_tokens']:,} out")
-        said += [f"{endpoint['money']:g} money"] if endpoint["money"] else []
+        said += [f"cost {endpoint['money']:g}"] if endpoint["money"] else []
     if engine.get("workers"):
         said.append(str(engine["device"]))
     for count, what in (
@@ -233,7 +237,7 @@ def _shards_line(engine: dict[str, Any]) -> str:
         f"{engine['cpu_s']:,.1f} CPU s",
         f"peak {engine['peak_memory_bytes'] / 2**20:,.0f} MiB each",
     ]
-    said += [f"{again} attempts more than shards"] if again else []
+    said += [f"{again} shard attempt{'s' * (again != 1)} repeated"] if again else []
     said += [f"{engine['retries']:,} batches retried"] if engine["retries"] else []
     return " · ".join(said)
 
@@ -255,9 +259,6 @@ def versions() -> dict[str, str]:
 
 
 # ---- Notify: the operator's own command, called after a run. If it fails, the run does not.
-
-
-log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0
 
@@ -333,7 +334,7 @@ class UsageMeter:
             )
 
 
-class Overlapping:
+class OverlappingCpu:
     """CPU seconds of the stages that compute rows, which overlap: the reader's thread is ``read``,
     what :meth:`Report.stage` counts by ``time.thread_time`` is that stage's, and all else that the
     process computes meanwhile is ``model``, threads that libraries start included. Child processes

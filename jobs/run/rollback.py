@@ -1,6 +1,9 @@
-"""Rollback: makes an earlier snapshot live again: one move of the pointer where the online store
-still holds it, which works when Redis is full. Reconcile: loads again what the online store lost of
-what is live."""
+"""Rollback: makes an earlier snapshot live again; and reconcile, which repairs what is live: rows
+that the online store lost, or a pointer that a crash left behind.
+
+A rollback is one move of the pointer where the online store still holds the snapshot, which works
+when Redis is full.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.publisher import Publisher
-from precompute.jobs.run.report import PUBLISHING, close_dead, notify, recorded
+from precompute.jobs.run.report import PUBLISHING, close_dead, notify, reporting_run
 from precompute.jobs.run.run_view import named
 from precompute.store.account.account import ROWS, Act, State
 from precompute.store.account.checker import check_live
@@ -37,8 +40,8 @@ def rollback(
     hold: bool = False,
     finished: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Make an earlier snapshot live and mark the one that was live bad: neither it nor the same
-    rows are published again.
+    """Make an earlier snapshot live and mark the one that was live bad: neither it, nor more of
+    the same rows than ``gates.rolled_back`` allows, is published again.
 
     A publishing in progress is fenced: the rollback wins.
 
@@ -68,8 +71,8 @@ def rollback(
         take(
             store.leases, PUBLISH_LEASE, "rollback", ttl_s=project.settings.lease, force=True
         ) as lease,
-        recorded(store, "rollback", ended) as report,
-        contextlib.ExitStack() as held,
+        reporting_run(store, "rollback", ended) as report,
+        contextlib.ExitStack() as resources,
     ):
         ref = store.refs.live()
         if ref is None:
@@ -77,11 +80,15 @@ def rollback(
                 f"view {name!r} was never published: there is nothing to go back from"
             )
         close_dead(store, None, commands=PUBLISHING, own=report.run)
-        online = held.enter_context(contextlib.closing(open_online_store(project.online)))
+        online = resources.enter_context(contextlib.closing(open_online_store(project.online)))
         publisher = Publisher(
             store, online, report, progress, lease, memory_mb=project.settings.memory_mb
         )
-        if publisher.mend() and ref.reason.startswith("rollback") and to in (None, ref.snapshot):
+        if (
+            publisher.repair_pointer()
+            and ref.reason.startswith("rollback")
+            and to in (None, ref.snapshot)
+        ):
             # the last rollback was killed half-way, and is finished now
             report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
         else:
@@ -89,7 +96,7 @@ def rollback(
             _mark_left(store, ref.snapshot, target)
             reason = f"rollback from {ref.snapshot}"
             publisher.publish(
-                target, reason=reason, held=f"{reason}, with --hold" if hold else None
+                target, reason=reason, suspended=f"{reason}, with --hold" if hold else None
             )
         notify(project.settings.notify, report, project.home)
     return report
@@ -179,7 +186,7 @@ def reconcile(
             take(
                 store.leases, PUBLISH_LEASE, "reconcile", ttl_s=project.settings.lease, busy=busy
             ) as lease,
-            recorded(store, "reconcile", finished) as report,
+            reporting_run(store, "reconcile", finished) as report,
         ):
             close_dead(store, None, commands=PUBLISHING, own=report.run)
             ref = store.refs.readable_live()
@@ -200,14 +207,13 @@ def reconcile(
             if ref is None:
                 # the snapshot that was live, by the log of publishings; a hold is lost
                 publisher.publish(account.snapshot, reason="reconcile", reload=True)
-            elif publisher.mend():
+            elif publisher.repair_pointer():
                 report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
             else:
                 if any(finding.what == ROWS for finding in account.findings):
                     publisher.degrade()
-                publisher.publish(
-                    ref.snapshot, reason="reconcile", held=ref.held, reload=account.act is Act.LOAD
-                )
+                load = account.act is Act.LOAD
+                publisher.publish(ref.snapshot, reason="reconcile", suspended=ref.held, reload=load)
             check_live(store, online, publishing=True)
         notify(project.settings.notify, report, project.home)
     return report

@@ -25,7 +25,7 @@ from precompute.jobs.run.judge.gates import accepted, served_snapshot
 from precompute.jobs.run.judge.value_gates import Verdicts, judge_contract
 from precompute.jobs.run.materialize import dry_run, materialize
 from precompute.jobs.run.publisher import Publisher
-from precompute.jobs.run.report import PUBLISHING, close_dead, notify, recorded
+from precompute.jobs.run.report import PUBLISHING, close_dead, notify, reporting_run
 from precompute.jobs.run.rows.merging import assembled
 from precompute.jobs.run.rows.open_model import Load
 from precompute.jobs.run.rows.open_view import open_source
@@ -108,7 +108,7 @@ def run_view(
             log.info("view %r: the run due at %s is done already", name, options.due)
             return done
         report = held.enter_context(
-            recorded(
+            reporting_run(
                 store,
                 options.command,
                 ended,
@@ -355,7 +355,7 @@ def _go_live(
     # A crash between the two pointers may have left readers with a snapshot that was rolled back
     # from. But a run that publishes nothing needs no online store.
     try:
-        publisher.mend()
+        publisher.repair_pointer()
     except OnlineStoreError as exc:
         log.warning("view %r: whether readers see what is live is not known: %s", store.name, exc)
     if snapshot.refused_by:

@@ -498,7 +498,9 @@ class Scheduler:
         killed = bool(run.why) or (status is not None and status < 0)
         why = run.why or ("" if status is None else _outcome(status))
         for partition in self._ledger.dead(run.view):
-            close_dead(self._store.view(run.view), partition, why or "it ended without a word")
+            close_dead(
+                self._store.view(run.view), partition, why or "it died without reporting why"
+            )
         reports, goes_on = self._ledger.reports(run.view)
         own = [r for r in reports if parsed_time(r.due) == run.due and r.run not in run.earlier]
         for report in own:

@@ -309,9 +309,9 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         online = partial(open_online_store, project.online)
         follower = Follower(project.offline, online, project.names)
         stack.callback(follower.stop)
-        if follower.mend is not None or storage_of(project.root) is LOCAL:
+        if follower.restore_files is not None or storage_of(project.root) is LOCAL:
             # beside Redis with a root elsewhere, where a look reads all rows, the scheduler looks
-            rounds = Rounds(project.offline, online, project.names, mend=follower.mend)
+            rounds = Rounds(project.offline, online, project.names, mend=follower.restore_files)
             stack.callback(rounds.stop)
         announce(listeners[0].shown)
         supervisor.run()

@@ -122,7 +122,7 @@ def check_reports(scene: FaultScene, ended: Ended) -> None:
     """The failed run's report tells what became of it."""
     report = scene.store.runs.reports()[1]
     if ended.signal:
-        assert (report.status, report.error) == ("killed", "killed: it ended without a word")
+        assert (report.status, report.error) == ("killed", "killed: it died without reporting why")
     elif ended.error:
         assert report.status == "failed"
         assert (report.error or "?") in ended.error

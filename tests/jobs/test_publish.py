@@ -15,7 +15,7 @@ import redis
 
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.publisher import Publisher
-from precompute.jobs.run.report import recorded
+from precompute.jobs.run.report import reporting_run
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace
@@ -63,7 +63,7 @@ def publish_to(
 ) -> tuple[Report, Pointer]:
     with (
         take(store.leases, PUBLISH_LEASE, "publish") as lease,
-        recorded(store, "publish") as report,
+        reporting_run(store, "publish") as report,
     ):
         return report, Publisher(store, online, report, Silent(), lease).publish(number)
 

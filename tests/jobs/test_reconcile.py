@@ -202,7 +202,7 @@ def test_rows_known_to_be_lost_stay_so_until_loaded_again(
 ) -> None:
     lose(project, 1)
     with monkeypatch.context() as refusing:
-        refusing.setattr(Publisher, "_loaded", refuse)
+        refusing.setattr(Publisher, "_load", refuse)
         with pytest.raises(OnlineStoreError, match="no room"):
             reconcile(project, "numbers", Silent())
         assert project.pointer().degraded

@@ -18,7 +18,7 @@ import pytest
 from precompute.jobs.ops.retention import drop
 from precompute.jobs.run import replica as replica_module
 from precompute.jobs.run.command_process import Silent
-from precompute.jobs.run.replica import SERVED, Follower, Replica
+from precompute.jobs.run.replica import LIVE_FILES, Follower, Replica
 from precompute.jobs.run.rollback import reconcile
 from precompute.store.account import checker
 from precompute.store.account.account import (
@@ -59,7 +59,7 @@ def test_a_replica_serves_what_is_published_and_what_it_has_when_cut_off(
         assert (line["attention"], line["online"]) == ([], True)
         assert [r.path for r in bucket.requests[before:] if "/data/" in r.path] == []
         # what was compared is not compared with each flip
-        assert (other.store.refs.folder / SERVED).exists()
+        assert (other.store.refs.folder / LIVE_FILES).exists()
         assert other.served([1, 39]) == project.served([1, 39]) == (1, [20.0, 780.0])
         project = project_on(bucket, make_project, [(i, i * 10 + 1) for i in range(40)])
         project.run()
@@ -104,7 +104,7 @@ def test_a_server_follows_says_that_it_is_cut_off_and_catches_up(
     project = project_on(bucket, make_project, [(i, i * 10) for i in range(40)])
     other = host(project, tmp_path / "other")
     # one view that cannot be followed leaves no other behind
-    broken = project.offline.view("broken").refs.folder / SERVED
+    broken = project.offline.view("broken").refs.folder / LIVE_FILES
     project.store.storage.write(broken, b"{")
     follower = Follower(other.offline, other.open_online, ["broken", "numbers", "never_run"])
     try:
@@ -316,7 +316,7 @@ def test_while_the_root_cannot_be_reached_damage_stays_reported(
     scene, bucket = damaged_host.scene, damaged_host.bucket
     bucket.fault = lambda _: "forbid"
     follower = Follower(scene.offline, scene.open_online, ["numbers"])
-    beside = Rounds(scene.offline, scene.open_online, ["numbers"], 0.0, follower.mend)
+    beside = Rounds(scene.offline, scene.open_online, ["numbers"], 0.0, follower.restore_files)
     try:
         flip(index(scene, 1, "vectors.faiss"), 0.5)
         until(lambda: "view 'numbers': nothing is mended" in caplog.text)
@@ -333,7 +333,7 @@ def test_while_the_root_cannot_be_reached_damage_stays_reported(
         monkeypatch.setattr(checker, "SOON_S", 0.0)
         monkeypatch.setattr("precompute.store.account.account._last", {})
         note_sighting(scene.store.refs.folder)
-        beside = Rounds(scene.offline, scene.open_online, ["numbers"], 1e6, follower.mend)
+        beside = Rounds(scene.offline, scene.open_online, ["numbers"], 1e6, follower.restore_files)
         until(lambda: not read_account(scene.store.refs.folder, "numbers").findings)
     finally:
         beside.stop()
@@ -458,7 +458,7 @@ def test_a_view_that_was_dropped_meanwhile_is_served_no_more(
     other = host(project, tmp_path / "other")
     with other.online_store() as online:
         Replica(other.store, online).follow()
-        project.store.storage.delete(project.store.refs.folder / SERVED)
+        project.store.storage.delete(project.store.refs.folder / LIVE_FILES)
         time.sleep(object_storage.FRESH_S)
         Replica(other.store, online).follow()
         assert other.served([3]) == (1, [6.0])
@@ -488,7 +488,7 @@ def test_rows_of_another_project_are_left_alone(
         ours.run()
         with pytest.raises(ConflictError, match="is published by another project"):
             replica.follow()
-        assert Follower(ours.offline, MemoryStore, ["numbers"]).mend is None
+        assert Follower(ours.offline, MemoryStore, ["numbers"]).restore_files is None
     assert table(theirs, 1).read_bytes() == before
     assert theirs.served([3]) == (1, [8.0])
 

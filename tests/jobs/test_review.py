@@ -178,7 +178,7 @@ def test_history_has_snapshots_runs_and_moves(project: Scene, capsys: Captured) 
     assert project.cli("history", "numbers", "--limit", "2") == 0
     printed = capsys.readouterr().out
     assert (
-        "run killed, snapshot 2, –: the process ended without a word" in printed,
+        "run killed, snapshot 2, –: the process died without reporting why" in printed,
         "--limit N for more" in printed,
     ) == (True, True)
     assert project.cli("drop", "numbers", "--yes") == 0

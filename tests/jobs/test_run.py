@@ -21,7 +21,7 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.store_history import add_past
-from precompute.jobs.run.report import close_dead, recorded
+from precompute.jobs.run.report import close_dead, reporting_run
 from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.record import replace
 from precompute.store.errors import (
@@ -130,7 +130,7 @@ def test_a_killed_runs_report_says_running_until_the_next_run_closes_it(
     project.run()
     reports = {report.run: report for report in project.store.runs.reports()}
     closed = reports[dead.run]
-    assert (closed.status, closed.error) == ("killed", "killed: it ended without a word")
+    assert (closed.status, closed.error) == ("killed", "killed: it died without reporting why")
     assert closed.finished_at > closed.started_at
     assert project.report().status == "published"
 
@@ -236,7 +236,7 @@ import time
 from precompute.jobs.run import command_process as termination
 
 termination.GRACE_S = termination.LAST_WORDS_S = 0.1
-with termination.terminable(), termination.last_words(lambda: time.sleep(600)):
+with termination.ends_on_signal(), termination.last_words(lambda: time.sleep(600)):
     while True:
         try:
             print("up", flush=True)  # inside: the signal may come before the next line is reached
@@ -374,7 +374,7 @@ def test_an_error_that_no_terminal_takes_is_escaped_in_the_report(
     make_project: MakeProject,
 ) -> None:
     project = make_project([(1, 1.0)])
-    with pytest.raises(ModelError), recorded(project.store, "run") as report:
+    with pytest.raises(ModelError), reporting_run(project.store, "run") as report:
         raise ModelError("no \ud800")
     assert report.error == "no \\ud800"
     assert project.cli("history", "numbers") == 0

@@ -16,7 +16,7 @@ import pytest
 
 from precompute.jobs.ops.run_all import Outcome, Output, Selection, selected, worst
 from precompute.jobs.ops.status import WAITING, never_began, project_status
-from precompute.jobs.run.report import recorded
+from precompute.jobs.run.report import reporting_run
 from precompute.jobs.schedule.dependencies import Dependencies
 from precompute.store.disk.lease import take
 from precompute.store.offline.refs import run_lease
@@ -173,7 +173,7 @@ def test_a_run_that_was_begun_elsewhere_is_not_taken_for_its_own(
 
     def begun_elsewhere(command: list[str], output: Output) -> ChildProcess:
         held.enter_context(take(project.store.leases, run_lease(None), "run"))
-        held.enter_context(recorded(project.store, "run"))
+        held.enter_context(reporting_run(project.store, "run"))
         return ChildProcess(command, output=output)
 
     monkeypatch.setattr("precompute.jobs.ops.run_all.ChildProcess", begun_elsewhere)

@@ -22,10 +22,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.jobs.run.shards import holder as holder_module
+from precompute.jobs.run.shards import coordinator as coordinator_module
 from precompute.jobs.run.shards import worker as worker_module
 from precompute.jobs.run.shards.shard_folder import ShardFolder, ShardPlan
-from precompute.jobs.run.shards.worker import Worked, work
+from precompute.jobs.run.shards.worker import WorkSummary, work
 from precompute.store.disk import lease as lease_module
 from precompute.store.errors import (
     ConfigError,
@@ -47,9 +47,9 @@ ELSEWHERE = {"engine": {"on": "elsewhere"}, "lease": "1s"}
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows are sharded, too, and nobody waits."""
-    monkeypatch.setattr(holder_module, "FEW_ROWS", 1)
-    monkeypatch.setattr(holder_module, "LOOK_S", 0.01)
-    monkeypatch.setattr(worker_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(coordinator_module, "FEW_ROWS", 1)
+    monkeypatch.setattr(coordinator_module, "RESULTS_LOOK_S", 0.01)
+    monkeypatch.setattr(worker_module, "SHARD_LOOK_S", 0.02)
     monkeypatch.setattr(worker_module, "BEAT_S", 0.0)
 
 
@@ -57,7 +57,7 @@ class Workers:
     """Workers in threads of this process; ``done`` is what each did, or the error that ended it."""
 
     def __init__(self, scene: Scene, count: int, **options: Any) -> None:
-        self.done: list[Worked | PrecomputeError] = []
+        self.done: list[WorkSummary | PrecomputeError] = []
         self._threads = [
             threading.Thread(target=self._work, args=(scene.reread(), options))
             for _ in range(count)
@@ -153,7 +153,7 @@ def test_a_delta_is_sharded_with_any_number(make_project: MakeProject) -> None:
     scene = sharded(make_project)
     with workers(scene) as crew:
         scene.run()
-    assert sum(done.rows for done in crew.done if isinstance(done, Worked)) == 100
+    assert sum(done.rows for done in crew.done if isinstance(done, WorkSummary)) == 100
     later = [(i, x + (i % 5 == 0)) for i, x in ROWS if i % 11] + [(200 + i, 1.0) for i in range(9)]
     sharded(make_project, later, 7)
     with workers(scene, 3):
@@ -230,7 +230,7 @@ class Dying(Doubler):
 
 SMALL = (
     "import sys; from precompute.jobs.run.rows import chunks; from precompute.jobs.run.shards import"
-    " worker; chunks.WINDOW_ROWS, chunks.PART_BYTES = 5, 1; worker.BEAT_S = 0.0; worker.LOOK_S = 0.1;"
+    " worker; chunks.WINDOW_ROWS, chunks.PART_BYTES = 5, 1; worker.BEAT_S = 0.0; worker.SHARD_LOOK_S = 0.1;"
     " from precompute.jobs.cli import main; sys.exit(main(sys.argv[1:]))"
 )
 
@@ -309,7 +309,7 @@ def test_a_killed_run_is_taken_over(make_project: MakeProject, tmp_path: Path) -
     log = tmp_path / "log"
     model = {"use": "tests.models:Counting", "args": {"path": str(log), "sleep_s": 0.1}}
     scene = sharded(make_project, shards=3, model=model)
-    command = [sys.executable, "-c", SMALL.replace("worker.LOOK_S = 0.1", _FEW), "-c"]
+    command = [sys.executable, "-c", SMALL.replace("worker.SHARD_LOOK_S = 0.1", _FEW), "-c"]
     run = subprocess.Popen(
         [*command, str(scene.folder), "run", "numbers"],
         cwd=REPOSITORY,
@@ -328,7 +328,7 @@ def test_a_killed_run_is_taken_over(make_project: MakeProject, tmp_path: Path) -
     assert scene.doubles() == {i: 2 * x for i, x in ROWS}
 
 
-_FEW = "from precompute.jobs.run.shards import holder; holder.FEW_ROWS = 1; worker.LOOK_S = 0.1"
+_FEW = "from precompute.jobs.run.shards import coordinator; coordinator.FEW_ROWS = 1; worker.SHARD_LOOK_S = 0.1"
 
 
 def test_a_shard_that_always_fails_ends_the_run(make_project: MakeProject) -> None:
@@ -340,7 +340,7 @@ def test_a_shard_that_always_fails_ends_the_run(make_project: MakeProject) -> No
         scene.run()
     assert scene.report().status == "failed"
     assert scene.numbers() == []
-    assert all(isinstance(done, Worked | ModelError) for done in crew.done)
+    assert all(isinstance(done, WorkSummary | ModelError) for done in crew.done)
 
 
 class Wrong(Doubler):

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.run.shards import holder as holder_module
+from precompute.jobs.run.shards import coordinator as coordinator_module
 from precompute.jobs.run.shards import worker as worker_module
-from precompute.jobs.run.shards.worker import Worked, work
+from precompute.jobs.run.shards.worker import WorkSummary, work
 from precompute.store.errors import ConfigError
 from precompute.store.offline.runs import Report
 from tests.conftest import MakeProject
@@ -30,9 +30,9 @@ ROWS = [(i, i / 7) for i in range(100)]
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holder_module, "FEW_ROWS", 1)
-    monkeypatch.setattr(holder_module, "LOOK_REMOTE_S", 0.1)
-    monkeypatch.setattr(worker_module, "LOOK_S", 0.1)
+    monkeypatch.setattr(coordinator_module, "FEW_ROWS", 1)
+    monkeypatch.setattr(coordinator_module, "RESULTS_LOOK_REMOTE_S", 0.1)
+    monkeypatch.setattr(worker_module, "SHARD_LOOK_S", 0.1)
 
 
 def host(project: Scene, folder: Path) -> Scene:
@@ -54,7 +54,7 @@ def test_two_hosts_over_an_object_store_whose_replies_get_lost(
     scene = make_project(ROWS, view={"shards": 4}, project=settings)
     hosts = [host(scene, tmp_path / name) for name in ("one", "two")]
     bucket.lose_first_replies()
-    done: list[Worked] = []
+    done: list[WorkSummary] = []
     threads = [
         threading.Thread(target=lambda one=one: done.append(work(one, "numbers", wait_s=30)))
         for one in hosts

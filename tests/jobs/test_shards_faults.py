@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 
 from precompute.jobs.run.rows.open_model import OpenModel
-from precompute.jobs.run.shards import holder as holder_module
+from precompute.jobs.run.shards import coordinator as coordinator_module
 from precompute.jobs.run.shards import worker as worker_module
 from precompute.jobs.run.shards.launcher import LocalLauncher
 from precompute.jobs.run.shards.shard_folder import ShardFolder
@@ -52,9 +52,9 @@ HERE = "tests.jobs.test_shards_faults"
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows are sharded, too, and nobody waits."""
-    monkeypatch.setattr(holder_module, "FEW_ROWS", 1)
-    monkeypatch.setattr(holder_module, "LOOK_S", 0.01)
-    monkeypatch.setattr(worker_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(coordinator_module, "FEW_ROWS", 1)
+    monkeypatch.setattr(coordinator_module, "RESULTS_LOOK_S", 0.01)
+    monkeypatch.setattr(worker_module, "SHARD_LOOK_S", 0.02)
     monkeypatch.setattr(worker_module, "BEAT_S", 0.0)
 
 
@@ -113,7 +113,7 @@ def test_workers_look_as_often_as_there_are_shards(
         looks.append(kind)
         return names(folder, kind)
 
-    monkeypatch.setattr(holder_module, "LOOK_S", 0.2)
+    monkeypatch.setattr(coordinator_module, "RESULTS_LOOK_S", 0.2)
     monkeypatch.setattr(ShardFolder, "_names", counted)
     with workers(scene, 1):
         scene.run()
@@ -179,11 +179,11 @@ def test_what_ended_a_worker_comes_first(
 
     def stopped(_: object, known: Any, __: object) -> None:
         tried.append(known.shard)
-        raise worker_module.Stopped
+        raise worker_module.WorkEnded
 
     with running(scene):
         with monkeypatch.context() as patch:
-            patch.setattr(worker_module._Worker, "_computed", stopped)
+            patch.setattr(worker_module._Worker, "_compute_attempt", stopped)
             for _ in range(6):
                 work(scene.reread(), "numbers")
         crew = Workers(scene, 1)
@@ -211,15 +211,15 @@ def test_a_row_that_hangs_is_rejected_alone(make_project: MakeProject) -> None:
 def test_an_operator_is_warned_that_all_workers_are_gone(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(holder_module, "LONELY_S", 0.3)
+    monkeypatch.setattr(coordinator_module, "NO_WORKER_S", 0.3)
     scene = sharded(make_project)
 
     def stopped(*_: object) -> None:
-        raise worker_module.Stopped
+        raise worker_module.WorkEnded
 
     with running(scene):
         with monkeypatch.context() as patch:
-            patch.setattr(worker_module._Worker, "_computed", stopped)
+            patch.setattr(worker_module._Worker, "_compute_attempt", stopped)
             work(scene.reread(), "numbers")
         _until(lambda: "no worker is left for" in caplog.text)
         crew = Workers(scene, 1)
@@ -284,16 +284,16 @@ def test_a_worker_of_a_run_that_died_says_that_nobody_takes_its_rows(
     monkeypatch.setattr(ShardFolder, "withdraw", lambda _: None)
     monkeypatch.setattr(ShardFolder, "close", lambda _: None)
     began = threading.Event()
-    taken = worker_module._Worker._taken_over
+    taken = worker_module._Worker._resumed
 
     def noted(worker: Any, shard: int) -> Any:
         began.set()
         _until(lambda: not scene.store.running(None))
         return taken(worker, shard)
 
-    monkeypatch.setattr(worker_module._Worker, "_taken_over", noted)
+    monkeypatch.setattr(worker_module._Worker, "_resumed", noted)
     monkeypatch.setattr(Lease, "check", _fenced_when(began))
-    monkeypatch.setattr(holder_module, "CHECK_S", 0.0)
+    monkeypatch.setattr(coordinator_module, "LEASE_CHECK_S", 0.0)
     with running(scene) as errors:
         crew = Workers(scene, 1)
         assert began.wait(20)
@@ -386,7 +386,7 @@ class OfAnotherHost(Doubler):
 def test_a_host_with_another_model_ends_alone_in_a_cluster(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(holder_module, "launcher_of", lambda engine, workers: Launched())
+    monkeypatch.setattr(coordinator_module, "launcher_of", lambda engine, workers: Launched())
     file = tmp_path / "first"
     file.touch()
     model = {"use": f"{HERE}:OfAnotherHost", "args": {"file": str(file)}}

@@ -194,7 +194,7 @@ def test_a_killed_run_shows_as_killed_and_one_that_goes_on_as_running(
         assert (line["last_run"]["status"], line["attention"]) == ("running", [])
     line = project.status()
     assert (line["last_run"]["status"], line["attention"]) == ("killed", ["the last run killed"])
-    assert "without a word" in line["last_run"]["error"]
+    assert "died without reporting why" in line["last_run"]["error"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from precompute.engine.rows import MISFIT, Outcome, in_order, with_null_rows
 from precompute.engine.runner import Runner
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.run.command_process import Progress
-from precompute.jobs.run.report import Overlapping
+from precompute.jobs.run.report import OverlappingCpu
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.rows.plan import Plan, now_us
 from precompute.sources.diff import Diff, refused_rows
@@ -337,7 +337,7 @@ class Chunks:
             progress: called with how many are done.
         """
         meter, began, report = Meter(), time.monotonic(), self._report
-        usage, computing = report.usage, Overlapping(report)
+        usage, computing = report.usage, OverlappingCpu(report)
         runner = engine_of(self._opened, settings.engine, meter)
         # workers share windows out
         rows = window_rows(self._opened.columns) if isinstance(runner, Runner) else WIDE_ROWS

@@ -1,8 +1,8 @@
-"""Launcher: starts the workers of a run and reports which of them ended: processes of this machine,
-or actors of a Ray cluster, which places them where there is room, and adds machines where its
-autoscaler may.
+"""Launcher: starts a run's shard workers, as processes of this machine or as actors of a Ray
+cluster, and reports which of them ended.
 
-It places and watches processes, and nothing more: what they compute goes through the view's root.
+Ray places an actor where there is room, and adds machines where its autoscaler may. A launcher
+watches processes, and nothing more: what they compute goes through the view's root.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WorkerRequest:
     """A worker to start.
 
     Args:
         argv: its command line.
         environment: variables beside those of where it is started.
-        cpus: it wants.
-        gpus: it wants.
-        memory_mb: it wants; 0 where that is not known.
+        cpus: CPUs it needs.
+        gpus: GPUs it needs.
+        memory_mb: memory it needs; 0 where that is not known.
     """
 
     argv: Sequence[str]
@@ -50,25 +50,26 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A worker that ended: its exit status, or None where it is not known, and the end of a
-    sentence that begins with it."""
+class WorkerExit:
+    """How a worker ended."""
 
     status: int | None
+    """Its exit status; None where that is not known."""
     how: str
+    """Predicate for a message, as "exited with status 1"."""
 
 
 class Launcher(Protocol):
     """What starts workers."""
 
-    def start(self, order: Order) -> None:
+    def start(self, request: WorkerRequest) -> None:
         """Start a worker, now or as soon as there is room for it.
 
         Raises:
             PrecomputeError: it cannot be started.
         """
 
-    def wait(self, timeout_s: float) -> list[Ended]:
+    def wait(self, timeout_s: float) -> list[WorkerExit]:
         """The workers that ended since the last call; waits for one at most so long."""
 
     def stop(self, grace_s: float) -> None:
@@ -83,52 +84,52 @@ class LocalLauncher:
     """
 
     def __init__(self, workers: int) -> None:
-        self._places = [share_of_cpus(number, workers) for number in range(workers)]
+        self._slots = [share_of_cpus(number, workers) for number in range(workers)]
         self._processes: dict[int, ChildProcess] = {}
-        """Place → the process that runs there."""
+        """Slot → the process that runs in it."""
 
-    def start(self, order: Order) -> None:
-        place = next(n for n in range(len(self._places)) if n not in self._processes)
+    def start(self, request: WorkerRequest) -> None:
+        slot = next(n for n in range(len(self._slots)) if n not in self._processes)
         # modules are found where the run finds them
         _, own = python_module("precompute")
-        environment = own | dict(order.environment) | _gpus(place, int(order.gpus))
+        environment = own | dict(request.environment) | _gpus(slot, int(request.gpus))
         try:
-            process = ChildProcess(order.argv, output="captured", environment=environment)
-            if self._places[place]:
+            process = ChildProcess(request.argv, output="captured", environment=environment)
+            if self._slots[slot]:
                 # before it has threads; it is gone already where that cannot be
                 with contextlib.suppress(OSError):
-                    os.sched_setaffinity(process.pid, self._places[place])
+                    os.sched_setaffinity(process.pid, self._slots[slot])
         except OSError as exc:
             raise PrecomputeError(f"a worker cannot be started: {exc.strerror or exc}") from exc
-        self._processes[place] = process
+        self._processes[slot] = process
 
-    def wait(self, timeout_s: float) -> list[Ended]:
+    def wait(self, timeout_s: float) -> list[WorkerExit]:
         limit = time.monotonic() + timeout_s
         while True:
-            places = [place for place, process in self._processes.items() if process.ended()]
-            if places or time.monotonic() >= limit:
+            slots = [slot for slot, process in self._processes.items() if process.ended()]
+            if slots or time.monotonic() >= limit:
                 break
             time.sleep(min(POLL_S, timeout_s))
-        ended = [self._processes.pop(place) for place in places]
-        return [Ended(process.status, _how(process)) for process in ended]
+        ended = [self._processes.pop(slot) for slot in slots]
+        return [WorkerExit(process.status, _exit_text(process)) for process in ended]
 
     def stop(self, grace_s: float) -> None:
         end_all([*self._processes.values()], grace_s)
         self._processes = {}
 
 
-def _gpus(place: int, count: int) -> dict[str, str]:
-    """The variable that shows a worker its GPUs alone; nothing where it wants none."""
+def _gpus(slot: int, count: int) -> dict[str, str]:
+    """The variable that shows a worker its GPUs alone; nothing where it needs none."""
     if not count:
         return {}
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
     every = shown.split(",") if shown else [path.name.removeprefix("nvidia") for path in devices]
-    own = [every[(place * count + n) % len(every)] for n in range(count)] if every else []
+    own = [every[(slot * count + n) % len(every)] for n in range(count)] if every else []
     return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
-def _how(process: ChildProcess) -> str:
+def _exit_text(process: ChildProcess) -> str:
     words = process.last_words().removeprefix("precompute: ")
     return process.how_it_ended() + (f": {words}" if words else "")
 
@@ -170,19 +171,19 @@ class RayLauncher:
         self._actors: dict[Any, tuple[Any, Any]] = {}
         """What a worker's end is known by → its actor, and what is known of its having begun."""
 
-    def start(self, order: Order) -> None:
-        options: dict[str, Any] = {"num_cpus": order.cpus, "num_gpus": order.gpus}
-        if order.memory_mb:
-            options["memory"] = order.memory_mb * 2**20
+    def start(self, request: WorkerRequest) -> None:
+        options: dict[str, Any] = {"num_cpus": request.cpus, "num_gpus": request.gpus}
+        if request.memory_mb:
+            options["memory"] = request.memory_mb * 2**20
         try:
-            actor: Any = self._ray.remote(_Worker).options(max_restarts=0, **options).remote()
+            actor: Any = self._ray.remote(_RayActor).options(max_restarts=0, **options).remote()
             begun = actor.ping.remote()
-            done = actor.run.remote([*order.argv], dict(order.environment), os.getcwd())
+            done = actor.run.remote([*request.argv], dict(request.environment), os.getcwd())
         except self._errors.RayError as exc:
             raise PrecomputeError(f"Ray starts no worker: {_line(exc)}") from exc
         self._actors[done] = actor, begun
 
-    def wait(self, timeout_s: float) -> list[Ended]:
+    def wait(self, timeout_s: float) -> list[WorkerExit]:
         if not self._actors:
             time.sleep(timeout_s)
             return []
@@ -205,21 +206,25 @@ class RayLauncher:
         if self._own:
             self._ray.shutdown()
 
-    def _ended(self, done: Any) -> Ended:
+    def _ended(self, done: Any) -> WorkerExit:
         actor, _ = self._actors.pop(done)
         try:
             status, words = self._ray.get(done)
-            ended = Ended(status, f"exited with status {status}" + (f": {words}" if words else ""))
+            ended = WorkerExit(
+                status, f"exited with status {status}" + (f": {words}" if words else "")
+            )
         except self._errors.RayActorError as exc:
-            ended = Ended(None, f"is gone, with its actor or its node ({_line(exc)})")
+            ended = WorkerExit(None, f"is gone, with its actor or its node ({_line(exc)})")
         except self._errors.RayError as exc:
-            ended = Ended(None, f"was not started: {_line(exc)}")
+            ended = WorkerExit(None, f"was not started: {_line(exc)}")
         with contextlib.suppress(self._errors.RayError):
             self._ray.kill(actor)
         return ended
 
 
-class _Worker:
+class _RayActor:
+    """Runs a worker's command on a node of the cluster."""
+
     def __init__(self) -> None:
         self._process: Any = None
 

@@ -1,5 +1,7 @@
-"""Shard folder: what a run hands to workers and what they hand back, in files of the view's root
-alone (docs/architecture.md draws them): no worker talks to the run, nor to another worker.
+"""Shard folder: what a run hands to its shard workers and what they hand back, all in files under
+the view's root (docs/architecture.md draws them).
+
+No worker talks to the run, nor to another worker.
 """
 
 from __future__ import annotations
@@ -90,8 +92,8 @@ class ShardResult(Record, frozen=True):
         return sum(chunk.part.rows for chunk in self.chunks if chunk.part is not None)
 
 
-class Beat(Record, frozen=True):
-    """How far a worker is with the shard that it computes."""
+class WorkerProgress(Record, frozen=True):
+    """How far a worker is with the shard that it computes; each report of it is a beat."""
 
     worker: str
     shard: int | None = None
@@ -160,13 +162,15 @@ class ShardFolder:
                     self._results[number] = found
         return self._results
 
-    def beats(self) -> list[Beat]:
-        """The newest beat of each worker that has begun."""
+    def beats(self) -> list[WorkerProgress]:
+        """The progress that each worker that has begun reported last."""
         found = []
         for name in self._names("beat"):
             # half written, or being replaced
             with contextlib.suppress(OSError, ValueError):
-                found.append(read_record(Beat, self.store.storage.read(self.folder / name)))
+                found.append(
+                    read_record(WorkerProgress, self.store.storage.read(self.folder / name))
+                )
         return found
 
     # ---- a worker's side
@@ -179,7 +183,7 @@ class ShardFolder:
         """
         return read_record_file(ShardPlan, self.folder / "plan.json", "run the view again")
 
-    def is_wanted(self, plan: ShardPlan) -> bool:
+    def is_open(self, plan: ShardPlan) -> bool:
         """Whether the run still waits for results: it is not over, and no other one has begun."""
         there = self.store.storage.stat(self.folder / "plan.json") is not None
         return there and not self.is_superseded(plan)
@@ -242,8 +246,8 @@ class ShardFolder:
         """Numbers of the attempts at a shard that failed with an error."""
         return {int(name[13:-5]) for name in self._names(f"failed-{shard:05d}")}
 
-    def beat(self, beat: Beat) -> None:
-        """Record how far a worker is; a full disk does not end it."""
+    def beat(self, beat: WorkerProgress) -> None:
+        """Report how far a worker is; a full disk does not end it."""
         with contextlib.suppress(OSError):
             self.store.storage.write(self.folder / f"beat-{beat.worker}.json", sealed(beat))
 
@@ -254,13 +258,13 @@ class ShardFolder:
 
 def error_of(result: ShardResult) -> PrecomputeError:
     """The error that a shard failed with, as it was raised."""
-    kinds: dict[str, Any] = {kind.__name__: kind for kind in _all(PrecomputeError)}
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in _with_subclasses(PrecomputeError)}
     kind: type[PrecomputeError] = kinds.get(result.kind, SnapshotError)
     return kind(f"shard {result.shard}, computed by {result.worker}: {result.error}")
 
 
-def _all(kind: type[PrecomputeError]) -> list[type[PrecomputeError]]:
-    return [kind, *(below for child in kind.__subclasses__() for below in _all(child))]
+def _with_subclasses(kind: type[PrecomputeError]) -> list[type[PrecomputeError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _with_subclasses(child))]
 
 
 def _options(store: ViewStore) -> pa.ipc.IpcWriteOptions:
@@ -275,7 +279,7 @@ def bounds(rows: int, shards: int) -> list[int]:
     return [rows * (n + 1) // shards for n in range(shards)]
 
 
-def pin(
+def write_shards(
     store: ViewStore,
     run: str,
     batches: Iterator[pa.RecordBatch],
@@ -327,7 +331,7 @@ def _cut(batches: Iterator[pa.RecordBatch], ends: Sequence[int]) -> Iterator[pa.
             yield piece
 
 
-def pin_table(store: ViewStore, run: str, name: str, table: pa.Table) -> Part:
+def write_shard_table(store: ViewStore, run: str, name: str, table: pa.Table) -> Part:
     """Write a whole table into one file.
 
     Raises:
@@ -349,8 +353,8 @@ def part_of(store: ViewStore, path: Path, rows: int) -> Part:
     return Part(str(path.relative_to(store.folder)), rows, path.stat().st_size, sha256_of(path))
 
 
-def pinned_path(store: ViewStore, part: Part) -> Path:
-    """A pinned file, compared with its checksum.
+def shard_file_path(store: ViewStore, part: Part) -> Path:
+    """A file that a run or a worker wrote here, compared with its checksum.
 
     Raises:
         SnapshotError: it is gone, or damaged.
@@ -366,16 +370,16 @@ def pinned_path(store: ViewStore, part: Part) -> Path:
         ) from exc
 
 
-def pinned_table(path: Path) -> pa.Table:
-    """What :func:`pin_table` wrote."""
+def read_shard_table(path: Path) -> pa.Table:
+    """What :func:`write_shard_table` wrote."""
     with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
         return stream.read_all()
 
 
-def pinned_batches(
+def shard_batches(
     path: Path, entity: Sequence[str], done: pa.Array | None, batch_rows: int
 ) -> Iterator[pa.RecordBatch]:
-    """Rows that :func:`pin` wrote, without those whose keys' texts are ``done``, at most so many at
+    """The rows of a shard's file, without those whose keys' texts are ``done``, at most so many at
     a time."""
     with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
         for batch in stream:

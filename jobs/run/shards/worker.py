@@ -1,5 +1,5 @@
-"""Worker: what ``precompute work VIEW`` does: takes shards of a run by lease until each has a
-result, and reports its progress.
+"""Worker: a process that computes shards of a run, each under a lease, until all have results, and
+reports its progress; ``precompute work VIEW`` starts one.
 
 All that it reads and writes is in the view's root: it may run on any host, and be started by
 anything. One that is killed loses the chunk in flight; the shard's next attempt takes over the
@@ -32,14 +32,14 @@ from precompute.jobs.run.judge.audit import Sample
 from precompute.jobs.run.rows.chunks import Chunks
 from precompute.jobs.run.rows.open_model import OpenModel, open_model
 from precompute.jobs.run.shards.shard_folder import (
-    Beat,
     ShardFolder,
     ShardPlan,
     ShardResult,
+    WorkerProgress,
     part_of,
-    pinned_batches,
-    pinned_path,
-    pinned_table,
+    read_shard_table,
+    shard_batches,
+    shard_file_path,
 )
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.lease import Lease, release_leases
@@ -65,7 +65,7 @@ MOST_ATTEMPTS = 3
 """Attempts at a shard that fail, or end without a finished chunk; then the run fails."""
 BEAT_S = 2.0
 """Seconds between two beats at least."""
-LOOK_S = 1.0
+SHARD_LOOK_S = 1.0
 """How often a worker without a shard looks for one, or for the run's end."""
 STOP_S = 20.0
 """How long a worker that a signal ends has for the batch in flight: Kubernetes gives 30 s, a spot
@@ -79,12 +79,12 @@ _FAILURES = (PrecomputeError, OSError, MemoryError, pa.ArrowException)
 """Errors that a shard's attempt may fail with; any other is a bug here."""
 
 
-class Stopped(Exception):
-    """Raised where the worker is to end: by a signal, or since the run is over."""
+class WorkEnded(Exception):
+    """The worker is to end: by a signal, or since the run is over."""
 
 
 @dataclass(slots=True)
-class Worked:
+class WorkSummary:
     """What a worker did."""
 
     run: str | None = None
@@ -104,7 +104,7 @@ def work(
     run: str | None = None,
     wait_s: float = 0.0,
     announce: Callable[[str], None] = lambda _: None,
-) -> Worked:
+) -> WorkSummary:
     """Compute shards of a run until each has a result, or a signal ends it: then the chunk in
     flight is finished.
 
@@ -124,31 +124,31 @@ def work(
         # says which there are: no run is to wait for one that will never start
         project.view(name)
     store = project.offline.view(name)
-    with _ends_by_signal() as ending:
+    with _finish_on_signal() as ending:
         found = _run_of(store, run, time.monotonic() + wait_s, ending)
         if found is None:
-            return Worked(run, signal=ending.signal)
+            return WorkSummary(run, signal=ending.signal)
         folder, plan = found
-        done = Worked(plan.run, f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(2)}")
+        done = WorkSummary(plan.run, f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(2)}")
         announce(f"{name}: {len(plan.shards)} shards of run {plan.run}, as {done.worker}")
-        folder.beat(Beat(done.worker))
+        folder.beat(WorkerProgress(done.worker))
         try:
             _Worker(project, store, folder, plan, ending, done).work()
-        except Stopped:
+        except WorkEnded:
             pass
         except _FAILURES as exc:
             # a run that ends removes what its workers read
-            if folder.is_wanted(plan) or isinstance(exc, ConfigError):
-                raise exc if isinstance(exc, PrecomputeError) else _unread(exc) from exc
+            if folder.is_open(plan) or isinstance(exc, ConfigError):
+                raise exc if isinstance(exc, PrecomputeError) else _as_snapshot_error(exc) from exc
         done.signal = ending.signal
         if not done.signal and folder.is_superseded(plan):
             raise ConflictError(
-                f"run {plan.run} ended without a word, and another one of view {name!r} has begun:"
+                f"run {plan.run} died, and another one of view {name!r} has begun:"
                 " start the worker again, for that one"
             )
-        if not done.signal and folder.is_wanted(plan) and not store.running(plan.partition):
+        if not done.signal and folder.is_open(plan) and not store.running(plan.partition):
             raise ConflictError(
-                f"run {plan.run} ended without a word, and nobody takes what was computed: run view"
+                f"run {plan.run} died, and nobody takes what was computed: run view"
                 f" {name!r} again, which takes it over"
             )
     return done
@@ -164,7 +164,7 @@ def _run_of(
             plan = folder.plan()
             # of a run that died the folder may still be there: a worker of it is not there for
             # the run that takes over
-            if plan is not None and folder.is_wanted(plan) and store.running(plan.partition):
+            if plan is not None and folder.is_open(plan) and store.running(plan.partition):
                 return folder, plan
         if ending.is_set():
             return None
@@ -178,7 +178,7 @@ def _run_of(
                 f"{whose}: one with shards does while it computes. Start `precompute run"
                 f" {store.name}`, or wait for it: --wait 10m"
             )
-        ending.wait(LOOK_S)
+        ending.wait(SHARD_LOOK_S)
 
 
 class _Ending(threading.Event):
@@ -190,7 +190,7 @@ class _Ending(threading.Event):
 
 
 @contextlib.contextmanager
-def _ends_by_signal() -> Iterator[_Ending]:
+def _finish_on_signal() -> Iterator[_Ending]:
     """Set by SIGTERM and SIGINT, so that a chunk can be finished; the process ends after
     :data:`STOP_S` all the same."""
     ending = _Ending()
@@ -225,6 +225,8 @@ def _ends_by_signal() -> Iterator[_Ending]:
 
 
 class _Worker:
+    """Takes and computes shards, one at a time."""
+
     def __init__(
         self,
         project: Project,
@@ -232,7 +234,7 @@ class _Worker:
         folder: ShardFolder,
         plan: ShardPlan,
         ending: _Ending,
-        done: Worked,
+        done: WorkSummary,
     ) -> None:
         self._store, self._folder, self._plan, self._ending = store, folder, plan, ending
         self._settings = project.settings
@@ -251,11 +253,11 @@ class _Worker:
             if not left:
                 return
             if not any(self._try(shard) for shard in self._in_turn(left)):
-                self._ending.wait(LOOK_S)
+                self._ending.wait(SHARD_LOOK_S)
 
     def _check(self) -> None:
-        if self._ending.is_set() or not self._folder.is_wanted(self._plan):
-            raise Stopped
+        if self._ending.is_set() or not self._folder.is_open(self._plan):
+            raise WorkEnded
 
     def _in_turn(self, left: Sequence[int]) -> Iterator[int]:
         """Shards to try, of those that no worker computes: each worker begins at another place,
@@ -281,12 +283,12 @@ class _Worker:
             attempt = lease.record.fence
             known = ShardResult(shard, attempt, self._done.worker)
             try:
-                self._note(self._hopeless(known) or self._computed(known, lease))
+                self._note(self._given_up(known) or self._compute_attempt(known, lease))
             except FencedError as exc:
                 log.warning("shard %d: %s", shard, exc)
             except _FAILURES as exc:
                 self._check()
-                error = exc if isinstance(exc, PrecomputeError) else _unread(exc)
+                error = exc if isinstance(exc, PrecomputeError) else _as_snapshot_error(exc)
                 self._note(replace(known, error=str(error), kind=type(error).__name__))
                 if len(self._failed) >= MOST_ATTEMPTS:
                     raise error from exc
@@ -309,70 +311,69 @@ class _Worker:
         except OSError as exc:
             raise SnapshotError(disk_message(folder.folder, exc)) from exc
 
-    def _hopeless(self, known: ShardResult) -> ShardResult | None:
-        """The result of a shard whose attempts end without a word."""
+    def _given_up(self, known: ShardResult) -> ShardResult | None:
+        """The result of a shard whose attempts keep dying without reporting why; None for any
+        other."""
         folder, shard = self._folder, known.shard
-        silent = [
+        died = [
             attempt
-            for attempt in self._silent(shard)
+            for attempt in self._died(shard)
             if not self._chunks(folder.attempt(shard, attempt))
         ]
-        if len(silent) < MOST_ATTEMPTS:
+        if len(died) < MOST_ATTEMPTS:
             return None
         return replace(
             known,
             kind=ModelError.__name__,
-            error=f"{len(silent)} workers ended without a word while they computed it, or were"
+            error=f"{len(died)} workers died without reporting why while they computed it, or were"
             " stopped past their lease, and none had finished a chunk: is there too little memory,"
             " or a row that ends the process?",
         )
 
-    def _silent(self, shard: int) -> list[int]:
-        """Earlier attempts that did not fail, and have no result."""
+    def _died(self, shard: int) -> list[int]:
+        """Numbers of earlier attempts that reported neither a result nor an error."""
         failed = self._folder.failed(shard)
         return [attempt for attempt in self._folder.attempts(shard) if attempt not in failed]
 
     # ---- one attempt
 
-    def _computed(self, known: ShardResult, lease: Lease) -> ShardResult:
+    def _compute_attempt(self, known: ShardResult, lease: Lease) -> ShardResult:
         plan, opened, shard = self._plan, self._opened, known.shard
         part, name = plan.shards[shard], self._folder.attempt(shard, known.attempt)
-        # where an attempt ended without a word a row may have ended it: the engine's own workers
-        # find it, and it is rejected alone
-        engine = EngineConfig(
-            workers=int(bool(self._silent(shard))), hang=self._settings.engine.hang
-        )
+        # where an attempt died without reporting why, a row may have ended it: the engine's own
+        # workers find it, and it is rejected alone
+        engine = EngineConfig(workers=int(bool(self._died(shard))), hang=self._settings.engine.hang)
         settings = self._settings.model_copy(update={"engine": engine})
-        rows, taken = pinned_path(self._store, part), self._taken_over(shard)
+        rows, resumed = shard_file_path(self._store, part), self._resumed(shard)
         began, cpu_s = time.monotonic(), _cpu_s()
         self._journals.begin(name, plan.recipe, plan.partition, full=plan.full)
         self._ending.attempt = partial(self._leave, name)
         report = Report(name, self._store.name, "work")
-        left = part.rows - len(taken.keys)
+        left = part.rows - len(resumed.keys)
         wanted = -(-plan.audited * left // max(1, sum(each.rows for each in plan.shards)))
         sample = Sample(plan.view, left, wanted, ends=opened.variant != REFERENCE)
         chunks = Chunks(self._store, report, opened, plan.allowed, lease.check, sample.draw)
-        pace = _Pace(self._folder, known, chunks, part.rows - left, self._check)
-        done = taken.keys if taken.chunks else None
-        read = partial(pinned_batches, rows, plan.view.entity, done)
+        progress = _ShardProgress(self._folder, known, chunks, part.rows - left, self._check)
+        done = resumed.keys if resumed.chunks else None
+        read = partial(shard_batches, rows, plan.view.entity, done)
         try:
-            with self._watched(pace, engine):
-                chunks.compute(read, settings, pace)
-        except Stopped:
+            with self._watched(progress, engine):
+                chunks.compute(read, settings, progress)
+        except WorkEnded:
             chunks.finish()
             self._leave(name)
             raise
         except RejectedError as exc:
             chunks.rejections.write()
-            refused = [Finished(None, chunks.rejections.part)]
-            return replace(known, chunks=refused, error=str(exc), kind=type(exc).__name__)
-        ages = [*taken.computed_at, *chunks.computed_at]
+            rejected = [Finished(None, chunks.rejections.part)]
+            return replace(known, chunks=rejected, error=str(exc), kind=type(exc).__name__)
+        computed_at_us = [*resumed.computed_at, *chunks.computed_at]
         return replace(
             known,
-            chunks=[*taken.chunks, *chunks.finished],
+            chunks=[*resumed.chunks, *chunks.finished],
             rejected=chunks.rejections.count,
-            computed_at=[min(ages), max(ages)] if ages else [],
-            fits=chunks.fits or bool(taken.chunks),
+            computed_at=[min(computed_at_us), max(computed_at_us)] if computed_at_us else [],
+            fits=chunks.fits or bool(resumed.chunks),
             sample=self._sample(sample, known),
             sampled=sample.rows,
             seconds=round(time.monotonic() - began, 3),
@@ -383,7 +384,7 @@ class _Worker:
         )
 
     @contextlib.contextmanager
-    def _watched(self, pace: _Pace, engine: EngineConfig) -> Iterator[None]:
+    def _watched(self, progress: _ShardProgress, engine: EngineConfig) -> Iterator[None]:
         """End the process where its model hands nothing on for ``engine.hang``: its lease is
         renewed all the same, and all others would wait for it for ever. The shard's next attempt
         has a process for the model, and rejects the row that it hangs at."""
@@ -395,10 +396,9 @@ class _Worker:
 
         def watch() -> None:
             while not over.wait(min(1.0, engine.hang / 4)):
-                if time.monotonic() > pace.moved + engine.hang:
+                if time.monotonic() > progress.moved + engine.hang:
                     log.error(
-                        "no batch was finished for %.0f s: the model hangs, and so this worker"
-                        " ends",
+                        "no batch was finished for %.0f s: the model hangs; ending this worker",
                         engine.hang,
                     )
                     release_leases()
@@ -425,7 +425,7 @@ class _Worker:
         if not self._chunks(attempt):
             self._journals.end(attempt)
 
-    def _taken_over(self, shard: int) -> _Taken:
+    def _resumed(self, shard: int) -> _Resumed:
         """Computed rows of earlier attempts; rejected ones are few, and computed again."""
         found = [
             Finished(chunk.part, None, chunk.figures)
@@ -433,7 +433,7 @@ class _Worker:
             for chunk in self._chunks(self._folder.attempt(shard, attempt))
             if chunk.part is not None
         ]
-        entity, taken = list(self._plan.view.entity), _Taken()
+        entity, resumed = list(self._plan.view.entity), _Resumed()
         for chunk in self._journals.whole(self._journals.here(found)):
             assert chunk.part is not None
             path = self._store.folder / chunk.part.path
@@ -441,9 +441,9 @@ class _Worker:
             keys = key_column(table, entity)
             # a worker that slept past its lease may note a chunk late, whose rows the next attempt
             # has computed meanwhile
-            if not pc.any(pc.is_in(keys, value_set=taken.keys)).as_py():
-                taken.add(chunk, keys, table.column("computed_at"))
-        return taken
+            if not pc.any(pc.is_in(keys, value_set=resumed.keys)).as_py():
+                resumed.add(chunk, keys, table.column("computed_at"))
+        return resumed
 
     def _sample(self, sample: Sample, known: ShardResult) -> Part | None:
         path = self._folder.folder / f"sample-{known.shard:05d}-{known.attempt}.arrow"
@@ -454,7 +454,7 @@ class _Worker:
 
 
 @dataclass(slots=True)
-class _Taken:
+class _Resumed:
     """What earlier attempts at a shard computed."""
 
     chunks: list[Finished] = field(default_factory=list)
@@ -466,13 +466,13 @@ class _Taken:
     def add(self, chunk: Finished, keys: pa.Array, computed_at: pa.ChunkedArray) -> None:
         """Add a chunk with the keys and the times of its rows."""
         ends = pc.min_max(computed_at.cast(pa.int64())).as_py()
-        ages = [*self.computed_at, ends["min"], ends["max"]]
+        computed_at_us = [*self.computed_at, ends["min"], ends["max"]]
         self.chunks.append(chunk)
         self.keys = pa.concat_arrays([self.keys, keys])
-        self.computed_at = [min(ages), max(ages)]
+        self.computed_at = [min(computed_at_us), max(computed_at_us)]
 
 
-class _Pace(Progress):
+class _ShardProgress(Progress):
     """Beats while a shard is computed, and looks whether the worker is to end."""
 
     def __init__(
@@ -480,12 +480,12 @@ class _Pace(Progress):
         folder: ShardFolder,
         known: ShardResult,
         chunks: Chunks,
-        taken: int,
+        resumed: int,
         check: Callable[[], None],
     ) -> None:
         self._folder, self._chunks, self._check = folder, chunks, check
-        self._beat = Beat(known.worker, known.shard, taken, taken)
-        self._taken, self._last = taken, -math.inf
+        self._beat = WorkerProgress(known.worker, known.shard, resumed, resumed)
+        self._resumed, self._last = resumed, -math.inf
         self.moved = time.monotonic()
         """When rows were handed on last."""
 
@@ -497,7 +497,7 @@ class _Pace(Progress):
         self._beat = replace(
             self._beat,
             computed=self._beat.computed + rows,
-            recorded=self._taken + self._chunks.recorded,
+            recorded=self._resumed + self._chunks.recorded,
             rejected=self._chunks.rejections.count,
             reasons=self._chunks.rejections.reasons(),
             fits=self._chunks.fits,
@@ -512,12 +512,14 @@ class _Pace(Progress):
 
 
 def _open(project: Project, store: ViewStore, plan: ShardPlan) -> OpenModel:
-    tables = {name: pinned_table(pinned_path(store, part)) for name, part in plan.tables.items()}
-    columns = pinned_table(pinned_path(store, plan.columns)).schema
+    tables = {
+        name: read_shard_table(shard_file_path(store, part)) for name, part in plan.tables.items()
+    }
+    columns = read_shard_table(shard_file_path(store, plan.columns)).schema
     examples = (
         columns.empty_table()
         if plan.examples is None
-        else pinned_table(pinned_path(store, plan.examples))
+        else read_shard_table(shard_file_path(store, plan.examples))
     )
     opened = open_model(
         plan.view,
@@ -539,7 +541,7 @@ def _open(project: Project, store: ViewStore, plan: ShardPlan) -> OpenModel:
     return opened
 
 
-def _unread(exc: BaseException) -> SnapshotError:
+def _as_snapshot_error(exc: BaseException) -> SnapshotError:
     return SnapshotError(f"{type(exc).__name__}: {exc}")
 
 

@@ -1,5 +1,5 @@
-"""Holder: a run that has workers compute its rows: it writes the rows of each shard, starts workers
-or waits for those that others start, and takes what they finished.
+"""Coordinator: has shard workers compute a run's rows: writes a file of rows for each shard, starts
+workers, or waits for those that others start, and collects their results.
 
 The run has compared the source with what was computed before, as any run; what its workers get are
 the rows to compute, in the source's order. So their results, one shard after the other, are the
@@ -25,16 +25,16 @@ from precompute.jobs.run.judge.audit import Audit
 from precompute.jobs.run.rows.chunks import Chunks
 from precompute.jobs.run.rows.open_view import OpenView
 from precompute.jobs.run.rows.plan import Job, Plan
-from precompute.jobs.run.shards.launcher import Ended, Launcher, Order, launcher_of
+from precompute.jobs.run.shards.launcher import Launcher, WorkerExit, WorkerRequest, launcher_of
 from precompute.jobs.run.shards.shard_folder import (
-    Beat,
     ShardFolder,
     ShardPlan,
     ShardResult,
+    WorkerProgress,
     error_of,
-    pin,
-    pin_table,
-    pinned_path,
+    shard_file_path,
+    write_shard_table,
+    write_shards,
 )
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.record import read_record, sealed
@@ -58,32 +58,33 @@ FEW_ROWS = 500
 SHARDS_A_WORKER = 4
 """Shards for each worker by default, so that a slow one does not hold up the end."""
 MOST_DEATHS = 3
-"""Workers that end one after the other, while no row is computed; then the run fails."""
-LOOK_S, LOOK_REMOTE_S = 0.1, 1.0
-"""How often results are looked for in a folder, and in an object store, where that costs money."""
-CHECK_S = 5.0
-"""How often the run's own lease is looked at."""
-LONELY_S = 60.0
+"""Workers that may die one after the other while no row is computed; then the run fails."""
+RESULTS_LOOK_S, RESULTS_LOOK_REMOTE_S = 0.1, 1.0
+"""How often the coordinator looks for results in a folder, and in an object store, where each look
+costs money."""
+LEASE_CHECK_S = 5.0
+"""How often the run's own lease is checked."""
+NO_WORKER_S = 60.0
 """Seconds without a worker after which the log says how to start one."""
-STOP_GRACE_S, HASTE_S = 25.0, 2.0
+STOP_GRACE_S, SIGNAL_GRACE_S = 25.0, 2.0
 """How long workers have for the chunk in flight when the run fails, and when a signal ends it."""
-BAD_USAGE = 2
-"""Exit status of a command that cannot work as configured."""
+WORKER_BAD_USAGE = 2
+"""Exit status of a worker that cannot work as configured."""
 
 
 def shards_of(config: ViewConfig, engine: EngineConfig, opened: OpenView, rows: int) -> int:
     """How many shards a run of so many rows has; 0 where it computes them itself: few, or those of
     a model that counts rates and a budget in one process."""
-    wanted = config.shards
-    if wanted is None and engine.on != "local":
-        wanted = SHARDS_A_WORKER * max(1, engine.workers)
-    if wanted is None or rows < FEW_ROWS:
+    shards = config.shards
+    if shards is None and engine.on != "local":
+        shards = SHARDS_A_WORKER * max(1, engine.workers)
+    if shards is None or rows < FEW_ROWS:
         return 0
     if getattr(opened.model, "in_run_process", False):
         # each worker would spend the whole budget, and each attempt once more
         log.info("view %r: its model's rates and budget are counted here: no shards", config.name)
         return 0
-    return min(wanted, rows)
+    return min(shards, rows)
 
 
 def compute_in_shards(
@@ -100,7 +101,7 @@ def compute_in_shards(
 
     Args:
         job: the run, whose lease is held.
-        opened: its view; the source is loaded and narrowed.
+        opened: its view; the source is loaded, and reduced to the rows to compute.
         plan: which rows.
         shards: how many.
         chunks: gets what was computed.
@@ -116,13 +117,13 @@ def compute_in_shards(
     folder = ShardFolder(job.store, report.run)
     with closing(folder):
         with report.stage("pin"):
-            shard_plan = _planned(job, opened, plan, shards, audit, report)
+            shard_plan = _write_plan(job, opened, plan, shards, audit, report)
             _check_arguments(opened, shard_plan)
             try:
                 folder.open(shard_plan)
             except OSError as exc:
                 raise SnapshotError(disk_message(folder.folder, exc)) from exc
-        _Holder(job, folder, shard_plan, chunks, audit, progress, report).hold()
+        _Coordinator(job, folder, shard_plan, chunks, audit, progress, report).run()
     if opened.wanted is not None:
         report.usage.device, report.usage.gpu_s = opened.wanted, report.stages_s["model"]
 
@@ -132,14 +133,14 @@ def attempts_of(store: ViewStore, report: Report) -> list[str]:
     return [run for run in store.journals.runs() if run_of_folder(run) == report.run]
 
 
-def _planned(
+def _write_plan(
     job: Job, opened: OpenView, plan: Plan, shards: int, audit: Audit, report: Report
 ) -> ShardPlan:
     store, run, source = job.store, f"{report.run}-shards", opened.source
     batches, schema = source.batches(WIDE_ROWS), opened.columns
     examples = opened.examples(opened.variant) if opened.variant != REFERENCE else None
     try:
-        pinned = pin(store, run, batches, plan.diff.compute, shards)
+        shard_parts = write_shards(store, run, batches, plan.diff.compute, shards)
         return ShardPlan(
             run=report.run,
             view=opened.view,
@@ -148,11 +149,13 @@ def _planned(
             partition=report.partition,
             full=job.options.full,
             fence=0 if job.lease is None else job.lease.record.fence,
-            shards=pinned,
-            columns=pin_table(store, run, "columns", schema.empty_table()),
-            examples=None if examples is None else pin_table(store, run, "examples", examples),
+            shards=shard_parts,
+            columns=write_shard_table(store, run, "columns", schema.empty_table()),
+            examples=None
+            if examples is None
+            else write_shard_table(store, run, "examples", examples),
             tables={
-                name: pin_table(store, run, f"table-{number}", table)
+                name: write_shard_table(store, run, f"table-{number}", table)
                 for number, (name, table) in enumerate(opened.tables.items())
             },
             allowed=math.floor(plan.source_rows * job.config.max_rejected + 1e-9),
@@ -163,9 +166,11 @@ def _planned(
 
 
 def _check_arguments(opened: OpenView, plan: ShardPlan) -> None:
-    """Raises:
-    ConfigError: workers would get other arguments of the model than this run has, which its
-        fingerprint need not show.
+    """Check that the model's arguments survive their way to workers as JSON.
+
+    Raises:
+        ConfigError: workers would get other arguments of the model than this run has, which its
+            fingerprint need not show.
     """
     there = read_record(ShardPlan, sealed(plan)).view.definition.model.args
     for name, value in opened.view.definition.model.args.items():
@@ -177,8 +182,8 @@ def _check_arguments(opened: OpenView, plan: ShardPlan) -> None:
             )
 
 
-class _Holder:
-    """Waits for results, and sees to it that there are workers."""
+class _Coordinator:
+    """Waits for the shards' results, and keeps as many workers running as are to run."""
 
     def __init__(
         self,
@@ -194,36 +199,38 @@ class _Holder:
         self._audit, self._progress, self._report = audit, progress, report
         self._settings: ProjectConfig = job.project.settings
         self._engine = self._settings.engine
-        self._look_s = LOOK_S if job.store.storage is LOCAL else LOOK_REMOTE_S
+        self._look_s = RESULTS_LOOK_S if job.store.storage is LOCAL else RESULTS_LOOK_REMOTE_S
         self._deaths: list[str] = []
         self._shown = 0
-        self._began = self._checked = time.monotonic()
-        self._lonely = False
-        self._seen: object = None
-        """What workers reported last, and when."""
-        self._heard = self._began
+        self._started_at = self._lease_checked_at = time.monotonic()
+        self._idle_warned = False
+        self._last_reported: object = None
+        """Results and progress as workers reported them last."""
+        self._last_reported_at = self._started_at
+        """When that changed last."""
 
-    def hold(self) -> None:
+    def run(self) -> None:
         """Have workers compute until each shard has a result."""
         launcher = launcher_of(self._engine, self._workers)
         results: dict[int, ShardResult] = {}
         try:
             for _ in range(self._workers):
-                launcher.start(self._order())
+                launcher.start(self._request())
             while len(results) < len(self._plan.shards):
                 ended = launcher.wait(self._look_s)
                 results = self._folder.results()
                 for result in results.values():
                     if result.error is not None:
                         raise self._failed(result)
-                self._show(results)
-                self._see_to(launcher, ended)
+                self._show_progress(results)
+                self._replace_ended(launcher, ended)
+                self._check_lease()
         finally:
-            self._end(launcher)
+            self._end_workers(launcher)
         with self._report.stage("collect"):
             for number in sorted(results):
-                self._take(results[number])
-        self._figures(results)
+                self._collect(results[number])
+        self._report_figures(results)
 
     @property
     def _workers(self) -> int:
@@ -231,7 +238,7 @@ class _Holder:
             return 0
         return min(max(1, self._engine.workers), len(self._plan.shards))
 
-    def _order(self) -> Order:
+    def _request(self) -> WorkerRequest:
         project, engine = self._job.project, self._engine
         argv = [*installed_module("precompute.jobs.cli"), "-c", str(project.folder), "work"]
         argv += [self._job.config.name, "--run", self._report.run, "--with-parent"]
@@ -240,31 +247,34 @@ class _Holder:
             # of one machine's memory each has a share, and so has the run itself
             memory_mb = max(256, self._settings.memory_mb // (self._workers + 1))
             environment = {"PRECOMPUTE_MEMORY_MB": str(memory_mb)}
-        return Order(argv, environment, engine.cpus, engine.gpus, self._settings.memory_mb)
+        return WorkerRequest(argv, environment, engine.cpus, engine.gpus, self._settings.memory_mb)
 
-    def _see_to(self, launcher: Launcher, ended: list[Ended]) -> None:
-        """Start a worker for each that ended, unless they end for nothing."""
+    def _replace_ended(self, launcher: Launcher, ended: list[WorkerExit]) -> None:
+        """Start a worker for each that ended, unless they die repeatedly with no progress."""
         for worker in ended:
             log.warning("a worker %s", worker.how)
             # another host may have the model that this one lacks
-            if worker.status == BAD_USAGE and self._engine.on == "local":
+            if worker.status == WORKER_BAD_USAGE and self._engine.on == "local":
                 raise ConfigError(f"a worker {worker.how}")
             self._deaths += [worker.how] if worker.status != 0 else []
             # each may have come upon a row that ends it: the next worker rejects that alone
             if len(self._deaths) >= max(MOST_DEATHS, self._workers + 1):
-                kind = ConfigError if worker.status == BAD_USAGE else ModelError
+                kind = ConfigError if worker.status == WORKER_BAD_USAGE else ModelError
                 raise kind(
                     f"{len(self._deaths)} workers ended one after the other, while no row was"
                     f" computed; the last {self._deaths[-1]}"
                 )
-            launcher.start(self._order())
-        if self._job.lease is not None and time.monotonic() > self._checked + CHECK_S:
-            self._job.lease.check()
-            self._checked = time.monotonic()
+            launcher.start(self._request())
 
-    def _show(self, results: Mapping[int, ShardResult]) -> None:
+    def _check_lease(self) -> None:
+        lease, due = self._job.lease, self._lease_checked_at + LEASE_CHECK_S
+        if lease is not None and time.monotonic() > due:
+            lease.check()
+            self._lease_checked_at = time.monotonic()
+
+    def _show_progress(self, results: Mapping[int, ShardResult]) -> None:
         """Report progress: what is done, and what workers report of shards that are not."""
-        beats: dict[int, Beat] = {}
+        beats: dict[int, WorkerProgress] = {}
         workers = self._folder.beats()
         for beat in workers:
             if beat.shard is not None and beat.shard not in results:
@@ -280,9 +290,9 @@ class _Holder:
             self._shown, self._deaths = computed, []
         self._progress.note(
             f"{recorded:,} recorded, {len(results)} of {len(self._plan.shards)} shards done,"
-            f" {len(workers)} worker{'s' * (len(workers) != 1)} came"
+            f" {len(workers)} worker{'s' * (len(workers) != 1)} seen"
         )
-        self._listen(results, workers)
+        self._warn_if_idle(results, workers)
         rejected = self._chunks.rejections.count + sum(
             result.rejected for result in results.values()
         )
@@ -302,41 +312,43 @@ class _Holder:
                 " snapshot stays. Mend the source, or raise max_rejected"
             )
 
-    def _listen(self, results: Mapping[int, ShardResult], workers: list[Beat]) -> None:
-        """Warn the operator, once each time, when no worker computes: none came, or all that came
-        are gone."""
+    def _warn_if_idle(
+        self, results: Mapping[int, ShardResult], workers: list[WorkerProgress]
+    ) -> None:
+        """Warn the operator, once each time, when no worker computes: none has reported, or all
+        that did are gone."""
         now, seen = time.monotonic(), (len(results), workers)
-        if seen != self._seen:
-            self._seen, self._heard, self._lonely = seen, now, False
-        if self._lonely or now < self._heard + LONELY_S:
+        if seen != self._last_reported:
+            self._last_reported, self._last_reported_at, self._idle_warned = seen, now, False
+        if self._idle_warned or now < self._last_reported_at + NO_WORKER_S:
             return
-        self._lonely = True
+        self._idle_warned = True
         left = (n for n in range(len(self._plan.shards)) if n not in results)
         # one that is at a long batch says nothing, and has its shard
         if workers and any(self._folder.is_taken(shard) for shard in left):
-            self._heard, self._lonely = now, False
+            self._last_reported_at, self._idle_warned = now, False
             return
         log.warning(
             "no worker %s for %.0f s: %s",
-            "is left" if workers else "came",
-            LONELY_S,
+            "is left" if workers else "has reported",
+            NO_WORKER_S,
             f"start some, `precompute work {self._job.config.name} --run {self._report.run}`"
             if self._engine.on == "elsewhere"
             else "the cluster has no room for them, or they cannot reach the root",
         )
 
-    def _end(self, launcher: Launcher) -> None:
+    def _end_workers(self, launcher: Launcher) -> None:
         """End the workers: those of a run that failed finish the chunk in flight, for the next run
         to take over."""
         self._folder.withdraw()
-        launcher.stop(STOP_GRACE_S if end_signal() is None else HASTE_S)
+        launcher.stop(STOP_GRACE_S if end_signal() is None else SIGNAL_GRACE_S)
 
     def _failed(self, result: ShardResult) -> PrecomputeError:
         """The error of a shard, after the rows that it rejected were added to the run's."""
         self._add_rejected(result.chunks)
         return error_of(result)
 
-    def _take(self, result: ShardResult) -> None:
+    def _collect(self, result: ShardResult) -> None:
         shard = self._plan.shards[result.shard]
         if result.rows + result.rejected != shard.rows:
             raise SnapshotError(
@@ -347,10 +359,12 @@ class _Holder:
             self._chunks.add_chunk(chunk)
         self._add_rejected(result.chunks)
         self._chunks.fits |= result.fits
-        ages = [*self._chunks.computed_at, *result.computed_at]
-        self._chunks.computed_at = [min(ages), max(ages)] if ages else []
+        computed_at_us = [*self._chunks.computed_at, *result.computed_at]
+        self._chunks.computed_at = (
+            [min(computed_at_us), max(computed_at_us)] if computed_at_us else []
+        )
         if result.sample is not None:
-            self._audit.sample.add(pinned_path(self._job.store, result.sample), result.sampled)
+            self._audit.sample.add(shard_file_path(self._job.store, result.sample), result.sampled)
 
     def _add_rejected(self, chunks: Sequence[Finished]) -> None:
         for chunk in chunks:
@@ -361,7 +375,7 @@ class _Holder:
                     raise SnapshotError(f"{chunk.rejected.path} cannot be read: {exc}") from exc
                 self._chunks.rejections.add_table(rows)
 
-    def _figures(self, results: Mapping[int, ShardResult]) -> None:
+    def _report_figures(self, results: Mapping[int, ShardResult]) -> None:
         report, done = self._report, results.values()
         report.add("model", sum(result.model_s for result in done))
         report.add_cpu("model", sum(result.cpu_s for result in done), workers=True)
@@ -371,7 +385,7 @@ class _Holder:
             "shards": len(done),
             "workers": len({result.worker for result in done}),
             "cpu_s": round(sum(result.cpu_s for result in done), 3),
-            "seconds": round(time.monotonic() - self._began, 3),
+            "seconds": round(time.monotonic() - self._started_at, 3),
             "peak_memory_bytes": max(result.peak_bytes for result in done),
             "batches": sum(int(result.engine.get("batches", 0)) for result in done),
             "retries": sum(int(result.engine.get("retries", 0)) for result in done),
