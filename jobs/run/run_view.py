@@ -101,13 +101,13 @@ def run_view(
             notify(project.settings.notify, report, project.home)
         finished(report)
 
-    with contextlib.ExitStack() as held:
-        lease = held.enter_context(_run_lease(project, store, options)) if computes else None
+    with contextlib.ExitStack() as stack:
+        lease = stack.enter_context(_run_lease(project, store, options)) if computes else None
         done = _done(store, options.due) if computes and options.due is not None else None
         if done is not None:
             log.info("view %r: the run due at %s is done already", name, options.due)
             return done
-        report = held.enter_context(
+        report = stack.enter_context(
             recorded(
                 store,
                 options.command,
@@ -119,9 +119,9 @@ def run_view(
             )
         )
         keep_reserve(project.root)
-        held.enter_context(naming_view_in_errors(name))
-        held.enter_context(_ended_by_kernel(options.deadline_s))
-        held.callback(progress.end)
+        stack.enter_context(naming_view_in_errors(name))
+        stack.enter_context(_ended_by_kernel(options.deadline_s))
+        stack.callback(progress.end)
         _run(Job(project, config, store, options, lease, load), report, progress)
     return report
 

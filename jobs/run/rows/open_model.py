@@ -249,7 +249,7 @@ class OpenModel:
 
     @property
     def gpu(self) -> str | None:
-        """The GPU that engine workers compute on, ``cuda`` for any; None for a model that computes in
+        """The GPU that engine workers compute on, ``cuda`` for any; None for one that computes in
         this process."""
         if not self.gpu_reserved or not isinstance(self.model, StagedModel):
             return None
