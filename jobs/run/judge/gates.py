@@ -60,6 +60,7 @@ from precompute.techniques.row_errors import differing
 log = logging.getLogger(__name__)
 
 PARITY_ROWS = 20
+"""Rows that are computed again as the fallback does."""
 
 
 def judge_parity(opened: OpenView, sample: pa.Table, limit: float, verdicts: Verdicts) -> None:

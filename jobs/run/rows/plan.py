@@ -331,8 +331,8 @@ def _are_same(before: StudentUse | None, now: StudentUse | None) -> bool:
 
 
 def _compaction(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bool, int | None]:
-    """Whether a chain with one delta more is compacted; if not, the number of the snapshot below
-    the deltas that the new one is merged with, None if with none."""
+    """(compact, since): whether a chain with one delta more is compacted; if not, the number of the
+    snapshot below the deltas that the new one is merged with, None if with none."""
     weights = [layer.changed_rows for layer in chain[1:]]
     new = diff.compute + diff.resumed + diff.removed
     if sum(weights) + new > MAX_DELTA_SHARE * chain[0].rows:
