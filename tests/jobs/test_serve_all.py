@@ -293,7 +293,7 @@ def test_another_model_goes_live_once_every_served_partition_is_of_it(corpus: Co
     before = corpus.scene.live_snapshot()
     report = corpus.run(3, {3: 1.0})
     assert (report.status, corpus.scene.live_snapshot()) == ("current", before)
-    assert "3 of 3 that are served wait for it" in report.attention[0]
+    assert "3 of 3 served partitions still have the old one" in report.attention[0]
     assert corpus.scene.status()["partitions"]["left_out"] == {"of another model": 1}
     for day in (0, 1):
         corpus.run(day)
