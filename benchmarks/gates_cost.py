@@ -67,7 +67,7 @@ def without_any() -> Iterator[None]:
     with (
         mock.patch.object(RowCounter, "add", return_value=None),
         mock.patch.object(Sample, "draw", return_value=None),
-        mock.patch.object(Judge, "judged", lambda _judge, snapshot, *_: snapshot),
+        mock.patch.object(Judge, "judge", lambda _judge, snapshot, *_: snapshot),
     ):
         yield
 

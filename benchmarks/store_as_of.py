@@ -212,7 +212,7 @@ class History:
             self.project,
             VIEW,
             Silent(),
-            RunOptions(command="publish", number=self.random.choice(self.store.numbers() or [1])),
+            RunOptions(command="publish", snapshot=self.random.choice(self.store.numbers() or [1])),
         )
 
     def _reload(self) -> None:
@@ -221,7 +221,7 @@ class History:
             self.project,
             VIEW,
             Silent(),
-            RunOptions(command="publish", number=ref.snapshot if ref else None, reload=True),
+            RunOptions(command="publish", snapshot=ref.snapshot if ref else None, reload=True),
         )
 
     def _drop(self) -> None:

@@ -82,7 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(json.dumps(_refusal("BadUsage", exc.message, BAD_USAGE)))
             raise
         arguments.own_process = argv is None
-        with stdout_for_json_only(arguments.own_process) if arguments.json else contextlib.nullcontext():
+        with (
+            stdout_for_json_only(arguments.own_process)
+            if arguments.json
+            else contextlib.nullcontext()
+        ):
             return _called(arguments)
 
 
@@ -91,7 +95,11 @@ def _called(arguments: argparse.Namespace) -> int:
     try:
         if arguments.own_process and arguments.command in READS and not computes:
             avoid_importing_pandas()
-        with contextlib.nullcontext() if arguments.command in operations.SERVICES else ends_on_signal():
+        with (
+            contextlib.nullcontext()
+            if arguments.command in operations.SERVICES
+            else ends_on_signal()
+        ):
             ended: int = arguments.call(arguments)
             sys.stdout.flush()
             return ended

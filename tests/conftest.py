@@ -293,7 +293,7 @@ def make_project(
     Runs in the test's own process have no audit: how many rows there is time for differs, and tests
     count what the model computes.
     """
-    for name in ("LEAST_S", "SHARE"):
+    for name in ("AUDIT_LEAST_S", "AUDIT_SHARE"):
         monkeypatch.setattr(f"precompute.jobs.run.judge.audit.{name}", 0.0)
     own = tmp_path
     if "prepared" in request.fixturenames:

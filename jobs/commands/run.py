@@ -108,12 +108,12 @@ def _run(arguments: argparse.Namespace) -> int:
         "retry_rejected",
         "due",
         "backfill",
+        "snapshot",
         "reload",
         "take_over",
     )
     options = RunOptions(
         **{name: getattr(arguments, name) for name in requested if hasattr(arguments, name)},
-        number=getattr(arguments, "snapshot", None),
         partition=partition_of(project, arguments),
         deadline_s=None if schedule is None else schedule.deadline_s,
     )

@@ -21,7 +21,7 @@ from precompute.engine.resources import ResidentPeak, give_back
 from precompute.engine.rows import Outcome
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
-from precompute.jobs.run.judge.accuracy import compared
+from precompute.jobs.run.judge.accuracy import compare_outcomes
 from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows.open_model import EXAMPLE_ROWS
 from precompute.jobs.run.rows.open_view import OpenView, open_view
@@ -312,7 +312,7 @@ class Judge:
         memory = self._memory(lambda: done.append(self._computed(model, self._inputs)))
         taught = Outcome(np.arange(len(self._taught)), self._taught)
         budget = self._config.accuracy
-        comparison = compared(self.view, budget, taught, done[0], len(self._taught))
+        comparison = compare_outcomes(self.view, budget, taught, done[0], len(self._taught))
         accuracy = {} if comparison.accuracy is None else comparison.accuracy.to_json()["features"]
         for name, figures in student.figures.items():
             accuracy[name] = accuracy.get(name, {}) | figures

@@ -26,9 +26,9 @@ from precompute.engine.runner import Runner
 from precompute.jobs.config.gates import AccuracyConfig
 from precompute.jobs.config.project import Project, read_tuning, write_tuning
 from precompute.jobs.run.judge.accuracy import (
-    Comparison,
+    TechniqueComparison,
     cache_comparisons,
-    compared,
+    compare_outcomes,
     sample_of,
     steps,
 )
@@ -67,7 +67,7 @@ class Trials:
         opened: the view, its model in float32.
         model: its model.
         sample: the rows.
-        ends: how many of them, the first, were not drawn by chance.
+        extremes: how many of them, the first, were not drawn by chance.
         budget: how near to float32 they must come.
     """
 
@@ -76,17 +76,17 @@ class Trials:
         opened: OpenView,
         model: TorchModel,
         sample: pa.RecordBatch,
-        ends: int,
+        extremes: int,
         budget: AccuracyConfig,
     ) -> None:
         self.sample, self._opened, self._model, self._budget = sample, opened, model, budget
-        self.ends = ends
+        self.extremes = extremes
         self._reference: Outcome | None = None
         self._loaded_bytes = resident_bytes()
         self.ready: dict[str, Callable[[], object]] = {}
         self.pass_s: dict[str, float] = {}
         """Candidate that is ready → seconds of its first pass."""
-        self.comparisons: dict[str, list[Comparison]] = {}
+        self.comparisons: dict[str, list[TechniqueComparison]] = {}
         """Candidate that is ready → its comparisons with float32: on as many of the sample's rows
         as a run checks, and on all."""
 
@@ -161,14 +161,16 @@ class Trials:
         if self._reference is None:
             self._reference = self._usable(outcome)
 
-        def first(rows: int) -> Comparison:
+        def first(rows: int) -> TechniqueComparison:
             assert self._reference is not None
-            return compared(view, self._budget, self._reference, outcome, rows, self.ends)
+            return compare_outcomes(
+                view, self._budget, self._reference, outcome, rows, self.extremes
+            )
 
         whole = first(self.sample.num_rows)
         self.comparisons[technique] = [
             whole if rows == self.sample.num_rows else first(rows)
-            for rows in steps(view, self.sample.num_rows, self.ends)
+            for rows in steps(view, self.sample.num_rows, self.extremes)
         ]
         reasons = "; ".join(
             figure.shortfall for figure in whole.judged(self._budget, view) if figure.room < 0
@@ -252,16 +254,16 @@ def tune(
     ) as opened:
         model = _torch_model(opened)
         plan = _planned(model, only_named)
-        sample, ends = sample_of(opened, rows)
-        trials = Trials(opened, model, sample, ends, config.accuracy)
+        sample, extremes = sample_of(opened, rows)
+        trials = Trials(opened, model, sample, extremes, config.accuracy)
         measured, left_out = _measured(trials, plan, within_s, announce)
         # the run that follows is spared its check
         cache_comparisons(
-            opened, sample, ends, config.accuracy, trials.comparisons if write else {}
+            opened, sample, extremes, config.accuracy, trials.comparisons if write else {}
         )
     tuning = {
         **_picked(measured),
-        "rows": sample.num_rows - ends,
+        "rows": sample.num_rows - extremes,
         "budget": config.accuracy.model_dump(),
         "measured": measured,
         "left_out": left_out,
@@ -349,7 +351,9 @@ def _measured(
             announce(f"{name}: left out, since it would take longer than there is time")
             left_out.append(name)
             continue
-        announce(f"{name}: converting and comparing {trials.sample.num_rows - trials.ends:,} rows")
+        announce(
+            f"{name}: converting and comparing {trials.sample.num_rows - trials.extremes:,} rows"
+        )
         lines.append(trials.tried(name))
     rates = trials.rates(until, announce)
     for line in lines:

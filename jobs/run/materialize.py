@@ -57,9 +57,9 @@ from precompute.store.offline.view_store import FRAME, OfflineStore, ViewStore
 from precompute.store.times import utc_now
 from precompute.techniques.table import REFERENCE
 
-HELD_S = 0.2
-"""Seconds of a run's stages from which its report has what DuckDB holds of the source: that costs
-0.9 ms, which small runs, that say nothing of large ones, need not take."""
+SOURCE_SIZE_S = 0.2
+"""Seconds of a run's stages from which its report has the source's size in DuckDB: reading it
+costs 0.9 ms, which small runs, that say nothing of large ones, need not take."""
 
 
 def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
@@ -80,20 +80,20 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
         loaded = _load(job.config, job.store.offline, opened, report)
         plan = _plan(job, opened, loaded, report)
         if plan.nothing_to_do:
-            return _unchanged(job, opened, loaded, plan, report)
+            return _reuse_parent(job, opened, loaded, plan, report)
         if plan.source_rows:
             with report.stage("open"):
                 opened.convert()
                 if opened.student is not None:
                     opened.student.check_fits(opened, opened.source)
         computed = _compute(job, opened, plan, report, progress)
-        delta = _write(job, opened, loaded, plan, computed, report)
-        snapshot = _judge(job, opened, plan, computed, delta, report)
+        draft = _draft_snapshot(job, opened, loaded, plan, computed, report)
+        snapshot = _judge_draft(job, opened, plan, computed, draft, report)
         with report.stage("commit"):
             snapshot = job.store.commit(snapshot, job.lease)
         files = (*snapshot.parts, snapshot.deletes, snapshot.rejected)
         report.usage.written_bytes = sum(file.size_bytes for file in files if file is not None)
-        took_over = {Path(part.path).parent.name for part in (*delta.parts, *snapshot.parts)}
+        took_over = {Path(part.path).parent.name for part in (*draft.parts, *snapshot.parts)}
         attempts = attempts_of(job.store, report) if "shards" in report.engine else []
         for run in {report.run, *took_over, *attempts}:
             job.store.journals.end(run)
@@ -126,7 +126,7 @@ def _open(job: Job, report: Report) -> OpenView:
             partition=options.partition,
             memory_mb=project.settings.source_mb,
             load=job.load,
-            held=True,
+            gpu_reserved=True,
         )
         try:
             opened.student = OpenStudent.of(opened.view, project.home)
@@ -221,8 +221,10 @@ def _plan(job: Job, opened: OpenView, loaded: Loaded, report: Report) -> Plan:
     return plan
 
 
-def _unchanged(job: Job, opened: OpenView, loaded: Loaded, plan: Plan, report: Report) -> Snapshot:
-    """The snapshot before, of which nothing changed; where a gate refused it, judged again."""
+def _reuse_parent(
+    job: Job, opened: OpenView, loaded: Loaded, plan: Plan, report: Report
+) -> Snapshot:
+    """Return the parent, of which nothing changed; where a gate refused it, judged again."""
     assert plan.parent is not None
     snapshot, store, rejected = plan.parent, job.store, plan.parent.counts.rejected
     report.snapshot, report.status = snapshot.number, "current"
@@ -230,7 +232,7 @@ def _unchanged(job: Job, opened: OpenView, loaded: Loaded, plan: Plan, report: R
     report.counts |= _nulls(snapshot)
     if snapshot.refused_by:
         with _marking_damage(store, plan.parent):
-            now = Judge(job.config, opened, store, job.options.accept).judged_again(snapshot)
+            now = Judge(job.config, opened, store, job.options.accept).rejudge(snapshot)
         report.gates = list(now.gates)
         if now.refused_by != snapshot.refused_by:
             again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
@@ -247,7 +249,7 @@ def _unchanged(job: Job, opened: OpenView, loaded: Loaded, plan: Plan, report: R
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedRows:
     """The rows of a run, written and not committed yet, with those taken over from interrupted
     runs."""
 
@@ -265,7 +267,7 @@ class Computed:
 
 def _compute(
     job: Job, opened: OpenView, plan: Plan, report: Report, progress: Progress
-) -> Computed:
+) -> ComputedRows:
     config, store = job.config, job.store
     built_on = "compacting" if plan.compact else "delta"
     report.usage.kind = "full" if plan.parent is None else built_on
@@ -294,7 +296,7 @@ def _compute(
             _check_fit(opened, plan, chunks, exc)
             raise
         progress.end()
-        if sum(stages.values()) >= HELD_S:
+        if sum(stages.values()) >= SOURCE_SIZE_S:
             held_bytes, report.usage.spilled_bytes = opened.source.database.held_bytes()
             report.usage.source_bytes = held_bytes + report.usage.spilled_bytes
         counts = Counts(
@@ -317,7 +319,7 @@ def _compute(
         verdicts = accuracy.checked()
     with report.stage("audit"):
         verdicts = [*verdicts, *audit.verdicts(report.stages_s.get("model", 0.0))]
-    return Computed(
+    return ComputedRows(
         counts,
         tuple(chunks.parts),
         chunks.figures,
@@ -401,14 +403,17 @@ def _check_fit(
 # ---- write, judge
 
 
-def _write(
-    job: Job, opened: OpenView, loaded: Loaded, plan: Plan, computed: Computed, report: Report
+def _draft_snapshot(
+    job: Job, opened: OpenView, loaded: Loaded, plan: Plan, computed: ComputedRows, report: Report
 ) -> Snapshot:
-    """The snapshot before compaction, gates and commit; its deletes are written."""
+    """Make the draft: a snapshot, full or a delta, before compaction, gates and commit. Its deletes
+    are written."""
     config, diff, source = job.config, plan.diff, opened.source
     with report.stage("write"):
         deletes = write_deletes(job.store, report.run, opened, plan, computed.parts)
-    ages = [us for us in (diff.oldest_us, diff.newest_us, *computed.computed_at) if us is not None]
+    computed_at_us = [
+        us for us in (diff.oldest_us, diff.newest_us, *computed.computed_at) if us is not None
+    ]
     renews = config.renew_unchanged and diff.unchanged + diff.resumed
     return Snapshot(
         view=opened.view,
@@ -418,8 +423,8 @@ def _write(
         parts=deletes.parts,
         rejected=computed.rejected,
         created_at=utc_now(),
-        computed_at_min=min(ages, default=None),
-        computed_at_max=max(ages, default=None),
+        computed_at_min=min(computed_at_us, default=None),
+        computed_at_max=max(computed_at_us, default=None),
         inputs=dict(opened.inputs),
         input_columns={name: str(source.schema.field(name).type) for name in source.input_columns},
         timings_s={name: round(s, 3) for name, s in report.stages_s.items()},
@@ -438,28 +443,28 @@ def _write(
     )
 
 
-def _judge(
-    job: Job, opened: OpenView, plan: Plan, computed: Computed, delta: Snapshot, report: Report
+def _judge_draft(
+    job: Job, opened: OpenView, plan: Plan, computed: ComputedRows, draft: Snapshot, report: Report
 ) -> Snapshot:
-    """The snapshot as it will be committed: compacted where the plan says so, with figures and
-    verdicts."""
+    """Compact the draft where the plan says so, and judge it; returns the snapshot to commit, with
+    figures and verdicts."""
     store, parent, replaced = job.store, plan.parent, None
     if parent is not None:
-        replaced = Replaced(store, parent, delta, [*delta.view.entity, *delta.view.feature_names])
+        replaced = Replaced(store, parent, draft, [*draft.view.entity, *draft.view.feature_names])
     with _marking_damage(store, parent):
         if plan.compact:
             with report.stage("compact"):
-                snapshot = compacted(store, opened, delta)
+                snapshot = compacted(store, opened, draft)
         else:
             with report.stage("gates"):
-                figures = figures_of(store, delta, computed.figures, replaced)
-                snapshot = replace(delta, figures=figures)
+                figures = figures_of(store, draft, computed.figures, replaced)
+                snapshot = replace(draft, figures=figures)
         if plan.since is not None:
             with report.stage("compact"):
                 snapshot = merged(store, snapshot, plan.since)
         with report.stage("gates"):
             judge = Judge(job.config, opened, store, job.options.accept)
-            snapshot = judge.judged(snapshot, computed.verdicts, replaced)
+            snapshot = judge.judge(snapshot, computed.verdicts, replaced)
     report.gates = list(snapshot.gates)
     report.counts |= _nulls(snapshot)
     return snapshot

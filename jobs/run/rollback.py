@@ -16,7 +16,7 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import PUBLISHING, close_dead, notify, reporting_run
-from precompute.jobs.run.run_view import named
+from precompute.jobs.run.run_view import naming_view_in_errors
 from precompute.store.account.account import ROWS, Act, State
 from precompute.store.account.checker import check_live
 from precompute.store.disk.durable_file import spending_reserve
@@ -66,7 +66,7 @@ def rollback(
         finished(report)
 
     with (
-        named(name),
+        naming_view_in_errors(name),
         spending_reserve(project.root),
         take(
             store.leases, PUBLISH_LEASE, "rollback", ttl_s=project.settings.lease, force=True
@@ -171,7 +171,7 @@ def reconcile(
     with contextlib.closing(
         open_online_store(project.online, memory_mb=project.settings.load_mb)
     ) as online:
-        with named(name):
+        with naming_view_in_errors(name):
             account = check_live(store, online)
             foreign = next(
                 (finding for finding in account.findings if finding.state is State.FOREIGN), None
@@ -182,7 +182,7 @@ def reconcile(
                 return None
         busy = f"view {name!r} is being published, rolled back or cleaned up"
         with (
-            named(name),
+            naming_view_in_errors(name),
             take(
                 store.leases, PUBLISH_LEASE, "reconcile", ttl_s=project.settings.lease, busy=busy
             ) as lease,

@@ -1,5 +1,5 @@
-"""Run view: one run of a view, from preflight to publishing, under the lease of the view or of its
-partition, with one report.
+"""Run view: one run of a view, from preflight to publishing and the search for late rows, under the
+lease of the view or of its partition, with one report.
 
 preflight, what would keep it from publishing ─► materialize, or the snapshot that is named ─►
 publish, under the publishing lease, and garbage collection ─► late rows: other partitions whose
@@ -21,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 from precompute.jobs.config.project import Project, RetentionConfig
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import Progress
-from precompute.jobs.run.judge.gates import accepted, served_snapshot
+from precompute.jobs.run.judge.gates import commit_accepted, served_snapshot
 from precompute.jobs.run.judge.value_gates import Verdicts, judge_contract
 from precompute.jobs.run.materialize import dry_run, materialize
 from precompute.jobs.run.publisher import Publisher
@@ -101,13 +101,13 @@ def run_view(
             notify(project.settings.notify, report, project.home)
         finished(report)
 
-    with contextlib.ExitStack() as held:
-        lease = held.enter_context(_run_lease(project, store, options)) if computes else None
+    with contextlib.ExitStack() as stack:
+        lease = stack.enter_context(_run_lease(project, store, options)) if computes else None
         done = _done(store, options.due) if computes and options.due is not None else None
         if done is not None:
             log.info("view %r: the run due at %s is done already", name, options.due)
             return done
-        report = held.enter_context(
+        report = stack.enter_context(
             reporting_run(
                 store,
                 options.command,
@@ -119,9 +119,9 @@ def run_view(
             )
         )
         keep_reserve(project.root)
-        held.enter_context(named(name))
-        held.enter_context(_ended_by_kernel(options.deadline_s))
-        held.callback(progress.end)
+        stack.enter_context(naming_view_in_errors(name))
+        stack.enter_context(_ended_by_kernel(options.deadline_s))
+        stack.callback(progress.end)
         _run(Job(project, config, store, options, lease, load), report, progress)
     return report
 
@@ -137,16 +137,16 @@ def _run(job: Job, report: Report, progress: Progress) -> None:
             take_over=options.take_over,
         )
     if options.command == "publish":
-        snapshot = _named(job, report)
+        snapshot = _snapshot_to_publish(job, report)
     else:
         snapshot = materialize(job, report, progress)
-        wanted = job.config.name in job.project.settings.iceberg
-        report.attention += keep_table(job.store, wanted)
+        keeps_iceberg = job.config.name in job.project.settings.iceberg
+        report.attention += keep_table(job.store, keeps_iceberg)
     if options.command != "materialize":
         _publish(job, snapshot, report, progress)
     if options.command == "run" and options.partition is not None and options.backfill is None:
         with report.stage("late rows"):
-            others = look_at_others(job, snapshot, report.stages_s)
+            others = find_late_rows(job, snapshot, report.stages_s)
         report.looked_at, report.late = list(others), [of for of in others if others[of]]
 
 
@@ -182,7 +182,7 @@ def plan_view(project: Project, name: str, options: RunOptions = RunOptions()) -
         PrecomputeError: as :func:`precompute.jobs.run.materialize.materialize`.
     """
     config, store = project.view(name), project.offline.view(name)
-    with named(name):
+    with naming_view_in_errors(name):
         options = replace(options, partition=partition_of(config, options.partition))
         return dry_run(Job(project, config, store, options), Report("", name, "plan"))
 
@@ -235,22 +235,22 @@ def _parents(project: Project, store: ViewStore) -> dict[str, int]:
     return {parent: ref.epoch for parent, ref in refs.items() if ref is not None}
 
 
-def _named(job: Job, report: Report) -> Snapshot:
+def _snapshot_to_publish(job: Job, report: Report) -> Snapshot:
     """The snapshot to publish, with the gates that this run accepts."""
     store, accept = job.store, job.options.accept
-    number, standing = job.options.number, Standing(store)
+    number, standing = job.options.snapshot, Standing(store)
     number = standing.newest_publishable(accept) if number is None else number
-    if job.config.serves_all and accept and job.options.number is None:
+    if job.config.serves_all and accept and job.options.snapshot is None:
         for snapshot in standing.newest_of_each(accept).values():
-            _accepted(store, snapshot, accept, report)
-    return _accepted(store, store.snapshot(number), accept, report)
+            _with_accepted(store, snapshot, accept, report)
+    return _with_accepted(store, store.snapshot(number), accept, report)
 
 
-def _accepted(
+def _with_accepted(
     store: ViewStore, snapshot: Snapshot, accept: Collection[str], report: Report
 ) -> Snapshot:
     """The snapshot with its failed gates accepted, which the report notes."""
-    again = accepted(store, snapshot, accept, report.run)
+    again = commit_accepted(store, snapshot, accept, report.run)
     if again is not snapshot and report.plan is None:
         report.plan = (
             f"snapshot {again.number} is snapshot {snapshot.number} once more, with"
@@ -263,7 +263,7 @@ def _publish(job: Job, snapshot: Snapshot, report: Report, progress: Progress) -
     """Make the snapshot live, unless what is live is to stay; then collect garbage."""
     project, store, options = job.project, job.store, job.options
     settings, nothing_new = project.settings, report.status == "current"
-    snapshot = _accepted(store, snapshot, options.accept, report)
+    snapshot = _with_accepted(store, snapshot, options.accept, report)
     with take(
         store.leases,
         PUBLISH_LEASE,
@@ -291,11 +291,11 @@ def _publish(job: Job, snapshot: Snapshot, report: Report, progress: Progress) -
                 take_over=options.take_over,
                 memory_mb=settings.memory_mb,
             )
-            stays = _go_live(store, options, snapshot, publisher, report)
+            unpublished = _go_live(store, options, snapshot, publisher, report)
             ref = store.refs.readable_live()
             if ref is not None and ref.snapshot == snapshot.number:
                 # it was live already, and an operator publishes it by hand: a hold ends
-                if not stays and ref.held is not None:
+                if not unpublished and ref.held is not None:
                     store.refs.resume_live()
                 # not of a snapshot of all partitions: this run read one of them
                 if nothing_new and job.config.renew_unchanged and not snapshot.members:
@@ -320,15 +320,15 @@ def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease, report: Report) 
     if every is None:
         return snapshot
     own = None if snapshot.partition is None else every.members.get(snapshot.partition)
-    if options.number == snapshot.number and options.backfill is None and own != snapshot.number:
+    if options.snapshot == snapshot.number and options.backfill is None and own != snapshot.number:
         raise SnapshotError(
             f"view {store.name!r} serves all partitions, and of {snapshot.partition} snapshot"
             f" {own or 'none'}: publish without --snapshot, or go back with `rollback`"
         )
-    every = _accepted(store, every, options.accept, report)
-    if options.number is not None and every.number != options.number:
+    every = _with_accepted(store, every, options.accept, report)
+    if options.snapshot is not None and every.number != options.snapshot:
         report.plan = (
-            f"snapshot {every.number} is of all partitions, with snapshot {options.number}"
+            f"snapshot {every.number} is of all partitions, with snapshot {options.snapshot}"
             " among them"
         )
     return every
@@ -344,14 +344,20 @@ def _go_live(
     """Make the snapshot live, or log why not; returns whether it stays unpublished."""
     standing = Standing(store)
     requested = options.command == "publish" and options.backfill is None
-    stays = None if requested else standing.why_unpublished(snapshot)
-    if stays is None:
+    why_unpublished = None if requested else standing.why_unpublished(snapshot)
+    if why_unpublished is None:
         publisher.publish(snapshot.number, reason=options.command, reload=options.reload)
         return False
     ref = store.refs.readable_live()
     # a hold is easily forgotten
     level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO
-    log.log(level, "view %r: snapshot %d is not published: %s", store.name, snapshot.number, stays)
+    log.log(
+        level,
+        "view %r: snapshot %d is not published: %s",
+        store.name,
+        snapshot.number,
+        why_unpublished,
+    )
     # A crash between the two pointers may have left readers with a snapshot that was rolled back
     # from. But a run that publishes nothing needs no online store.
     try:
@@ -382,13 +388,13 @@ def _collect(
         log.warning("%s", exc)
 
 
-SHARE = 0.05
+LATE_ROWS_SHARE = 0.05
 """Share of the run's time that reading other partitions' sources may take."""
-LEAST_S = 0.1
+LATE_ROWS_LEAST_S = 0.1
 """Seconds that it may take at least: enough for some five small partitions."""
 
 
-def look_at_others(job: Job, made: Snapshot, stages_s: Mapping[str, float]) -> dict[str, bool]:
+def find_late_rows(job: Job, made: Snapshot, stages_s: Mapping[str, float]) -> dict[str, bool]:
     """Read the sources of a view's other partitions again, the newest first, while there is time.
     Partitions of another model or source are left out, since they have to be computed anyway; and
     those whose source cannot be read or yields nothing, unless empty partitions are published: data
@@ -403,7 +409,7 @@ def look_at_others(job: Job, made: Snapshot, stages_s: Mapping[str, float]) -> d
         each partition that was read → whether it has late rows.
     """
     started, found = time.monotonic(), dict[str, bool]()
-    budget_s = max(LEAST_S, SHARE * sum(stages_s.values()))
+    budget_s = max(LATE_ROWS_LEAST_S, LATE_ROWS_SHARE * sum(stages_s.values()))
     # the first will take about as long as the run's own
     slowest_s = stages_s.get("source", 0.0)
     try:
@@ -509,8 +515,10 @@ def check_before(
 
 
 def check_index(config: ViewConfig) -> None:
-    """Raises:
-    ConfigError: the view has an index, and what builds it is not installed.
+    """Check that an index can be built here.
+
+    Raises:
+        ConfigError: the view has an index, and what builds it is not installed.
     """
     if config.index is not None and importlib.util.find_spec("faiss") is None:
         raise ConfigError(
@@ -520,8 +528,10 @@ def check_index(config: ViewConfig) -> None:
 
 
 def check_table(project: Project, name: str) -> None:
-    """Raises:
-    ConfigError: the view has an Iceberg table, and what writes it is not installed.
+    """Check that an Iceberg table can be written here.
+
+    Raises:
+        ConfigError: the view has an Iceberg table, and what writes it is not installed.
     """
     if name in project.settings.iceberg and importlib.util.find_spec("pyiceberg") is None:
         raise ConfigError(
@@ -543,9 +553,11 @@ def contract_verdict(config: ViewConfig, store: ViewStore) -> Verdict | None:
 
 
 def check_online(project: Project, name: str, *, take_over: bool = False) -> None:
-    """Raises:
-    OnlineStoreError, ConflictError: the online store cannot be reached or written, or the view is
-        another project's.
+    """Check that the online store can be written for this view.
+
+    Raises:
+        OnlineStoreError, ConflictError: the online store cannot be reached or written, or the view
+            is another project's.
     """
     with contextlib.closing(
         open_online_store(project.online, memory_mb=project.settings.load_mb)
@@ -576,7 +588,7 @@ def _ended_by_kernel(deadline_s: float | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def named(view: str) -> Iterator[None]:
+def naming_view_in_errors(view: str) -> Iterator[None]:
     """Add the view's name to every error: in a mail from cron nothing else says which view it
     was."""
     try:

@@ -359,7 +359,7 @@ class Conductor:
             self.project,
             state.view,
             Silent(),
-            RunOptions(command="publish", number=number, backfill=state.id),
+            RunOptions(command="publish", snapshot=number, backfill=state.id),
         )
         ref = self.store.refs.live()
         live = None if ref is None else self.store.snapshot(ref.snapshot)

@@ -371,7 +371,7 @@ class Recipes:
             partition=partition,
             memory_mb=self._project.settings.source_mb,
             load=None if self._by_partition else self._load,
-            held=True,
+            gpu_reserved=True,
         )
 
     def _load(self, use: str, args: Mapping[str, Any], _precision: str) -> LoadedModel:

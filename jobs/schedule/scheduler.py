@@ -284,12 +284,9 @@ class Scheduler:
             job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None},
         )
         ticker.add_listener(_trouble, EVENT_JOB_ERROR | EVENT_JOB_MISSED)
-        every_s = {"tick": TICK_S, "reconcile": float(self.project.settings.reconcile)}
-        ticks, looks = (
-            ticker.add_job(work, _Every(every_s[name]), id=name)
-            for name, work in (("tick", self.tick), ("reconcile", self._reconcile))
-        )
-        ticks.modify(next_run_time=utc_clock())
+        look_s = float(self.project.settings.reconcile)
+        ticks = ticker.add_job(self.tick, _Every(TICK_S), next_run_time=utc_clock())
+        looks = ticker.add_job(self._reconcile, _Every(look_s))
         previous = (
             {
                 number: signal.signal(number, self._on_signal)
@@ -312,8 +309,8 @@ class Scheduler:
                 # APScheduler waits by the clock on the wall: set back by an hour, it would be
                 # silent for that hour.
                 now = utc_clock()
-                for job in (ticks, looks):
-                    latest = now + timedelta(seconds=every_s[job.id] + TICK_S)
+                for job, every_s in ((ticks, TICK_S), (looks, look_s)):
+                    latest = now + timedelta(seconds=every_s + TICK_S)
                     if job.next_run_time is not None and job.next_run_time > latest:
                         job.modify(next_run_time=now)
         finally:

@@ -59,7 +59,7 @@ def compare(
     refused: Sequence[Path] = (),
     *,
     expired_before_us: int | None = None,
-    retry_refused: bool = False,
+    retry_rejected: bool = False,
 ) -> Diff:
     """Compare the loaded rows with earlier results; :meth:`Source.batches` then yields only those
     that need a value.
@@ -71,7 +71,7 @@ def compare(
         finished: files of interrupted runs: the same columns; a key may come several times.
         refused: Parquet files of rejected rows, by ``key`` text and ``input_hash``.
         expired_before_us: a known row computed before this (µs since 1970) is computed again.
-        retry_refused: compute the refused ones, too.
+        retry_rejected: compute the refused ones, too.
 
     Raises:
         SnapshotError: one of these files cannot be read.
@@ -91,9 +91,9 @@ def compare(
         source.database.execute(
             "CREATE OR REPLACE TEMP TABLE todo AS SELECT i FROM plan WHERE state < 3 AND i NOT IN"
             " (SELECT i FROM taken)"
-            + ("" if retry_refused else " AND i NOT IN (SELECT i FROM refused)")
+            + ("" if retry_rejected else " AND i NOT IN (SELECT i FROM refused)")
         )
-        counted = _counted(source, known_sql, retry_refused)
+        counted = _counted(source, known_sql, retry_rejected)
     source.narrowed = counted.compute < source.database.number("SELECT count(*) FROM input")
     return counted
 
@@ -145,7 +145,7 @@ def _refuse(source: Source, refused: Sequence[Path]) -> None:
         )
 
 
-def _counted(source: Source, known_sql: str, retry_refused: bool) -> Diff:
+def _counted(source: Source, known_sql: str, retry_rejected: bool) -> Diff:
     database = source.database
     counts = database.query("SELECT state, count(*) AS n FROM plan GROUP BY state").to_pylist()
     states = dict.fromkeys(range(5), 0) | {row["state"]: row["n"] for row in counts}
@@ -166,8 +166,8 @@ def _counted(source: Source, known_sql: str, retry_refused: bool) -> Diff:
         unchanged=unchanged,
         removed=states[4],
         resumed=database.number("SELECT count(*) FROM taken"),
-        refused=0 if retry_refused else again,
-        retried=again if retry_refused else 0,
+        refused=0 if retry_rejected else again,
+        retried=again if retry_rejected else 0,
         oldest_us=ages["oldest"],
         newest_us=ages["newest"],
     )
@@ -211,7 +211,7 @@ def find_deletes(source: Source) -> pa.Table:
     )
 
 
-def refused_rows(source: Source) -> pa.Table:
+def rejected_rows(source: Source) -> pa.Table:
     """The rows that were rejected before with the same input: ``key``, ``stage``, ``error``,
     ``input_hash``, ``attempts``."""
     return source.database.query(

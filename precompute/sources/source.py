@@ -503,7 +503,7 @@ class Source:
             return self.database.query(f"SELECT {names} FROM input {by_hash}")
         return self.database.query_aside(f"SELECT * FROM ({self._sql}\n) {by_hash}", self._given)
 
-    def ends(self, rows: int) -> pa.Table:
+    def extremes(self, rows: int) -> pa.Table:
         """The loaded rows, or else the SQL's, at the ends of each input: ``rows`` of the longest
         and as many of the shortest texts and lists, of the largest and smallest numbers, and of the
         vectors (lists of one length) farthest from and nearest to 0; each once.

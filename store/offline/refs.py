@@ -109,9 +109,7 @@ class PublishingLog:
             except ValueError as exc:
                 path = self._older_path(number) if number else self._path
                 remedy = "remove the line, and what was live before counts until the next one"
-                names = list[str]()
-                with contextlib.suppress(OSError):
-                    names = self._storage.names(self._path.parent)
+                names = self._storage.names(self._path.parent)
                 older = sorted(int(name[1]) for name in map(_OLDER_NAME.fullmatch, names) if name)
                 if older and (number, at) == (0, 1):
                     # without such a line they would be forgotten

@@ -130,7 +130,7 @@ def test_a_snapshot_with_a_damaged_file_is_never_published(
     harm(path)
     ref, old = committed.store.refs.live(), committed.history[-2]
     with pytest.raises(SnapshotError, match=which):
-        committed.run(command="publish", number=3)
+        committed.run(command="publish", snapshot=3)
     assert committed.store.refs.live() == ref
     assert check_readers(committed) == old
 
@@ -274,7 +274,7 @@ def test_what_is_refused_changes_neither_pointer_nor_marks_nor_hold(
     with pytest.raises(PrecomputeError, match="snapshot 3 is marked bad"):
         act(scene, "rollback", to=3)
     with pytest.raises(PrecomputeError, match="snapshot 3 is marked bad"):
-        scene.run(command="publish", number=3)
+        scene.run(command="publish", snapshot=3)
     assert (refs.live(), list(refs.bad()), ref.held is not None) == (ref, [3], True)
 
 

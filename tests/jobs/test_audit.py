@@ -50,7 +50,7 @@ class Alone:
 
 @pytest.fixture(autouse=True)
 def _time_enough(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_module, "LEAST_S", 60.0)
+    monkeypatch.setattr(audit_module, "AUDIT_LEAST_S", 60.0)
 
 
 def rows_of(broken: set[int]) -> list[tuple[int, float]]:
@@ -137,7 +137,7 @@ def test_what_is_right_is_said_of_all_rows(
 def test_without_time_nothing_is_said(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_module, "LEAST_S", 0.0)
+    monkeypatch.setattr(audit_module, "AUDIT_LEAST_S", 0.0)
     project = torch_project(
         make_project,
         [(i, 1 + i / 7) for i in range(200)],
@@ -176,7 +176,7 @@ def test_a_row_that_depends_on_its_batch_is_refused(make_project: MakeProject, r
 def test_of_large_rows_fewer_are_held(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_module, "HELD_BYTES", 20_000)
+    monkeypatch.setattr(audit_module, "SAMPLE_BYTES", 20_000)
     monkeypatch.setattr(audit_module, "TOGETHER_BYTES", 1)
     held: list[int] = []
     draw: Callable[..., None] = audit_module.Sample.draw

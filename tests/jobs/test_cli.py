@@ -4,6 +4,7 @@ completes."""
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import os
@@ -89,6 +90,16 @@ def report_of(capsys: Captured) -> Any:
 
 
 # ---- run, materialize, publish
+
+
+def test_messages_name_commands_that_there_are() -> None:
+    (commands,) = (set(a.choices) for a in _parser()._actions if isinstance(a.choices, dict))
+    for room in ("jobs", "precompute", "store", "demo"):
+        for path in (REPOSITORY / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    named = re.findall(r"(?<!from )\bprecompute (?:-c \S+ )?([a-z]+)\b", node.value)
+                    assert commands.issuperset(named), f"{path}: {node.value}"
 
 
 def test_help_loads_nothing_that_takes_long() -> None:

@@ -175,7 +175,7 @@ def test_workers_share_the_gpus_that_are_there(
     project = make_project(numbers(), view={"model": {"use": f"{HERE}:OnGpu"}})
     meter = Meter()
     with open_view(
-        project.view("numbers").feature_view(), project.offline, project.home, held=True
+        project.view("numbers").feature_view(), project.offline, project.home, gpu_reserved=True
     ) as opened:
         engine = engine_of(opened, EngineConfig(workers=workers), meter)
         assert isinstance(engine, Runner if devices is None else WorkerPool)

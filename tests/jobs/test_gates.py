@@ -433,7 +433,7 @@ def test_parity_leaves_out_rows_whose_input_changed_since(
 ) -> None:
 
     project = make_project(list(GOOD.items()), view=view(fallback=True))
-    compact = materialize._write
+    compact = materialize._draft_snapshot
 
     def changed(*arguments: Any) -> Snapshot:
         ids = list(GOOD)
@@ -443,7 +443,7 @@ def test_parity_leaves_out_rows_whose_input_changed_since(
         )
         return compact(*arguments)
 
-    monkeypatch.setattr(materialize, "_write", changed)
+    monkeypatch.setattr(materialize, "_draft_snapshot", changed)
     assert project.run().status == "published"
     (parity,) = [g for g in project.snapshot().gates if g.gate == "parity"]
     assert parity.message == "0 of 5 sampled rows come out differently from the fallback"
@@ -567,7 +567,7 @@ def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(
     config = project.view("numbers")
     with open_view(config.feature_view(), project.offline, project.home) as opened:
         judge, figures = Judge(config, opened, store), count(table.to_batches(), snapshot.view)
-        verdicts = judge.verdicts(replace(snapshot, number=0, parts=(part,), figures=figures), None)
+        verdicts = judge.measure(replace(snapshot, number=0, parts=(part,), figures=figures), None)
     assert verdicts.quality["finite"] == 1 / N
     assert [verdict for verdict in verdicts.all if verdict.gate == "finite"] == [
         Verdict("finite", passed, 1 / N, limit, "1 of 40 rows are not finite")
@@ -914,7 +914,7 @@ CONTRACTS: dict[str, tuple[dict[str, Any], str]] = {
         "feature 'vector' is a vector of 3 float32, and was a vector of 2 float32",
     ),
     "key": ({"entity": ["k"], "source": {"sql": TEXT_KEY}}, r"the key is \[k\], and was \[id\]"),
-    "index": ({"index": None}, "the search is no more, and was of vector by cosine"),
+    "index": ({"index": None}, "the search was removed, and was of vector by cosine"),
     "metric": (
         {"index": {"on": "vector", "metric": "dot"}},
         "the search is of vector by dot, and was of vector by cosine",
@@ -959,7 +959,7 @@ def test_what_readers_rely_on_is_changed_by_name_alone(
     changed, said = CONTRACTS[change]
     project = make_project(list(GOOD.items()), view=with_model(base | changed))
     with pytest.raises(
-        GateError, match=f"contract: who reads numbers would break: {said}.*--accept contract"
+        GateError, match=f"contract: readers of numbers would break: {said}.*--accept contract"
     ):
         project.run()
     assert project.run(accept=["contract"]).status == "published"

@@ -85,7 +85,7 @@ def reads_well(project: Scene, view: str = "numbers") -> None:
 def test_live_previous_newest_pinned_and_young_stay(prepared: Prepared) -> None:
     project = prepared(published, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     store = project.store
-    project.publish(number=3)  # live 3, previous 6
+    project.publish(snapshot=3)  # live 3, previous 6
     store.pin(1, "a test")
     assert gc(project, after_s=0) == []  # all are young
     gone = gc(project)
@@ -192,7 +192,7 @@ def test_the_newest_of_every_partition_stays(make_project: MakeProject) -> None:
         project = make(make_project, [(i, i * factor) for i in (1, 2, 3)], **view)
         for day in days:
             assert project.cli("materialize", "numbers", "--partition", day) == 0
-    project.publish(number=6)
+    project.publish(snapshot=6)
     gc(project)
     assert project.numbers() == [4, 5, 6]
     reads_well(project)
@@ -324,7 +324,7 @@ def test_a_copy_that_was_accepted_keeps_the_files_it_shares(make_project: MakePr
     rows = [(i, 1.0 + i) for i in range(10)]
     project = make(make_project, rows, gates={"rows": 0.2})
     project.materialize()
-    project.publish(number=2, accept=["rows"])
+    project.publish(snapshot=2, accept=["rows"])
     gc(project)
     assert project.numbers() == [1, 3]
     reads_well(project)

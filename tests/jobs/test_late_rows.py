@@ -22,7 +22,7 @@ NAMES = [str(containing("day", day)) for day in DAYS]
 
 @pytest.fixture(autouse=True)
 def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precompute.jobs.run.run_view, "LEAST_S", 10.0)
+    monkeypatch.setattr(precompute.jobs.run.run_view, "LATE_ROWS_LEAST_S", 10.0)
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def test_looking_ends_with_its_time(
     corpus: Corpus, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus.write(1, corpus.days[1] | {11: 7.0})
-    monkeypatch.setattr(precompute.jobs.run.run_view, "LEAST_S", 0.0)
-    monkeypatch.setattr(precompute.jobs.run.run_view, "SHARE", 0.0)
+    monkeypatch.setattr(precompute.jobs.run.run_view, "LATE_ROWS_LEAST_S", 0.0)
+    monkeypatch.setattr(precompute.jobs.run.run_view, "LATE_ROWS_SHARE", 0.0)
     report = corpus.run(2)
     assert (report.looked_at, report.late) == ([], [])
     assert status(corpus, capsys)[0]["looked_at"] == 2  # of the run before

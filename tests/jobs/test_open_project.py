@@ -200,7 +200,7 @@ def test_a_frames_run_that_ended_goes_on(
 ) -> None:
     """Given once more, what was computed of it is taken over; what was changed meanwhile is not."""
     with monkeypatch.context() as patch:
-        patch.setattr("precompute.jobs.run.materialize._judge", lambda *_: 1 / 0)
+        patch.setattr("precompute.jobs.run.materialize._judge_draft", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             project.run("numbers", frame=DATA, progress=False)
     ran = project.run("numbers", frame=pd.DataFrame(DATA).assign(x=[1.0, 2.0, 9.0]), progress=False)

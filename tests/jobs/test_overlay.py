@@ -230,12 +230,12 @@ def test_going_back_and_forth_between_overlays_and_base_loads_nothing(published:
         (3, third, both),
         (1, BASE, both.lowest(1)),
     ):
-        report = project.publish(number=number)
+        report = project.publish(snapshot=number)
         assert "load" not in report.stages_s
         assert project.live().place == place
         check(project, table)
     # under the overlay that was live before lies the other one
-    report = project.publish(number=2)
+    report = project.publish(snapshot=2)
     assert ("load" in report.stages_s, project.live().place) == (False, both.lowest(2))
     check(project, second)
 
@@ -318,7 +318,7 @@ def test_a_store_that_may_drop_rows_gets_no_overlay(
         project = make_project([(i, x if i == 1 else float(i)) for i in range(ROWS)], view=UNJUDGED)
         project.run()
     assert project.live().place == Place(2, 2, lossy=True)
-    assert ("load" in project.publish(number=1).stages_s, project.live().place) == (
+    assert ("load" in project.publish(snapshot=1).stages_s, project.live().place) == (
         False,
         Place(1, 1, lossy=True),
     )

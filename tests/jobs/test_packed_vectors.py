@@ -133,7 +133,7 @@ def test_another_packing_computes_nothing_and_loads_a_base(
         assert project.run().status == "current"
     project.rollback()
     assert (project.live().snapshot, served(project, KEYS)) == (3, kept("binary", KEYS))
-    project.publish(number=2)
+    project.publish(snapshot=2)
     assert (project.live().snapshot, served(project, KEYS)) == (2, kept("int8", KEYS))
 
 

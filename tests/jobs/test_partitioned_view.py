@@ -264,7 +264,7 @@ def test_live_never_moves_back(make_project: MakeProject) -> None:
     assert live(project) == (5, day(3))
     assert values(project, 5) == expected(3, 2.0)
     assert run(project, command="publish").status == "current"
-    assert run(project, command="publish", number=1).status == "published"  # an operator may
+    assert run(project, command="publish", snapshot=1).status == "published"  # an operator may
     assert live(project) == (1, day(2))
     assert run(project, command="publish").snapshot == 5
 

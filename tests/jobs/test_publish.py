@@ -159,13 +159,13 @@ def test_a_delta_over_a_damaged_parent_is_never_loaded_from_it(
     assert part is not None
     flip(project.root / "numbers" / part.path, Path())
     if damage == "part":
-        assert project.publish(number=last.number).status == "published"
+        assert project.publish(snapshot=last.number).status == "published"
         assert project.served([0, 1, 2]) == (3, [None, 400.0, 4.0])
     with pytest.raises(SnapshotError, match=f"{re.escape(part.path)} differs from its checksum"):
-        project.publish(number=last.number, reload=True)
+        project.publish(snapshot=last.number, reload=True)
     if damage == "deletes":
         with pytest.raises(GateError, match="snapshot 2 is marked bad"):
-            project.publish(number=last.number)
+            project.publish(snapshot=last.number)
         assert epochs(project) == (2, 2)
         assert project.served([0, 1, 2]) == (2, [None, 200.0, 4.0])
 
@@ -180,7 +180,7 @@ def test_going_back_to_the_snapshot_before_loads_nothing(
     store = project.store
     for path in store.part_paths(store.snapshot(1)):
         path.unlink()  # what is not read may be missing
-    report = project.publish(number=1)
+    report = project.publish(snapshot=1)
     assert (report.status, report.snapshot, report.epoch) == ("published", 1, 3)
     assert report.stages_s.keys() & {"check", "load", "verify", "index"} == set()
     ref = store.refs.live()
@@ -192,7 +192,7 @@ def test_going_back_to_the_snapshot_before_loads_nothing(
     assert project.served() == (1, [2.0, 2.0, 2.0])
     assert project.nearest(1.0)[0] == 1
     assert (epochs(project), generations(project)) == ((3, 3), [1, 2])
-    report = project.publish(number=2)  # and forth
+    report = project.publish(snapshot=2)  # and forth
     assert (report.epoch, "load" in report.stages_s) == (4, False)
     assert project.served() == (2, [20.0, 20.0, 20.0])
     ref = store.refs.live()
@@ -213,7 +213,7 @@ def test_the_snapshot_before_is_loaded_again_when_its_generation_is_gone(
     opened = project.open_online()
     opened.drop("numbers", 1)
     opened.close()
-    report = project.publish(number=1)
+    report = project.publish(snapshot=1)
     assert (report.epoch, "load" in report.stages_s) == (3, True)
     assert project.served([1]) == (1, [2.0])
     assert generations(project) == [2, 3]
@@ -436,7 +436,7 @@ def test_a_torn_manifest_is_never_published(make_project: MakeProject, text: str
     committed(make_project([(1, 9.0)]))
     (project.root / "numbers" / "manifests" / f"{2:020d}.json").write_text(text)
     with pytest.raises(SnapshotError, match="torn"):
-        project.publish(number=2)
+        project.publish(snapshot=2)
     assert project.served([1]) == (1, [2.0])
     report = project.publish()  # the newest that can be published
     assert (report.status, report.snapshot) == ("current", 1)

@@ -149,7 +149,7 @@ def test_how_far_a_value_is_off(
 def test_history_has_snapshots_runs_and_moves(project: Scene, capsys: Captured) -> None:
     project.rollback()
     with pytest.raises(SnapshotError):
-        project.run(number=99, command="publish")
+        project.run(snapshot=99, command="publish")
     stamp = project.store.runs.stamp()
     begun = replace(
         project.report(), run=f"{stamp}-f00000", status="running", command="run", seconds=0.0

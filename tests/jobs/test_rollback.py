@@ -110,7 +110,7 @@ def test_what_cannot_be_gone_back_to_is_refused_and_nothing_is_marked(versions: 
         project.rollback(to=2)
     assert project.store.refs.bad() == {}
     with pytest.raises(SnapshotError, match="no snapshot 9"):
-        project.publish(number=9)
+        project.publish(snapshot=9)
     assert served(project) == (2, 10.0)
     # what was refused before it changed anything is no run that failed
     assert project.report().command == "run"
@@ -219,7 +219,7 @@ def test_publish_never_picks_one_that_has_rows_of_a_bad_one(
     report = project.publish()
     assert (report.status, report.snapshot) == ("current", 1)
     with pytest.raises(GateError):
-        project.publish(number=3)
+        project.publish(snapshot=3)
 
 
 def test_back_from_a_partition_goes_to_the_one_before_it(make_project: MakeProject) -> None:
@@ -266,7 +266,7 @@ def test_publish_by_hand_ends_the_hold_unless_it_is_refused(versions: Versions) 
     project = versions(1.0, 10.0)
     project.rollback(hold=True)
     with pytest.raises(GateError):
-        project.publish(number=2)
+        project.publish(snapshot=2)
     assert project.live().held is not None
     project = versions(100.0)
     assert project.publish().snapshot == 3

@@ -169,7 +169,7 @@ def test_an_earlier_snapshot_can_be_published_while_a_run_goes_on(
         project = make_project(rows(factor), **options())
         project.run()
     with take(project.store.leases, run_lease(None), "a run that goes on"):
-        assert project.publish(number=1).snapshot == 1
+        assert project.publish(snapshot=1).snapshot == 1
     assert served(project) == OLD
 
 

@@ -253,7 +253,7 @@ def test_a_refused_day_is_left_out_and_too_many_lost_rows_are_refused(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # time enough to look at the other day, however busy the machine is
-    monkeypatch.setattr("precompute.jobs.run.run_view.LEAST_S", 60.0)
+    monkeypatch.setattr("precompute.jobs.run.run_view.LATE_ROWS_LEAST_S", 60.0)
     corpus.view = {"gates": UNGATED | {"rows": 0.2, "finite": 0.0}, "bad_rows": "reject"}
     for day in range(2):
         corpus.run(day, {100 * day + key: 1.0 for key in range(50)})
@@ -293,7 +293,7 @@ def test_another_model_goes_live_once_every_served_partition_is_of_it(corpus: Co
     before = corpus.scene.live_snapshot()
     report = corpus.run(3, {3: 1.0})
     assert (report.status, corpus.scene.live_snapshot()) == ("current", before)
-    assert "3 of 3 that are served wait for it" in report.attention[0]
+    assert "3 of 3 served partitions still have the old one" in report.attention[0]
     assert corpus.scene.status()["partitions"]["left_out"] == {"of another model": 1}
     for day in (0, 1):
         corpus.run(day)

@@ -481,17 +481,17 @@ def test_rows_that_are_compared_are_as_many_as_were_promised(make: Make) -> None
     agreed = {name: replace(one, rows=60, among=60) for name, one in record.agreement.items()}
     with open_view(view, scene.offline, scene.home) as opened:
         student = OpenStudent(view, scene.home, record)
-        every = student.compared(opened, opened.source, sample)
+        every = student.compare_rows(opened, opened.source, sample)
         fewer = OpenStudent(view, scene.home, replace(record, agreement=agreed))
         assert (every.given, every.rejected) == (ROWS, 0)
-        assert fewer.compared(opened, opened.source, sample).given == 60
+        assert fewer.compare_rows(opened, opened.source, sample).given == 60
         # what the source says of a row by now is another input
         table = pa.table(
             {"id": range(1, ROWS + 1), "x": [-9.0] * 40 + [7 * i / 10 for i in range(41, ROWS + 1)]}
         )
         pq.write_table(table, scene.folder / "data.parquet")
-        left = fewer.compared(opened, opened.source, sample)
-        too_few = student.compared(opened, opened.source, sample)
+        left = fewer.compare_rows(opened, opened.source, sample)
+        too_few = student.compare_rows(opened, opened.source, sample)
     assert every.agreement is not None
     assert left.agreement is not None
     assert (left.given, left.agreement["vector"].rows) == (60, 60)
@@ -510,12 +510,12 @@ def test_only_rows_that_it_never_learned_from_say_how_it_agrees(make: Make) -> N
     rows = scene.store.sample(scene.snapshot(), ROWS)
     sample = rows.append_column("key", rows.column("id").cast(pa.string()))
     with open_view(view, scene.offline, scene.home) as opened:
-        compared = OpenStudent(view, scene.home, record).compared(opened, opened.source, sample)
+        compared = OpenStudent(view, scene.home, record).compare_rows(opened, opened.source, sample)
         keys = sample.column("key").to_pylist()
         inputs = opened.source.rows(keys, grouped_by=["x"])
         # the source has no such column any more: it may have learned from any
         other = replace(record, grouped_by=["x", "gone"])
-        unknown = OpenStudent(view, scene.home, other).compared(opened, opened.source, sample)
+        unknown = OpenStudent(view, scene.home, other).compare_rows(opened, opened.source, sample)
     unseen = is_held_out(np.asarray(inputs.column("input_group")), 0.7)
     x = np.asarray(inputs.column("x"))
     x = np.concatenate([x[unseen], x[~unseen]])
@@ -556,7 +556,7 @@ def test_a_model_behind_no_miss_is_audited_among_other_rows(make: Make) -> None:
         scene = make({"fallback": fallback})
         config = scene.view("numbers")
         with open_view(config.feature_view(), scene.offline, scene.home) as opened:
-            wanted.append(Audit(config, opened, ROWS, 0.0).wanted)
+            wanted.append(Audit(config, opened, ROWS, 0.0).sample_rows)
     # where the model answers misses, `parity` has its rows computed once more
     assert wanted == [0, ALONE_ROWS]
 

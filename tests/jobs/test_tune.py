@@ -496,9 +496,9 @@ def test_rows_that_are_lost_refuse_it_whatever_the_budget(
         view={"accuracy": {"cosine": 1e-9, "recall_at_10": 0.0}},
     )
     found = tune(project, "numbers", only=["bf16-eager"])
-    assert found["measured"][1]["refused"] == "rows that both compute: 0 is below 1"
+    assert found["measured"][1]["refused"] == "rows computed by both: 0 is below 1"
     assert (found["measured"][1]["accuracy"], found["picked"]) == ({}, "fp32-eager")
-    with pytest.raises(GateError, match="rows that both compute: 0 is below 1"):
+    with pytest.raises(GateError, match="rows computed by both: 0 is below 1"):
         torch_project(make_project, module="HalfLost", view={"precision": "bf16"}).run()
 
 
@@ -781,7 +781,7 @@ def test_beside_a_run_nothing_is_written_before_it_is_known(
 ) -> None:
     gathered, written = threading.Event(), list[list[str]]()
     project = torch_project(make_project, ROWS, view={"precision": "bf16", "concurrent": True})
-    gather, compared = Chunks._gather, accuracy.compared
+    gather, compared = Chunks._gather, accuracy.compare_outcomes
 
     def gathering(*given: Any) -> None:
         gather(*given)
@@ -793,7 +793,7 @@ def test_beside_a_run_nothing_is_written_before_it_is_known(
         return compared(*given)
 
     monkeypatch.setattr(Chunks, "_gather", gathering)
-    monkeypatch.setattr(accuracy_module, "compared", comparing)
+    monkeypatch.setattr(accuracy_module, "compare_outcomes", comparing)
     assert project.cli("run", "numbers") == 3
     assert "is below 0.985. Nothing was written; choose another precision" in str(
         project.report().error
@@ -832,7 +832,7 @@ def test_a_check_that_fails_or_that_nobody_waits_for_ends(
         make_project, ROWS, view={"precision": "bf16", "concurrent": True, "accuracy": LOOSE}
     )
     with monkeypatch.context() as patched:
-        patched.setattr(accuracy_module, "compared", broken)
+        patched.setattr(accuracy_module, "compare_outcomes", broken)
         with pytest.raises(ModelError, match="the reference fell over"):
             project.run()
     assert project.numbers() == []
@@ -853,7 +853,7 @@ def test_a_fault_of_both_packed_precisions_is_seen(
     """Float32 is computed by packed layers where that is quicker, and only while the module itself
     computes the same."""
     techniques: list[str] = []
-    measured = AccuracyCheck._computed
+    measured = AccuracyCheck._compute
 
     def computing(check: AccuracyCheck, model: TorchModel, rows: pa.RecordBatch) -> Any:
         techniques.append(
@@ -861,7 +861,7 @@ def test_a_fault_of_both_packed_precisions_is_seen(
         )
         return measured(check, model, rows)
 
-    monkeypatch.setattr(AccuracyCheck, "_computed", computing)
+    monkeypatch.setattr(AccuracyCheck, "_compute", computing)
     project = torch_project(
         make_project, ROWS, view={"precision": "bf16", "backend": "onednn", "accuracy": LOOSE}
     )
@@ -876,7 +876,7 @@ def test_a_fault_of_both_packed_precisions_is_seen(
         shutil.rmtree(project.store.compiled)
         with monkeypatch.context() as patched:
             patched.setattr(PackedLinear, "forward", wrong)
-            with pytest.raises(GateError, match=r"mean cosine -1|rows that both compute"):
+            with pytest.raises(GateError, match=r"mean cosine -1|rows computed by both"):
                 project.run(full=True)
         assert techniques[-1] == "module 128"
     # a kind of layer that cannot be packed at all
@@ -902,13 +902,13 @@ def test_few_rows_do_where_they_leave_no_doubt(
 ) -> None:
     """And what tune measured on as few spares a run its own."""
     measured: list[int] = []
-    computed = AccuracyCheck._computed
+    computed = AccuracyCheck._compute
 
     def computing(check: AccuracyCheck, model: TorchModel, rows: pa.RecordBatch) -> Any:
         measured.append(rows.num_rows)
         return computed(check, model, rows)
 
-    monkeypatch.setattr(AccuracyCheck, "_computed", computing)
+    monkeypatch.setattr(AccuracyCheck, "_compute", computing)
     table = pa.table({"id": range(200), "x": [1 + i / 100 for i in range(200)]})
 
     def project(budget: dict[str, float] | None = None, **chosen: str) -> Scene:

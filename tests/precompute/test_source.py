@@ -22,7 +22,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from precompute.sources.database import Files, check_sql, referenced_views
-from precompute.sources.diff import Diff, compare, find_deletes, refused_rows, returned_rows
+from precompute.sources.diff import Diff, compare, find_deletes, rejected_rows, returned_rows
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, MissingFileError, SnapshotError, SourceError
 from precompute.store.keys import key_column
@@ -609,7 +609,7 @@ def test_a_diff_is_what_comparing_row_by_row_gives(history: History, block_rows:
             source, known, finished, refused, expired_before_us=history.expired_before_us
         )
         deletes = find_deletes(source).to_pylist()
-        again = refused_rows(source).to_pylist()
+        again = rejected_rows(source).to_pylist()
         todo = list(source.batches(3))
         check_diff(
             history, found, deletes, again, [row for batch in todo for row in batch.to_pylist()]
@@ -974,13 +974,13 @@ def test_a_sample_is_of_the_whole_source_and_the_same_in_any_order() -> None:
 def test_the_ends_are_the_same_rows_however_many_are_equal() -> None:
     sql = "SELECT i AS id, nullif(i % 9, 4) AS x, NULL::DOUBLE AS y FROM range(600000) t(i)"
     with Source(sql, ("id",), {}) as source:
-        before = source.ends(4)
+        before = source.extremes(4)
         source.load()
-        assert all(source.ends(4).equals(before) for _ in range(4))
+        assert all(source.extremes(4).equals(before) for _ in range(4))
     assert sorted(before.column("x").to_pylist()) == [0] * 4 + [8] * 4
     assert before.schema.names == ["id", "x", "y"]
     with Source(sql + " ORDER BY i DESC", ("id",), {}) as source:
-        assert source.ends(4).equals(before)
+        assert source.extremes(4).equals(before)
 
 
 # ---- partitions

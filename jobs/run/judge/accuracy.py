@@ -1,5 +1,5 @@
-"""Accuracy: how far a view's precision is from float32 on a sample of its rows; cached, so that
-``tune`` and the run after it measure it once."""
+"""Accuracy: how far a view's precision is from float32 on a sample of its rows, cached for ``tune``
+and the run after it; and the gate, measured in a thread beside the run's first batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from precompute.engine.runner import Runner
 from precompute.jobs.config.gates import AccuracyConfig
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.report import versions
-from precompute.jobs.run.rows.chunks import computed
+from precompute.jobs.run.rows.chunks import compute_in_worker
 from precompute.jobs.run.rows.open_view import OpenView
 from precompute.model import digest, table_digest
 from precompute.store.disk.durable_file import make_folder, replace_durably
@@ -49,7 +49,7 @@ SHORT = {
 }
 
 
-class Comparison(Record, frozen=True):
+class TechniqueComparison(Record, frozen=True):
     """Figures of a sample's rows by one technique against the reference; ``accuracy`` is None where
     no row was computed by both, ``lost`` counts those that the reference alone computed."""
 
@@ -75,7 +75,7 @@ class Comparison(Record, frozen=True):
     def judged(self, budget: AccuracyConfig, view: FeatureView) -> list[Judged]:
         """Every figure with its limit, the worst first, and the number of lost rows."""
         if self.accuracy is None:
-            return [Judged("rows that both compute:", 0, 1, -1)]
+            return [Judged("rows computed by both:", 0, 1, -1)]
         figures = self.accuracy.judged(limits_of(budget), view)
         if self.lost:
             figures.append(Judged("rows rejected that float32 computes:", self.lost, 0, -self.lost))
@@ -112,14 +112,14 @@ def limits_of(budget: AccuracyConfig) -> Limits:
     )
 
 
-def compared(
+def compare_outcomes(
     view: FeatureView,
     budget: AccuracyConfig,
     reference: Outcome,
     other: Outcome,
     rows: int,
-    ends: int = 0,
-) -> Comparison:
+    extremes: int = 0,
+) -> TechniqueComparison:
     """Two outcomes of one sample, compared.
 
     Args:
@@ -128,17 +128,19 @@ def compared(
         reference: in float32.
         other: by another technique.
         rows: how many of the sample's first rows count.
-        ends: how many of them, at the beginning, have extreme inputs and are no random sample.
+        extremes: how many of them, at the beginning, have extreme inputs and are no random sample.
     """
-    wanted = set(reference.rows[reference.rows < rows].tolist())
-    both = sorted(wanted & set(other.rows.tolist()))
-    at_ends = sum(row < ends for row in both)
-    if len(both) == at_ends:
-        return Comparison(rows - ends, len(wanted), None)
-    wants, made = (_features(done, both) for done in (reference, other))
-    limits, lost = limits_of(budget), len(wanted) - len(both)
-    found, low = (figures(wants, made, view, limits, at_ends) for figures in (compare, least))
-    return Comparison(rows - ends, lost, found, low)
+    by_reference = set(reference.rows[reference.rows < rows].tolist())
+    both = sorted(by_reference & set(other.rows.tolist()))
+    at_extremes = sum(row < extremes for row in both)
+    if len(both) == at_extremes:
+        return TechniqueComparison(rows - extremes, len(by_reference), None)
+    expected, made = (_features(done, both) for done in (reference, other))
+    limits, lost = limits_of(budget), len(by_reference) - len(both)
+    found, low = (
+        figures(expected, made, view, limits, at_extremes) for figures in (compare, least)
+    )
+    return TechniqueComparison(rows - extremes, lost, found, low)
 
 
 def _features(done: Outcome, rows: list[int]) -> pa.RecordBatch:
@@ -184,23 +186,23 @@ class CachedComparison:
             ],
             index=None if view.index is None else [view.index.on, view.index.metric],
             rows=table_digest(pa.Table.from_batches([sample])),
-            device=opened.wanted,
+            device=opened.gpu,
             machine=instructions(),
             versions=dict(versions()),
         )
         self._path = opened.compiled / f"accuracy-{technique}-{facts[:16]}.json"
 
-    def read(self) -> Comparison | None:
+    def read(self) -> TechniqueComparison | None:
         """None where there is none, or none that can be read."""
         try:
-            return read_record(Comparison, self._path.read_bytes())
+            return read_record(TechniqueComparison, self._path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as exc:
             log.warning("%s cannot be read (%s): measured again", self._path, exc)
             return None
 
-    def write(self, comparison: Comparison) -> None:
+    def write(self, comparison: TechniqueComparison) -> None:
         """Store it; where that fails, it is measured again the next time."""
         try:
             make_folder(self._path.parent)
@@ -221,13 +223,13 @@ CHECKED_ROWS = 512
 """The sample's size: 10 neighbours among 512 rows tell a recall of 0.985 from 0.97."""
 FIRST_ROWS = 128
 """The first of these rows, for a view of vectors alone: enough, if their verdict is clear
-(:meth:`Comparison.clear`)."""
-END_ROWS = 4
+(:meth:`TechniqueComparison.clear`)."""
+EXTREME_ROWS = 4
 """Rows at each end of each input: the longest and shortest texts, the largest and smallest numbers
 and vectors."""
-SHARE = 4
-"""One in so many compute threads measures beside a run, in a lane of its own; at least two, where
-there are two. With one of two it took longer than the batches beside it."""
+THREADS_PER_LANE = 4
+"""Compute threads for each lane that measures beside a run; two lanes at least, where there are two
+threads. With one of two it took longer than the batches beside it."""
 
 
 class _Stopped(Exception):
@@ -249,9 +251,9 @@ class AccuracyCheck:
 
     def __init__(self, config: ViewConfig, opened: OpenView) -> None:
         self._config, self._opened = config, opened
-        sample, self._ends = sample_of(opened, CHECKED_ROWS)
+        sample, self._extremes = sample_of(opened, CHECKED_ROWS)
         self._parts = [
-            sample.slice(0, rows) for rows in steps(opened.view, sample.num_rows, self._ends)
+            sample.slice(0, rows) for rows in steps(opened.view, sample.num_rows, self._extremes)
         ]
         self._found = self._known()
         self._error: BaseException | None = None
@@ -259,10 +261,13 @@ class AccuracyCheck:
         self._thread: threading.Thread | None = None
         if self._found is not None:
             return
-        if opened.wanted is not None:
+        if opened.gpu is not None:
             self._keep(
                 sample,
-                *(computed(opened, sample, technique) for technique in (opened.variant, REFERENCE)),
+                *(
+                    compute_in_worker(opened, sample, technique)
+                    for technique in (opened.variant, REFERENCE)
+                ),
             )
             return
         # torch takes a second to import, and a model of pure Python needs none
@@ -302,7 +307,7 @@ class AccuracyCheck:
         if self._thread is not None:
             self._thread.join()
 
-    def _known(self) -> Comparison | None:
+    def _known(self) -> TechniqueComparison | None:
         """The cached comparison of all rows, or of the first ones if that is clear."""
         for rows in reversed(self._parts):
             found = CachedComparison(
@@ -330,7 +335,7 @@ class AccuracyCheck:
         for rows in self._parts:
             start = 0 if done is None else self._parts[0].num_rows
             more = rows.slice(start)
-            done = joined(done, self._computed(model, more), start)
+            done = joined(done, self._compute(model, more), start)
             reference = joined(reference, self._reference(model, more), start)
             if self._keep(rows, done, reference).clear(self._config.accuracy, self._opened.view):
                 return
@@ -345,10 +350,10 @@ class AccuracyCheck:
         is_float32 = words(self._opened.variant)[0] == words(REFERENCE)[0]
         quick = None if is_float32 else quick_reference(model)
         if quick is not None:
-            made = self._computed(quick, sample)
+            made = self._compute(quick, sample)
             rows = proof_rows(made)
             if is_proven(
-                made, self._computed(exact, sample.take(pa.array(rows))), rows, self._opened.view
+                made, self._compute(exact, sample.take(pa.array(rows))), rows, self._opened.view
             ):
                 return made
             log.warning(
@@ -357,11 +362,11 @@ class AccuracyCheck:
                 QUICK,
                 REFERENCE,
             )
-        return self._computed(exact, sample)
+        return self._compute(exact, sample)
 
-    def _computed(self, model: TorchModel, rows: pa.RecordBatch) -> Outcome:
+    def _compute(self, model: TorchModel, rows: pa.RecordBatch) -> Outcome:
         threads = model.device.threads()
-        lanes = max(min(2, threads), threads // SHARE) if model.concurrent else 1
+        lanes = max(min(2, threads), threads // THREADS_PER_LANE) if model.concurrent else 1
         return Runner(model, self._opened.view, search=False).compute(
             rows, lanes=lanes, go_on=self._go_on
         )
@@ -370,10 +375,10 @@ class AccuracyCheck:
         if self._stopped:
             raise _Stopped
 
-    def _keep(self, rows: pa.RecordBatch, done: Outcome, reference: Outcome) -> Comparison:
+    def _keep(self, rows: pa.RecordBatch, done: Outcome, reference: Outcome) -> TechniqueComparison:
         budget = self._config.accuracy
-        self._found = compared(
-            self._opened.view, budget, reference, done, rows.num_rows, self._ends
+        self._found = compare_outcomes(
+            self._opened.view, budget, reference, done, rows.num_rows, self._extremes
         )
         CachedComparison(self._opened, self._opened.variant, rows, budget).write(self._found)
         return self._found
@@ -391,34 +396,34 @@ def joined(first: Outcome | None, more: Outcome, rows: int) -> Outcome:
     return Outcome(np.concatenate([first.rows, rows + more.rows]), features, rejections)
 
 
-def steps(view: FeatureView, rows: int, ends: int) -> list[int]:
+def steps(view: FeatureView, rows: int, extremes: int) -> list[int]:
     """How many of the first rows of a sample are compared, and then how many if the verdict is not
-    clear; the sample begins with ``ends`` rows of extreme inputs."""
-    most = min(rows - ends, CHECKED_ROWS)
+    clear; the sample begins with ``extremes`` rows of extreme inputs."""
+    most = min(rows - extremes, CHECKED_ROWS)
     few = all(feature.dim is not None for feature in view.features) and most > FIRST_ROWS
-    return [ends + FIRST_ROWS, ends + most] if few else [ends + most]
+    return [extremes + FIRST_ROWS, extremes + most] if few else [extremes + most]
 
 
 def cache_comparisons(
     opened: OpenView,
     sample: pa.RecordBatch,
-    ends: int,
+    extremes: int,
     budget: AccuracyConfig,
-    comparisons: dict[str, list[Comparison]],
+    comparisons: dict[str, list[TechniqueComparison]],
 ) -> None:
     """Store the comparisons of several techniques on the first rows of a sample, as many as of
     :func:`steps`, for the check of a run."""
     for technique, found in comparisons.items():
         for comparison in found if technique != REFERENCE else ():
             CachedComparison(
-                opened, technique, sample.slice(0, ends + comparison.rows), budget
+                opened, technique, sample.slice(0, extremes + comparison.rows), budget
             ).write(comparison)
 
 
 def sample_of(opened: OpenView, rows: int) -> tuple[pa.RecordBatch, int]:
     """Rows of the source: those with extreme inputs
-    (:meth:`precompute.sources.source.Source.ends`), then ``rows`` drawn at random; and how many are
-    extreme.
+    (:meth:`precompute.sources.source.Source.extremes`), then ``rows`` drawn at random; and how
+    many are extreme.
 
     Raises:
         SourceError: there are no rows.
@@ -429,6 +434,6 @@ def sample_of(opened: OpenView, rows: int) -> tuple[pa.RecordBatch, int]:
             f"view {opened.view.name!r}: the source yielded no rows: nothing to compare"
             " precisions on"
         )
-    ends = opened.source.ends(END_ROWS)
-    (batch,) = pa.concat_tables([ends, drawn]).combine_chunks().to_batches()
-    return batch, ends.num_rows
+    extremes = opened.source.extremes(EXTREME_ROWS)
+    (batch,) = pa.concat_tables([extremes, drawn]).combine_chunks().to_batches()
+    return batch, extremes.num_rows

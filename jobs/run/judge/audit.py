@@ -20,8 +20,8 @@ import pyarrow as pa
 from precompute.engine.rows import Outcome
 from precompute.engine.runner import Runner
 from precompute.jobs.config.view import ViewConfig
-from precompute.jobs.run.judge.accuracy import END_ROWS, joined, limits_of
-from precompute.jobs.run.rows.chunks import computed
+from precompute.jobs.run.judge.accuracy import EXTREME_ROWS, joined, limits_of
+from precompute.jobs.run.rows.chunks import compute_in_worker
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.model import Model
 from precompute.store.feature_view import Feature, FeatureView
@@ -40,15 +40,15 @@ from precompute.techniques.table import REFERENCE
 AUDITED_ROWS = 5000
 """The sample's size. If 1 row of 1,000 is broken, 1 such sample of 150 has none; a sample without
 any shows that fewer than 0.06 % are (95 %)."""
-SHARE = 0.03
+AUDIT_SHARE = 0.03
 """Share of the run's time that the audit takes at most."""
-LEAST_S = 0.05
+AUDIT_LEAST_S = 0.05
 """Seconds that the audit may take, if that is more."""
 SLOWER = 4.0
 """How much longer a row is expected to take in float32, before that is measured: MiniLM takes 4
 times as long as in bfloat16."""
 FEWEST_ROWS = 8
-"""Rows below which no audit is made, unless they are all: the check before the run says as much."""
+"""Rows below which no audit is made, unless the run has no more."""
 ALONE_ROWS = 64
 """Rows that are computed again in other batches."""
 ALONE_TOGETHER = 16
@@ -56,7 +56,7 @@ ALONE_TOGETHER = 16
 WORKER_S = 10.0
 """How long a worker on a GPU takes to start; it computes float32 at an eighth of the run's rate or
 more."""
-OWN = "bf16-eager"
+ASSUMED_PRECISION = "bf16-eager"
 """The precision that a user's model is assumed to have, since it does not say: two computations may
 differ by that."""
 
@@ -74,15 +74,13 @@ class Audit:
     def __init__(self, config: ViewConfig, opened: OpenModel, rows: int, before_s: float) -> None:
         self._config, self._opened = config, opened
         by_parity = opened.view.fallback and opened.view.fallback_model is None
-        self._in_batches = (
-            config.gates.parity is not None and not by_parity and opened.wanted is None
-        )
-        wanted = (
+        self._in_batches = config.gates.parity is not None and not by_parity and opened.gpu is None
+        sample_rows = (
             AUDITED_ROWS if opened.variant != REFERENCE else ALONE_ROWS if self._in_batches else 0
         )
-        self.wanted = wanted
+        self.sample_rows = sample_rows
         """How many rows the sample is to have."""
-        self.sample = Sample(opened.view, rows, wanted, ends=opened.variant != REFERENCE)
+        self.sample = Sample(opened.view, rows, sample_rows, extremes=opened.variant != REFERENCE)
         self._began = time.monotonic() - before_s
 
     def verdicts(self, model_s: float) -> list[Verdict]:
@@ -98,7 +96,7 @@ class Audit:
         drawn = self.sample.rows_drawn()
         if drawn is None:
             return []
-        budget_s = max(LEAST_S, SHARE * (time.monotonic() - self._began))
+        budget_s = max(AUDIT_LEAST_S, AUDIT_SHARE * (time.monotonic() - self._began))
         # on crowded cores drawing takes longer than it should
         budget_s = max(budget_s - self.sample.spent_s, budget_s / 2)
         row_s = model_s / self.sample.rows
@@ -147,7 +145,7 @@ class Audit:
             pa.Table.from_batches([made.take(pa.array(again))]),
             pa.Table.from_batches([done.features for done in outcomes]),
             view,
-            self._opened.variant if known else OWN,
+            self._opened.variant if known else ASSUMED_PRECISION,
         )
         differs |= {keys[again[row]]: what for row, what in found.items()}
         if not differs:
@@ -167,31 +165,31 @@ class Audit:
         self, inputs: pa.RecordBatch, made: pa.RecordBatch, budget_s: float, row_s: float
     ) -> list[Verdict]:
         """The gate ``accuracy``, on the sample and on the rows with extreme values."""
-        shown, stored = self.sample.rows_at_ends()
-        ends = shown.num_rows
-        rows, until = pa.concat_batches([shown, inputs]), time.monotonic() + budget_s
+        extreme_inputs, stored = self.sample.extreme_rows()
+        extremes = extreme_inputs.num_rows
+        rows, until = pa.concat_batches([extreme_inputs, inputs]), time.monotonic() + budget_s
         done: Outcome | None = None
         start = 0
         for block in self._blocks(rows, budget_s, row_s, until):
             done, start = joined(done, block, start), start + block.done
         if done is None:
             return []
-        at_ends = int((done.rows < ends).sum())
-        if len(done.rows) - at_ends < min(FEWEST_ROWS, inputs.num_rows):
+        at_extremes = int((done.rows < extremes).sum())
+        if len(done.rows) - at_extremes < min(FEWEST_ROWS, inputs.num_rows):
             return []
         ran = pa.concat_batches([stored, made]).take(pa.array(done.rows))
-        return [self._verdict(done.features, ran, at_ends)]
+        return [self._verdict(done.features, ran, at_extremes)]
 
     def _blocks(
         self, rows: pa.RecordBatch, budget_s: float, row_s: float, until: float
     ) -> Iterator[Outcome]:
         """The first rows computed in float32, as many as there is time for."""
         opened = self._opened
-        if opened.wanted is not None:
+        if opened.gpu is not None:
             # in a worker, as the run's own
             count = int((budget_s - WORKER_S) / (8 * row_s))
             if count >= FEWEST_ROWS:
-                yield computed(opened, rows.slice(0, count), REFERENCE)
+                yield compute_in_worker(opened, rows.slice(0, count), REFERENCE)
             return
         # torch takes a second to import, and a model of pure Python needs none
         from precompute.models.torch_model import TorchModel
@@ -212,20 +210,24 @@ class Audit:
             start += count
             next_s = (time.monotonic() - began) / count
 
-    def _verdict(self, reference: pa.RecordBatch, made: pa.RecordBatch, ends: int) -> Verdict:
+    def _verdict(self, reference: pa.RecordBatch, made: pa.RecordBatch, extremes: int) -> Verdict:
         view, limits, details, judged = self._opened.view, limits_of(self._config.accuracy), [], []
         for feature in view.features:
             of = limits.of(feature)
             errors = row_errors(
-                feature, reference.column(feature.name), made.column(feature.name), ends
+                feature, reference.column(feature.name), made.column(feature.name), extremes
             )
-            figures = row_figures(errors, of, ends)
+            figures = row_figures(errors, of, extremes)
             judged += judged_rows(feature.name, figures, of)
             most = share_between(figures.beyond, figures.rows)[1]
             if figures.rows == self.sample.rows:
                 most = figures.beyond / figures.rows
-            far = f"off by more than {of.bound:.3g}" if is_measured(feature) else "others"
-            said = f"of {self.sample.rows:,} rows at most {most:.2%} are {far} (95 %)"
+            far = (
+                f"are off by more than {of.bound:.3g}"
+                if is_measured(feature)
+                else "differ from float32"
+            )
+            said = f"of {self.sample.rows:,} rows at most {most:.2%} {far} (95 %)"
             details.append(
                 f"{feature.name}: " * (len(view.features) > 1)
                 + f"{said}; worst {figures.worst:.3g}"
@@ -233,7 +235,7 @@ class Audit:
         judged.sort(key=lambda figure: figure.room)
         reasons = [figure.shortfall for figure in judged if figure.room < 0]
         message = (
-            f"{self._opened.variant} against float32, {made.num_rows - ends:,} rows of the run:"
+            f"{self._opened.variant} against float32, {made.num_rows - extremes:,} rows of the run:"
             f" {'; '.join(details)}"
         )
         if reasons:
@@ -241,7 +243,7 @@ class Audit:
         return Verdict("accuracy", not reasons, judged[0].measured, judged[0].limit, message)
 
 
-HELD_BYTES = 64 * 2**20
+SAMPLE_BYTES = 64 * 2**20
 """Bytes of the sample at most; of larger rows fewer are drawn."""
 TOGETHER_BYTES = 64 * 2**20
 """Windows are sampled together, up to so many bytes: beside threads that compute, the CPU's caches
@@ -257,19 +259,19 @@ class Sample:
     Args:
         view: of the features.
         rows: to be computed.
-        wanted: how many of them to draw.
-        ends: whether rows with extreme values are wanted, too.
+        sample_rows: how many of them to draw.
+        extremes: whether rows with extreme values are wanted, too.
     """
 
-    def __init__(self, view: FeatureView, rows: int, wanted: int, *, ends: bool) -> None:
+    def __init__(self, view: FeatureView, rows: int, sample_rows: int, *, extremes: bool) -> None:
         drawn = np.random.default_rng(SEED).choice(
-            rows, min(rows, wanted), replace=False, shuffle=False
+            rows, min(rows, sample_rows), replace=False, shuffle=False
         )
         self._view = view
-        self._places: list[int] = np.sort(drawn).tolist()
+        self._positions: list[int] = np.sort(drawn).tolist()
         self._inputs: list[pa.RecordBatch] = []
         self._made: list[pa.RecordBatch] = []
-        self._ends = _Ends(view) if ends else None
+        self._extremes = _Extremes(view) if extremes else None
         self._pending: list[tuple[int, pa.RecordBatch, Outcome]] = []
         self._bytes = self._pending_bytes = 0
         self.rows = 0
@@ -286,12 +288,12 @@ class Sample:
         """
         start = self.rows
         self.rows += len(done.rows)
-        if self._ends is None and not self._drawn(start, len(done.rows)):
+        if self._extremes is None and not self._drawn(start, len(done.rows)):
             return
         self._pending.append((start, batch, done))
         self._pending_bytes += batch.nbytes + done.features.nbytes
-        # without float32 to compare with, a few windows are sampled as they come, and not held
-        if self._ends is None or self._pending_bytes > TOGETHER_BYTES:
+        # without float32 to compare with, a few windows are sampled as they come, and not kept
+        if self._extremes is None or self._pending_bytes > TOGETHER_BYTES:
             self._look()
 
     def rows_drawn(self) -> tuple[pa.RecordBatch, pa.RecordBatch] | None:
@@ -301,11 +303,11 @@ class Sample:
             return None
         return pa.concat_batches(self._inputs), pa.concat_batches(self._made)
 
-    def rows_at_ends(self) -> tuple[pa.RecordBatch, pa.RecordBatch]:
+    def extreme_rows(self) -> tuple[pa.RecordBatch, pa.RecordBatch]:
         """The same for the rows with extreme values."""
-        assert self._ends is not None
+        assert self._extremes is not None
         self._look()
-        return self._ends.rows()
+        return self._extremes.rows()
 
     # ---- a part of it, drawn elsewhere
 
@@ -317,14 +319,14 @@ class Sample:
         """
         drawn = self.rows_drawn()
         pairs = [] if drawn is None else [(*drawn, False)]
-        if self._ends is not None and self._ends.found:
-            pairs.append((*self._ends.rows(), True))
+        if self._extremes is not None and self._extremes.found:
+            pairs.append((*self._extremes.rows(), True))
         batches = [
             pa.RecordBatch.from_arrays(
-                [shown.to_struct_array(), made.to_struct_array(), pa.repeat(at_end, len(made))],
+                [inputs.to_struct_array(), made.to_struct_array(), pa.repeat(at_end, len(made))],
                 names=["shown", "made", "at_end"],
             )
-            for shown, made, at_end in pairs
+            for inputs, made, at_end in pairs
         ]
         if not batches:
             return False
@@ -343,17 +345,17 @@ class Sample:
         self.rows += rows
         with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as batches:
             for batch in batches:
-                shown = pa.RecordBatch.from_struct_array(batch.column("shown"))
+                inputs = pa.RecordBatch.from_struct_array(batch.column("shown"))
                 made = pa.RecordBatch.from_struct_array(batch.column("made"))
                 made = made.cast(self._view.feature_schema())
                 if not batch.column("at_end")[0].as_py():
-                    self._inputs.append(shown)
+                    self._inputs.append(inputs)
                     self._made.append(made)
-                    self._bytes += shown.nbytes + made.nbytes
-                    if self._bytes > HELD_BYTES:
+                    self._bytes += inputs.nbytes + made.nbytes
+                    if self._bytes > SAMPLE_BYTES:
                         self._halve(self.rows)
-                elif self._ends is not None:
-                    self._ends.add(shown, made)
+                elif self._extremes is not None:
+                    self._extremes.add(inputs, made)
 
     # ---- drawing
 
@@ -366,37 +368,39 @@ class Sample:
                 continue
             if chosen := self._drawn(start, len(done.rows)):
                 self._keep(batch, done, np.array(chosen) - start)
-                if self._bytes > HELD_BYTES:
+                if self._bytes > SAMPLE_BYTES:
                     self._halve(start + len(done.rows))
-            if self._ends is not None:
-                self._ends.look_at(batch, done)
+            if self._extremes is not None:
+                self._extremes.look_at(batch, done)
         self._pending, self._pending_bytes = [], 0
         self.spent_s += time.thread_time() - began
 
     def _drawn(self, start: int, rows: int) -> list[int]:
-        """The drawn places among ``rows`` rows from ``start``."""
-        first = bisect.bisect_left(self._places, start)
-        return self._places[first : bisect.bisect_left(self._places, start + rows, first)]
+        """The drawn positions among ``rows`` rows from ``start``."""
+        first = bisect.bisect_left(self._positions, start)
+        return self._positions[first : bisect.bisect_left(self._positions, start + rows, first)]
 
     def _keep(self, batch: pa.RecordBatch, done: Outcome, chosen: npt.NDArray[np.int64]) -> None:
-        self._inputs.append(_shown(batch).take(pa.array(done.rows[chosen])))
+        self._inputs.append(_inputs_of(batch).take(pa.array(done.rows[chosen])))
         self._made.append(done.features.take(pa.array(chosen)))
         self._bytes += self._inputs[-1].nbytes + self._made[-1].nbytes
 
     def _halve(self, end: int) -> None:
-        """Drop every other row of the sample, and of the places still to be drawn, from ``end``
+        """Drop every other row of the sample, and of the positions still to be drawn, from ``end``
         on."""
         self._inputs, self._made = (
-            [pa.concat_batches(held).take(pa.array(np.arange(0, sum(map(len, held)), 2)))]
-            for held in (self._inputs, self._made)
+            [pa.concat_batches(batches).take(pa.array(np.arange(0, sum(map(len, batches)), 2)))]
+            for batches in (self._inputs, self._made)
         )
         self._bytes = self._inputs[0].nbytes + self._made[0].nbytes
-        self._places = [
-            place for number, place in enumerate(self._places) if place < end or number % 2
+        self._positions = [
+            position
+            for number, position in enumerate(self._positions)
+            if position < end or number % 2
         ]
 
 
-class _Ends:
+class _Extremes:
     """The rows of a run with the largest and the smallest values, or lengths of vectors, of each
     feature of floats."""
 
@@ -406,41 +410,41 @@ class _Ends:
         ]
         self._found: dict[tuple[str, int], list[tuple[float, pa.RecordBatch, pa.RecordBatch]]] = {}
         self._none = pa.RecordBatch.from_pylist([], view.feature_schema())
-        self._shown: pa.Schema | None = None
+        self._schema: pa.Schema | None = None
 
     def look_at(self, batch: pa.RecordBatch, done: Outcome) -> None:
         """Look at a window, or a piece of one: its row with the largest and with the smallest
         value."""
-        if self._shown is None:
-            self._shown = _shown(batch).schema
+        if self._schema is None:
+            self._schema = _inputs_of(batch).schema
         for feature in self._features:
             sizes = _sizes(feature, done.features.column(feature.name))
             for sign in (1, -1):
-                place = int(np.argmax(sizes)) if sign > 0 else int(np.argmin(sizes))
-                held = self._found.get((feature.name, sign), [])
-                if len(held) < END_ROWS or sign * float(sizes[place]) > held[-1][0]:
-                    shown = _shown(batch).take(pa.array([done.rows[place]]))
-                    made = done.features.take(pa.array([place]))
-                    self._take(feature, sign, float(sizes[place]), shown, made)
+                row_index = int(np.argmax(sizes)) if sign > 0 else int(np.argmin(sizes))
+                farthest = self._found.get((feature.name, sign), [])
+                if len(farthest) < EXTREME_ROWS or sign * float(sizes[row_index]) > farthest[-1][0]:
+                    inputs = _inputs_of(batch).take(pa.array([done.rows[row_index]]))
+                    made = done.features.take(pa.array([row_index]))
+                    self._take(feature, sign, float(sizes[row_index]), inputs, made)
 
     def _take(
-        self, feature: Feature, sign: int, size: float, shown: pa.RecordBatch, made: pa.RecordBatch
+        self, feature: Feature, sign: int, size: float, inputs: pa.RecordBatch, made: pa.RecordBatch
     ) -> None:
-        """Take a row, if it is farther out than one that is held."""
-        held = self._found.setdefault((feature.name, sign), [])
-        held.append((sign * size, shown, made))
-        held.sort(key=lambda row: -row[0])
-        del held[END_ROWS:]
+        """Take a row, if it is farther out than one that is kept."""
+        farthest = self._found.setdefault((feature.name, sign), [])
+        farthest.append((sign * size, inputs, made))
+        farthest.sort(key=lambda row: -row[0])
+        del farthest[EXTREME_ROWS:]
 
-    def add(self, shown: pa.RecordBatch, made: pa.RecordBatch) -> None:
+    def add(self, inputs: pa.RecordBatch, made: pa.RecordBatch) -> None:
         """Add rows that were found elsewhere: their inputs, and the features computed of them."""
-        if self._shown is None:
-            self._shown = shown.schema
+        if self._schema is None:
+            self._schema = inputs.schema
         for feature in self._features:
             sizes = _sizes(feature, made.column(feature.name))
             for row, size in enumerate(sizes.tolist()):
                 for sign in (1, -1):
-                    self._take(feature, sign, size, shown.slice(row, 1), made.slice(row, 1))
+                    self._take(feature, sign, size, inputs.slice(row, 1), made.slice(row, 1))
 
     @property
     def found(self) -> bool:
@@ -449,15 +453,15 @@ class _Ends:
 
     def rows(self) -> tuple[pa.RecordBatch, pa.RecordBatch]:
         """Their inputs, and the features that the run computed."""
-        assert self._shown is not None
-        rows = [row for held in self._found.values() for row in held]
-        shown = pa.concat_batches(
-            [pa.RecordBatch.from_pylist([], self._shown), *(row[1] for row in rows)]
+        assert self._schema is not None
+        rows = [row for farthest in self._found.values() for row in farthest]
+        inputs = pa.concat_batches(
+            [pa.RecordBatch.from_pylist([], self._schema), *(row[1] for row in rows)]
         )
-        return shown, pa.concat_batches([self._none, *(row[2] for row in rows)])
+        return inputs, pa.concat_batches([self._none, *(row[2] for row in rows)])
 
 
-def _shown(batch: pa.RecordBatch) -> pa.RecordBatch:
+def _inputs_of(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch.drop_columns(["input_hash"])
 
 

@@ -1,6 +1,6 @@
-"""Gates: which conditions a snapshot must meet before it may be published, all called from
-:class:`Judge`; the gates on counts, on parity with the fallback, and on rows that were rolled back
-from are here. Figures and verdicts go into the manifest, whether they passed or not.
+"""Gates: :class:`Judge`, which calls all gates on a snapshot; those on counts, on parity with the
+fallback and on rows rolled back from; what a snapshot is compared with; and the acceptance of a
+refusal. Figures and verdicts go into the manifest, whether they passed or not.
 
 A row that ``bad_rows: null`` left without features has no value for coverage, and no vector for any
 other gate.
@@ -21,8 +21,8 @@ from precompute.engine.runner import compute
 from precompute.jobs.config.gates import COMPUTING_GATES
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.judge.value_gates import (
-    SAMPLE_ROWS,
-    WIDER,
+    GATES_SAMPLE_ROWS,
+    OTHER_PARTITION_FACTOR,
     Verdicts,
     judge_contract,
     judge_keys,
@@ -37,7 +37,7 @@ from precompute.jobs.run.judge.vector_gates import (
     judge_moves,
     judge_packed,
 )
-from precompute.jobs.run.rows.chunks import computed
+from precompute.jobs.run.rows.chunks import compute_in_worker
 from precompute.jobs.run.rows.merging import JUDGED_ROWS, Replaced
 from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, files_of
 from precompute.jobs.run.rows.plan import recipe_of
@@ -57,7 +57,10 @@ from precompute.store.times import utc_now
 from precompute.students.student import shortfalls
 from precompute.techniques.row_errors import differing
 
+log = logging.getLogger(__name__)
+
 PARITY_ROWS = 20
+"""Rows that are computed again as the fallback does."""
 
 
 def judge_parity(opened: OpenView, sample: pa.Table, limit: float, verdicts: Verdicts) -> None:
@@ -107,14 +110,14 @@ def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
     keys = [keys[row] for row in same]
     outcome = (
         compute(opened.model, opened.view, batch)
-        if opened.wanted is None
-        else computed(opened, batch, opened.variant)
+        if opened.gpu is None
+        else compute_in_worker(opened, batch, opened.variant)
     )
     done = with_null_rows(opened.view, outcome)
     differs = {keys[rejection.row]: rejection.error for rejection in done.rejections}
     keys = [keys[row] for row in done.rows.tolist()]
     # only a torch model has this attribute: a user's model says nothing of its precision
-    known = opened.wanted is not None or getattr(opened.model, "variant", None) == opened.variant
+    known = opened.gpu is not None or getattr(opened.model, "variant", None) == opened.variant
     precision = opened.variant if known else None
     rows = differing(
         stored.take(pa.array([position[key] for key in keys], pa.int64())),
@@ -123,9 +126,6 @@ def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
         precision,
     )
     return len(same), differs | {keys[row]: what for row, what in rows.items()}
-
-
-log = logging.getLogger(__name__)
 
 
 def judge_rolled_back(
@@ -169,9 +169,9 @@ def _returned(
     worst: tuple[int, int, int, int] | None = None
     marks = Standing(store).left
     live = _live(store) if marks else None
-    let_pass = {} if live is None else _let_pass(live)
+    accepted_returns = {} if live is None else _accepted_returns(live)
     # also for marked snapshots that cannot be read
-    verdicts.excused |= let_pass
+    verdicts.excused |= accepted_returns
     for number, mark in marks.items():
         bad = _readable(store, number)
         if bad is None or not bad.recipe or bad.recipe != snapshot.recipe:
@@ -197,7 +197,7 @@ def _returned(
             # that an old snapshot is damaged is no reason to refuse a new one
             log.warning("%s", exc)
             continue
-        excused = min(old, let_pass.get(number, 0))
+        excused = min(old, accepted_returns.get(number, 0))
         verdicts.returned[number], verdicts.excused[number] = new + old, excused
         back = new + old - excused
         if own and (worst is None or back / own > worst[2] / worst[1]):
@@ -205,10 +205,10 @@ def _returned(
     return worst
 
 
-def _let_pass(live: Snapshot) -> Mapping[int, int]:
+def _accepted_returns(live: Snapshot) -> Mapping[int, int]:
     """Snapshots that were rolled back from → how many of their rows are live and accepted: all that
-    the live snapshot has of them, if it was accepted or the gate was off; else those that were
-    accepted before it."""
+    the live snapshot has of them (``returned``), if it was accepted or the gate was off; else those
+    that were accepted before it (``excused``)."""
     judged = any(verdict.gate == ROLLED_BACK for verdict in live.gates)
     return (
         live.excused
@@ -299,25 +299,25 @@ class Judge:
     store: ViewStore
     accept: Collection[str] = ()
 
-    def judged(
+    def judge(
         self,
         snapshot: Snapshot,
         before: Sequence[Verdict] = (),
         replaced: Replaced | None = None,
     ) -> Snapshot:
-        """The snapshot with its figures and the verdicts of the gates.
+        """Judge a snapshot by all gates; returns it with its figures and their verdicts.
 
         Args:
             snapshot: its parts are written.
             before: verdicts of :data:`COMPUTING_GATES`.
             replaced: the rows of its parent, if it has one, that it replaced or removed.
         """
-        live = _measure(self.store, snapshot)
+        live = _baseline(self.store, snapshot)
         if not snapshot.rows:
             student = self.opened.student
             student_use = None if student is None else student.use
             return self._empty(replace(snapshot, student=student_use), live)
-        verdicts = self.verdicts(snapshot, live, replaced, served_snapshot(self.store))
+        verdicts = self.measure(snapshot, live, replaced, served_snapshot(self.store))
         snapshot = replace(
             snapshot,
             quality=verdicts.quality,
@@ -329,13 +329,14 @@ class Judge:
         failed = {verdict.gate for verdict in snapshot.failed}
         return replace(snapshot, accepted=tuple(sorted(failed.intersection(self.accept))))
 
-    def judged_again(self, snapshot: Snapshot) -> Snapshot:
-        """A committed snapshot with the verdicts of the gates as configured now."""
+    def rejudge(self, snapshot: Snapshot) -> Snapshot:
+        """Judge a committed snapshot by the gates as configured now; returns it with their
+        verdicts."""
         if snapshot.rows:
             self.opened.convert()
         # these judged while its rows were computed
         before = [verdict for verdict in snapshot.gates if verdict.gate in COMPUTING_GATES]
-        now = self.judged(snapshot, before)
+        now = self.judge(snapshot, before)
         accepted = {*now.accepted, *_still_accepted(snapshot, now)}
         return replace(now, accepted=tuple(sorted(accepted)))
 
@@ -349,14 +350,14 @@ class Judge:
         accepted = ("rows",) if not verdict.passed and "rows" in self.accept else ()
         return replace(snapshot, gates=(verdict,), accepted=accepted)
 
-    def verdicts(
+    def measure(
         self,
         snapshot: Snapshot,
         live: Snapshot | None,
         replaced: Replaced | None = None,
         served: Snapshot | None = None,
     ) -> Verdicts:
-        """Measure a snapshot that is about to be committed.
+        """Figures and verdicts of a snapshot that is about to be committed.
 
         Args:
             snapshot: its parts are written; it has no number yet.
@@ -378,7 +379,7 @@ class Judge:
             gates.finite,
             f"{figures.not_finite:,} of {figures.rows:,} rows are not finite",
         )
-        sample = self.store.sample(snapshot, SAMPLE_ROWS)
+        sample = self.store.sample(snapshot, GATES_SAMPLE_ROWS)
         sample = sample.append_column("key", key_column(sample, view.entity))
         served = served or live
         if served is not None:
@@ -395,7 +396,7 @@ class Judge:
         """The gate ``parity`` of a view whose misses a student computes: whether it agrees with the
         rows as it promised. Of few rows nothing is said, and what its record says of it stands."""
         found, promised = (
-            student.compared(self.opened, self.opened.source, sample),
+            student.compare_rows(self.opened, self.opened.source, sample),
             student.record.agreement,
         )
         is_off, most = self.config.gates.parity is None, self.config.max_rejected
@@ -441,16 +442,16 @@ class Judge:
         if live is not None and moves is not None:
             judge_keys(live, moves, verdicts)
         same_model = live is not None and live.model == snapshot.model
-        then, wider = before, 1.0 if same_model else None
+        then, limit_factor = before, 1.0 if same_model else None
         if live is None and served is not None and served.model == snapshot.model:
             # a partition without earlier rows is compared with the one that readers have now
-            then, wider = _live_figures(store, served), WIDER
+            then, limit_factor = _live_figures(store, served), OTHER_PARTITION_FACTOR
         for feature in view.features:
             if feature.dim is None:
                 valued = _valued(figures, view)
                 judge_values(feature, valued, sample, verdicts)
                 if then is not None:
-                    judge_shift(feature, valued, _valued(then, view), verdicts, wider)
+                    judge_shift(feature, valued, _valued(then, view), verdicts, limit_factor)
                 if moves is not None:
                     judge_value_moves(feature, moves, before, verdicts, judged=same_model)
             elif feature.dtype.startswith("float"):
@@ -485,9 +486,9 @@ class Judge:
         verdicts.at_least("coverage", coverage, limit, message)
 
 
-def _measure(store: ViewStore, snapshot: Snapshot) -> Snapshot | None:
-    """The snapshot to compare with: the live one, or, for a partition, its newest one, since
-    another day has other rows; None when there is none, or it is damaged."""
+def _baseline(store: ViewStore, snapshot: Snapshot) -> Snapshot | None:
+    """What a new snapshot is compared with: the live one, or, for a partition, its newest one,
+    since another day has other rows; None when there is none, or it is damaged."""
     live = (
         served_snapshot(store)
         if snapshot.partition is None
@@ -547,7 +548,9 @@ def _still_accepted(before: Snapshot, now: Snapshot) -> set[str]:
     }
 
 
-def accepted(store: ViewStore, snapshot: Snapshot, accept: Collection[str], run: str) -> Snapshot:
+def commit_accepted(
+    store: ViewStore, snapshot: Snapshot, accept: Collection[str], run: str
+) -> Snapshot:
     """The snapshot committed once more with its failed gates of ``accept`` accepted; itself when
     none of them failed.
 

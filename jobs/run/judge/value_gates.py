@@ -2,8 +2,8 @@
 live, and beside the live rows of the same keys; the gate on the contract with readers; and
 :class:`Verdicts`, which all gates report to.
 
-Figures are of all rows. A figure of a sample may be beyond its limit by as much as chance alone
-causes in one view of a hundred (:func:`noise`).
+Figures are of all rows. A sampled figure may exceed its limit by its 99 % sampling error
+(:func:`sampling_error`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,8 @@ from precompute.store.offline.row_figures import RowFigures, ValueFigures, dista
 from precompute.store.offline.selection import all_rows, rows_beside, seed_of
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.view_store import ViewStore
+
+log = logging.getLogger(__name__)
 
 STATISTICS = (
     "zero",
@@ -85,7 +88,7 @@ class Verdicts:
             passed: whether the figure is within it.
             message: for people. An acceptance holds for the same message, so the same rows must
                 give the same.
-            worst: which of two features' figures is noted; by default one that fails.
+            worst: picks which of two features' figures is recorded; by default a failing one.
         """
         if worst is not None:
             self.quality[gate] = worst(self.quality.get(gate, measured), measured)
@@ -109,14 +112,13 @@ class Verdicts:
         self.add(gate, measured, limit, passed, message, min)
 
 
-log = logging.getLogger(__name__)
-
 QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 """Quantiles of lengths and of cosines to the live vectors, in the manifest's ``quality`` as
 ``<feature>.norm.p01`` and ``<feature>.drift.p01``."""
 
 
-SAMPLE_ROWS = 2048
+GATES_SAMPLE_ROWS = 2048
+"""Rows that gates on samples see, at most."""
 READ_GROUPS = 256
 """Row groups read at most to find the sampled keys in the new snapshot: after a full run in another
 order each may be in a row group of its own."""
@@ -196,12 +198,14 @@ def moves_of(
 
 
 def _some(table: pa.Table, seed: int) -> pa.Table:
-    """Up to :data:`SAMPLE_ROWS` of its rows, drawn at random, in its order."""
-    if table.num_rows <= SAMPLE_ROWS:
+    """Up to :data:`GATES_SAMPLE_ROWS` of its rows, drawn at random, in its order."""
+    if table.num_rows <= GATES_SAMPLE_ROWS:
         return table
     return table.take(
         pa.array(
-            np.sort(np.random.default_rng(seed).choice(table.num_rows, SAMPLE_ROWS, replace=False))
+            np.sort(
+                np.random.default_rng(seed).choice(table.num_rows, GATES_SAMPLE_ROWS, replace=False)
+            )
         )
     )
 
@@ -215,7 +219,7 @@ catalogue replaced, 14 % of users' ten best had less; with a model trained from 
 RBO_P = 0.9
 """How much less each place of a list counts than the one before (rank-biased overlap: W. Webber, A.
 Moffat, J. Zobel, TOIS 2010); of 10 items the first half has 7/10 of the weight."""
-WIDER = 2.0
+OTHER_PARTITION_FACTOR = 2.0
 """Factor of the limits where a partition is compared with another one."""
 
 ONCE_IN_A_HUNDRED = 2.33
@@ -224,7 +228,7 @@ ONCE_IN_A_HUNDRED = 2.33
 F8 = npt.NDArray[np.float64]
 
 
-def noise(rows: int) -> float:
+def sampling_error(rows: int) -> float:
     """How far a share, or a mean of values between 0 and 1, of a sample of so many rows may be
     above the true one; more happens at most once in a hundred times (Hoeffding)."""
     return math.sqrt(math.log(100) / (2 * rows)) if rows else 1.0
@@ -251,10 +255,10 @@ def judge_contract(view: FeatureView, live: FeatureView, verdicts: Verdicts) -> 
     if live.index is not None:
         now = None if view.index is None else (view.index.on, view.index.metric)
         if now != (live.index.on, live.index.metric):
-            by = "is no more" if now is None else f"is of {now[0]} by {now[1]}"
+            by = "was removed" if now is None else f"is of {now[0]} by {now[1]}"
             broken.append(f"the search {by}, and was of {live.index.on} by {live.index.metric}")
     message = (
-        f"who reads {view.name} would break: {'; '.join(broken)}"
+        f"readers of {view.name} would break: {'; '.join(broken)}"
         if broken
         else "what readers rely on is there"
     )
@@ -307,7 +311,7 @@ def judge_shift(
     figures: RowFigures,
     before: RowFigures,
     verdicts: Verdicts,
-    wider: float | None,
+    limit_factor: float | None,
 ) -> None:
     """The gates ``shift`` and ``mass``: all rows beside all live ones.
 
@@ -316,21 +320,22 @@ def judge_shift(
         figures: of the rows.
         before: of what is live.
         verdicts: gets figures and verdicts.
-        wider: a factor of the limits; None of another model's rows, which are measured alone.
+        limit_factor: a factor of the limits; None for another model's rows, which are only
+            measured.
     """
     name, gates = feature.name, verdicts.gates
     now, then = figures.values.get(name), before.values.get(name)
     rows, rows_then = figures.rows, before.rows
     if now is None or then is None or not rows or not rows_then:
         return
-    chance = noise(min(rows, rows_then)) * math.sqrt(2)
+    chance = sampling_error(min(rows, rows_then)) * math.sqrt(2)
     changes = {
         "null": (rows - now.rows) / rows - (rows_then - then.rows) / rows_then,
         "empty": now.empty / rows - then.empty / rows_then,
         "zero": now.zero / rows - then.zero / rows_then,
     }
     what, change = max(changes.items(), key=lambda item: abs(item[1]))
-    limit = None if gates.mass is None or wider is None else gates.mass * wider
+    limit = None if gates.mass is None or limit_factor is None else gates.mass * limit_factor
     message = f"{change:+.1%} of {name} are {what}, against the live snapshot"
     verdicts.at_most("mass", abs(change), limit, message, chance)
     moved = {
@@ -338,13 +343,24 @@ def judge_shift(
         "lengths": distance(now.lengths, then.lengths),
     }
     if feature.max_items is not None or feature.dtype in ("string", "bool"):
-        moved["commonest"] = _between(now, then)
+        moved["commonest"] = _total_variation(now, then)
     what, shift = max(moved.items(), key=lambda item: item[1])
-    limit = None if gates.shift is None or wider is None else gates.shift * wider
+    limit = None if gates.shift is None or limit_factor is None else gates.shift * limit_factor
     message = (
         f"the {what} of {name} have shifted by {shift:.1%} of the rows, against the live snapshot"
     )
     verdicts.at_most("shift", shift, limit, message, chance)
+
+
+class _Move(NamedTuple):
+    """How values differ from the live ones of the same keys."""
+
+    agreement: float | None
+    """1 is all, 0 what chance would; None where it says nothing."""
+    chance: float
+    """What the sampling error may take off ``agreement``."""
+    moved: float
+    """Share of the values that moved."""
 
 
 def judge_value_moves(
@@ -371,29 +387,28 @@ def judge_value_moves(
     now, then, common = compared
     pairs = len(now)
     changed = (common - moves.same) / common
-    agreed: tuple[float, float] | None = None
-    moved: float | None = None
+    move: _Move | None = None
     if feature.max_items is not None:
         if not feature.dtype.startswith("float"):
             spread = pa.array(np.unique(np.linspace(0, pairs - 1, PAIRS).astype(np.int64)))
             pairs = len(spread)
-            agreed, moved = _lists(now.take(spread).to_pylist(), then.take(spread).to_pylist())
+            move = _lists(now.take(spread).to_pylist(), then.take(spread).to_pylist())
     elif feature.dtype in ("string", "bool"):
-        agreed, moved = _labels(now, then)
+        move = _labels(now, then)
     else:
-        agreed, moved = _numbers(
+        move = _numbers(
             now, then, None if before is None else before.values.get(name), gates.moved_by
         )
-    if agreed is not None:
-        agreement, chance = 1 - changed * (1 - agreed[0]), changed * agreed[1]
+    if move is not None and move.agreement is not None:
+        agreement, chance = 1 - changed * (1 - move.agreement), changed * move.chance
         limit = gates.agreement if judged else None
         message = (
             f"{name} agree with the live ones of the same keys by {agreement:.2f} (1 is all, 0 what"
             f" chance would), on {common:,} common keys"
         )
         verdicts.at_least("agreement", agreement, limit, message, chance)
-    if moved is not None:
-        moved, chance = moved * changed, noise(pairs) * changed
+    if move is not None:
+        moved, chance = move.moved * changed, sampling_error(pairs) * changed
         limit = gates.moved if judged else None
         by = f"lie further than {gates.moved_by:g} of their spread from"
         if feature.max_items is not None:
@@ -406,20 +421,20 @@ def judge_value_moves(
 
 def _numbers(
     now: pa.ChunkedArray, then: pa.ChunkedArray, live: ValueFigures | None, moved_by: float
-) -> tuple[tuple[float, float] | None, float]:
-    """((rank correlation, what chance may take off it), share that moved), of numbers."""
+) -> _Move:
+    """Of numbers: the agreement is their rank correlation."""
     a, b = (np.asarray(values.combine_chunks()).astype(np.float64) for values in (now, then))
     finite = np.isfinite(a) & np.isfinite(b)
     a, b = a[finite], b[finite]
     if not len(a):
-        return None, 0.0
+        return _Move(None, 0.0, 0.0)
     low, high = np.quantile(b, [0.1, 0.9])
     # of a normal distribution the 10th and the 90th percentile are 2.56 standard deviations apart,
     # whatever few outliers there are
     spread = (high - low) / 2.56 or (0.0 if live is None else live.spread)
     correlation = _rank_correlation(a, b)
-    agreed = None if correlation is None else (correlation, ONCE_IN_A_HUNDRED / math.sqrt(len(a)))
-    return agreed, float((np.abs(a - b) > moved_by * spread).mean())
+    moved = float((np.abs(a - b) > moved_by * spread).mean())
+    return _Move(correlation, ONCE_IN_A_HUNDRED / math.sqrt(len(a)), moved)
 
 
 def _rank_correlation(a: F8, b: F8) -> float | None:
@@ -439,10 +454,8 @@ def _ranks(values: F8) -> F8:
     return (ends - (times - 1) / 2)[where.reshape(-1)]
 
 
-def _labels(
-    now: pa.ChunkedArray, then: pa.ChunkedArray
-) -> tuple[tuple[float, float] | None, float]:
-    """((Cohen's kappa, what chance may take off it), share that changed), of labels and texts."""
+def _labels(now: pa.ChunkedArray, then: pa.ChunkedArray) -> _Move:
+    """Of labels and texts: the agreement is Cohen's kappa."""
     a, b = np.array(now.to_pylist(), object), np.array(then.to_pylist(), object)
     equal = float((a == b).mean())
     shares: list[Mapping[object, float]] = []
@@ -451,21 +464,17 @@ def _labels(
         shares.append(dict(zip(found.tolist(), (times / len(values)).tolist(), strict=True)))
     by_chance = sum(share * shares[1].get(value, 0.0) for value, share in shares[0].items())
     if by_chance == 1:
-        return None, 1 - equal
+        return _Move(None, 0.0, 1 - equal)
     # where nearly all rows have one label, a few others make much of it
     error = math.sqrt(max(equal * (1 - equal), 1 / len(a)) / len(a))
-    return (
-        (equal - by_chance) / (1 - by_chance),
-        ONCE_IN_A_HUNDRED * error / (1 - by_chance),
-    ), 1 - equal
+    kappa = (equal - by_chance) / (1 - by_chance)
+    return _Move(kappa, ONCE_IN_A_HUNDRED * error / (1 - by_chance), 1 - equal)
 
 
-def _lists(
-    now: Sequence[Sequence[object]], then: Sequence[Sequence[object]]
-) -> tuple[tuple[float, float] | None, float]:
-    """How lists agree: ((how far they overlap by rank beyond what those of other keys do, or, if
-    that is less, how far the items that both have stand in the same order; what chance may take off
-    it), share that has next to nothing of the live list)."""
+def _lists(now: Sequence[Sequence[object]], then: Sequence[Sequence[object]]) -> _Move:
+    """Of lists: the agreement is how far they overlap by rank beyond what those of other keys do,
+    or, if that is less, how far the items that both have stand in the same order; a list has moved
+    if it has next to nothing of the live one."""
     overlaps = np.array([rank_overlap(a, b) for a, b in zip(now, then, strict=True)])
     own, moved = float(overlaps.mean()), float((overlaps < LEAST_OVERLAP).mean())
     by_chance = (
@@ -474,18 +483,18 @@ def _lists(
         else 0.0
     )
     if by_chance > 0.95:
-        return None, moved
+        return _Move(None, 0.0, moved)
     orders = []
     for a, b in zip(now, then, strict=True):
-        place = {item: rank for rank, item in enumerate(b)}
-        shared = [(rank, place[item]) for rank, item in enumerate(a) if item in place]
+        rank_in_b = {item: rank for rank, item in enumerate(b)}
+        shared = [(rank, rank_in_b[item]) for rank, item in enumerate(a) if item in rank_in_b]
         if len(shared) > 2:
             order = _rank_correlation(*np.array(shared, np.float64).T)
             orders.append(0.0 if order is None else order)
     agreement = float(
         min([(own - by_chance) / (1 - by_chance), *([np.mean(orders)] if orders else [])])
     )
-    return (agreement, float(noise(len(now)) / (1 - by_chance))), moved
+    return _Move(agreement, float(sampling_error(len(now)) / (1 - by_chance)), moved)
 
 
 def rank_overlap(a: Sequence[object], b: Sequence[object]) -> float:
@@ -508,7 +517,7 @@ def rank_overlap(a: Sequence[object], b: Sequence[object]) -> float:
     return weighted / total
 
 
-def _between(now: ValueFigures, then: ValueFigures) -> float:
+def _total_variation(now: ValueFigures, then: ValueFigures) -> float:
     """Half the sum of the differences of the shares of the commonest values, each side's others
     apart (total variation); of a million different ones next to nothing."""
     if not now.looked_at or not then.looked_at:

@@ -130,9 +130,9 @@ def judge_moves(feature: Feature, moves: Moves, verdicts: Verdicts) -> None:
     weights /= weights.sum()
     drift, moved = 1 - float(weights @ (1 - cosines)), float(weights @ further)
     order = np.argsort(cosines, kind="stable")
-    places = np.searchsorted(np.cumsum(weights[order]), list(QUANTILES.values()))
+    indices = np.searchsorted(np.cumsum(weights[order]), list(QUANTILES.values()))
     for name, value in zip(
-        QUANTILES, cosines[order][places.clip(max=len(order) - 1)].tolist(), strict=True
+        QUANTILES, cosines[order][indices.clip(max=len(order) - 1)].tolist(), strict=True
     ):
         verdicts.quality[f"{feature.name}.drift.{name}"] = value
     message = (

@@ -1,5 +1,5 @@
-"""Chunks: the computed and the rejected rows of a run on their way to Parquet and the journal; and
-the engine that computes them, in the run's own process or in workers."""
+"""Chunks: the engine that computes the rows of a run, in its own process or in engine workers; and
+the computed and the rejected rows on their way to Parquet and the journal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.report import OverlappingCpu
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.rows.plan import Plan, now_us
-from precompute.sources.diff import Diff, refused_rows
+from precompute.sources.diff import Diff, rejected_rows
 from precompute.sources.source import Source
 from precompute.store.errors import RejectedError
 from precompute.store.keys import bad_keys, key_column
@@ -50,9 +50,9 @@ def engine_of(opened: OpenModel, config: EngineConfig, meter: Meter) -> Runner |
     return Runner(opened.model, opened.view, meter)
 
 
-def computed(opened: OpenModel, batch: pa.RecordBatch, variant: str) -> Outcome:
+def compute_in_worker(opened: OpenModel, batch: pa.RecordBatch, variant: str) -> Outcome:
     """A window of rows computed by a technique in a worker process, for a view whose model needs a
-    GPU (:attr:`OpenModel.wanted`).
+    GPU (:attr:`OpenModel.gpu`).
 
     Raises:
         ModelError, ConfigError: as :meth:`WorkerPool.stream`.
@@ -93,10 +93,10 @@ def _devices(opened: OpenModel, config: EngineConfig) -> list[str | None]:
 
 def _gpus(opened: OpenModel) -> list[str]:
     """The GPUs that workers compute on: the one that the model's ``device`` names, or all."""
-    if opened.wanted is None:
+    if opened.gpu is None:
         return []
-    if ":" in opened.wanted:
-        return [opened.wanted]
+    if ":" in opened.gpu:
+        return [opened.gpu]
     # imports torch, as the model did
     from precompute.models.device import gpu_count
 
@@ -150,14 +150,14 @@ class Rejections:
         """Begin with the rows that were rejected before with the same input, or, for rows that are
         computed again, with how often they were rejected."""
         if diff.retried:
-            before = refused_rows(source)
+            before = rejected_rows(source)
             rows = zip(
                 *(before.column(name).to_pylist() for name in ("key", "input_hash", "attempts")),
                 strict=True,
             )
             self._attempts = {(key, input_hash): attempts for key, input_hash, attempts in rows}
         if diff.refused:
-            table = refused_rows(source).cast(_SCHEMA)
+            table = rejected_rows(source).cast(_SCHEMA)
             self._batches = table.to_batches()
             self._journaled = len(self._batches)
             errors = table.column("error").to_pylist()
@@ -194,8 +194,10 @@ class Rejections:
     def check_policy(
         self, keys: pa.Array | pa.ChunkedArray, stages: list[str], errors: list[str]
     ) -> None:
-        """Raises:
-        RejectedError: the view's policy is ``fail``, and the model declared a row unusable.
+        """Apply the view's policy for bad rows to rows that were rejected.
+
+        Raises:
+            RejectedError: the policy is ``fail``, and the model declared a row unusable.
         """
         if self._bad_rows == "fail" and "input" in stages:
             row = stages.index("input")
@@ -262,8 +264,9 @@ class Chunks:
         report: of the run: stage times and the engine's figures are added to it.
         opened: the view; the source is loaded, the model converted.
         max_rejected: how many rows may be rejected.
-        may_write: called before anything is written; it waits until rows may be written, or raises.
-        look_at: called with each batch and its outcome.
+        wait_until_writable: called before anything is written; waits until rows may be, or
+            raises.
+        on_batch: called with each batch and its outcome.
 
     Raises:
         RejectedError: from every method that takes rows: see
@@ -277,11 +280,11 @@ class Chunks:
         report: Report,
         opened: OpenModel,
         max_rejected: int,
-        may_write: Callable[[], object] = lambda: None,
-        look_at: Callable[[pa.RecordBatch, Outcome], object] = lambda batch, done: None,
+        wait_until_writable: Callable[[], object] = lambda: None,
+        on_batch: Callable[[pa.RecordBatch, Outcome], object] = lambda batch, done: None,
     ) -> None:
         self._store, self._report, self._opened = store, report, opened
-        self._may_write, self._look_at = may_write, look_at
+        self._wait_until_writable, self._on_batch = wait_until_writable, on_batch
         bad_rows = opened.view.definition.bad_rows
         self.rejections = Rejections(store, report.run, bad_rows, max_rejected)
         self.parts: list[Part] = []
@@ -300,8 +303,8 @@ class Chunks:
         self._counter: RowCounter | None = None
         """Counts the figures of the rows that are pending."""
         self._pending: list[pa.Table] = []
-        self._places: list[npt.NDArray[np.int64]] = []
-        """The place of each pending row in the source: window × 2³² + row."""
+        self._positions: list[npt.NDArray[np.int64]] = []
+        """The position of each pending row in the source: window × 2³² + row."""
         self._pending_bytes = 0
         self._began = time.monotonic()
         self._bad_keys: deque[tuple[pa.Array, list[str], pa.Array]] = deque()
@@ -356,8 +359,8 @@ class Chunks:
                 report.add(name, meter.stage(stage).busy_s)
             usage.workers = report.engine.get("workers", 0)
             usage.worker_peak_bytes = report.engine.get("worker_peak_memory_bytes", 0)
-            if self._opened.wanted is not None:
-                usage.device, usage.gpu_s = self._opened.wanted, meter.stage("model").busy_s
+            if self._opened.gpu is not None:
+                usage.device, usage.gpu_s = self._opened.gpu, meter.stage("model").busy_s
         self.finish()
 
     def _good_keys(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -386,7 +389,7 @@ class Chunks:
         while self._bad_keys:
             keys, errors, hashes = self._bad_keys.popleft()
             self.rejections.add(keys, ["key"] * len(keys), errors, hashes)
-        self._look_at(batch, done)
+        self._on_batch(batch, done)
         self.fits |= len(done.rows) > 0
         done = with_null_rows(view, done)
         if done.rejections:
@@ -419,7 +422,7 @@ class Chunks:
             columns, names=[*view.entity, *view.feature_names, "computed_at", "input_hash"]
         )
         self._pending.append(table)
-        self._places.append((done.window << 32) + done.rows)
+        self._positions.append((done.window << 32) + done.rows)
         self._pending_bytes += table.nbytes
         self.written += table.num_rows
 
@@ -427,29 +430,29 @@ class Chunks:
         """Make what was computed since the last chunk durable, and note it in the journal."""
         store, run, number = self._store, self._report.run, len(self.finished)
         part = rejected = figures = None
-        self._may_write()
+        self._wait_until_writable()
         # the engine computes the next rows meanwhile
         with self._report.stage("write", time.thread_time):
             if self._pending:
                 assert self._counter is not None
                 figures, rare, self._counter = self._counter.figures(), self._counter.rare(), None
-                table, places = pa.concat_tables(self._pending), self._places
+                table, positions = pa.concat_tables(self._pending), self._positions
                 # Pieces of windows come in the order that they were computed in, each ascending.
-                if any(now[0] < before[-1] for before, now in pairwise(places)):
-                    order = np.argsort(np.concatenate(places))
+                if any(now[0] < before[-1] for before, now in pairwise(positions)):
+                    order = np.argsort(np.concatenate(positions))
                     table, rare = table.take(pa.array(order)), np.flatnonzero(np.isin(order, rare))
                 part = store.write_part(run, f"part-{number:05d}.parquet", table, rare)
                 self.parts.append(part)
                 self.figures[part.path] = figures
-            refused = self.rejections.for_journal()
-            if refused is not None:
-                rejected = store.write_part(run, f"rejected-{number:05d}.parquet", refused)
+            fresh = self.rejections.for_journal()
+            if fresh is not None:
+                rejected = store.write_part(run, f"rejected-{number:05d}.parquet", fresh)
             if part is not None or rejected is not None:
                 chunk = Finished(part, rejected, figures)
                 store.journals.add(run, chunk)
                 self.finished.append(chunk)
                 self.recorded += sum(file.rows for file in chunk.files)
-        self._pending, self._places, self._pending_bytes = [], [], 0
+        self._pending, self._positions, self._pending_bytes = [], [], 0
         self._began = time.monotonic()
 
     def write_no_rows(self) -> None:

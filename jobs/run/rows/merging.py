@@ -1,6 +1,6 @@
-"""Merging: snapshots put together from rows of earlier ones: a chain, or its last deltas, copied
-into parts of one; and the one snapshot of a view that serves all of its partitions. Also which rows
-a run replaces or removes, and the figures without them. Nothing is computed here."""
+"""Merging: snapshots put together from rows of earlier ones (a chain or its last deltas copied, all
+partitions assembled), which rows a run replaces or removes, and the figures without them. No
+feature is computed here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 JUDGED_ROWS = 20
 """Rows below which the gates on shares and changes are measured and not judged."""
-MAX_LAYERS = 32
+MAX_ASSEMBLED_LAYERS = 32
 """Length of a chain of assembled snapshots before all is assembled again, which copies no row but
 compares all keys."""
 MOST_BACK = 0.1
@@ -137,24 +137,24 @@ def _without(figures: RowFigures, gone: Replaced, view: FeatureView) -> RowFigur
 # ---- Compaction: the rows of a chain, or of its last deltas, copied into parts of one snapshot.
 
 
-def compacted(store: ViewStore, opened: OpenView, delta: Snapshot) -> Snapshot:
-    """The same rows as a delta that is not committed yet, as a full snapshot.
+def compacted(store: ViewStore, opened: OpenView, draft: Snapshot) -> Snapshot:
+    """The rows of a draft, a delta that is not committed yet, as a full snapshot.
 
     Raises:
         SnapshotError: a file of the chain is missing or damaged, or the file system failed.
     """
-    copies = _Copies(store, delta)
-    for batch in store.batches(delta):
+    copies = _Copies(store, draft)
+    for batch in store.batches(draft):
         copies.add(batch)
     copies.write()
     # without rows there is one empty part, which shows the columns
     if not copies.parts:
         copies.parts.append(
-            store.write_part(delta.run, "compact-00000.parquet", chunks.no_rows(opened))
+            store.write_part(draft.run, "compact-00000.parquet", chunks.no_rows(opened))
         )
-    bases = _bases(store.chain(delta)[:-1])
+    bases = _bases(store.chain(draft)[:-1])
     alone = replace(
-        delta,
+        draft,
         kind="full",
         parent=None,
         bases=bases,
@@ -165,28 +165,28 @@ def compacted(store: ViewStore, opened: OpenView, delta: Snapshot) -> Snapshot:
     return replace(alone, figures=copies.figures)
 
 
-def merged(store: ViewStore, delta: Snapshot, since: int) -> Snapshot:
-    """The same rows as a delta that is not committed yet, as a delta over an earlier snapshot of
-    its chain, in place of the deltas between.
+def merged(store: ViewStore, draft: Snapshot, since: int) -> Snapshot:
+    """The rows of a draft, a snapshot that is not committed yet, as a delta over an earlier
+    snapshot of its chain, in place of the deltas between.
 
     Raises:
         SnapshotError: a file of these is missing or damaged, or the file system failed.
     """
-    below = next(layer for layer in store.chain(delta) if layer.number == since)
-    changes = Changes(store, below, delta)
+    below = next(layer for layer in store.chain(draft) if layer.number == since)
+    changes = Changes(store, below, draft)
     changes.check_parts()
-    copies = _Copies(store, delta)
+    copies = _Copies(store, draft)
     for batch in changes.batches():
         copies.add(batch)
     copies.write()
     deletes = changes.deletes
     part = (
-        None if deletes is None else store.write_part(delta.run, "compact-deletes.parquet", deletes)
+        None if deletes is None else store.write_part(draft.run, "compact-deletes.parquet", deletes)
     )
     between = changes.layers[:-1]
     losses = [layer.losses for layer in between]
     return replace(
-        delta,
+        draft,
         parent=since,
         bases=_bases(between),
         base_losses=None if None in losses else sum(filter(None, losses)),
@@ -342,7 +342,7 @@ def assembled(
                 raise
             # the damaged one is marked bad now: assemble again without it
             return assembled(store, config, accept, lease, report, memory_mb)
-        return store.commit(_judged(config.gates.rows, live, snapshot, forced), lease)
+        return store.commit(_judge_row_count(config.gates.rows, live, snapshot, forced), lease)
 
 
 def _is_damaged(store: ViewStore, snapshots: Iterable[Snapshot]) -> bool:
@@ -398,8 +398,8 @@ def members_of(
         gone = ", ".join(sorted(served.difference(members)))
         raise SnapshotError(
             f"partition {gone} is served and has no good snapshot any more; what is live stays."
-            f" Compute it again (precompute run {store.name} --partition …), or let go of its"
-            " rows with --accept rows"
+            f" Compute it again (precompute run {store.name} --partition …), or drop its rows"
+            " by --accept rows"
         )
     before = _retained(keep_s, standing.newest_of_each(like=live))
     if served.difference(before):
@@ -409,9 +409,9 @@ def members_of(
         )
     waiting = len(served.difference(members))
     return before, [
-        f"another model computed partition {max(every)}, and {waiting} of {len(served)} that are"
-        " served wait for it: what is live stays until all are computed by it: precompute backfill"
-        f" {store.name} --reprocess stale --from … --to …"
+        f"partition {max(every)} was computed by a new model, and {waiting} of {len(served)} served"
+        " partitions still have the old one; the live snapshot stays until all are recomputed:"
+        f" precompute backfill {store.name} --reprocess stale --from … --to …"
     ]
 
 
@@ -443,9 +443,9 @@ def _committed(
 ) -> Snapshot | None:
     """A snapshot assembled of the same ones that never went live: its publishing was killed, or a
     gate refused it."""
-    first, wanted = 0 if live is None else live.number, tuple(sorted(numbers.values()))
+    first, members = 0 if live is None else live.number, tuple(sorted(numbers.values()))
     for entry in reversed(store.catalog().entries.values()):
-        if entry.number > first and entry.members == wanted:
+        if entry.number > first and entry.members == members:
             snapshot = store.snapshot(entry.number)
             if snapshot.view == newest.view and Standing(store).bad(snapshot) is None:
                 return snapshot
@@ -465,7 +465,7 @@ def _assembled(
     if (
         live is not None
         and are_alike(live, newest)
-        and len(store.chain(live)) < MAX_LAYERS
+        and len(store.chain(live)) < MAX_ASSEMBLED_LAYERS
         and Standing(store).bad_below(live) is None
     ):
         try:
@@ -536,7 +536,7 @@ def _snapshot(
     )
 
 
-def _judged(
+def _judge_row_count(
     limit: float | None, live: Snapshot | None, snapshot: Snapshot, forced: bool
 ) -> Snapshot:
     """The snapshot with one verdict: whether more rows were lost than ``gates.rows`` allows; more

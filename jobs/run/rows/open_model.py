@@ -1,5 +1,5 @@
-"""Open model: a view's model and fingerprint, ready to compute rows of the view's source, which may
-be elsewhere."""
+"""Open model: a view's model, ready to compute rows of a source that may be elsewhere; the cache of
+its fingerprint; and models shared by several runs in one process."""
 
 from __future__ import annotations
 
@@ -154,12 +154,12 @@ class OpenModel:
     variant: str
     compiled: Path
     """Where its converted models are stored."""
-    own: str
+    loaded_fingerprint: str
     """The model's own fingerprint, without the precision."""
     load: Callable[[], LoadedModel]
     """Loads the model."""
-    held: bool = False
-    """Whether its model is not to use a GPU, since workers compute there."""
+    gpu_reserved: bool = False
+    """Whether the GPU is for engine workers alone, so that the model here must not use it."""
     _model: Model | None = None
 
     @property
@@ -175,7 +175,7 @@ class OpenModel:
                 loaded = self.load()
             except (ConfigError, ModelError) as exc:
                 raise _of_model(exc, self.view, self.folder) from exc
-            if loaded.fingerprint != self.own:
+            if loaded.fingerprint != self.loaded_fingerprint:
                 raise ModelError(
                     f"view {self.view.name!r}: the model's files were replaced since the run began:"
                     " run again"
@@ -185,9 +185,12 @@ class OpenModel:
         return self._model
 
     def check_columns(self, model: Model) -> None:
-        """Raises:
-        ConfigError: a built-in model reads a column that the source does not yield, or does not
-            return a feature of the view. Of a user's model that is not known before it is called.
+        """Check the model's columns and features against the source's and the view's.
+
+        Raises:
+            ConfigError: a built-in model reads a column that the source does not yield, or does
+                not return a feature of the view. Of a user's model that is not known before it is
+                called.
         """
         names = self.columns.names
         use = self.view.definition.model.use
@@ -238,14 +241,17 @@ class OpenModel:
     def fingerprint_by(self, technique: str) -> str:
         """The fingerprint of the same model by another technique."""
         return model_fingerprint(
-            self.own, self.view.definition.model.use, technique.removesuffix("-eager"), self.tables
+            self.loaded_fingerprint,
+            self.view.definition.model.use,
+            technique.removesuffix("-eager"),
+            self.tables,
         )
 
     @property
-    def wanted(self) -> str | None:
-        """The GPU that workers compute on, ``cuda`` for any; None for a model that computes in this
-        process."""
-        if not self.held or not isinstance(self.model, StagedModel):
+    def gpu(self) -> str | None:
+        """The GPU that engine workers compute on, ``cuda`` for any; None for one that computes in
+        this process."""
+        if not self.gpu_reserved or not isinstance(self.model, StagedModel):
             return None
         # a user's model names its device itself
         name: str = getattr(self.model.device, "wanted", self.model.device.name.partition(":")[0])
@@ -262,7 +268,7 @@ class OpenModel:
             SourceError: the source cannot be read.
         """
         model = self.model
-        if self.variant == REFERENCE or self.wanted is not None:
+        if self.variant == REFERENCE or self.gpu is not None:
             return
         # Torch takes a second to import; a model of pure Python needs none.
         from precompute.techniques.conversion import use_variant
@@ -294,7 +300,7 @@ def open_model(
     compiled: Path,
     *,
     load: Load | None = None,
-    held: bool = False,
+    gpu_reserved: bool = False,
 ) -> OpenModel:
     """Open a view's model, in float32 (see :meth:`OpenModel.convert`). One whose fingerprint is
     cached is loaded on first use.
@@ -307,7 +313,7 @@ def open_model(
         tables: the model's arguments that are given as SQL.
         compiled: where its converted models are stored.
         load: makes the model; in a server it shares models between views.
-        held: the model must not use a GPU, since workers do
+        gpu_reserved: the model must not use a GPU, since engine workers do
             (:mod:`precompute.jobs.run.rows.chunks`): a GPU context that breaks ends with its
             process.
 
@@ -320,7 +326,7 @@ def open_model(
     arguments = {**absolute_arguments(model.args, folder), **tables}
 
     def loaded() -> LoadedModel:
-        with on_host() if held else nullcontext():
+        with on_host() if gpu_reserved else nullcontext():
             if load is not None:
                 return load(model.use, arguments, variant)
             return load_with_fingerprint(model.use, arguments, folder)
@@ -336,7 +342,18 @@ def open_model(
     except (ConfigError, ModelError) as exc:
         raise _of_model(exc, view, folder) from exc
     opened = OpenModel(
-        view, folder, columns, draw, fingerprint, tables, variant, compiled, own, loaded, held, made
+        view,
+        folder,
+        columns,
+        draw,
+        fingerprint,
+        tables,
+        variant,
+        compiled,
+        own,
+        loaded,
+        gpu_reserved,
+        made,
     )
     if made is not None:
         opened.check_columns(made)

@@ -1,6 +1,6 @@
-"""Open view: a feature view's source, model and fingerprint, ready to compute, and the student
-behind its misses. The batch job and the fallback both open it here, so they have the same SQL,
-inputs and model.
+"""Open view: a feature view's source, model and fingerprint, ready to compute, the student behind
+its misses, and when the source was last modified. The batch job and the
+fallback both open it here, so they have the same SQL, inputs and model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TRIED_ROWS = 10
 
 
 @dataclass(frozen=True)
-class Compared:
+class StudentComparison:
     """What came of rows of a snapshot that the student computed: how many it was given, how many of
     them it rejected and why the first of them, and how the others agree with the teacher's; None
     where they are fewer than :data:`precompute.students.student.MIN_ROWS`."""
@@ -209,11 +209,13 @@ class OpenStudent:
                 f"the student computes none of the first {head.num_rows} rows: {errors[0]}",
             )
 
-    def compared(self, opened: OpenModel, source: Source, sample: pa.Table) -> Compared:
+    def compare_rows(
+        self, opened: OpenModel, source: Source, sample: pa.Table
+    ) -> StudentComparison:
         """Compute rows of a snapshot by the student.
 
-        Its agreement is that of rows that it never learned from; as many others as its promise was
-        measured among lie beside these, as neighbours. Rows whose input has changed since are left
+        Its agreement is that of held-out rows, with as many other rows as neighbours as when its
+        promise was measured. Rows whose input has changed since are left
         out, and those that the teacher gave no value.
 
         Args:
@@ -227,10 +229,9 @@ class OpenStudent:
         view, record = self.view, self.record
         inputs, stored, unseen = self._paired(source, sample)
         if not inputs.num_rows:
-            return Compared(0, 0, "", None)
+            return StudentComparison(0, 0, "", None)
         among = max(MIN_ROWS, max(max(one.rows, one.among) for one in record.agreement.values()))
-        # those that it never learned from are the first, each drawn from all over the snapshot, in
-        # whose order the sample is
+        # held-out rows first, then others, in random order: the sample is in the snapshot's
         drawn = np.random.default_rng(0).permutation(len(unseen))
         chosen = drawn[np.argsort(~unseen[drawn], kind="stable")][: min(among, COMPARED_ROWS)]
         inputs, stored = (
@@ -246,7 +247,7 @@ class OpenStudent:
             taught = stored.take(pa.array(np.concatenate([queries, others]))).combine_chunks()
             own = done.features.filter(pa.array(judged))
             found = comparable(record.agreement, agreement(view, taught.to_batches()[0], own))
-        return Compared(len(chosen), len(rejected), first, found)
+        return StudentComparison(len(chosen), len(rejected), first, found)
 
     def _paired(
         self, source: Source, sample: pa.Table
@@ -315,7 +316,7 @@ def open_view(
     partition: Partition | None = None,
     memory_mb: int = 1024,
     load: Load | None = None,
-    held: bool = False,
+    gpu_reserved: bool = False,
 ) -> OpenView:
     """Open a view's source and its model, in float32 (see :meth:`OpenView.convert`). A model whose
     fingerprint is cached is loaded on first use.
@@ -331,7 +332,7 @@ def open_view(
         partition: of a partitioned view: what ``$start`` and ``$end`` stand for.
         memory_mb: DuckDB's memory.
         load: makes the model; in a server it shares models between views.
-        held: the model must not use a GPU, since workers do
+        gpu_reserved: the model must not use a GPU, since engine workers do
             (:mod:`precompute.jobs.run.rows.chunks`): a GPU context that breaks ends with its
             process.
 
@@ -360,7 +361,7 @@ def open_view(
             tables,
             offline.view(view.name).compiled,
             load=load,
-            held=held,
+            gpu_reserved=gpu_reserved,
         )
         known = {one.name: getattr(opened, one.name) for one in fields(opened)}
         return OpenView(**known, source=source, inputs=inputs)
@@ -388,10 +389,10 @@ def open_source(
     """
     sql = view.definition.source
     texts = (sql, *model_queries(view.definition.model.args).values())
-    wanted = sorted({name for text in texts for name in referenced_views(text)})
+    views_read = sorted({name for text in texts for name in referenced_views(text)})
     inputs = {
         name: pinned[name] if pinned is not None else _live_number(offline, name, view.name)
-        for name in wanted
+        for name in views_read
     }
     live = {name: _files(offline.view(name), number) for name, number in inputs.items()}
     bounds = None if partition is None else (partition.start, partition.end)

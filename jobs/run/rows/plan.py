@@ -1,5 +1,6 @@
-"""Plan: what is requested of a run, and which rows it computes for that, and why. What
-``materialize --dry-run`` prints and :func:`precompute.jobs.run.materialize.materialize` does.
+"""Plan: what is requested of a run (:class:`RunOptions`, :class:`Job`), which rows it computes for
+that, and why. It is what ``materialize --dry-run`` prints and
+:func:`precompute.jobs.run.materialize.materialize` does.
 
 A row is computed when neither the parent nor an interrupted run has it with its key, its input hash
 and the view's recipe. A changed model, SQL, column or feature is another recipe, and then every row
@@ -41,7 +42,7 @@ about as often a new base is loaded online (:mod:`precompute.jobs.run.publisher`
 MOST_DELTAS = MOST_OVERLAYS
 """Deltas over a full snapshot, or the live base, at most: as many as there may be overlays, so that
 deltas and overlays are merged alike."""
-MAX_LAYERS = 16
+MAX_LAYERS_TO_BASE = 16
 """Deltas up to the snapshot of the online store's base, which are not merged; with more of them all
 are, and a new base is loaded."""
 
@@ -53,7 +54,7 @@ class RunOptions:
     Args:
         command: ``run``, or only its first half ``materialize``, or only its second half
             ``publish``.
-        number: which snapshot to publish; the newest by default.
+        snapshot: which one to publish; the newest by default.
         partition: which one to compute; of a partitioned view the latest that is over by default.
         full: compute every row.
         retry_rejected: compute rows that were rejected with the same input, too.
@@ -68,7 +69,7 @@ class RunOptions:
     """
 
     command: str = "run"
-    number: int | None = None
+    snapshot: int | None = None
     partition: Partition | None = None
     full: bool = False
     retry_rejected: bool = False
@@ -88,7 +89,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run. ``lease`` is checked before the commit; None where nothing is committed. ``load``
+    """One run. ``lease`` is checked before the commit; None for ``publish`` and dry runs. ``load``
     makes the model; by default it is loaded as configured."""
 
     project: Project
@@ -209,10 +210,10 @@ class Planner:
         store, view, recipe = self.store, self.opened.view, recipe_of(self.opened)
         content = f"{recipe}:{self.opened.source.content()}"
         expired = None if self.renew_unchanged else read_at_us - int(view.ttl_s * 1e6)
-        parent, reason, diff, finished = self._compared(recipe, source_rows, expired)
+        parent, reason, diff, finished = self._parent_and_diff(recipe, source_rows, expired)
         compact, since = False, None
         if parent is not None:
-            compact, since = _copied(store, store.chain(parent), diff)
+            compact, since = _compaction(store, store.chain(parent), diff)
             reason = f"builds on snapshot {parent.number}" + (
                 "" if parent.view == view else ", whose view was defined otherwise"
             )
@@ -233,7 +234,7 @@ class Planner:
             same_view,
         )
 
-    def _compared(
+    def _parent_and_diff(
         self, recipe: str, source_rows: int, expired_before_us: int | None
     ) -> tuple[Snapshot | None, str, Diff, list[Finished]]:
         """The parent, why there is none, how the source differs from it, and the chunks taken over;
@@ -297,28 +298,28 @@ class Planner:
         expired_before_us: int | None,
     ) -> Diff:
         store, retry = self.store, self.options.retry_rejected
-        refused = [
+        rejected = [
             store.folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None
         ]
         if parent is not None and parent.rejected is not None:
-            rejected = store.file(parent.rejected)
-            refused += [rejected] if rejected.is_file() else []
+            path = store.file(parent.rejected)
+            rejected += [path] if path.is_file() else []
         parts = Files(
             [store.folder / chunk.part.path for chunk in finished if chunk.part is not None]
         )
-        if parent is None and not parts.paths and not refused:
+        if parent is None and not parts.paths and not rejected:
             return Diff(new=source_rows)
         before = None if parent is None else files_of(store.layers(parent))
-        compared = partial(
+        compare_source = partial(
             compare, self.opened.source, before, parts, expired_before_us=expired_before_us
         )
         try:
-            return compared(refused, retry_refused=retry)
+            return compare_source(rejected, retry_rejected=retry)
         except SnapshotError as exc:
-            if not (retry and refused):
+            if not (retry and rejected):
                 raise
             log.warning("%s; how often rejected rows were tried is counted again", exc)
-            return compared()
+            return compare_source()
 
 
 def _are_same(before: StudentUse | None, now: StudentUse | None) -> bool:
@@ -329,9 +330,9 @@ def _are_same(before: StudentUse | None, now: StudentUse | None) -> bool:
     return dataclasses.replace(before, agreement={}) == dataclasses.replace(now, agreement={})
 
 
-def _copied(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bool, int | None]:
-    """Whether a chain with one delta more is compacted; if not, the number of the snapshot below
-    the deltas that the new one is merged with, None if with none."""
+def _compaction(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bool, int | None]:
+    """(compact, since): whether a chain with one delta more is compacted; if not, the number of the
+    snapshot below the deltas that the new one is merged with, None if with none."""
     weights = [layer.changed_rows for layer in chain[1:]]
     new = diff.compute + diff.resumed + diff.removed
     if sum(weights) + new > MAX_DELTA_SHARE * chain[0].rows:
@@ -341,7 +342,7 @@ def _copied(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bo
     # over it
     base = None if ref is None or ref.place.lossy else ref.place.base_snapshot
     under = next((i for i, layer in enumerate(chain) if layer.number == base), 0)
-    under = under if under <= MAX_LAYERS else 0
+    under = under if under <= MAX_LAYERS_TO_BASE else 0
     stay = under + layers_that_stay(weights[under:], new, MOST_DELTAS)
     return False, chain[stay].number if stay < len(weights) else None
 

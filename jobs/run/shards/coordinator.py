@@ -124,8 +124,8 @@ def compute_in_shards(
             except OSError as exc:
                 raise SnapshotError(disk_message(folder.folder, exc)) from exc
         _Coordinator(job, folder, shard_plan, chunks, audit, progress, report).run()
-    if opened.wanted is not None:
-        report.usage.device, report.usage.gpu_s = opened.wanted, report.stages_s["model"]
+    if opened.gpu is not None:
+        report.usage.device, report.usage.gpu_s = opened.gpu, report.stages_s["model"]
 
 
 def attempts_of(store: ViewStore, report: Report) -> list[str]:
@@ -159,7 +159,7 @@ def _write_plan(
                 for number, (name, table) in enumerate(opened.tables.items())
             },
             allowed=math.floor(plan.source_rows * job.config.max_rejected + 1e-9),
-            audited=audit.wanted,
+            audited=audit.sample_rows,
         )
     except OSError as exc:
         raise SnapshotError(disk_message(store.data / run, exc)) from exc

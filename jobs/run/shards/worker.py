@@ -351,7 +351,7 @@ class _Worker:
         report = Report(name, self._store.name, "work")
         left = part.rows - len(resumed.keys)
         wanted = -(-plan.audited * left // max(1, sum(each.rows for each in plan.shards)))
-        sample = Sample(plan.view, left, wanted, ends=opened.variant != REFERENCE)
+        sample = Sample(plan.view, left, wanted, extremes=opened.variant != REFERENCE)
         chunks = Chunks(self._store, report, opened, plan.allowed, lease.check, sample.draw)
         progress = _ShardProgress(self._folder, known, chunks, part.rows - left, self._check)
         done = resumed.keys if resumed.chunks else None
@@ -389,7 +389,7 @@ class _Worker:
         renewed all the same, and all others would wait for it for ever. The shard's next attempt
         has a process for the model, and rejects the row that it hangs at."""
         over, opened = threading.Event(), self._opened
-        own = not engine.workers and opened.wanted is None
+        own = not engine.workers and opened.gpu is None
         if not own or getattr(opened.model, "in_run_process", False):
             yield
             return
@@ -528,7 +528,7 @@ def _open(project: Project, store: ViewStore, plan: ShardPlan) -> OpenModel:
         lambda rows, drawn: examples.slice(0, rows),
         tables,
         store.compiled,
-        held=True,
+        gpu_reserved=True,
     )
     if opened.fingerprint != plan.model:
         raise ConfigError(
