@@ -46,7 +46,8 @@ class Loader:
         online: where they go.
         report: stage times are added to it.
         progress: called with every batch.
-        owner: of the project.
+        owner: identity of the root that the view is loaded for; empty where another one is taken
+            over.
         memory_mb: what the vector index may keep in memory.
     """
 

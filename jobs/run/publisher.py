@@ -432,7 +432,7 @@ class Publisher:
         try:
             check_served(self._store, self._online, pointer, snapshot, rows, values=values)
         except RowsLostError as exc:
-            log.warning("%s; what passes the gates is loaded whole", exc)
+            log.warning("%s; the next generation is loaded whole", exc)
             return False
         except SnapshotError as exc:
             log.warning("%s", exc)

@@ -60,7 +60,7 @@ class _ServedFile(Record, frozen=True):
 
 
 class _LiveFiles(Record, frozen=True):
-    """What readers are to serve."""
+    """What followers are to serve."""
 
     pointer: str
     files: tuple[_ServedFile, ...]
@@ -85,8 +85,11 @@ class Replica:
 
     def send(self, pointer: Pointer) -> list[_ServedFile]:
         """Send the files of what is about to be live, those that are not in the root yet."""
-        served = self._live_files()
-        known = {} if served is None else {file.path: file for file in served.files}
+        known: dict[str, _ServedFile] = {}
+        # of a damaged one nothing is believed: all is sent
+        with contextlib.suppress(ValueError):
+            if (served := self._live_files()) is not None:
+                known = {file.path: file for file in served.files}
         files = {
             f"online/{Path(check.path).name}": Path(check.path)
             for check in self._online.file_checks(self._store.name, pointer.generations)
@@ -113,9 +116,10 @@ class Replica:
             return
 
         def moved(data: bytes | None) -> bytes:
-            before = None if data is None else _read(data)
-            if before is not None and before[0].epoch > pointer.epoch and data is not None:
-                return data
+            # a damaged one gives way to what is published
+            with contextlib.suppress(ValueError):
+                if data is not None and _read(data)[0].epoch > pointer.epoch:
+                    return data
             return new
 
         try:
@@ -125,9 +129,14 @@ class Replica:
             raise SnapshotError(disk_message(self._path, exc, "other hosts serve on")) from exc
 
     def is_behind(self, epoch: int) -> bool:
-        """Whether the root's pointer for readers is of an older publishing, or is not there."""
-        served = self._live_files() if self.is_one else None
-        return self.is_one and (served is None or _read(sealed(served))[0].epoch < epoch)
+        """Whether the root's pointer for followers is of an older publishing, damaged, or not
+        there."""
+        if not self.is_one:
+            return False
+        with contextlib.suppress(ValueError):
+            served = self._live_files()
+            return served is None or _read(sealed(served))[0].epoch < epoch
+        return True
 
     def end(self) -> None:
         """Have no host serve the view any more."""

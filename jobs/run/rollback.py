@@ -50,7 +50,8 @@ def rollback(
         name: of the view.
         progress: called with the rows done, if they must be loaded again.
         to: which snapshot; by default the one that was live before, or the newest good one below.
-        hold: scheduled runs compute but publish nothing until ``publish`` or ``resume``.
+        hold: scheduled runs compute but publish nothing until ``publish`` or ``resume``; a view
+            that is held stays so without it.
         finished: called with the report.
 
     Raises:
@@ -80,10 +81,11 @@ def rollback(
                 f"view {name!r} was never published: there is nothing to go back from"
             )
         close_dead(store, None, commands=PUBLISHING, own=report.run)
-        online = resources.enter_context(contextlib.closing(open_online_store(project.online)))
-        publisher = Publisher(
-            store, online, report, progress, lease, memory_mb=project.settings.memory_mb
+        settings = project.settings
+        online = resources.enter_context(
+            contextlib.closing(open_online_store(project.online, memory_mb=settings.load_mb))
         )
+        publisher = Publisher(store, online, report, progress, lease, memory_mb=settings.memory_mb)
         if (
             publisher.repair_pointer()
             and ref.reason.startswith("rollback")
@@ -96,7 +98,7 @@ def rollback(
             _mark_left(store, ref.snapshot, target)
             reason = f"rollback from {ref.snapshot}"
             publisher.publish(
-                target, reason=reason, suspended=f"{reason}, with --hold" if hold else None
+                target, reason=reason, suspended=f"{reason}, with --hold" if hold else ref.held
             )
         notify(project.settings.notify, report, project.home)
     return report

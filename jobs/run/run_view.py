@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import re
 import signal
 import threading
 import time
@@ -594,6 +595,6 @@ def naming_view_in_errors(view: str) -> Iterator[None]:
     try:
         yield
     except PrecomputeError as exc:
-        if view in str(exc) or isinstance(exc, RequestError):
+        if re.search(rf"\b{re.escape(view)}\b", str(exc)) or isinstance(exc, RequestError):
             raise
         raise type(exc)(f"view {view!r}: {exc}") from exc

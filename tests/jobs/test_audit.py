@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import pyarrow as pa
 import pytest
 import torch
 
+from precompute.engine.rows import Outcome
 from precompute.jobs.run.judge import audit as audit_module
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.errors import GateError
+from precompute.store.feature_view import Feature, FeatureView
 from tests.conftest import MakeProject
 from tests.jobs.test_tune import LOOSE, TorchDoubler, live_number, torch_model, torch_project
 from tests.scene import Scene
@@ -191,3 +194,28 @@ def test_of_large_rows_fewer_are_held(
     project.run()
     assert 0 < max(held) <= 800
     assert len(audited(project)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float64", "string"])
+def test_parts_of_a_sample_have_the_extremes_of_their_floats(tmp_path: Path, dtype: str) -> None:
+    """Nulls are none, and a view without floats has none."""
+    view = FeatureView("numbers", ("id",), (Feature("value", dtype),), ttl_s=1, stale_for_s=1)
+    whole = audit_module.Sample(view, 40, 4, extremes=True)
+    for part in range(2):
+        values: list[Any] = [None] * 6 + [100.0 * part + i for i in range(14)]
+        made = pa.RecordBatch.from_pydict(
+            {"value": values if dtype == "float64" else list(map(str, values))},
+            schema=view.feature_schema(),
+        )
+        inputs = pa.record_batch({"x": pa.array(values), "input_hash": pa.array(range(20))})
+        drawn = audit_module.Sample(view, 20, 4, extremes=True)
+        drawn.draw(inputs, Outcome(np.arange(20), made))
+        assert drawn.write(tmp_path / str(part))
+        whole.add(tmp_path / str(part), 20)
+    given, features = whole.extreme_rows()
+    assert given.schema.names == ["x"]
+    assert (given["x"].to_pylist(), features["value"].to_pylist()) == (
+        ([113.0, 100.0, 13.0, 0.0, 0.0, 13.0, 100.0, 113.0],) * 2
+        if dtype == "float64"
+        else ([], [])
+    )

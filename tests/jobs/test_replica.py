@@ -358,6 +358,26 @@ def test_damage_in_the_root_too_is_not_served_and_reported(damaged_host: Host) -
         scene.store.storage.put([path])
 
 
+def test_a_damaged_record_for_followers_gives_way_to_a_publishing(
+    bucket: ObjectStore, make_project: MakeProject, tmp_path: Path
+) -> None:
+    project = project_on(bucket, make_project, [(1, 1.0)])
+    project.run()
+    path = project.store.refs.folder / LIVE_FILES
+    path.write_bytes(project.store.storage.read(path)[:-9])
+    project.store.storage.put([path])
+    follower = host(project, tmp_path / "host")
+    with follower.online_store() as online:
+        replica = Replica(follower.store, online)
+        with pytest.raises(
+            SnapshotError, match=r"cannot be followed: .*precompute publish numbers"
+        ):
+            replica.follow()
+        assert project.cli("publish", "numbers") == 0
+        replica.follow()
+    assert follower.pointer() == project.pointer()
+
+
 def test_a_host_that_publishes_restores_from_the_root_too(
     bucket: ObjectStore, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

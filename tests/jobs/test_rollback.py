@@ -263,14 +263,16 @@ def test_hold_stops_runs_until_resume(versions: Versions, capsys: Captured) -> N
 
 
 def test_publish_by_hand_ends_the_hold_unless_it_is_refused(versions: Versions) -> None:
-    project = versions(1.0, 10.0)
+    project = versions(1.0, 10.0, 20.0)
     project.rollback(hold=True)
+    # nor does another rollback
+    project.rollback(to=1)
     with pytest.raises(GateError):
         project.publish(snapshot=2)
     assert project.live().held is not None
     project = versions(100.0)
-    assert project.publish().snapshot == 3
-    assert served(project) == (3, 100.0)
+    assert project.publish().snapshot == 4
+    assert served(project) == (4, 100.0)
     versions(7.0)
     assert served(project)[1] == 7.0
 

@@ -348,6 +348,8 @@ class Sample:
                 inputs = pa.RecordBatch.from_struct_array(batch.column("shown"))
                 made = pa.RecordBatch.from_struct_array(batch.column("made"))
                 made = made.cast(self._view.feature_schema())
+                if self._extremes is not None:
+                    self._extremes.see(inputs.schema)
                 if not batch.column("at_end")[0].as_py():
                     self._inputs.append(inputs)
                     self._made.append(made)
@@ -415,17 +417,23 @@ class _Extremes:
     def look_at(self, batch: pa.RecordBatch, done: Outcome) -> None:
         """Look at a window, or a piece of one: its row with the largest and with the smallest
         value."""
-        if self._schema is None:
-            self._schema = _inputs_of(batch).schema
+        self.see(_inputs_of(batch).schema)
         for feature in self._features:
             sizes = _sizes(feature, done.features.column(feature.name))
-            for sign in (1, -1):
-                row_index = int(np.argmax(sizes)) if sign > 0 else int(np.argmin(sizes))
+            # a null is neither the largest nor the smallest
+            known = np.flatnonzero(~np.isnan(sizes))
+            for sign in (1, -1) if len(known) else ():
+                row_index = int(known[np.argmax(sign * sizes[known])])
                 farthest = self._found.get((feature.name, sign), [])
                 if len(farthest) < EXTREME_ROWS or sign * float(sizes[row_index]) > farthest[-1][0]:
                     inputs = _inputs_of(batch).take(pa.array([done.rows[row_index]]))
                     made = done.features.take(pa.array([row_index]))
                     self._take(feature, sign, float(sizes[row_index]), inputs, made)
+
+    def see(self, schema: pa.Schema) -> None:
+        """Learn what inputs look like, of which none may be extreme."""
+        if self._schema is None:
+            self._schema = schema
 
     def _take(
         self, feature: Feature, sign: int, size: float, inputs: pa.RecordBatch, made: pa.RecordBatch
@@ -438,12 +446,10 @@ class _Extremes:
 
     def add(self, inputs: pa.RecordBatch, made: pa.RecordBatch) -> None:
         """Add rows that were found elsewhere: their inputs, and the features computed of them."""
-        if self._schema is None:
-            self._schema = inputs.schema
         for feature in self._features:
             sizes = _sizes(feature, made.column(feature.name))
             for row, size in enumerate(sizes.tolist()):
-                for sign in (1, -1):
+                for sign in (1, -1) if size == size else ():
                     self._take(feature, sign, size, inputs.slice(row, 1), made.slice(row, 1))
 
     @property

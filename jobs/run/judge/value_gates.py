@@ -2,8 +2,8 @@
 live, and beside the live rows of the same keys; the gate on the contract with readers; and
 :class:`Verdicts`, which all gates report to.
 
-Figures are of all rows. A sampled figure may exceed its limit by its 99 % sampling error
-(:func:`sampling_error`).
+Most figures are of all rows. A share that a sample tells may exceed its limit by its 99 % sampling
+error (:func:`sampling_error`).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ MOST_BACK = 0.1
 """Share of the rows: if more come back from older partitions and have to be copied, all is
 assembled again."""
 DRAWN_ROWS = 8192
-"""Rows that are drawn at most. Reading costs by row groups, of which 2,048 rows need as many: see
+"""Rows that are drawn at most; 2,048 would have as many row groups read, which is what costs: see
 :data:`precompute.store.offline.selection.CLUSTERS`."""
 
 
@@ -197,6 +197,7 @@ def merged(store: ViewStore, draft: Snapshot, since: int) -> Snapshot:
 
 
 def _bases(copied: Sequence[Snapshot]) -> tuple[int, ...]:
+    """Those whose rows are copied with these snapshots', and they themselves."""
     return tuple(
         sorted(
             {layer.number for layer in copied}

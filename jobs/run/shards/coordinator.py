@@ -241,6 +241,7 @@ class _Coordinator:
     def _request(self) -> WorkerRequest:
         project, engine = self._job.project, self._engine
         argv = [*installed_module("precompute.jobs.cli"), "-c", str(project.folder), "work"]
+        # none outlives this run
         argv += [self._job.config.name, "--run", self._report.run, "--with-parent"]
         environment = {}
         if engine.on == "local":
