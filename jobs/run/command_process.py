@@ -169,9 +169,8 @@ def _watch(read: int) -> None:
 
 
 class UnfailingStream:
-    """A text stream whose writes never raise: what is written after its
-    reader is gone is discarded, and what a full disk does not take is lost, which
-    :func:`ends_on_signal` reports of an answer."""
+    """A text stream whose writes never raise: what comes after its reader is gone is discarded, and
+    what a full disk does not take is lost, which :func:`ends_on_signal` reports of an answer."""
 
     def __init__(self, stream: TextIO, *, is_log: bool = False) -> None:
         self._stream, self._is_log, self._fails = stream, is_log, False

@@ -33,8 +33,8 @@ _TABLE = (
     " TEXT, answer BLOB, sum INTEGER) WITHOUT ROWID"
 )
 DELETED_S = 90 * 86400
-"""How long ago an answer expired, at most, that is deleted: by a clock that is years ahead all
-expired longer ago, and they were paid."""
+"""Seconds since its expiry after which an answer is no longer deleted: by a clock that is years
+ahead all expired longer ago, and they were paid for."""
 # where all have expired it may be the clock that is wrong, too
 _EXPIRED = (
     "DELETE FROM answers WHERE until BETWEEN ?1 - ?2 AND ?1 - 1 AND EXISTS (SELECT 1 FROM answers"
