@@ -214,15 +214,12 @@ WINGS = {
 }
 """Wing → the other wings of its room that it may import."""
 
-MOST_ROOMS, MOST_FLOORS = {"store": 14, "precompute": 10, "jobs": 9}, 8
-"""Of a room of the house: wings and files at its top; and how many stand upon each other."""
+MOST_FLOORS = 8
+"""Of a room of the house: how many wings and files stand upon each other."""
 
-MOST_FILES = 16
-"""Of one folder."""
-
-LONGEST_FILE, LONGEST_FUNCTION, LONGEST_HEAD = 600, 72, 7
-"""Lines: beyond, a file is more than one noun, a function more than one step, and a module's head
-an essay."""
+LONGEST_FUNCTION, LONGEST_HEAD = 72, 7
+"""Lines: beyond, a function is more than one step, and a module's head an essay. There is no limit
+on a file or a folder: one noun a file, however long."""
 
 UNSAFE_MODULES = {
     "pickle",
@@ -382,19 +379,13 @@ def test_a_house_is_held_in_ones_head() -> None:
     def floor(room: str) -> int:
         return 1 + max(map(floor, below[room]), default=0)
 
-    for room, most in MOST_ROOMS.items():
+    for room in ROOMS:
         rooms = {name for name in below if name.partition("/")[0] == room}
-        assert len(rooms) <= most, (room, sorted(rooms))
         assert max(map(floor, rooms)) <= MOST_FLOORS, room
-    for folder in {file.rpartition("/")[0] for file in inner}:
-        files = [file for file in inner if file.rpartition("/")[0] == folder]
-        assert len(files) <= MOST_FILES, f"{folder} has {len(files)} files"
 
 
 def too_long(file: str) -> Iterator[str]:
-    """The file, its head and its functions, of those that are longer than they may be."""
-    if len((REPOSITORY / file).read_text(encoding="utf-8").splitlines()) > LONGEST_FILE:
-        yield file
+    """The file's head and its functions, of those that are longer than they may be."""
     if len((ast.get_docstring(tree(file)) or "").splitlines()) > LONGEST_HEAD:
         yield f"{file}:head"
     for node in ast.walk(tree(file)):
@@ -404,9 +395,9 @@ def too_long(file: str) -> Iterator[str]:
                 yield f"{file}:{node.name}"
 
 
-def test_files_heads_and_functions_are_short() -> None:
+def test_heads_and_functions_are_short() -> None:
     found = {long for file in FILES if file.startswith(ROOMS) for long in too_long(file)}
-    assert found == set(), "more than one noun, or more than one step"
+    assert found == set(), "more than one step"
 
 
 def test_the_demo_comes_in_by_the_doors() -> None:

@@ -1,0 +1,140 @@
+"""A file that somebody else wrote: what it is where it is none of its format, its JSON, and what is
+known of its keys. Each is understood, harmless for a reason, or refused by name with the remedy:
+nothing is passed over."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import translate
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from precompute.store.errors import ConfigError, ModelError
+
+_HEADS = {
+    b"version https://git-lfs": "a pointer of Git LFS and not the file itself: run git lfs pull",
+    b"\x1f\x8b": "compressed by gzip: unpack it first",
+    b"BZh": "compressed by bzip2: unpack it first",
+    b"\xfd7zXZ": "compressed by xz: unpack it first",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it first",
+    b"PK\x03\x04": "a zip archive, which is what torch.save writes, too: it is never loaded; save"
+    " the model in the format that is named here",
+    b"\x80\x02": "a pickle, which runs code when it is loaded: save the model in the format that is"
+    " named here",
+    b"\x80\x04": "a pickle, which runs code when it is loaded: save the model in the format that is"
+    " named here",
+    b"\x89HDF": "HDF5: save the model in the format that is named here",
+}
+_PAGE = re.compile(rb"\s*(<!doctype html|<html|<\?xml|<head)", re.IGNORECASE)
+
+
+def what_it_is(path: Path) -> str | None:
+    """What a file is, and what to do, where it is plainly another thing than a model: empty, a
+    pointer of Git LFS, a web page, an archive, a pickle; None where nothing is known by its head.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError:
+        return None
+    if not head:
+        return "empty: it was not written to its end; fetch it again"
+    if _PAGE.match(head):
+        return "a web page, such as a hub shows for a login or an error: fetch the file again"
+    return next((what for magic, what in _HEADS.items() if head.startswith(magic)), None)
+
+
+def read_json(path: Path, use: str) -> Any:
+    """The JSON of a file, of whose objects no key stands twice: another parser may take the other.
+
+    Raises:
+        ModelError: it cannot be read, or is none.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except OSError as exc:
+        raise ModelError(f"{use}: {path} cannot be read: {exc.strerror or exc}") from exc
+    except (ValueError, RecursionError) as exc:
+        is_a = what_it_is(path)
+        raise ModelError(
+            f"{use}: {path} is {is_a}" if is_a else f"{use}: {path} is damaged: {exc}"
+        ) from exc
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has the key {twice!r} twice")
+    return made
+
+
+@dataclass(frozen=True)
+class KnownKeys:
+    """What is known of the keys, or tensors, of one file of one format. A name may be a pattern as
+    of a shell's files: ``encoder.layer.*.weight``.
+
+    Args:
+        file: what messages and the documents call it: ``config.json`` of a BERT.
+        used: what is read.
+        harmless: pattern → why no value depends on it.
+        fixed: pattern → the only values at which what is computed here is right.
+        refused: pattern → the remedy. What is none of these four is refused as not known.
+    """
+
+    file: str
+    used: tuple[str, ...] = ()
+    harmless: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, keys: Mapping[str, Any] | Iterable[str], path: Path | str, use: str) -> None:
+        """Refuse what is not known.
+
+        Args:
+            keys: the keys with their values; or names of tensors, of which none is ``fixed``.
+            path: of the file, for the message.
+            use: the model's name in ``model.use``, for the message.
+
+        Raises:
+            ConfigError: names the first key that is refused or not known, and the remedy.
+        """
+        for name in keys:
+            for pattern, remedy in self.refused.items():
+                if _matches(pattern, name):
+                    raise ConfigError(f"{use}: {path} has {name}: {remedy}")
+            if any(_matches(pattern, name) for pattern in self.used):
+                continue
+            if any(_matches(pattern, name) for pattern in self.harmless):
+                continue
+            values = [known for pattern, known in self.fixed.items() if _matches(pattern, name)]
+            if not values or not isinstance(keys, Mapping):
+                raise ConfigError(
+                    f"{use}: {path} has {name}, which is not known of {self.file}: values could"
+                    " differ; save the model without it, or write a model class of your own"
+                )
+            if not any(_same(keys[name], value) for value in values[0]):
+                raise ConfigError(
+                    f"{use}: {path}: {name} is {str(keys[name])[:80]!r}; only"
+                    f" {' or '.join(map(repr, values[0]))} is computed: write a model class of your"
+                    " own"
+                )
+
+
+def _same(value: Any, known: Any) -> bool:
+    """Equal, and of one type: ``1`` is not ``True`` in every library."""
+    return type(value) is type(known) and bool(value == known)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return pattern == name or ("*" in pattern and _compiled(pattern).match(name) is not None)
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(translate(pattern))
