@@ -158,16 +158,16 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib import metadata
 
-        from precompute.store.online import kernels
+        built = ""
+        # the client alone reads no packed rows, and has no numpy
+        with contextlib.suppress(ModuleNotFoundError):
+            from precompute.store.online import kernels
 
-        built = (
-            ""
-            if kernels.COMPILED
-            else (
-                ", without its C extension: install it with a C compiler, lookups of many keys are"
-                " slower in plain Python"
-            )
-        )
+            if not kernels.COMPILED:
+                built = (
+                    ", without its C extension: install it with a C compiler, lookups of many keys"
+                    " are slower in plain Python"
+                )
         print(f"precompute {metadata.version('precompute-store')}{built}")
         parser.exit()
 

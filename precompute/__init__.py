@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from precompute.model import Model, digest
     from precompute.store.answers.lookup import Lookup
     from precompute.store.answers.service import Service, ServicePart
-    from precompute.store.client import AsyncClient, Client, ViewLookupRequest
+    from precompute.store.client import AsyncClient, Client, Tls, ViewLookupRequest
     from precompute.store.errors import (
         ConfigError,
         ConflictError,
@@ -56,6 +56,7 @@ __all__ = [
     "ServicePart",
     "SnapshotError",
     "SourceError",
+    "Tls",
     "VectorIndexError",
     "ViewLookupRequest",
     "digest",
@@ -66,6 +67,7 @@ __all__ = [
 _MODULES = {
     "AsyncClient": "precompute.store.client",
     "Client": "precompute.store.client",
+    "Tls": "precompute.store.client",
     "ViewLookupRequest": "precompute.store.client",
     "Lookup": "precompute.store.answers.lookup",
     "Service": "precompute.store.answers.service",
@@ -128,4 +130,13 @@ def __getattr__(name: str) -> Any:
     """What is public, from where it is: a client loads no more than it needs."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES.get(name, "precompute.store.errors")), name)
+    try:
+        return getattr(import_module(_MODULES.get(name, "precompute.store.errors")), name)
+    except ModuleNotFoundError as exc:
+        if (exc.name or "").partition(".")[0] == "precompute":
+            raise
+        raise ModuleNotFoundError(
+            f"{exc.name} is not installed: precompute.{name} comes with pip install"
+            " 'precompute-store[cpu]', or [gpu]; precompute.Client reads from a server",
+            name=exc.name,
+        ) from exc

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -20,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+import precompute
 from precompute.store.wire.arrow import encode_arrow
 from tests import REPOSITORY, conftest
 from tests.hostile import Hostile, Visit
@@ -154,11 +156,15 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"numpy", "pyarr
 )
 
 
+THEIR_OWN = {"h11", "anyio", "idna", "truststore", "typing-extensions"}
+"""What httpcore2 and numpy need by themselves."""
+
+
 @pytest.mark.parametrize("extras", [(), ("client",)])
 def test_the_client_needs_what_it_says_and_no_more(extras: tuple[str, ...]) -> None:
     """Run where nothing else can be imported; what httpcore2 and numpy need by themselves is there
     too."""
-    needed = declared(*extras) | {"h11", "anyio", "idna", "truststore", "typing-extensions"}
+    needed = declared(*extras) | THEIR_OWN
     features: dict[str, Any] = {"double": 2.0}
     row = {
         "key": "1",
@@ -226,6 +232,50 @@ def test_without_the_engine_the_command_says_what_to_install(options: list[str])
         done.stderr,
     )
     assert PROJECT["project"]["scripts"] == {"precompute": "precompute.jobs.cli:main"}
+
+
+def lean(code: str) -> subprocess.CompletedProcess[str]:
+    """A program where nothing is installed but what always is."""
+    command = [sys.executable, "-c", f"{ABSENT}\n{code}", " ".join(declared() | THEIR_OWN)]
+    return subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_version_is_told_without_the_engine() -> None:
+    done = lean("from precompute.jobs.cli import main\nsys.argv[1:] = ['--version']\nmain()")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        f"precompute {importlib.metadata.version('precompute-store')}\n",
+        "",
+    )
+
+
+def test_what_needs_the_engine_says_so_when_it_is_imported() -> None:
+    done = lean(
+        "from precompute import AsyncClient, Client, Tls, ViewLookupRequest\n"
+        "import precompute\n"
+        "for name in ('Lookup', 'Model', 'Service', 'OpenProject', 'digest'):\n"
+        "    try:\n"
+        "        getattr(precompute, name)\n"
+        "    except ImportError as exc:\n"
+        "        print(name, 'pip install' in str(exc), f'precompute.{name} comes with' in str(exc))"
+    )
+    told = [f"{name} True True" for name in ("Lookup", "Model", "Service", "OpenProject", "digest")]
+    assert (done.stdout.splitlines(), done.stderr) == (told, "")
+
+
+def test_every_public_name_is_where_it_is_said_to_be() -> None:
+    for name in precompute.__all__:
+        assert getattr(precompute, name).__name__ == name
+    named = set[str]()
+    for path in (REPOSITORY / "docs").glob("*.md"):
+        for names in re.findall(
+            r"^from precompute import ([\w, ]+)$", path.read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            named |= {name.strip() for name in names.split(",")}
+    assert "Tls" in named
+    assert named <= {*precompute.__all__}
 
 
 def test_what_is_declared_is_pinned() -> None:
