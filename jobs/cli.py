@@ -12,6 +12,8 @@ import contextlib
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Sequence
 
 from precompute.jobs.commands import measure, operations, review, rows, run, setup
@@ -69,9 +71,42 @@ READS = frozenset(
 where one is requested."""
 
 
+THREADS_END_S = 5.0
+"""How long a process waits at its end for threads that a model left behind."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Never a traceback for a user's mistake, nor where
     only the client was installed."""
+    status = _main(argv)
+    if argv is None:
+        _end_without_threads(status)
+    return status
+
+
+def _end_without_threads(status: int) -> None:
+    """End the process of its own command some seconds after it is done, where a thread that is no
+    daemon goes on: the interpreter would wait for it, and a cron job would never end."""
+    left = [
+        thread.name
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread()
+    ]
+
+    def end() -> None:
+        time.sleep(THREADS_END_S)
+        report_error(
+            f"a thread that the model left goes on ({left[0]}): the command is done, and its"
+            " process ends without it (daemon=True would let it end by itself)"
+        )
+        sys.stdout.flush()
+        os._exit(status)
+
+    if left:
+        threading.Thread(target=end, name="end", daemon=True).start()
+
+
+def _main(argv: Sequence[str] | None) -> int:
     with unfailing_output():
         parser = _parser()
         log_to_stderr()

@@ -91,7 +91,9 @@ def check_use(use: str, folder: Path | None = None) -> None:
     except (ImportError, ValueError):
         # a relative or an empty name
         exists = False
-    except (Exception, SystemExit) as exc:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:
         # finding a module inside a package runs the package's own code
         raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
     if not exists:
@@ -120,7 +122,9 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
     module, _, attribute = BUILT_IN.get(use, use).partition(":")
     try:
         imported = import_module(module, None if use in BUILT_IN else folder)
-    except (Exception, SystemExit) as exc:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:
         # a user's module may fail in any way, a syntax error included
         raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
     factory = getattr(imported, attribute, None)
@@ -138,9 +142,9 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
             or f"cannot be made with these args ({', '.join(args) or 'none'}): {described(exc)}"
         )
         raise ConfigError(f"model {use!r} {why}") from exc
-    except PrecomputeError:
+    except (PrecomputeError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as exc:
+    except BaseException as exc:
         # a user's class may raise anything
         raise ModelError(f"model {use!r} failed to load: {described(exc)}") from exc
     if not isinstance(model, Model):
@@ -209,9 +213,9 @@ def fingerprint_of(model: Model, use: str) -> str:
     """
     try:
         fingerprint = model.fingerprint()
-    except PrecomputeError:
+    except (PrecomputeError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as exc:
+    except BaseException as exc:
         raise ModelError(f"model {use!r}: fingerprint() raised {described(exc)}") from exc
     if not isinstance(fingerprint, str) or not fingerprint:
         raise ModelError(
@@ -307,6 +311,14 @@ def is_own(name: str, folder: Path | None) -> bool:
     # a folder of data is no package, and a folder without __init__.py is one only where nothing
     # else is called so
     return next((folder / top).glob("*.py"), None) is not None and not _is_installed(top)
+
+
+def sources_read(folder: Path) -> dict[Path, str]:
+    """The files that modules of a project's folder were read from last, with the SHA-256 (hex) of
+    what was in them."""
+    project = PROJECT_PACKAGE + hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+    with _sources_lock:
+        return dict(_sources.get(f"{project}_{_readings.get(project, 0)}", {}))
 
 
 def module_exists(name: str, folder: Path | None) -> bool:

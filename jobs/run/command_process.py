@@ -48,9 +48,9 @@ INTERRUPT_EVERY_S = 0.2
 _STOP = b"\0"
 
 
-class Terminated(BaseException):
-    """A signal ends the process; the argument is its number. It is no SystemExit, which a model may
-    raise."""
+class Terminated(KeyboardInterrupt):
+    """A signal ends the process; the argument is its number. A KeyboardInterrupt is the one thing
+    that a row is never blamed for: a model may raise anything else, a SystemExit or a panic."""
 
 
 class _State:

@@ -20,6 +20,7 @@ from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.judge.accuracy import AccuracyCheck
 from precompute.jobs.run.judge.audit import Audit
+from precompute.jobs.run.judge.code_check import check_code
 from precompute.jobs.run.judge.gates import Judge
 from precompute.jobs.run.rows.chunks import Chunks
 from precompute.jobs.run.rows.merging import (
@@ -79,6 +80,9 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
     with _open(job, report) as opened:
         loaded = _load(job.config, job.store.offline, opened, report)
         plan = _plan(job, opened, loaded, report)
+        with report.stage("code"):
+            told = check_code(job, opened, plan)
+            report.attention += [] if told is None else [told]
         if plan.nothing_to_do:
             return _reuse_parent(job, opened, loaded, plan, report)
         if plan.source_rows:
@@ -440,6 +444,7 @@ def _draft_snapshot(
         partition=report.partition,
         renewed_at=loaded.read_at_us if renews else None,
         source_at=loaded.source_at,
+        code=opened.code(),
     )
 
 

@@ -212,9 +212,9 @@ class Preparation:
             prepared = model.prepare(
                 taken(window.shown, window.rows) if window.rejections else window.shown
             )
-        except ModelError:
+        except (ModelError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit):
+        except BaseException:
             # which row did it is what counts
             self._find_unpreparable(model, window, window.rows)
             window.rows = np.array(
@@ -224,9 +224,9 @@ class Preparation:
                 return
             try:
                 prepared = model.prepare(taken(window.shown, window.rows))
-            except ModelError:
+            except (ModelError, KeyboardInterrupt):
                 raise
-            except (Exception, SystemExit) as exc:
+            except BaseException as exc:
                 what = (
                     f"prepare() of {len(window.rows):,} rows raised {described(exc)}, though it"
                     " took the same rows in smaller numbers"
@@ -239,9 +239,9 @@ class Preparation:
     def _find_unpreparable(self, model: StagedModel, window: Window, rows: Rows) -> None:
         try:
             model.prepare(taken(window.shown, rows))
-        except ModelError:
+        except (ModelError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as exc:
+        except BaseException as exc:
             if len(rows) == 1:
                 window.reject(int(rows[0]), "prepare", described(exc))
                 return
@@ -253,9 +253,9 @@ class Preparation:
     ) -> Any:
         try:
             return method(batch)
-        except ModelError:
+        except (ModelError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as exc:
+        except BaseException as exc:
             # a user's model may raise anything
             raise ModelError(
                 f"the model of view {self._view.name!r}: {what} raised {described(exc)}"
@@ -321,9 +321,9 @@ class Preparation:
             return window.at(positions)
         try:
             return self._staged.inputs(window.prepared, positions)
-        except ModelError:
+        except (ModelError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit):
+        except BaseException:
             return Later()
 
 

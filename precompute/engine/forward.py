@@ -144,7 +144,9 @@ class Forward:
                 if self._staged is None
                 else self._staged.launch(batch.inputs)
             )
-        except (Exception, SystemExit) as exc:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as exc:
             launched.error = without_locals(exc)
         else:
             if bytes_before and self._staged is not None:
@@ -166,7 +168,9 @@ class Forward:
             return self._made(
                 self._staged.land(self._staged.launch(batch.inputs)), len(batch.positions)
             )
-        except (Exception, SystemExit) as exc:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as exc:
             without_locals(exc)
             raise
         finally:
@@ -193,10 +197,10 @@ class Forward:
             if launched.error is not None:
                 raise launched.error
             features = self._landed(launched, len(positions))
-        except ModelError:
+        except (ModelError, KeyboardInterrupt):
             # the model's own word that view and source do not fit it: no row's fault
             raise
-        except (Exception, SystemExit) as exc:
+        except BaseException as exc:
             # a model may raise anything; which row did it is what counts
             _check_device(exc)
             self._retry(window, positions, without_locals(exc))
@@ -282,9 +286,9 @@ class Forward:
                 continue
             try:
                 features = self._computed(window, part)
-            except ModelError:
+            except (ModelError, KeyboardInterrupt):
                 raise
-            except (Exception, SystemExit) as failed:
+            except BaseException as failed:
                 without_locals(failed)
                 _check_device(failed)
                 # with out of memory, that was its second try, alone and with the caches empty

@@ -340,7 +340,9 @@ class Runner:
         if peak:
             try:
                 figures["peak_flops"] = round(device.peak_flops())
-            except (Exception, SystemExit) as exc:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as exc:
                 # the model may have taken all there is: no reason to fail a run for a figure
                 if not is_out_of_memory(exc):
                     raise

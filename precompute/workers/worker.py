@@ -35,6 +35,7 @@ from precompute.engine.resources import (
 from precompute.engine.rows import Outcome, RejectedRow, Rows, in_order, taken
 from precompute.engine.runner import Runner
 from precompute.model import Model, absolute_arguments, model_fingerprint, starting_from
+from precompute.model_code import code_changes, model_code
 from precompute.registry import described, load_model
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 from precompute.store.feature_view import FeatureView
@@ -173,7 +174,8 @@ class WorkerSpec:
     from; ``convert`` has the ``variant`` and ``folder`` of
     :func:`precompute.techniques.conversion.use_variant`, or is None. ``fingerprint``
     is what :func:`precompute.model.model_fingerprint` must say of the model that a worker loaded,
-    in ``precision``; None: any.
+    in ``precision``; None: any. ``code`` is its code, as :func:`precompute.model_code.model_code`
+    has it; empty: any.
     """
 
     use: str
@@ -184,6 +186,7 @@ class WorkerSpec:
     convert: Mapping[str, Any] | None = None
     precision: str = "fp32"
     fingerprint: str | None = None
+    code: Mapping[str, str] = field(default_factory=dict)
 
     def header(self, args: Mapping[str, Any], cpus: frozenset[int], share: Share) -> dict[str, Any]:
         """The first message to a worker, with the model's arguments and the CPUs for it."""
@@ -197,6 +200,7 @@ class WorkerSpec:
             "convert": self.convert,
             "precision": self.precision,
             "fingerprint": self.fingerprint,
+            "code": dict(self.code),
             "heartbeat_s": share.heartbeat_s,
             "memory_mb": share.memory_mb,
         }
@@ -410,6 +414,11 @@ def _check_fingerprint(
             f" {spec['fingerprint'][:12]} when the run began: its files changed during the run, so"
             " run again (or its fingerprint() is another one in each process)"
         )
+    if changes := code_changes(spec["code"], model_code(spec["use"], folder)):
+        raise ConfigError(
+            f"the code of the model {spec['use']!r} was changed during the run ({changes}): run"
+            " again"
+        )
 
 
 def main() -> None:
@@ -467,7 +476,9 @@ class _Worker:
         except PrecomputeError as exc:
             _end_if_lost(exc)
             self._send({"kind": "error", "error": type(exc).__name__, "text": str(exc)})
-        except (Exception, SystemExit) as exc:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as exc:
             # raised by a module that is imported, or by a method that no row can be blamed for
             _end_if_lost(exc)
             text = f"the model of view {view.name!r} failed in its worker: {described(exc)}"

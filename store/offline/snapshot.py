@@ -177,6 +177,9 @@ class Snapshot(Record, frozen=True):
     this snapshot."""
     fence: int = 0
     """The fence of the lease that its writer held."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """The code of a user's model that computed its rows, or gives the same values as that did: see
+    :func:`precompute.model_code.model_code`; empty of a built-in one."""
 
     @property
     def losses(self) -> int | None:

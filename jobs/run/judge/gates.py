@@ -75,7 +75,7 @@ def judge_parity(opened: OpenView, sample: pa.Table, limit: float, verdicts: Ver
     Raises:
         SourceError, ModelError: something cannot be read or computed.
     """
-    compared, different = _parity(opened, sample)
+    compared, different = computed_again(opened, sample)
     if compared:
         message = (
             f"{len(different)} of {compared} sampled rows come out differently from the fallback"
@@ -85,11 +85,13 @@ def judge_parity(opened: OpenView, sample: pa.Table, limit: float, verdicts: Ver
         verdicts.at_most("parity", len(different) / compared, limit, message)
 
 
-def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
-    """(rows compared, key → what differs): a sample computed again from the source by key, as the
-    fallback does, without the rows whose input has changed since."""
-    step = max(1, sample.num_rows // PARITY_ROWS)
-    stored = sample.take(pa.array(range(0, sample.num_rows, step))).slice(0, PARITY_ROWS)
+def computed_again(
+    opened: OpenView, sample: pa.Table, rows: int = PARITY_ROWS, most: int = PARITY_ROWS
+) -> tuple[int, dict[str, str]]:
+    """(rows compared, key → what differs): of up to ``rows`` of a sample those whose input has not
+    changed since, ``most`` of them, computed again from the source by key, as the fallback does."""
+    step = max(1, sample.num_rows // rows)
+    stored = sample.take(pa.array(range(0, sample.num_rows, step))).slice(0, rows)
     position = {key: row for row, key in enumerate(stored.column("key").to_pylist())}
     hashes = stored.column("input_hash").to_pylist()
     again = opened.source.rows(list(position), with_hash=True).combine_chunks()
@@ -98,7 +100,7 @@ def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
         row
         for row, h in enumerate(again.column("input_hash").to_pylist())
         if hashes[position[keys[row]]] == h
-    ]
+    ][:most]
     if not same:
         return 0, {}
     batch = (
@@ -119,13 +121,13 @@ def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
     # only a torch model has this attribute: a user's model says nothing of its precision
     known = opened.gpu is not None or getattr(opened.model, "variant", None) == opened.variant
     precision = opened.variant if known else None
-    rows = differing(
+    found = differing(
         stored.take(pa.array([position[key] for key in keys], pa.int64())),
         done.features,
         opened.view,
         precision,
     )
-    return len(same), differs | {keys[row]: what for row, what in rows.items()}
+    return len(same), differs | {keys[row]: what for row, what in found.items()}
 
 
 def judge_rolled_back(

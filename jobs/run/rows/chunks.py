@@ -77,7 +77,15 @@ def _spec(opened: OpenModel, variant: str) -> WorkerSpec:
     args = {name: value for name, value in model.args.items() if name not in opened.tables}
     precision = opened.variant.removesuffix("-eager")
     return WorkerSpec(
-        model.use, args, tables, opened.view, opened.folder, convert, precision, opened.fingerprint
+        model.use,
+        args,
+        tables,
+        opened.view,
+        opened.folder,
+        convert,
+        precision,
+        opened.fingerprint,
+        opened.code(),
     )
 
 

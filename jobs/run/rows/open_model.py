@@ -25,6 +25,7 @@ from precompute.model import (
     on_host,
     starting_from,
 )
+from precompute.model_code import model_code
 from precompute.registry import (
     BUILT_IN,
     MOST_NAMED_FILES,
@@ -161,6 +162,7 @@ class OpenModel:
     gpu_reserved: bool = False
     """Whether the GPU is for engine workers alone, so that the model here must not use it."""
     _model: Model | None = None
+    _code: dict[str, str] | None = None
 
     @property
     def model(self) -> Model:
@@ -233,6 +235,13 @@ class OpenModel:
             f" {error.partition(' raised ')[2] or error}, and the source yields no column {name!r}:"
             f" name one so with AS, or correct the model{nearest_or_all(name, names)}"
         )
+
+    def code(self) -> dict[str, str]:
+        """The code of the model, which was loaded: see
+        :func:`precompute.model_code.model_code`."""
+        if self._code is None:
+            self._code = model_code(self.view.definition.model.use, self.folder)
+        return self._code
 
     def place(self, *key: str) -> str:
         """File and line of a key of the view, for a message."""

@@ -145,6 +145,7 @@ def _write_plan(
             run=report.run,
             view=opened.view,
             model=opened.fingerprint,
+            code=opened.code(),
             recipe=plan.recipe,
             partition=report.partition,
             full=job.options.full,

@@ -38,6 +38,8 @@ class ShardPlan(Record, frozen=True):
     view: FeatureView
     model: str
     """Its fingerprint: a worker that loads another one does not work."""
+    code: dict[str, str]
+    """The code of a user's model, which a worker must have, too."""
     recipe: str
     partition: str | None
     full: bool

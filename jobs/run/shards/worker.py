@@ -41,6 +41,7 @@ from precompute.jobs.run.shards.shard_folder import (
     shard_batches,
     shard_file_path,
 )
+from precompute.model_code import code_changes
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.lease import Lease, release_leases
 from precompute.store.disk.record import replace
@@ -535,6 +536,12 @@ def _open(project: Project, store: ViewStore, plan: ShardPlan) -> OpenModel:
             f"view {store.name!r}: this host's model has the fingerprint {opened.fingerprint[:12]},"
             f" and run {plan.run} computes with {plan.model[:12]}: all hosts need the same files of"
             " the model, the same code and the same versions of libraries"
+        )
+    if changes := code_changes(plan.code, opened.code()):
+        raise ConfigError(
+            f"view {store.name!r}: this host's code of the model differs from that of run"
+            f" {plan.run} ({changes}), under the same fingerprint: all hosts need the same code and"
+            " the same versions of libraries"
         )
     # before a shard is taken: the run has converted it, so what fails here is this host's own
     opened.convert()

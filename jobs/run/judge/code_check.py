@@ -1,0 +1,95 @@
+"""Code check: whether a model whose code changed under the same fingerprint still gives the values
+that were published: some unchanged rows are computed again before any other."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+from precompute.jobs.run.judge.gates import computed_again
+from precompute.jobs.run.rows.open_view import OpenView, open_source
+from precompute.jobs.run.rows.plan import Job, Plan
+from precompute.model_code import code_changes
+from precompute.store.errors import GateError, SnapshotError
+from precompute.store.keys import key_column
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.times import Partition
+
+DRAWN_ROWS, CODE_ROWS = 256, 64
+"""Rows that are drawn, and how many of those with an unchanged input are computed again."""
+
+
+def check_code(job: Job, opened: OpenView, plan: Plan) -> str | None:
+    """Compare the code of a user's model with the code that computed what the run builds on, or, of
+    a partition that is new, what was computed last; where it is another one, compute unchanged rows
+    again.
+
+    Returns:
+        what is to be told of another code whose values are the same; None where the code is the
+            same, or nothing is known of it.
+
+    Raises:
+        GateError: a row comes out otherwise: names the code that changed, the row, and both ways
+            out.
+        SourceError, SnapshotError, ModelError: something cannot be read or computed.
+    """
+    before = plan.parent or _last(job, plan)
+    changes = "" if before is None else code_changes(before.code, opened.code())
+    if before is None or not changes:
+        return None
+    rows, differs = _compared(job, opened, before)
+    said = f"the code of the model changed ({changes}), and its fingerprint did not: "
+    if not differs:
+        again = (
+            f"{rows} unchanged rows of snapshot {before.number} were computed again, and are equal"
+        )
+        return said + (again if rows else "no row is unchanged that could be compared")
+    key, what = next(iter(differs.items()))
+    raise GateError(
+        f"view {job.config.name!r}: {said}of {rows} unchanged rows of snapshot {before.number} that"
+        f" were computed again {len(differs)} come out otherwise (the first, key {key!r}: {what})."
+        " Nothing was computed, and the live snapshot stays. Have fingerprint() of"
+        f" {opened.view.definition.model.use} return another text, so that every row is computed by"
+        " the code as it is now; or put the code back as it was"
+    )
+
+
+def _last(job: Job, plan: Plan) -> Snapshot | None:
+    """The partition that was computed last, if as this one is to be; None for a view that has no
+    partitions, of which every row is computed."""
+    if job.options.partition is None:
+        return None
+    numbers = [
+        entry.number
+        for entry in job.store.catalog().entries.values()
+        if entry.partition is not None and entry.partition != job.options.partition_text
+    ]
+    if not numbers:
+        return None
+    try:
+        last = job.store.snapshot(max(numbers))
+    except SnapshotError:
+        # damaged: `status` says so
+        return None
+    return last if last.recipe == plan.recipe and last.rows else None
+
+
+def _compared(job: Job, opened: OpenView, before: Snapshot) -> tuple[int, dict[str, str]]:
+    """(rows compared, key → what differs)."""
+    view = opened.view
+    opened.convert()
+    names = [*view.entity, *view.feature_names, "input_hash"]
+    sample = job.store.sample(before, DRAWN_ROWS, names)
+    sample = sample.append_column("key", key_column(sample, view.entity))
+    if before.partition == job.options.partition_text:
+        return computed_again(opened, sample, DRAWN_ROWS, CODE_ROWS)
+    source, _ = open_source(
+        before.view,
+        job.store.offline,
+        job.project.home,
+        pinned=before.inputs,
+        partition=Partition.parse(str(before.partition)),
+        memory_mb=job.project.settings.source_mb,
+    )
+    with contextlib.closing(source):
+        return computed_again(replace(opened, source=source), sample, DRAWN_ROWS, CODE_ROWS)
