@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, open_view
 from precompute.model import Model, QueryModel, ReadingModel, starting_from
+from precompute.model_code import code_changes
 from precompute.registry import LoadedModel, fingerprint_of, load_with_fingerprint
 from precompute.sources.cached_source import CachedSource
 from precompute.store.answers.fallback import Computed, Miss, unpacked_view
@@ -39,6 +41,8 @@ from precompute.store.online.kernels import Packed
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Partition, Reason
 from precompute.techniques.table import REFERENCE
+
+log = logging.getLogger(__name__)
 
 REFUSED_S = 30.0
 """How long a view is refused without loading its model again, once that was found not to be the
@@ -240,6 +244,7 @@ class Opener:
                 except BaseException:
                     opened.source.close()
                     raise
+                self._tell_other_code(pointer, opened)
                 return opened
             opened.source.close()
             # where its fingerprint() does not read the files, _load would not see that they changed
@@ -258,6 +263,25 @@ class Opener:
         recent = {w: (at, why) for w, (at, why) in self.refused.items() if now < at + REFUSED_S}
         self.refused = recent | {publishing: (now, refusal)}
         raise PrecomputeError(refusal)
+
+    def _tell_other_code(self, pointer: Pointer, opened: OpenView) -> None:
+        """Log that this host's code of the model is not the code that computed what is live, under
+        the same fingerprint. It is no refusal: a harmless change would take all misses away until
+        the next run, which compares unchanged rows."""
+        if pointer.student is not None:
+            return
+        # what cannot be read here is told by others
+        with contextlib.suppress(PrecomputeError):
+            live = self._store.view(pointer.view.name).snapshot(pointer.snapshot)
+            if changes := code_changes(live.code, opened.code()):
+                log.warning(
+                    "view %r: this host's code of the model differs from what computed snapshot %d"
+                    " (%s), under the same fingerprint: if its values differ, so do misses from"
+                    " rows; `precompute run` compares 64 of them",
+                    pointer.view.name,
+                    pointer.snapshot,
+                    changes,
+                )
 
     def _load(self, use: str, args: Mapping[str, Any], precision: str) -> LoadedModel:
         """Load a model, or take the one another view loaded from the same files with the same

@@ -3,6 +3,7 @@ come out otherwise, on this host and on others."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from precompute.jobs.run.shards import coordinator as coordinator_module
 from precompute.jobs.run.shards import worker as worker_module
 from precompute.jobs.run.shards.worker import work
+from precompute.jobs.serve.fallback import ViewFallback
 from precompute.store.errors import ConfigError, GateError
 from precompute.store.times import Partition
 from tests.conftest import MakeProject
@@ -123,7 +125,7 @@ def test_a_new_partition_is_compared_with_the_last_one(make_project: MakeProject
     ]
     assert scene.run(partition=day("2026-01-03")).attention == []
     write(scene.folder, "3")
-    with pytest.raises(GateError, match="6[34] come out otherwise"):
+    with pytest.raises(GateError, match=r"6[34] come out otherwise"):
         scene.run(partition=day("2026-01-04"))
 
 
@@ -161,3 +163,26 @@ def test_a_host_with_other_code_does_not_work(
     assert refused[0] is not None
     assert "this host's code of the model differs from that of run" in refused[0]
     assert "(factors.py changed), under the same fingerprint" in refused[0]
+
+
+def test_a_server_with_other_code_says_so(
+    make_project: MakeProject, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = {**VIEW, "fallback": {"enabled": True, "deadline": "10s"}}
+    write(make_project(ROWS, view=view).folder)
+    scene = make_project(ROWS, view=view)
+    scene.run()
+    write(scene.folder, "1 + 1")
+    with (
+        contextlib.closing(ViewFallback(scene.offline, scene.home, memory_mb=64)) as fallback,
+        scene.lookup(fallback) as lookup,
+    ):
+        table = lookup.get("numbers", ["999"], inputs={"999": {"x": 21.0}})
+    assert (table["status"].to_pylist(), table["double"].to_pylist()) == (["computed"], [42.0])
+    assert [
+        record.message for record in caplog.records if "code of the model" in record.message
+    ] == [
+        "view 'numbers': this host's code of the model differs from what computed snapshot 1"
+        " (factors.py changed), under the same fingerprint: if its values differ, so do misses from"
+        " rows; `precompute run` compares 64 of them"
+    ]
