@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import gc
 import re
 import socket
@@ -12,6 +13,7 @@ import sqlite3
 import struct
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,11 @@ def labels(tmp_path: Path) -> Callable[..., ChatEndpoint]:
     return make
 
 
+def again(model: Any, view: FeatureView, batch: pa.RecordBatch) -> Outcome:
+    """Compute as a run that tries what was rejected once more."""
+    return Runner(model, view, search=False, again=True).compute(batch)
+
+
 def rows(*texts: Any) -> pa.RecordBatch:
     return pa.record_batch({"text": pa.array(texts, pa.string())})
 
@@ -107,7 +114,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "deep": (chat("[" * 100_000), "the answer is no JSON"),
     "empty": (chat("  "), "the answer is empty"),
     "nothing": (chat(None), "the answer is empty"),
-    "parts": (chat("", parts=[{"type": "text", "text": "{}"}]), "the answer is empty"),
     "cut": (chat('{"label": "long"', ended="length"), "raise max_tokens"),
     "refused": (chat(None, refusal="I must not"), "the model refuses: I must not"),
     "filtered": (chat("x", ended="content_filter"), "the model refuses: content_filter"),
@@ -463,7 +469,7 @@ def test_a_bad_hour_of_an_endpoint_is_over_in_an_hour(
     with StandIn(behave=scripted({"a": [chat("")]})) as stand_in:
         outcomes = [compute(labels(stand_in), LABELS, rows("a")) for _ in range(2)]
         assert [outcome.rejections[0].error for outcome in outcomes] == [
-            "BadAnswer: the answer is empty (it is sent once more in an hour, or with limits: {answer_tries: 2})"
+            "BadAnswer: the answer is empty (run --retry-rejected sends it once more, or at once limits: {answer_tries: 2})"
         ] * 2
         assert stand_in.seen == {"Label: a": 1}
         later = time.time() + 3700
@@ -583,30 +589,239 @@ def test_embeddings_are_those_of_their_texts_and_a_bad_text_is_one_bad_row(tmp_p
         assert queries.for_queries() is queries
 
 
-ODD: dict[str, Any] = {
-    "one short": lambda texts: embeddings(texts[:-1]),
-    "twice": lambda texts: {"data": embeddings(texts)["data"] * 2},
-    "a hole": lambda texts: {"data": [{"index": 0, "embedding": [1.0, None, 2.0, 3.0]}]},
-    "text": lambda texts: {"data": [{"index": 0, "embedding": "no base64!"}]},
-    "no vector": lambda texts: {"data": [{"index": 0, "embedding": []}]},
-    "too large": lambda texts: {"data": [{"index": 0, "embedding": [1e300, 0.0, 0.0, 0.0]}]},
-    "another length": lambda texts: {"data": [{"index": 0, "embedding": [1.0, 2.0]}]},
+@dataclass(frozen=True)
+class Odd:
+    """How a service answers some texts, ``bad`` among them: each item of its list is made of the
+    text's number and vector, and the list of them is ``changed``."""
+
+    item: Callable[[int, list[float]], Any] = lambda i, vector: {"index": i, "embedding": vector}
+    changed: Callable[[list[Any]], list[Any]] = lambda items: items
+    lost: int | None = None
+    """Rows without a value: the bad one alone, or its request's; None for none."""
+    said: str = ""
+
+
+def _of_bad(embedding: Any) -> Callable[[int, list[float]], Any]:
+    """The seventh text, the bad one, has this embedding."""
+    return lambda i, vector: {"index": i, "embedding": embedding if i == 6 else vector}
+
+
+def _numbered(number: Callable[[int], Any]) -> Callable[[int, list[float]], Any]:
+    return lambda i, vector: {"index": number(i), "embedding": vector}
+
+
+NO_LIST = "the embedding is no list of numbers"
+ODD = {
+    "no index": Odd(lambda i, vector: {"embedding": vector}),
+    "index null": Odd(_numbered(lambda i: None)),
+    "index in texts": Odd(_numbered(str), lambda items: items[::-1]),
+    "out of order": Odd(changed=lambda items: items[3:] + items[:3]),
+    "whole numbers": Odd(lambda i, vector: {"index": i, "embedding": list(map(int, vector))}),
+    "in base64": Odd(
+        lambda i, v: {"index": i, "embedding": base64.b64encode(struct.pack("<4f", *v)).decode()}
+    ),
+    "one missing": Odd(changed=lambda items: items[:6] + items[7:], lost=1, said="none for this"),
+    "the last missing": Odd(changed=lambda items: items[:-1], lost=10, said="without a gap"),
+    "numbered anew": Odd(
+        changed=lambda items: [it | {"index": i} for i, it in enumerate(items[:6] + items[7:])],
+        lost=10,
+        said="9 embeddings for 10 texts, numbered without a gap",
+    ),
+    "from 1": Odd(_numbered(lambda i: i + 1), lost=10, said="the index 10 of 10 texts, from 0"),
+    "negative": Odd(_numbered(lambda i: i - 1), lost=10, said="the index -1 of 10 texts"),
+    "all 0": Odd(_numbered(lambda i: 0), lost=10, said="10 embeddings for 10 texts, two of"),
+    "twice": Odd(changed=lambda items: items * 2, lost=10, said="20 embeddings for 10 texts, two"),
+    "index in words": Odd(_numbered(lambda i: f"#{i}"), lost=10, said="index '#0', which is no"),
+    "some without index": Odd(_numbered(lambda i: i or None), lost=10, said="index None, which is"),
+    "no index, one short": Odd(
+        lambda i, vector: {"embedding": vector},
+        lambda items: items[1:],
+        lost=10,
+        said="9 embeddings without an index for 10 texts (texts_per_request: 1 may help",
+    ),
+    "no index, one more": Odd(
+        lambda i, vector: {"embedding": vector},
+        lambda items: [*items, items[0]],
+        lost=10,
+        said="11 embeddings without an index",
+    ),
+    "nothing": Odd(changed=lambda items: [], lost=10, said="0 embeddings without an index"),
+    "a hole": Odd(_of_bad([1.0, None, 2.0, 3.0]), lost=1, said=NO_LIST),
+    "text": Odd(_of_bad("no base64!"), lost=1, said=NO_LIST),
+    "null": Odd(_of_bad(None), lost=1, said=NO_LIST),
+    "no number": Odd(_of_bad([]), lost=1, said=NO_LIST),
+    "lists in it": Odd(_of_bad([[1.0, 2.0, 3.0, 4.0]]), lost=1, said=NO_LIST),
+    "NaN": Odd(_of_bad([1.0, float("nan"), 2.0, 3.0]), lost=1, said="not finite"),
+    "too large": Odd(_of_bad([1e300, 0.0, 0.0, 0.0]), lost=1, said="not finite"),
+    "too whole": Odd(_of_bad([2**24 + 1, 0, 0, 0]), lost=1, said="float32 does not hold"),
+    "all zeros": Odd(_of_bad([0.0] * 4), lost=1, said="the embedding is all zeros"),
+    "another length": Odd(_of_bad([1.0, 2.0]), lost=1, said="declared as a vector of 4"),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_embedding_that_is_none_is_a_bad_row(tmp_path: Path, name: str) -> None:
+def test_of_a_list_of_embeddings_each_is_its_texts_or_none_is_kept(
+    tmp_path: Path, name: str
+) -> None:
+    """Nothing is sent twice for that; once the service is mended what was lost is sent again where
+    the run asks for it, and nothing else."""
+    odd, texts = ODD[name], [f"text {i}" for i in range(22)]
+    texts[16] = "bad"
+
+    def behave(inputs: list[str]) -> Any:
+        items = [odd.item(i, vector_of(text)) for i, text in enumerate(inputs)]
+        tokens = {"prompt_tokens": 9 * len(inputs)}
+        return {"data": odd.changed(items) if "bad" in inputs else items, "usage": tokens}
+
+    def model() -> EmbeddingEndpoint:
+        return embedder(stand_in, tmp_path, texts_per_request=10)
+
+    # requests of 10, of 10 with the bad one as the seventh, and of 2
+    good = {i: {"embedding": vector_of(text)} for i, text in enumerate(texts)}
+    lost = {None: set[int](), 1: {16}, 10: set(range(10, 20))}[odd.lost]
     with StandIn(
-        behave=lambda text, seen: Answer(ODD[name](["bad"])) if text == "bad" else None
+        behave=lambda text, seen: Answer(behave) if text == "bad" or odd.lost is None else None
     ) as stand_in:
-        outcome = compute(
-            embedder(stand_in, tmp_path, texts_per_request=2), VECTORS, rows("good", "bad", "fine")
-        )
-        assert computed(outcome) == {
-            0: {"embedding": vector_of("good")},
-            2: {"embedding": vector_of("fine")},
-        }
-        assert [r.row for r in outcome.rejections] == [1]
+        first = model()
+        outcome = compute(first, VECTORS, rows(*texts))
+        assert computed(outcome) == {i: row for i, row in good.items() if i not in lost}
+        assert {rejected.row for rejected in outcome.rejections} == lost
+        assert all(odd.said in rejected.error for rejected in outcome.rejections)
+        assert first.figures()["requests"] == 3
+        assert stand_in.seen == dict.fromkeys(texts, 1)
+        stand_in.behave = lambda text, seen: None
+        # one that does not ask for it pays for nothing
+        assert len(compute(model(), VECTORS, rows(*texts)).rejections) == len(lost)
+        assert stand_in.seen.total() == len(texts)
+        assert computed(again(model(), VECTORS, rows(*texts))) == good
+        assert stand_in.seen == {text: 2 if i in lost else 1 for i, text in enumerate(texts)}
+        assert computed(again(model(), VECTORS, rows(*texts))) == good
+        assert stand_in.seen.total() == len(texts) + len(lost)
+
+
+def vectors_of(dtype: str, dim: int = 4) -> FeatureView:
+    return dataclasses.replace(VECTORS, features=(Feature("embedding", dtype, dim),))
+
+
+def scores_of(dtype: str) -> FeatureView:
+    return dataclasses.replace(LABELS, features=(Feature("score", dtype),))
+
+
+REFUSED_BY_VIEW: dict[str, tuple[FeatureView, Any]] = {
+    "a length": (VECTORS, [1.0, 2.0, 3.0]),
+    "out of int8": (vectors_of("int8"), [300, 1, 2, 3]),
+    "a fraction in int8": (vectors_of("int8"), [0.5, 1, 2, 3]),
+    "out of float16": (vectors_of("float16"), [1e6, 1, 2, 3]),
+    "a number's fraction": (scores_of("int32"), 1.5),
+    "a number too large": (scores_of("int8"), 300),
+    "a number for a text": (scores_of("string"), 3),
+}
+"""A view, and what is good JSON of the service and none of its values."""
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_VIEW)
+def test_what_the_view_does_not_accept_is_kept_for_an_hour(
+    labels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    view, value = REFUSED_BY_VIEW[name]
+    is_vector = view.features[0].dim is not None
+    fine = [1, 2, 3, 4] if is_vector else "x" if view.features[0].dtype == "string" else 1
+
+    def behave(inputs: list[str]) -> Any:
+        made = [value if text.endswith("bad") and not mended else fine for text in inputs]
+        if not is_vector:
+            return chat({"label": "long", "score": made[0]})
+        return {"data": [{"index": i, "embedding": one} for i, one in enumerate(made)]}
+
+    def model() -> Any:
+        schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "score": {}}}
+        return embedder(stand_in, tmp_path) if is_vector else labels(stand_in, schema=schema)
+
+    batch, mended = rows("a", "bad", "bad", "c"), False
+    with StandIn(behave=lambda text, seen: Answer(behave)) as stand_in:
+        for _ in range(2):
+            outcome = compute(model(), view, batch)
+            assert [(r.row, r.stage in ("misfit", "output")) for r in outcome.rejections] == [
+                (1, True),
+                (2, True),
+            ]
+            assert stand_in.seen.total() == 3
+        # the service is as bad as before: each text of the run is sent once more, and once
+        assert len(again(model(), view, batch).rejections) == 2
+        assert stand_in.seen.total() == 4
+        mended = True
+        assert len(again(model(), view, batch).rows) == 4
+        assert stand_in.seen.total() == 5
+        mended = False
+        later = rows("other bad")
+        assert len(compute(model(), view, later).rejections) == 1
+        mended, day = True, time.time() + 3700
+        monkeypatch.setattr("precompute.models.endpoint.session.time.time", lambda: day)
+        assert len(compute(model(), view, later).rows) == 1
+        assert stand_in.seen.total() == 7
+
+
+def test_a_mistake_of_the_view_costs_no_answer_that_was_paid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another dimension than the service's: all are refused; once it is corrected they are
+    there, and stay."""
+    batch = rows("a", "b", "c")
+    with StandIn() as stand_in:
+        mistaken = vectors_of("float32", 3)
+        assert len(compute(embedder(stand_in, tmp_path), mistaken, batch).rejections) == 3
+        good = {i: {"embedding": vector_of(text)} for i, text in enumerate("abc")}
+        assert computed(compute(embedder(stand_in, tmp_path), VECTORS, batch)) == good
+        # a view that others' answers do not fit pays for none of them
+        assert len(compute(embedder(stand_in, tmp_path), mistaken, batch).rejections) == 3
+        gc.collect()
+        later = time.time() + 3700
+        monkeypatch.setattr("precompute.models.endpoint.session.time.time", lambda: later)
+        assert computed(compute(embedder(stand_in, tmp_path), VECTORS, batch)) == good
+        assert stand_in.seen == {"a": 1, "b": 1, "c": 1}
+
+
+def test_one_embedding_for_many_texts_is_sent_for_again(tmp_path: Path) -> None:
+    """As of a service that is broken, which a gate finds in the whole run: what several texts have
+    in common is used, and sent again where the run asks for it; nothing else is."""
+    texts = [f"{'same' if i % 2 else 'own'} {i}" for i in range(20)]
+
+    def behave(inputs: list[str]) -> Any:
+        return embeddings([text if text.startswith("own") else "x" for text in inputs])
+
+    with StandIn(behave=lambda text, seen: Answer(behave)) as stand_in:
+        for run in (compute, again):
+            outcome = run(embedder(stand_in, tmp_path), VECTORS, rows(*texts))
+            same = {"embedding": vector_of("x")}
+            assert computed(outcome) == {
+                i: same if i % 2 else {"embedding": vector_of(text)} for i, text in enumerate(texts)
+            }
+        assert stand_in.seen == {text: 1 + i % 2 for i, text in enumerate(texts)}
+        stand_in.behave = lambda text, seen: None
+        assert computed(compute(embedder(stand_in, tmp_path), VECTORS, rows(*texts)))[1] == same
+        good = {i: {"embedding": vector_of(text)} for i, text in enumerate(texts)}
+        for _ in range(2):
+            assert computed(again(embedder(stand_in, tmp_path), VECTORS, rows(*texts))) == good
+        assert stand_in.seen == {text: 1 + i % 2 * 2 for i, text in enumerate(texts)}
+
+
+def test_vectors_of_two_models_are_not_mixed(tmp_path: Path) -> None:
+    def behave(inputs: list[str]) -> Any:
+        return embeddings(inputs) | {"model": name}
+
+    def run(*texts: str, **args: Any) -> Outcome:
+        return compute(embedder(stand_in, tmp_path, **args), VECTORS, rows(*texts))
+
+    name = "small-v1"
+    with StandIn(behave=lambda text, seen: Answer(behave)) as stand_in:
+        assert len(run("a", "b").rows) == 2
+        name = "small-v2"
+        for _ in range(2):
+            # in another run, too
+            with pytest.raises(ModelError, match=r"calls its model 'small-v2' now, and 'small-v1'"):
+                run("a", "c")
+        assert len(run("a", "c", served_as=["small-v2"]).rows) == 2
+        assert stand_in.seen == {"a": 1, "b": 1, "c": 3}
 
 
 def test_embeddings_in_base64_are_the_same(tmp_path: Path) -> None:
