@@ -7,11 +7,14 @@ import asyncio
 import base64
 import dataclasses
 import gc
+import gzip
+import json
 import re
 import socket
 import sqlite3
 import struct
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -207,6 +210,384 @@ def test_what_may_pass_is_tried_again(
         assert {text.removeprefix("Label: "): seen for text, seen in stand_in.seen.items()} == {
             name: len(answers) if isinstance(answers, list) else 1 for name, answers in GOOD.items()
         }
+
+
+USAGE = {"prompt_tokens": 20, "completion_tokens": 9}
+GOOD_ONE = {"label": "long", "score": 1}
+ONE = json.dumps(GOOD_ONE)
+
+
+def message(content: Any = None, **fields: Any) -> Answer:
+    """A good completion whose message has these fields."""
+    choice = {"message": {"role": "assistant", "content": content, **fields}}
+    return Answer({"choices": [{"index": 0, "finish_reason": "stop"} | choice], "usage": USAGE})
+
+
+def error(paid: bool = False, **fields: Any) -> Answer:
+    """An error in a 200; ``paid`` though it was."""
+    return Answer(fields | ({"usage": USAGE} if paid else {}))
+
+
+def choice(error: Any, **fields: Any) -> Answer:
+    """An error in the choice of a 200."""
+    found = {"index": 0, "error": error, "message": {"role": "assistant", "content": ""}}
+    return Answer({"choices": [found | fields], "usage": USAGE})
+
+
+def zipped(answer: Answer, coding: str, body: bytes | None = None) -> Answer:
+    """As a proxy sends it."""
+    plain = json.dumps(answer.body).encode()
+    bare = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    made = {
+        "gzip": gzip.compress(plain),
+        "x-gzip": gzip.compress(plain),
+        "deflate": zlib.compress(plain),
+        "bare": bare.compress(plain) + bare.flush(),
+        "deflate, gzip": gzip.compress(zlib.compress(plain)),
+    }
+    name = "deflate" if coding == "bare" else coding
+    return Answer(made[coding] if body is None else body, headers={"Content-Encoding": name})
+
+
+def call(arguments: Any, *more: Any) -> dict[str, Any]:
+    functions = [{"name": "answer", "arguments": one} for one in (arguments, *more)]
+    return {"tool_calls": [{"type": "function", "function": one} for one in functions]}
+
+
+LATER = {"retry_after": 0.02}
+FAIL = [
+    # as OpenAI, OpenRouter, litellm
+    error(error={"message": "Provider returned error", "code": 429, "metadata": LATER}),
+    error(error={"message": "slow down", "code": "429"}),
+    error(error={"message": "slow down", "type": "requests", "code": "rate_limit_exceeded"}),
+    error(error={"code": 502, "message": "", "metadata": {"raw": "x", "provider_name": "Y"}}),
+    error(error={"message": "The server had an error", "type": "server_error", "code": None}),
+]
+GOOD_MESSAGE = message(ONE)
+KINDS: dict[str, tuple[list[Answer], Any, int]] = {
+    # an error in a 200 that passes
+    **{f"error {i}": ([one, GOOD_MESSAGE], GOOD_ONE, 1) for i, one in enumerate(FAIL)},
+    "error in the choice": (
+        [choice({"code": 429, "message": "busy"}), choice({"code": 502}), GOOD_MESSAGE],
+        GOOD_ONE,
+        3,
+    ),
+    "finished by an error": ([choice(None, finish_reason="error"), GOOD_MESSAGE], GOOD_ONE, 2),
+    "paid error": ([error(paid=True, error={"code": 500}), GOOD_MESSAGE], GOOD_ONE, 2),
+    "error in words": ([error(error="Model is overloaded"), GOOD_MESSAGE], GOOD_ONE, 1),
+    "error of TGI": (
+        [error(error="Model is overloaded", error_type="overloaded"), GOOD_MESSAGE],
+        GOOD_ONE,
+        1,
+    ),
+    "detail": ([error(detail="Too Many Requests"), GOOD_MESSAGE], GOOD_ONE, 1),
+    "old vLLM": (
+        [error(object="error", message="no", type="InternalServerError", code=500), GOOD_MESSAGE],
+        GOOD_ONE,
+        1,
+    ),
+    "FastChat": ([error(object="error", message="x", code=42903), GOOD_MESSAGE], GOOD_ONE, 1),
+    "Cloudflare": (
+        [
+            error(success=False, result=None, errors=[{"code": 3040, "message": "Capacity"}]),
+            GOOD_MESSAGE,
+        ],
+        GOOD_ONE,
+        1,
+    ),
+    "Google": (
+        [
+            error(
+                error={
+                    "code": 429,
+                    "status": "RESOURCE_EXHAUSTED",
+                    "details": [{"@type": "RetryInfo", "retryDelay": "0.01s"}],
+                }
+            ),
+            GOOD_MESSAGE,
+        ],
+        GOOD_ONE,
+        1,
+    ),
+    "events": (
+        [
+            Answer(': ping\n\nevent: error\ndata: {"error": {"code": 503}}\n\ndata: [DONE]\n'),
+            GOOD_MESSAGE,
+        ],
+        GOOD_ONE,
+        1,
+    ),
+    "no error": ([Answer({**GOOD_MESSAGE.body, "error": None, "detail": ""})], GOOD_ONE, 1),
+    # an error in a 200 that is the row's
+    "refused in a 200": (
+        [error(error={"code": 400, "message": "maximum context length is 512"})],
+        "answered 200 with an error in it that counts as 400 (maximum context length is 512)",
+        0,
+    ),
+    "too long by name": ([error(error={"code": "context_length_exceeded"})], "counts as 400", 0),
+    "too long for FastChat": ([error(object="error", code=40303, message="x")], "as 400", 0),
+    "a field": (
+        [error(detail=[{"loc": ["body", "n"], "msg": "not an int", "type": "int"}])],
+        "counts as 422 (body.n: not an int)",
+        0,
+    ),
+    "flagged": (
+        [error(error={"code": 403, "message": "flagged", "metadata": {"reasons": ["violence"]}})],
+        "counts as 403 (flagged)",
+        0,
+    ),
+    # thoughts
+    "thoughts": ([message(f"<think>\nit is {{}}\n</think>\n\n{ONE}")], GOOD_ONE, 1),
+    "thoughts up to a tag": ([message(f"It is long.\n</think>\n{ONE}")], GOOD_ONE, 1),
+    "thoughts and a fence": ([message(f"<thinking>x</thinking>```json\n{ONE}\n```")], GOOD_ONE, 1),
+    "channels": (
+        [
+            message(
+                "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final"
+                f" <|constrain|>json<|message|>{ONE}<|return|>"
+            )
+        ],
+        GOOD_ONE,
+        1,
+    ),
+    "thoughts without end": ([message("<think>\nso it goes on")], "raise max_tokens", 1),
+    "thoughts alone": ([message("<think>x</think> \n")], "the answer is empty behind", 1),
+    # other forms of a message
+    "parts": (
+        [
+            message(
+                [
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                    {"type": "text", "text": ONE[:9]},
+                    {"type": "output_text", "text": ONE[9:]},
+                ]
+            )
+        ],
+        GOOD_ONE,
+        1,
+    ),
+    "texts": ([message([ONE[:5], ONE[5:]])], GOOD_ONE, 1),
+    "one part": ([message({"type": "text", "text": {"value": ONE}})], GOOD_ONE, 1),
+    "an object": ([message(GOOD_ONE)], GOOD_ONE, 1),
+    "a picture": ([message([{"type": "image_url"}])], "a part of type 'image_url', which", 1),
+    "a part that refuses": ([message([{"type": "refusal", "refusal": "no"}])], "refuses: no", 1),
+    "a number": ([message(3)], "content is 3, which is no text", 1),
+    "reasoning": ([message(None, reasoning_content=ONE)], GOOD_ONE, 1),
+    "reasoning alone": ([message(None, reasoning="It is long")], "thoughts alone", 1),
+    "reasoning beside": ([message(ONE, reasoning_content='{"label": "short"}')], GOOD_ONE, 1),
+    "a call": ([message(None, **call(ONE))], GOOD_ONE, 1),
+    "a call of an object": ([message("", **call(GOOD_ONE))], GOOD_ONE, 1),
+    "an old call": ([message(None, function_call={"arguments": ONE})], GOOD_ONE, 1),
+    "two calls": ([message(None, **call(ONE, ONE))], "2 calls of tools", 1),
+    "a call of something else": ([message(None, **call('{"x": 1}'))], "a required property", 1),
+    "no choice": ([Answer({"choices": [], "usage": USAGE})], "the answer is empty", 1),
+    "cut": ([Answer(chat(ONE, USAGE, ended="MAX_TOKENS"))], "raise max_tokens", 1),
+    "filtered": ([Answer(chat("", USAGE, ended="SAFETY"))], "the model refuses: safety", 1),
+    "half a surrogate": ([message(ONE + "\ud83d")], "has half a surrogate pair", 1),
+    "half a surrogate in JSON": ([message('{"label": "\\ud83d"}')], "surrogates not allowed", 1),
+    # on the way
+    **{f"by {c}": ([zipped(GOOD_MESSAGE, c)], GOOD_ONE, 1) for c in ("gzip", "x-gzip", "deflate")},
+    **{f"by {c}": ([zipped(GOOD_MESSAGE, c)], GOOD_ONE, 1) for c in ("bare", "deflate, gzip")},
+    "BOM": ([Answer(b"\xef\xbb\xbf" + json.dumps(GOOD_MESSAGE.body).encode())], GOOD_ONE, 1),
+    "UTF-16": ([Answer(json.dumps(GOOD_MESSAGE.body).encode("utf-16"))], GOOD_ONE, 1),
+    "a zipped refusal": (
+        [dataclasses.replace(zipped(error(error="too long"), "gzip"), status=413)],
+        "answered 413 (too long)",
+        0,
+    ),
+    "a page": ([Answer("<!DOCTYPE html><title>Sign in</title>"), GOOD_MESSAGE], GOOD_ONE, 1),
+    # the service comes up
+    "loading": ([Answer({"error": {"message": "Loading model", "code": 503}}, 503)] * 9, None, 1),
+    "loading, Ollama": (
+        [Answer({"error": "llm server loading model"}, 500)] * 9,
+        None,
+        1,
+    ),
+    "loading, in a 200": (
+        [error(error="Model x is currently loading", estimated_time=0.01)] * 9,
+        None,
+        1,
+    ),
+}
+"""What is answered to a row, one after the other and then as it should be; its value, or what is
+said of it; and how many of these answers were paid."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_service_that_misbehaves_is_understood_or_costs_one_row(labels: Any, name: str) -> None:
+    """It is paid once for each answer, and nothing is sent again that need not be."""
+    answers, wanted, paid = KINDS[name]
+    lasts = wanted is None
+    script = [*answers, GOOD_MESSAGE] if lasts else answers
+    rejected = isinstance(wanted, str)
+
+    def behave(text: str, seen: int) -> Answer | None:
+        if not text.endswith("odd"):
+            # while it loads nobody has an answer
+            return message({"label": "short"}) if not lasts or seen == 1 else script[0]
+        return script[seen] if seen < len(script) else GOOD_MESSAGE
+
+    def others(model: ChatEndpoint) -> int:
+        return model.figures()["input_tokens"] - 20 * 2
+
+    with StandIn(behave=behave) as stand_in:
+        batch = rows("a", "odd", "b") if not lasts else rows("odd")
+        good = {i: {"label": "short", "score": None} for i in (0, 2)} if not lasts else {}
+        at, first = (0, labels(stand_in)) if lasts else (1, labels(stand_in))
+        outcome = compute(first, LABELS, batch)
+        assert computed(outcome) == good | ({} if rejected else {at: wanted or GOOD_ONE})
+        assert [r.row for r in outcome.rejections] == ([at] if rejected else [])
+        for rejection in outcome.rejections:
+            assert wanted in rejection.error
+        assert stand_in.seen["Label: odd"] == len(script)
+        assert first.figures()["input_tokens"] == 20 * (paid + len(good))
+        assert first.figures()["output_tokens"] <= 12 * (paid + len(good)) + 8
+        # nobody pays twice, and what an endpoint refused to compute costs nothing
+        second = labels(stand_in)
+        if rejected and paid:
+            assert compute(second, LABELS, batch).rejections == outcome.rejections
+            assert second.figures()["requests"] == 0
+        third = labels(stand_in)
+        assert computed(again(third, LABELS, batch)) == good | {
+            at: wanted if not rejected and wanted else GOOD_ONE
+        }
+        assert third.figures()["requests"] == (1 if rejected else 0)
+
+
+ENDS: dict[str, tuple[Answer, str]] = {
+    "no key in a 200": (
+        error(error={"code": 401, "message": "No auth credentials found"}),
+        "counts as 401 (No auth credentials found): it wants another key",
+    ),
+    "no money in a 200": (error(error={"code": "insufficient_quota"}), "url, model and account"),
+    "no such model in a 200": (error(object="error", code=40301, message="x"), "counts as 404"),
+    "Brotli": (
+        zipped(GOOD_MESSAGE, "br", b"\x0b\x02"),
+        "it has Content-Encoding br, which is not read here (gzip and deflate are)",
+    ),
+    "always loading": (
+        Answer({"error": {"message": "Loading model"}}, 503),
+        "beyond patience_s (0.2)",
+    ),
+    "always busy": (error(error={"code": 429, "message": "busy"}), "beyond patience_s (0.2)"),
+    "always an error": (error(error={"message": "what"}), "as 502 (what), the last of 2 tries"),
+    "always a page": (Answer("<html><title>Down</title>"), "it is a web page (Down)"),
+    "damaged gzip": (zipped(GOOD_MESSAGE, "gzip", b"\x1f\x8b..."), "damaged gzip"),
+    "cut gzip": (
+        zipped(GOOD_MESSAGE, "gzip", gzip.compress(b"x" * 999)[:-9]),
+        "its gzip is cut",
+    ),
+    "a stream": (
+        Answer('data: {"choices": [{"delta": {"content": "x"}}]}\n\ndata: [DONE]\n\n'),
+        "it is a stream of events, which was not asked for: params: {stream: false}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_service_that_has_no_answers_is_said_to_have_none(labels: Any, name: str) -> None:
+    answer, said = ENDS[name]
+    with StandIn(behave=lambda text, seen: answer) as stand_in:
+        model = labels(stand_in, limits={"tries": 2, "patience_s": 0.2})
+        with pytest.raises(ModelError) as raised:
+            compute(model, LABELS, rows(*map(str, range(16))))
+    assert said in str(raised.value)
+    assert stand_in.url in str(raised.value)
+    is_paid = name in ("Brotli", "damaged gzip", "cut gzip", "a stream")
+    assert (model.figures()["input_tokens"] > 0) == is_paid
+
+
+THOUGHTS = {
+    "<think>a</think>b": "b",
+    "\n<THINK>\na\n</THINK>\n\nb\n": "b",
+    "<think></think><think>a</think>b <think>c</think>": "b <think>c</think>",
+    "<think>a <think>b</think> c</think>d": "d",
+    "<reasoning>a</reasoning>b": "b",
+    "<seed:think>a</seed:think>b": "b",
+    "[THINK]a[/THINK]b": "b",
+    "◁think▷a◁/think▷b": "b",
+    "a\n</think>\n\nb": "b",
+    "a.</think>b": "b",
+    "</think>b": "b",
+    "analysisWe need it.assistantfinalb": "b",
+    "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b": "b",
+    "<|channel|>final<|message|>b<|end|>": "b",
+    # these begin with no thoughts
+    "It writes <think>a</think> before b": "It writes <think>a</think> before b",
+    "The tag `</think>` ends it": "The tag `</think>` ends it",
+    "write </think> there": "write </think> there",
+    "an analysis of <|channel|>": "an analysis of <|channel|>",
+    "<thinkpad> is no tag": "<thinkpad> is no tag",
+    "analysis of b": "analysis of b",
+    "<think>a": None,
+    "<|channel|>analysis<|message|>a": None,
+    "<|start|>assistant<|channel|>commentary to=f<|message|>{}<|call|>": None,
+}
+"""An answer, and what of it is published."""
+
+
+def test_thoughts_that_an_answer_begins_with_are_no_part_of_it(labels: Any) -> None:
+    answers = list(THOUGHTS)
+    with StandIn(behave=lambda text, seen: message(answers[int(text)])) as stand_in:
+        model = labels(stand_in, schema=None, prompt="{text}")
+        outcome = compute(model, TEXTS, rows(*map(str, range(len(answers)))))
+    assert {answers[i]: row["text"] for i, row in computed(outcome).items()} == {
+        answer: text for answer, text in THOUGHTS.items() if text is not None
+    }
+    assert all("the answer is thoughts alone" in r.error for r in outcome.rejections)
+
+
+def test_a_call_is_no_text(labels: Any) -> None:
+    with StandIn(behave=lambda text, seen: message(None, **call("{}"))) as stand_in:
+        outcome = compute(labels(stand_in, schema=None), TEXTS, rows("a"))
+    assert "a call of the tool 'answer' and no text" in outcome.rejections[0].error
+
+
+def test_what_is_no_text_is_not_sent(labels: Any, tmp_path: Path) -> None:
+    """Half a surrogate pair, as JSON may bring it into a prompt."""
+    with StandIn() as stand_in:
+        outcome = compute(labels(stand_in, prompt="\ud83d {text}"), LABELS, rows("a"))
+        assert outcome.rejections[0].stage == "input"
+        assert "half a surrogate pair at character 0" in outcome.rejections[0].error
+        assert stand_in.requests == []
+
+
+def test_rows_that_never_have_an_answer_fail_no_run(labels: Any) -> None:
+    """However many there are, and though nothing else is sent, as by a second run."""
+    texts = [f"{i} {'never' if i % 3 else 'good'}" for i in range(36)]
+    never = {i for i in range(36) if i % 3}
+    with StandIn(
+        behave=lambda text, seen: Answer("", 500) if text.endswith("never") else None
+    ) as stand_in:
+        limits = {"tries": 2, "in_flight": 36}
+        for requests in (36 + len(never), 2 * len(never), 2 * len(never)):
+            model = labels(stand_in, limits=limits)
+            outcome = compute(model, LABELS, rows(*texts))
+            assert {r.row for r in outcome.rejections} == never
+            assert "no answer in 2 tries: answered 500" in outcome.rejections[0].error
+            assert model.figures()["requests"] == requests
+        # others that have none are the endpoint's fault
+        with pytest.raises(ModelError, match="the last of 2 tries"):
+            compute(
+                labels(stand_in, limits=limits),
+                LABELS,
+                rows(*[f"{i} never" for i in range(99, 119)]),
+            )
+
+
+def test_a_row_that_is_refused_while_others_are_answered_is_a_bad_row(labels: Any) -> None:
+    """By a proxy that says 503 where its service fails at the row, or 429 where it is too large for
+    a minute."""
+    for answer in (Answer("", 503), error(error={"code": 429})):
+        with StandIn(
+            delay_s=0.002,
+            behave=lambda text, seen: answer if text == "Label: odd" else None,  # noqa: B023
+        ) as stand_in:
+            model = labels(stand_in, limits={"in_flight": 2, "patience_s": 0.3, "tries": 2})
+            texts = [f"{answer.status} {i}" for i in range(400)]
+            outcome = compute(model, LABELS, rows("odd", *texts))
+        assert [r.row for r in outcome.rejections] == [0]
+        assert len(outcome.rows) == 400
 
 
 FATAL = {

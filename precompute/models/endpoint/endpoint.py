@@ -403,10 +403,10 @@ class Endpoint:
         content, tries, began = msgspec.json.encode(body), 0, time.monotonic()
         # what is answered meanwhile shows that the endpoint is there
         answered_before = -1 if unanswered else self.counts.answers
+        refused_at: int | None = None
         while True:
             async with self._slots:
                 await self._turn(most)
-                answers = self.counts.answers
                 outcome = await self._send(path, content, most, read)
             if not isinstance(outcome, _Failed):
                 self._given_up, self._refused_since = 0, None
@@ -414,20 +414,21 @@ class Endpoint:
                     raise outcome
                 return outcome
             self.counts.retries += 1
-            waits = outcome.hold_s is not None and (
-                not outcome.may_be_its_own or answers == self.counts.answers
-            )
-            if waits:
-                self._hold(outcome, outcome.hold_s or 0.0)
-            else:
-                tries += 1
-            waited_s = time.monotonic() - began
+            refused_at = self.counts.answers if refused_at is None else refused_at
+            is_alone = refused_at != self.counts.answers
+            if outcome.hold_s is not None and not (outcome.may_be_its_own and is_alone):
+                try:
+                    self._hold(outcome, outcome.hold_s)
+                except ModelError:
+                    if not is_alone:
+                        raise
+                    waited = f"{time.monotonic() - began:.0f} s"
+                    raise self._giving_up(outcome, waited, answered_before) from None
+                continue
+            tries += 1
             if tries >= self.limits.tries:
                 raise self._giving_up(outcome, f"{tries} tries", answered_before)
-            if waits and waited_s > self.limits.patience_s and answers != self.counts.answers:
-                raise self._giving_up(outcome, f"{waited_s:.0f} s", answered_before)
-            if not waits:
-                await self._sleep(_pause_s(tries))
+            await self._sleep(_pause_s(tries))
 
     async def _turn(self, most: Tokens) -> None:
         """Wait until it may be sent; the budget has it reserved then."""
