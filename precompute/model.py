@@ -170,11 +170,12 @@ class KeepingModel(Model, Protocol):
     """A model that keeps what it has paid for from one run to the next, and so has to know what the
     view accepts before it does."""
 
-    def judged_by(self, judge: Judge, *, again: bool = False) -> Model:
+    def judged_by(self, judge: Judge, *, in_run: bool = False, again: bool = False) -> Model:
         """The same model for one view, all else shared.
 
         Args:
             judge: the view's.
+            in_run: it is for a run, which goes on with one that was killed.
             again: what an earlier run got and the view did not accept is computed once more
                 (``run --retry-rejected``).
         """

@@ -83,8 +83,8 @@ class Runner:
             model begins with.
         lanes: how many batches a stream computes at once on a CPU, of a model that is
             ``concurrent``; by default one for each compute thread.
-        again: of a model that keeps its values, those that the view did not accept are computed
-            once more.
+        in_run, again: of a model that keeps its values: whether it is for a run of the view, and
+            whether those that the view did not accept are computed once more.
 
     Raises:
         ModelError: (from every method) the model raised one, to say that view and source do not fit
@@ -101,11 +101,12 @@ class Runner:
         *,
         search: bool = True,
         lanes: int | None = None,
+        in_run: bool = False,
         again: bool = False,
     ) -> None:
         self._declared = Declared(view)
         if isinstance(model, KeepingModel):
-            model = model.judged_by(self._declared.against, again=again)
+            model = model.judged_by(self._declared.against, in_run=in_run, again=again)
         self.meter = Meter() if meter is None else meter
         self._model, self._view = model, view
         self._staged = model if isinstance(model, StagedModel) else None

@@ -50,7 +50,7 @@ def engine_of(
     devices = _devices(opened, config)
     if devices:
         return WorkerPool(_spec(opened, opened.variant), meter, devices, hang_s=config.hang)
-    return Runner(opened.model, opened.view, meter, again=again)
+    return Runner(opened.model, opened.view, meter, in_run=True, again=again)
 
 
 def compute_in_worker(opened: OpenModel, batch: pa.RecordBatch, variant: str) -> Outcome:

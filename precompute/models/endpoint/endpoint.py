@@ -258,6 +258,8 @@ class Spending:
             )
         self._price = prices
         self.used = Tokens()
+        self.taken_over = Tokens()
+        """What of it was spent by a run that was killed, and that this one goes on with."""
         self.estimates = 0
         """How many answers' tokens were estimated."""
         self._reserved = Tokens()
@@ -299,6 +301,11 @@ class Spending:
         self.used += used
         self._changed.set()
 
+    def take_over(self, used: Tokens) -> None:
+        """Count what a killed run has spent."""
+        self.taken_over += used
+        self.used += used
+
     def _beyond(self, tokens: Tokens) -> bool:
         if self._most_tokens is not None and tokens.count > self._most_tokens:
             return True
@@ -313,6 +320,8 @@ class Spending:
             limit = f"{self._most_money:g} (money)"
             used = f"{self.money(self.used):.4g}"
             next_one = f"{self.money(most):.4g}"
+        if self.taken_over.count:
+            used += f" (with {self.taken_over.count:,} tokens of a run before, which was killed)"
         return (
             f"the run's budget of {limit} is spent: {used} are used, and the next request may take"
             f" {next_one}"
@@ -360,7 +369,7 @@ class Endpoint:
     def __init__(self, url: str, key: str, limits: Limits, spending: Spending) -> None:
         self.counts = Counts()
         self.limits = limits
-        self._url, self._key, self._spending = url, key, spending
+        self._url, self._key, self.spending = url, key, spending
         self._transport = Transport(url, [("Authorization", f"Bearer {key}")] if key else [])
         self._slots = asyncio.Semaphore(limits.in_flight)
         self._requests = Rate(limits.requests_per_minute)
@@ -433,7 +442,7 @@ class Endpoint:
     async def _turn(self, most: Tokens) -> None:
         """Wait until it may be sent; the budget has it reserved then."""
         self._check_stopped()
-        await self._spending.reserve(most)
+        await self.spending.reserve(most)
         try:
             await self._sleep(
                 max(
@@ -445,7 +454,7 @@ class Endpoint:
                 await self._sleep(wait_s)
             self._check_stopped()
         except BaseException:
-            self._spending.settle(most, Tokens())
+            self.spending.settle(most, Tokens())
             raise
 
     async def _sleep(self, seconds: float) -> None:
@@ -504,7 +513,7 @@ class Endpoint:
                 used = Tokens()
             return _Failed(str(exc), connected=exc.sent)
         finally:
-            self._spending.settle(most, used)
+            self.spending.settle(most, used)
 
     def _refused(self, failure: Failure, answered: str) -> BadAnswer | _Failed:
         """Raises:

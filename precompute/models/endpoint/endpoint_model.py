@@ -134,7 +134,7 @@ class EndpointModel(ABC):
         self.start_cost = self.max_cost = group * -(-bounds.in_flight // 4)
         self.device = Elsewhere()
 
-    def judged_by(self, judge: Judge, *, again: bool = False) -> Self:
+    def judged_by(self, judge: Judge, *, in_run: bool = False, again: bool = False) -> Self:
         """The same model for one view: connections, rates, budget and cache are shared."""
 
         def accepts(contents: Sequence[bytes]) -> list[str | None]:
@@ -143,8 +143,9 @@ class EndpointModel(ABC):
                 return [None] * len(contents)
             return [self._against(judge, [content]) for content in contents]
 
+        bill = hashlib.sha256(f"spent\n{self.recipe}".encode()).digest()
         other = copy.copy(self)
-        other._asking = Asking(accepts, time.time() if again else 0.0)
+        other._asking = Asking(accepts, time.time() if again else 0.0, bill if in_run else None)
         return other
 
     def _against(self, judge: Judge, contents: Sequence[bytes]) -> str | None:

@@ -6,18 +6,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import sqlite3
 import threading
 import time
+import uuid
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from precompute.models.endpoint.endpoint import BadAnswer, Endpoint, NoAnswer
+import msgspec
+
+from precompute.models.endpoint.endpoint import BadAnswer, Endpoint, NoAnswer, Tokens
 from precompute.store.errors import ModelError
 
 NAME = "answers.sqlite"
@@ -85,6 +89,9 @@ class Asking:
 
     accepts: Accepts = lambda contents: [None] * len(contents)
     again_before: float = 0.0
+    bill: bytes | None = None
+    """Of a run: the key under which its spending is noted, so that the run after one that was
+    killed counts what that one has paid."""
 
 
 class AnswerCache:
@@ -216,6 +223,29 @@ Answers = Callable[[Sequence[Input]], Awaitable[Mapping[bytes, bytes | BadAnswer
 cached."""
 
 
+_PROCESS = uuid.uuid4().hex
+"""Of this process alone, whoever has its number next."""
+
+
+class _Bill(msgspec.Struct):
+    """What a run has spent by now, in tokens, and the process that it runs in."""
+
+    process: str
+    pid: int
+    input: int
+    output: int
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 _Row = tuple[bytes, Answer, Asking]
 """An answer by its key, and for whom it was sent."""
 
@@ -239,6 +269,7 @@ class Session:
         self.endpoint = endpoint
         self._differ, self._alike = differ, OrderedDict[bytes, list[bytes]]()
         self._notes = list[tuple[bytes, Answer]]()
+        self._bills = set[bytes]()
         self._cache_folder, self._cache_days, self._group = cache_folder, cache_days, group
         self.committed = 0
         """Answers that are in the cache since this began."""
@@ -287,7 +318,14 @@ class Session:
                 thread = threading.Thread(target=loop.run_forever, name="endpoint", daemon=True)
                 thread.start()
                 weakref.finalize(
-                    self, _close, loop, thread, self.endpoint, self._cache, self._writer
+                    self,
+                    _close,
+                    loop,
+                    thread,
+                    self.endpoint,
+                    self._cache,
+                    self._writer,
+                    self._bills,
                 )
             return self._loop
 
@@ -307,6 +345,8 @@ class Session:
         failed = {i.key: self._failed[i.key][1] for i in inputs if i.key in self._failed}
         unknown = {i.key: i for i in inputs if i.key not in self._under_way and i.key not in failed}
         try:
+            if asking.bill is not None and asking.bill not in self._bills:
+                self._take_over(asking.bill)
             cached = self._cache.get(list(unknown))
         except ModelError as exc:
             return [exc] * len(inputs)
@@ -327,6 +367,16 @@ class Session:
             **dict(zip(waited, made, strict=True)),
         }
         return [outcomes[i.key] for i in inputs]
+
+    def _take_over(self, key: bytes) -> None:
+        """Count what a run has spent that was killed: one that ended has closed its bill."""
+        self._bills.add(key)
+        noted = self.noted(key)
+        if not noted:
+            return
+        bill = msgspec.json.decode(noted, type=_Bill)
+        if bill.process != _PROCESS and (bill.pid == os.getpid() or not _is_there(bill.pid)):
+            self.endpoint.spending.take_over(Tokens(bill.input, bill.output))
 
     def _known(
         self, cached: Mapping[bytes, Answer], asking: Asking
@@ -454,7 +504,7 @@ class Session:
         try:
             while self._unwritten is not None:
                 (rows, written), self._unwritten = self._unwritten, None
-                notes, self._notes = self._notes, []
+                notes, self._notes = [*self._notes, *self._bill()], []
                 try:
                     refused = await asyncio.get_running_loop().run_in_executor(
                         self._writer, self._commit, rows, notes
@@ -466,6 +516,11 @@ class Session:
                     written.set_result(refused)
         finally:
             self._writes = None
+
+    def _bill(self) -> list[tuple[bytes, Answer]]:
+        used = self.endpoint.spending.used
+        bill = _Bill(_PROCESS, os.getpid(), used.input, used.output)
+        return [(key, Answer(msgspec.json.encode(bill))) for key in self._bills]
 
     def _commit(
         self, rows: Sequence[_Row], notes: Sequence[tuple[bytes, Answer]]
@@ -511,6 +566,7 @@ def _close(
     endpoint: Endpoint,
     cache: AnswerCache,
     writer: ThreadPoolExecutor,
+    bills: Collection[bytes],
 ) -> None:
     if thread is threading.current_thread():
         # the last to hold the session was one of its own tasks, which is the last
@@ -521,6 +577,10 @@ def _close(
     thread.join()
     loop.close()
     writer.shutdown()
+    if bills:
+        # a full disk fails no run that is over
+        with contextlib.suppress(ModelError):
+            cache.put([(key, Answer(b"")) for key in bills])
     cache.close()
 
 
