@@ -15,11 +15,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import msgspec
-
 from precompute.models.endpoint.envelope import (
     Failure,
     NoEnvelopeError,
+    body_of,
     envelope_of,
     failure_in,
     failure_of,
@@ -409,7 +408,7 @@ class Endpoint:
             BadAnswer: this request has no answer.
             ModelError: the endpoint, or the run's budget, has none for any.
         """
-        content, tries, began = msgspec.json.encode(body), 0, time.monotonic()
+        content, tries, began = body_of(body), 0, time.monotonic()
         # what is answered meanwhile shows that the endpoint is there
         answered_before = -1 if unanswered else self.counts.answers
         refused_at: int | None = None
@@ -556,7 +555,9 @@ class Endpoint:
                 f" {hold_s:.0f} s more"
             )
             raise ModelError(
-                f"{self._url} {refusal}: {waited}, beyond patience_s ({self.limits.patience_s:g})"
+                f"{self._url} {refusal}: {waited}, beyond patience_s ({self.limits.patience_s:g})."
+                " Run again later, or change limits: a longer patience_s, fewer in_flight or"
+                " requests_per_minute"
             )
         # they do not all come back at once
         self._held_until = max(self._held_until, now + hold_s + random.uniform(0, 0.1 * hold_s))  # noqa: S311

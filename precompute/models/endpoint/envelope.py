@@ -1,6 +1,6 @@
-"""Envelope: the JSON around what an endpoint answers, out of the bytes that came, and the failure
-that stands in it, in any of the forms in which services and gateways say one, whatever the status
-of HTTP says."""
+"""Envelope: the JSON around what an endpoint is asked and answers, out of the bytes that came, and
+the failure that stands in it, in any of the forms in which services and gateways say one, whatever
+the status of HTTP says."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from typing import Any
 import msgspec
 
 from precompute.models.endpoint.transport import MOST_ANSWER_BYTES
+
+
+def body_of(fields: Mapping[str, Any]) -> bytes:
+    """The body of a request with these fields."""
+    return msgspec.json.encode(fields)
 
 
 class NoEnvelopeError(Exception):

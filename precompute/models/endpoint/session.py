@@ -19,8 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
 from precompute.models.endpoint.endpoint import BadAnswer, Endpoint, NoAnswer, Tokens
 from precompute.store.errors import ModelError
 
@@ -227,15 +225,6 @@ _PROCESS = uuid.uuid4().hex
 """Of this process alone, whoever has its number next."""
 
 
-class _Bill(msgspec.Struct):
-    """What a run has spent by now, in tokens, and the process that it runs in."""
-
-    process: str
-    pid: int
-    input: int
-    output: int
-
-
 def _is_there(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -374,9 +363,9 @@ class Session:
         noted = self.noted(key)
         if not noted:
             return
-        bill = msgspec.json.decode(noted, type=_Bill)
-        if bill.process != _PROCESS and (bill.pid == os.getpid() or not _is_there(bill.pid)):
-            self.endpoint.spending.take_over(Tokens(bill.input, bill.output))
+        process, pid, *used = noted.decode().split()
+        if process != _PROCESS and (int(pid) == os.getpid() or not _is_there(int(pid))):
+            self.endpoint.spending.take_over(Tokens(*map(int, used)))
 
     def _known(
         self, cached: Mapping[bytes, Answer], asking: Asking
@@ -471,7 +460,9 @@ class Session:
             for key, outcome in (await answers(left)).items():
                 outcomes[key] = outcome
                 if isinstance(outcome, NoAnswer):
-                    rows.append((key, Answer(b"", str(outcome), 0), asking))
+                    # it takes the place of no answer that was paid
+                    if key not in tried:
+                        rows.append((key, Answer(b"", str(outcome), 0), asking))
                 elif isinstance(outcome, bytes) or (
                     isinstance(outcome, BadAnswer) and outcome.content is not None
                 ):
@@ -519,8 +510,8 @@ class Session:
 
     def _bill(self) -> list[tuple[bytes, Answer]]:
         used = self.endpoint.spending.used
-        bill = _Bill(_PROCESS, os.getpid(), used.input, used.output)
-        return [(key, Answer(msgspec.json.encode(bill))) for key in self._bills]
+        bill = f"{_PROCESS} {os.getpid()} {used.input} {used.output}"
+        return [(key, Answer(bill.encode())) for key in self._bills]
 
     def _commit(
         self, rows: Sequence[_Row], notes: Sequence[tuple[bytes, Answer]]
