@@ -1162,6 +1162,37 @@ def test_a_mistake_of_the_view_costs_no_answer_that_was_paid(
         assert stand_in.seen == {"a": 1, "b": 1, "c": 1}
 
 
+def test_what_the_view_does_not_accept_is_tried_as_often_as_the_view_says(tmp_path: Path) -> None:
+    # the first is zeros, the second a fraction
+    first = [[0] * 4, [1.5] * 4, [2] * 4]
+    later = [[7] * 4, [7] * 4]
+
+    def behave(text: str, seen: int) -> Answer:
+        made = later if seen else first
+        return Answer({"data": [{"index": i, "embedding": one} for i, one in enumerate(made)]})
+
+    with StandIn(behave=behave) as stand_in:
+        model = embedder(stand_in, tmp_path, limits={"answer_tries": 2})
+        batch, narrow = rows("a", "b", "c"), vectors_of("int16")
+        assert computed(compute(model, narrow, batch)) == {
+            0: {"embedding": [7] * 4},
+            1: {"embedding": [7] * 4},
+            2: {"embedding": [2] * 4},
+        }
+        assert stand_in.seen == {"a": 2, "b": 2, "c": 1}
+
+
+def test_an_answer_that_another_view_accepts_is_not_lost_to_no_answer(tmp_path: Path) -> None:
+    with StandIn() as stand_in:
+        compute(embedder(stand_in, tmp_path), VECTORS, rows("a"))
+        stand_in.behave = lambda text, seen: Answer("", 500)
+        other = embedder(stand_in, tmp_path, limits={"tries": 1})
+        assert len(again(other, vectors_of("float32", 3), rows("a")).rejections) == 1
+        assert stand_in.seen == {"a": 2}
+        assert len(compute(embedder(stand_in, tmp_path), VECTORS, rows("a")).rows) == 1
+        assert stand_in.seen == {"a": 2}
+
+
 def test_one_embedding_for_many_texts_is_sent_for_again(tmp_path: Path) -> None:
     """As of a service that is broken, which a gate finds in the whole run: what several texts have
     in common is used, and sent again where the run asks for it; nothing else is."""

@@ -157,8 +157,8 @@ _STATUS = re.compile(
     r"(?:status|code|http|error)\W{0,4}(?:code\W{0,3})?([45]\d\d)\b|^\W*([45]\d\d)\b", re.I
 )
 _LOADING = re.compile(
-    r"\b(?:is|still|currently|being|server) (?:being )?load(?:ing|ed)\b|^\W*loading model|\bmodel"
-    r"(?: is)? loading\b|\bwarming up\b|waiting for .{0,40}to start",
+    r"\b(?:is|still|currently|server) loading\b|\bbeing loaded\b|^\W*loading model"
+    r"|\bmodel loading\b|\bwarming up\b|\bwaiting for .{0,40} to start\b",
     re.IGNORECASE,
 )
 _BUSY = re.compile(r"rate.?limit|too many requests|overloaded|server busy|try again later", re.I)
