@@ -31,7 +31,7 @@ from precompute.engine.runner import Runner, compute
 from precompute.models.endpoint import endpoint as endpoint_module
 from precompute.models.endpoint.chat import ChatEndpoint
 from precompute.models.endpoint.embedding import EmbeddingEndpoint
-from precompute.models.endpoint.session import NAME
+from precompute.models.endpoint.session import NAME, AnswerCache
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.feature_view import Feature, FeatureView
@@ -1180,6 +1180,32 @@ def test_what_the_view_does_not_accept_is_tried_as_often_as_the_view_says(tmp_pa
             2: {"embedding": [2] * 4},
         }
         assert stand_in.seen == {"a": 2, "b": 2, "c": 1}
+
+
+def test_of_answers_that_come_together_each_is_judged_alone(
+    labels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several batches, committed at once: half of them do not fit the schema at first."""
+    put = AnswerCache.put
+
+    def slowly(self: AnswerCache, answers: Any) -> None:
+        # as a disk does
+        time.sleep(0.01)
+        put(self, answers)
+
+    monkeypatch.setattr(AnswerCache, "put", slowly)
+    texts = [f"{'good' if i % 2 else 'bad'} {i}" for i in range(300)]
+    with StandIn(
+        delay_s=0.001,
+        behave=lambda text, seen: Answer(chat("{")) if "bad" in text and not seen else None,
+    ) as stand_in:
+        model = labels(stand_in, limits={"answer_tries": 2})
+        done = dict[int, dict[str, Any]]()
+        for _, piece in Runner(model, LABELS).stream([rows(*texts)]):
+            assert piece.rejections == []
+            done |= computed(piece)
+        assert done == dict(enumerate(length_label(f"Label: {text}") for text in texts))
+        assert stand_in.seen == {f"Label: {text}": 1 + ("bad" in text) for text in texts}
 
 
 def test_an_answer_that_another_view_accepts_is_not_lost_to_no_answer(tmp_path: Path) -> None:

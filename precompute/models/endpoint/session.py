@@ -473,15 +473,18 @@ class Session:
             if rows:
                 refused = await self._keep(rows)
                 self.committed += sum(answer.tries > 0 for _, answer, _ in rows)
+                # others' answers were committed together with these
                 again = {
-                    key for key in refused if 0 < tried[key] < self.endpoint.limits.answer_tries
+                    key
+                    for key, _, _ in rows
+                    if key in refused and tried[key] < self.endpoint.limits.answer_tries
                 }
             left = [i for i in left if i.key in again]
         return outcomes
 
     def _keep(self, rows: Sequence[_Row]) -> asyncio.Future[Mapping[bytes, str]]:
         """Judge and commit answers, together with all that came while those before were committed;
-        returns what is wrong with those that did not fit."""
+        returns what is wrong with those of all these that did not fit."""
         loop = asyncio.get_running_loop()
         if self._unwritten is None:
             self._unwritten = ([], loop.create_future())
