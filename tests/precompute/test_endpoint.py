@@ -1206,6 +1206,8 @@ def test_of_answers_that_come_together_each_is_judged_alone(
             done |= computed(piece)
         assert done == dict(enumerate(length_label(f"Label: {text}") for text in texts))
         assert stand_in.seen == {f"Label: {text}": 1 + ("bad" in text) for text in texts}
+        # no batch was looked through for a bad row
+        assert model.figures()["from_cache"] == 0
 
 
 def test_an_answer_that_another_view_accepts_is_not_lost_to_no_answer(tmp_path: Path) -> None:
