@@ -423,12 +423,12 @@ class Endpoint:
                 return outcome
             self.counts.retries += 1
             refused_at = self.counts.answers if refused_at is None else refused_at
-            is_alone = refused_at != self.counts.answers
-            if outcome.hold_s is not None and not (outcome.may_be_its_own and is_alone):
+            others_answered = refused_at != self.counts.answers
+            if outcome.hold_s is not None and not (outcome.may_be_its_own and others_answered):
                 try:
                     self._hold(outcome, outcome.hold_s)
                 except ModelError:
-                    if not is_alone:
+                    if not others_answered:
                         raise
                     waited = f"{time.monotonic() - began:.0f} s"
                     raise self._giving_up(outcome, waited, answered_before) from None
