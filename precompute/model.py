@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,6 +158,27 @@ class ReadingModel(Model, Protocol):
     def reads(self) -> Collection[str]:
         """The source columns that may make a difference to any output: all others may hold what
         they will."""
+
+
+Judge = Callable[[Features, int], str | None]
+"""Features of so many rows → what the view that they are for has against one of them; None where it
+accepts all. Called in any thread."""
+
+
+@runtime_checkable
+class KeepingModel(Model, Protocol):
+    """A model that keeps what it has paid for from one run to the next, and so has to know what the
+    view accepts before it does."""
+
+    def judged_by(self, judge: Judge, *, in_run: bool = False, again: bool = False) -> Model:
+        """The same model for one view, all else shared.
+
+        Args:
+            judge: the view's.
+            in_run: it is for a run, which goes on with one that was killed.
+            again: what an earlier run got and the view did not accept is computed once more
+                (``run --retry-rejected``).
+        """
 
 
 @runtime_checkable

@@ -21,7 +21,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answer:
-    """What is answered: a status, headers and a body; ``cut`` ends the connection after so many
+    """What is answered: a status, headers and a body, bytes as they are, or what is to be called
+    with the inputs to have it; ``cut`` ends the connection after so many
     bytes of it, ``delay_s`` is waited before, and ``framed`` is how it ends: by its length, in
     chunks, or by the connection's end."""
 
@@ -163,11 +164,9 @@ class StandIn:
             await asyncio.sleep(self.delay_s + answer.delay_s)
         finally:
             self.in_flight -= 1
-        content = (
-            answer.body.encode()
-            if isinstance(answer.body, str)
-            else json.dumps(answer.body).encode()
-        )
+        made = answer.body(inputs) if callable(answer.body) else answer.body
+        text = made if isinstance(made, (str, bytes)) else json.dumps(made)
+        content = text if isinstance(text, bytes) else text.encode()
         length = {
             "length": [f"Content-Length: {len(content)}"],
             "chunks": ["Transfer-Encoding: chunked"],

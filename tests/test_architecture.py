@@ -110,7 +110,7 @@ SEAMS = {
     "pybase64": {"store/http/encoding/answer_bodies.py"},
     # the client writes what it asks, and reads what the API answered
     "msgspec": {
-        "precompute/models/endpoint/endpoint.py",
+        "precompute/models/endpoint/envelope.py",
         "store/wire/bodies.py",
         "store/client/calls.py",
         "store/disk/record.py",

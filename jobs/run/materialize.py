@@ -290,7 +290,12 @@ def _compute(
                 accuracy.checked()
                 compute_in_shards(job, opened, plan, shards, chunks, audit, progress, report)
             else:
-                chunks.compute(opened.source.batches, job.project.settings, progress)
+                chunks.compute(
+                    opened.source.batches,
+                    job.project.settings,
+                    progress,
+                    job.options.retry_rejected,
+                )
             chunks.rejections.write()
         except GateError:
             # no chunk was written

@@ -239,6 +239,13 @@ class Declared:
                 ) from exc.__cause__
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
+    def against(self, features: Features, rows: int) -> str | None:
+        """What is wrong with one of so many rows that a model made; None where all fit."""
+        try:
+            return next(iter(self.bad(self.columns(features, rows)).values()), None)
+        except Misfit as exc:
+            return str(exc)
+
     def bad(self, columns: pa.RecordBatch) -> Mapping[int, str]:
         """Row → error of those with NaN, infinities and, in an indexed cosine vector, zero norm."""
         bad: dict[int, str] = {}

@@ -27,7 +27,7 @@ from precompute.engine.resources import (
     usable_threads,
 )
 from precompute.engine.rows import Batch, Declared, Outcome, Window, in_order
-from precompute.model import Model, SizedModel, StagedModel
+from precompute.model import KeepingModel, Model, SizedModel, StagedModel
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
 
@@ -83,6 +83,8 @@ class Runner:
             model begins with.
         lanes: how many batches a stream computes at once on a CPU, of a model that is
             ``concurrent``; by default one for each compute thread.
+        in_run, again: of a model that keeps its values: whether it is for a run of the view, and
+            whether those that the view did not accept are computed once more.
 
     Raises:
         ModelError: (from every method) the model raised one, to say that view and source do not fit
@@ -99,7 +101,12 @@ class Runner:
         *,
         search: bool = True,
         lanes: int | None = None,
+        in_run: bool = False,
+        again: bool = False,
     ) -> None:
+        self._declared = Declared(view)
+        if isinstance(model, KeepingModel):
+            model = model.judged_by(self._declared.against, in_run=in_run, again=again)
         self.meter = Meter() if meter is None else meter
         self._model, self._view = model, view
         self._staged = model if isinstance(model, StagedModel) else None
@@ -107,7 +114,6 @@ class Runner:
         self._lanes, self._threads = (lanes or threads) if threads else 1, max(1, threads)
         self.budget = budget or self._first_budget(search)
         self._peak = ResidentPeak()
-        self._declared = Declared(view)
         self._stages_before: list[Ahead[Any]] = []
         """Stages of the stream before."""
         # Made once: finding which protocols a model follows takes as long as a small model does.

@@ -34,10 +34,12 @@ def keeps_live(snapshot: Snapshot) -> bool:
 
 def _if_wrong(snapshot: Snapshot) -> str:
     """What to do about a snapshot that a gate refused with reason, by where its rows come from."""
-    full, model = (
-        "--full" if snapshot.frame is None else "full=True",
-        snapshot.view.definition.model,
+    full, retry = (
+        ("--full", "--retry-rejected")
+        if snapshot.frame is None
+        else ("full=True", "retry_rejected=True")
     )
+    model = snapshot.view.definition.model
     what = "source" if snapshot.frame is None else "frame that the run is given"
     text = (
         f"If the rows are wrong: mend the {what} or the model, then run the view again. Until then"
@@ -45,8 +47,9 @@ def _if_wrong(snapshot: Snapshot) -> str:
     )
     if model.use.endswith("_endpoint"):
         return (
-            f"{text}, with {full} too, since the answers are cached: new ones for the same inputs"
-            f" need another `cache` in model.args, and {full}"
+            f"{text}, with {full} too, since the answers are cached: {full} and {retry} ask again"
+            " for what was rejected, and for embeddings that several texts have in common; new"
+            f" ones for all inputs need another `cache` in model.args, and {full}"
         )
     return (
         f"{text}, with {full} too; {full} is for what was mended where neither input nor"

@@ -19,7 +19,7 @@ import pytest
 from precompute.models.endpoint.session import NAME
 from precompute.store.errors import ModelError
 from tests.scene import Scene
-from tests.stand_in import Answer, StandIn, chat, length_label
+from tests.stand_in import Answer, StandIn, chat, embeddings, length_label, vector_of
 
 ROWS = 600
 KEY = "sk-very-secret-0123"
@@ -83,7 +83,11 @@ def cached_answers(scene: Scene) -> int:
         return 0
     connection = sqlite3.connect(file)
     try:
-        return int(connection.execute("SELECT count(*) FROM answers").fetchone()[0])
+        return int(
+            connection.execute(
+                "SELECT count(*) FROM answers WHERE instr(answer, 'label') > 0"
+            ).fetchone()[0]
+        )
     except sqlite3.OperationalError:
         # not made yet
         return 0
@@ -118,9 +122,14 @@ def test_a_killed_run_pays_for_no_answer_twice(labels: MakeLabels) -> None:
         assert (report.status, report.counts["written"]) == ("published", ROWS)
         assert values(scene) == expected()
         assert stand_in.seen.total() - paid == ROWS - before
+        # what the killed ones have paid counts in the budget, once
+        engine = report.engine["endpoint"]
+        assert ROWS * 11 <= engine["input_tokens"] <= stand_in.seen.total() * 12
         assert sum(count - 1 for count in stand_in.seen.values()) <= 2 * 2 * 16
         # nor does anybody pay for what is computed once more
-        assert scene.run("labels", full=True).status == "published"
+        full = scene.run("labels", full=True)
+        assert full.status == "published"
+        assert full.engine["endpoint"]["input_tokens"] == 0
         assert stand_in.seen.total() - paid == ROWS - before
 
 
@@ -147,6 +156,58 @@ def test_a_run_out_of_budget_says_so_and_is_taken_up_again(
             if path.is_file() and KEY.encode() in path.read_bytes()
         ]
         assert written == []
+
+
+VECTORS = """
+name: vectors
+entity: [id]
+source: {{sql: "SELECT i AS id, 'number ' || i AS text FROM range(60) t(i)"}}
+model: {{use: embedding_endpoint, args: {{url: {url}, model: small}}}}
+features: {{embedding: {{dtype: float32, dim: 4}}}}
+ttl: 26h
+max_rejected: 0.5
+"""
+ZEROS = [0.0] * 4
+BROKEN: dict[str, tuple[Callable[[int], bool], list[float]]] = {
+    "of another length": (lambda row: row % 10 == 0, [1.0, 2.0]),
+    "all zeros": (lambda row: row % 10 == 0, ZEROS),
+    "one and the same, which a gate refuses": (lambda row: row % 3 > 0, [1.0, 2.0, 3.0, 4.0]),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_a_broken_service_answered_is_sent_again_once_it_is_mended(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing else is."""
+    is_bad, vector = BROKEN[name]
+    gated = "gate" in name
+
+    def behave(texts: list[str]) -> dict[str, Any]:
+        body = embeddings(texts)
+        for item in body["data"]:
+            if is_bad(int(texts[item["index"]].split()[-1])):
+                item["embedding"] = vector
+        return body
+
+    with StandIn(behave=lambda text, seen: Answer(behave)) as stand_in:
+        (tmp_path / "views").mkdir()
+        (tmp_path / "project.yaml").write_text("root: ./var/root\nonline: table:./var/online\n")
+        (tmp_path / "views" / "vectors.yaml").write_text(VECTORS.format(url=stand_in.url))
+        scene, bad = Scene(tmp_path, {}), {i for i in range(60) if is_bad(i)}
+        assert scene.cli("run", "vectors") == (3 if gated else 0)
+        assert ("duplicates: " in capfd.readouterr().err) == gated
+        assert stand_in.seen.total() == 60
+        stand_in.behave = lambda text, seen: None
+        # neither computes again what is cached
+        scene.reread().cli("run", "vectors", "--full")
+        assert stand_in.seen.total() == 60
+        options = ["--full", "--retry-rejected"] if gated else ["--retry-rejected"]
+        assert scene.reread().cli("run", "vectors", *options) == 0
+        assert {row["id"]: row["embedding"] for row in scene.rows(view="vectors")} == {
+            i: vector_of(f"number {i}") for i in range(60)
+        }
+        assert stand_in.seen == {f"number {i}": 1 + (i in bad) for i in range(60)}
 
 
 def test_bad_rows_are_bad_rows_and_a_miss_is_answered(labels: MakeLabels) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import gc
+import gzip
+import json
 import re
 import socket
 import sqlite3
 import struct
 import time
+import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -26,7 +31,7 @@ from precompute.engine.runner import Runner, compute
 from precompute.models.endpoint import endpoint as endpoint_module
 from precompute.models.endpoint.chat import ChatEndpoint
 from precompute.models.endpoint.embedding import EmbeddingEndpoint
-from precompute.models.endpoint.session import NAME
+from precompute.models.endpoint.session import NAME, AnswerCache
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.feature_view import Feature, FeatureView
@@ -75,6 +80,11 @@ def labels(tmp_path: Path) -> Callable[..., ChatEndpoint]:
     return make
 
 
+def again(model: Any, view: FeatureView, batch: pa.RecordBatch) -> Outcome:
+    """Compute as a run that tries what was rejected once more."""
+    return Runner(model, view, search=False, again=True).compute(batch)
+
+
 def rows(*texts: Any) -> pa.RecordBatch:
     return pa.record_batch({"text": pa.array(texts, pa.string())})
 
@@ -107,7 +117,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "deep": (chat("[" * 100_000), "the answer is no JSON"),
     "empty": (chat("  "), "the answer is empty"),
     "nothing": (chat(None), "the answer is empty"),
-    "parts": (chat("", parts=[{"type": "text", "text": "{}"}]), "the answer is empty"),
     "cut": (chat('{"label": "long"', ended="length"), "raise max_tokens"),
     "refused": (chat(None, refusal="I must not"), "the model refuses: I must not"),
     "filtered": (chat("x", ended="content_filter"), "the model refuses: content_filter"),
@@ -201,6 +210,384 @@ def test_what_may_pass_is_tried_again(
         assert {text.removeprefix("Label: "): seen for text, seen in stand_in.seen.items()} == {
             name: len(answers) if isinstance(answers, list) else 1 for name, answers in GOOD.items()
         }
+
+
+USAGE = {"prompt_tokens": 20, "completion_tokens": 9}
+GOOD_ONE = {"label": "long", "score": 1}
+ONE = json.dumps(GOOD_ONE)
+
+
+def message(content: Any = None, **fields: Any) -> Answer:
+    """A good completion whose message has these fields."""
+    choice = {"message": {"role": "assistant", "content": content, **fields}}
+    return Answer({"choices": [{"index": 0, "finish_reason": "stop"} | choice], "usage": USAGE})
+
+
+def error(paid: bool = False, **fields: Any) -> Answer:
+    """An error in a 200; ``paid`` though it was."""
+    return Answer(fields | ({"usage": USAGE} if paid else {}))
+
+
+def choice(error: Any, **fields: Any) -> Answer:
+    """An error in the choice of a 200."""
+    found = {"index": 0, "error": error, "message": {"role": "assistant", "content": ""}}
+    return Answer({"choices": [found | fields], "usage": USAGE})
+
+
+def zipped(answer: Answer, coding: str, body: bytes | None = None) -> Answer:
+    """As a proxy sends it."""
+    plain = json.dumps(answer.body).encode()
+    bare = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    made = {
+        "gzip": gzip.compress(plain),
+        "x-gzip": gzip.compress(plain),
+        "deflate": zlib.compress(plain),
+        "bare": bare.compress(plain) + bare.flush(),
+        "deflate, gzip": gzip.compress(zlib.compress(plain)),
+    }
+    name = "deflate" if coding == "bare" else coding
+    return Answer(made[coding] if body is None else body, headers={"Content-Encoding": name})
+
+
+def call(arguments: Any, *more: Any) -> dict[str, Any]:
+    functions = [{"name": "answer", "arguments": one} for one in (arguments, *more)]
+    return {"tool_calls": [{"type": "function", "function": one} for one in functions]}
+
+
+LATER = {"retry_after": 0.02}
+FAIL = [
+    # as OpenAI, OpenRouter, litellm
+    error(error={"message": "Provider returned error", "code": 429, "metadata": LATER}),
+    error(error={"message": "slow down", "code": "429"}),
+    error(error={"message": "slow down", "type": "requests", "code": "rate_limit_exceeded"}),
+    error(error={"code": 502, "message": "", "metadata": {"raw": "x", "provider_name": "Y"}}),
+    error(error={"message": "The server had an error", "type": "server_error", "code": None}),
+]
+GOOD_MESSAGE = message(ONE)
+KINDS: dict[str, tuple[list[Answer], Any, int]] = {
+    # an error in a 200 that passes
+    **{f"error {i}": ([one, GOOD_MESSAGE], GOOD_ONE, 1) for i, one in enumerate(FAIL)},
+    "error in the choice": (
+        [choice({"code": 429, "message": "busy"}), choice({"code": 502}), GOOD_MESSAGE],
+        GOOD_ONE,
+        3,
+    ),
+    "finished by an error": ([choice(None, finish_reason="error"), GOOD_MESSAGE], GOOD_ONE, 2),
+    "paid error": ([error(paid=True, error={"code": 500}), GOOD_MESSAGE], GOOD_ONE, 2),
+    "error in words": ([error(error="Model is overloaded"), GOOD_MESSAGE], GOOD_ONE, 1),
+    "error of TGI": (
+        [error(error="Model is overloaded", error_type="overloaded"), GOOD_MESSAGE],
+        GOOD_ONE,
+        1,
+    ),
+    "detail": ([error(detail="Too Many Requests"), GOOD_MESSAGE], GOOD_ONE, 1),
+    "old vLLM": (
+        [error(object="error", message="no", type="InternalServerError", code=500), GOOD_MESSAGE],
+        GOOD_ONE,
+        1,
+    ),
+    "FastChat": ([error(object="error", message="x", code=42903), GOOD_MESSAGE], GOOD_ONE, 1),
+    "Cloudflare": (
+        [
+            error(success=False, result=None, errors=[{"code": 3040, "message": "Capacity"}]),
+            GOOD_MESSAGE,
+        ],
+        GOOD_ONE,
+        1,
+    ),
+    "Google": (
+        [
+            error(
+                error={
+                    "code": 429,
+                    "status": "RESOURCE_EXHAUSTED",
+                    "details": [{"@type": "RetryInfo", "retryDelay": "0.01s"}],
+                }
+            ),
+            GOOD_MESSAGE,
+        ],
+        GOOD_ONE,
+        1,
+    ),
+    "events": (
+        [
+            Answer(': ping\n\nevent: error\ndata: {"error": {"code": 503}}\n\ndata: [DONE]\n'),
+            GOOD_MESSAGE,
+        ],
+        GOOD_ONE,
+        1,
+    ),
+    "no error": ([Answer({**GOOD_MESSAGE.body, "error": None, "detail": ""})], GOOD_ONE, 1),
+    # an error in a 200 that is the row's
+    "refused in a 200": (
+        [error(error={"code": 400, "message": "maximum context length is 512"})],
+        "answered 200 with an error in it that counts as 400 (maximum context length is 512)",
+        0,
+    ),
+    "too long by name": ([error(error={"code": "context_length_exceeded"})], "counts as 400", 0),
+    "too long for FastChat": ([error(object="error", code=40303, message="x")], "as 400", 0),
+    "a field": (
+        [error(detail=[{"loc": ["body", "n"], "msg": "not an int", "type": "int"}])],
+        "counts as 422 (body.n: not an int)",
+        0,
+    ),
+    "flagged": (
+        [error(error={"code": 403, "message": "flagged", "metadata": {"reasons": ["violence"]}})],
+        "counts as 403 (flagged)",
+        0,
+    ),
+    # thoughts
+    "thoughts": ([message(f"<think>\nit is {{}}\n</think>\n\n{ONE}")], GOOD_ONE, 1),
+    "thoughts up to a tag": ([message(f"It is long.\n</think>\n{ONE}")], GOOD_ONE, 1),
+    "thoughts and a fence": ([message(f"<thinking>x</thinking>```json\n{ONE}\n```")], GOOD_ONE, 1),
+    "channels": (
+        [
+            message(
+                "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final"
+                f" <|constrain|>json<|message|>{ONE}<|return|>"
+            )
+        ],
+        GOOD_ONE,
+        1,
+    ),
+    "thoughts without end": ([message("<think>\nso it goes on")], "raise max_tokens", 1),
+    "thoughts alone": ([message("<think>x</think> \n")], "the answer is empty behind", 1),
+    # other forms of a message
+    "parts": (
+        [
+            message(
+                [
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                    {"type": "text", "text": ONE[:9]},
+                    {"type": "output_text", "text": ONE[9:]},
+                ]
+            )
+        ],
+        GOOD_ONE,
+        1,
+    ),
+    "texts": ([message([ONE[:5], ONE[5:]])], GOOD_ONE, 1),
+    "one part": ([message({"type": "text", "text": {"value": ONE}})], GOOD_ONE, 1),
+    "an object": ([message(GOOD_ONE)], GOOD_ONE, 1),
+    "a picture": ([message([{"type": "image_url"}])], "a part of type 'image_url', which", 1),
+    "a part that refuses": ([message([{"type": "refusal", "refusal": "no"}])], "refuses: no", 1),
+    "a number": ([message(3)], "content is 3, which is no text", 1),
+    "reasoning": ([message(None, reasoning_content=ONE)], GOOD_ONE, 1),
+    "reasoning alone": ([message(None, reasoning="It is long")], "thoughts alone", 1),
+    "reasoning beside": ([message(ONE, reasoning_content='{"label": "short"}')], GOOD_ONE, 1),
+    "a call": ([message(None, **call(ONE))], GOOD_ONE, 1),
+    "a call of an object": ([message("", **call(GOOD_ONE))], GOOD_ONE, 1),
+    "an old call": ([message(None, function_call={"arguments": ONE})], GOOD_ONE, 1),
+    "two calls": ([message(None, **call(ONE, ONE))], "2 calls of tools", 1),
+    "a call of something else": ([message(None, **call('{"x": 1}'))], "a required property", 1),
+    "no choice": ([Answer({"choices": [], "usage": USAGE})], "the answer is empty", 1),
+    "cut": ([Answer(chat(ONE, USAGE, ended="MAX_TOKENS"))], "raise max_tokens", 1),
+    "filtered": ([Answer(chat("", USAGE, ended="SAFETY"))], "the model refuses: safety", 1),
+    "half a surrogate": ([message(ONE + "\ud83d")], "has half a surrogate pair", 1),
+    "half a surrogate in JSON": ([message('{"label": "\\ud83d"}')], "surrogates not allowed", 1),
+    # on the way
+    **{f"by {c}": ([zipped(GOOD_MESSAGE, c)], GOOD_ONE, 1) for c in ("gzip", "x-gzip", "deflate")},
+    **{f"by {c}": ([zipped(GOOD_MESSAGE, c)], GOOD_ONE, 1) for c in ("bare", "deflate, gzip")},
+    "BOM": ([Answer(b"\xef\xbb\xbf" + json.dumps(GOOD_MESSAGE.body).encode())], GOOD_ONE, 1),
+    "UTF-16": ([Answer(json.dumps(GOOD_MESSAGE.body).encode("utf-16"))], GOOD_ONE, 1),
+    "a zipped refusal": (
+        [dataclasses.replace(zipped(error(error="too long"), "gzip"), status=413)],
+        "answered 413 (too long)",
+        0,
+    ),
+    "a page": ([Answer("<!DOCTYPE html><title>Sign in</title>"), GOOD_MESSAGE], GOOD_ONE, 1),
+    # the service comes up
+    "loading": ([Answer({"error": {"message": "Loading model", "code": 503}}, 503)] * 5, None, 1),
+    "loading, Ollama": (
+        [Answer({"error": "llm server loading model"}, 500)] * 5,
+        None,
+        1,
+    ),
+    "loading, in a 200": (
+        [error(error="Model x is currently loading", estimated_time=0.01)] * 5,
+        None,
+        1,
+    ),
+}
+"""What is answered to a row, one after the other and then as it should be; its value, or what is
+said of it; and how many of these answers were paid."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_service_that_misbehaves_is_understood_or_costs_one_row(labels: Any, name: str) -> None:
+    """It is paid once for each answer, and nothing is sent again that need not be."""
+    answers, wanted, paid = KINDS[name]
+    lasts = wanted is None
+    script = [*answers, GOOD_MESSAGE] if lasts else answers
+    rejected = isinstance(wanted, str)
+
+    def behave(text: str, seen: int) -> Answer | None:
+        if not text.endswith("odd"):
+            # while it loads nobody has an answer
+            return message({"label": "short"}) if not lasts or seen == 1 else script[0]
+        return script[seen] if seen < len(script) else GOOD_MESSAGE
+
+    def others(model: ChatEndpoint) -> int:
+        return model.figures()["input_tokens"] - 20 * 2
+
+    with StandIn(behave=behave) as stand_in:
+        batch = rows("a", "odd", "b") if not lasts else rows("odd")
+        good = {i: {"label": "short", "score": None} for i in (0, 2)} if not lasts else {}
+        at, first = (0, labels(stand_in)) if lasts else (1, labels(stand_in))
+        outcome = compute(first, LABELS, batch)
+        assert computed(outcome) == good | ({} if rejected else {at: wanted or GOOD_ONE})
+        assert [r.row for r in outcome.rejections] == ([at] if rejected else [])
+        for rejection in outcome.rejections:
+            assert wanted in rejection.error
+        assert stand_in.seen["Label: odd"] == len(script)
+        assert first.figures()["input_tokens"] == 20 * (paid + len(good))
+        assert first.figures()["output_tokens"] <= 12 * (paid + len(good)) + 8
+        # nobody pays twice, and what an endpoint refused to compute costs nothing
+        second = labels(stand_in)
+        if rejected and paid:
+            assert compute(second, LABELS, batch).rejections == outcome.rejections
+            assert second.figures()["requests"] == 0
+        third = labels(stand_in)
+        assert computed(again(third, LABELS, batch)) == good | {
+            at: wanted if not rejected and wanted else GOOD_ONE
+        }
+        assert third.figures()["requests"] == (1 if rejected else 0)
+
+
+ENDS: dict[str, tuple[Answer, str]] = {
+    "no key in a 200": (
+        error(error={"code": 401, "message": "No auth credentials found"}),
+        "counts as 401 (No auth credentials found): it wants another key",
+    ),
+    "no money in a 200": (error(error={"code": "insufficient_quota"}), "url, model and account"),
+    "no such model in a 200": (error(object="error", code=40301, message="x"), "counts as 404"),
+    "Brotli": (
+        zipped(GOOD_MESSAGE, "br", b"\x0b\x02"),
+        "it has Content-Encoding br, which is not read here (gzip and deflate are)",
+    ),
+    "always loading": (
+        Answer({"error": {"message": "Loading model"}}, 503),
+        "beyond patience_s (0.2)",
+    ),
+    "always busy": (error(error={"code": 429, "message": "busy"}), "beyond patience_s (0.2)"),
+    "always an error": (error(error={"message": "what"}), "as 502 (what), the last of 2 tries"),
+    "always a page": (Answer("<html><title>Down</title>"), "it is a web page (Down)"),
+    "damaged gzip": (zipped(GOOD_MESSAGE, "gzip", b"\x1f\x8b..."), "damaged gzip"),
+    "cut gzip": (
+        zipped(GOOD_MESSAGE, "gzip", gzip.compress(b"x" * 999)[:-9]),
+        "its gzip is cut",
+    ),
+    "a stream": (
+        Answer('data: {"choices": [{"delta": {"content": "x"}}]}\n\ndata: [DONE]\n\n'),
+        "it is a stream of events, which was not asked for: params: {stream: false}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_service_that_has_no_answers_is_said_to_have_none(labels: Any, name: str) -> None:
+    answer, said = ENDS[name]
+    with StandIn(behave=lambda text, seen: answer) as stand_in:
+        model = labels(stand_in, limits={"tries": 2, "patience_s": 0.2})
+        with pytest.raises(ModelError) as raised:
+            compute(model, LABELS, rows(*map(str, range(16))))
+    assert said in str(raised.value)
+    assert stand_in.url in str(raised.value)
+    is_paid = name in ("Brotli", "damaged gzip", "cut gzip", "a stream")
+    assert (model.figures()["input_tokens"] > 0) == is_paid
+
+
+THOUGHTS = {
+    "<think>a</think>b": "b",
+    "\n<THINK>\na\n</THINK>\n\nb\n": "b",
+    "<think></think><think>a</think>b <think>c</think>": "b <think>c</think>",
+    "<think>a <think>b</think> c</think>d": "d",
+    "<reasoning>a</reasoning>b": "b",
+    "<seed:think>a</seed:think>b": "b",
+    "[THINK]a[/THINK]b": "b",
+    "◁think▷a◁/think▷b": "b",
+    "a\n</think>\n\nb": "b",
+    "a.</think>b": "b",
+    "</think>b": "b",
+    "analysisWe need it.assistantfinalb": "b",
+    "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b": "b",
+    "<|channel|>final<|message|>b<|end|>": "b",
+    # these begin with no thoughts
+    "It writes <think>a</think> before b": "It writes <think>a</think> before b",
+    "The tag `</think>` ends it": "The tag `</think>` ends it",
+    "write </think> there": "write </think> there",
+    "an analysis of <|channel|>": "an analysis of <|channel|>",
+    "<thinkpad> is no tag": "<thinkpad> is no tag",
+    "analysis of b": "analysis of b",
+    "<think>a": None,
+    "<|channel|>analysis<|message|>a": None,
+    "<|start|>assistant<|channel|>commentary to=f<|message|>{}<|call|>": None,
+}
+"""An answer, and what of it is published."""
+
+
+def test_thoughts_that_an_answer_begins_with_are_no_part_of_it(labels: Any) -> None:
+    answers = list(THOUGHTS)
+    with StandIn(behave=lambda text, seen: message(answers[int(text)])) as stand_in:
+        model = labels(stand_in, schema=None, prompt="{text}")
+        outcome = compute(model, TEXTS, rows(*map(str, range(len(answers)))))
+    assert {answers[i]: row["text"] for i, row in computed(outcome).items()} == {
+        answer: text for answer, text in THOUGHTS.items() if text is not None
+    }
+    assert all("the answer is thoughts alone" in r.error for r in outcome.rejections)
+
+
+def test_a_call_is_no_text(labels: Any) -> None:
+    with StandIn(behave=lambda text, seen: message(None, **call("{}"))) as stand_in:
+        outcome = compute(labels(stand_in, schema=None), TEXTS, rows("a"))
+    assert "a call of the tool 'answer' and no text" in outcome.rejections[0].error
+
+
+def test_what_is_no_text_is_not_sent(labels: Any, tmp_path: Path) -> None:
+    """Half a surrogate pair, as JSON may bring it into a prompt."""
+    with StandIn() as stand_in:
+        outcome = compute(labels(stand_in, prompt="\ud83d {text}"), LABELS, rows("a"))
+        assert outcome.rejections[0].stage == "input"
+        assert "half a surrogate pair at character 0" in outcome.rejections[0].error
+        assert stand_in.requests == []
+
+
+def test_rows_that_never_have_an_answer_fail_no_run(labels: Any) -> None:
+    """However many there are, and though nothing else is sent, as by a second run."""
+    texts = [f"{i} {'never' if i % 3 else 'good'}" for i in range(36)]
+    never = {i for i in range(36) if i % 3}
+    with StandIn(
+        behave=lambda text, seen: Answer("", 500) if text.endswith("never") else None
+    ) as stand_in:
+        limits = {"tries": 2, "in_flight": 36}
+        for requests in (36 + len(never), 2 * len(never), 2 * len(never)):
+            model = labels(stand_in, limits=limits)
+            outcome = compute(model, LABELS, rows(*texts))
+            assert {r.row for r in outcome.rejections} == never
+            assert "no answer in 2 tries: answered 500" in outcome.rejections[0].error
+            assert model.figures()["requests"] == requests
+        # others that have none are the endpoint's fault
+        with pytest.raises(ModelError, match="the last of 2 tries"):
+            compute(
+                labels(stand_in, limits=limits),
+                LABELS,
+                rows(*[f"{i} never" for i in range(99, 119)]),
+            )
+
+
+def test_a_row_that_is_refused_while_others_are_answered_is_a_bad_row(labels: Any) -> None:
+    """By a proxy that says 503 where its service fails at the row, or 429 where it is too large for
+    a minute."""
+    for answer in (Answer("", 503), error(error={"code": 429})):
+        with StandIn(
+            delay_s=0.002,
+            behave=lambda text, seen: answer if text == "Label: odd" else None,  # noqa: B023
+        ) as stand_in:
+            model = labels(stand_in, limits={"in_flight": 2, "patience_s": 0.3, "tries": 2})
+            texts = [f"{answer.status} {i}" for i in range(100)]
+            outcome = compute(model, LABELS, rows("odd", *texts))
+        assert [r.row for r in outcome.rejections] == [0]
+        assert len(outcome.rows) == 100
 
 
 FATAL = {
@@ -463,7 +850,7 @@ def test_a_bad_hour_of_an_endpoint_is_over_in_an_hour(
     with StandIn(behave=scripted({"a": [chat("")]})) as stand_in:
         outcomes = [compute(labels(stand_in), LABELS, rows("a")) for _ in range(2)]
         assert [outcome.rejections[0].error for outcome in outcomes] == [
-            "BadAnswer: the answer is empty (it is sent once more in an hour, or with limits: {answer_tries: 2})"
+            "BadAnswer: the answer is empty (run --retry-rejected sends it once more, or at once limits: {answer_tries: 2})"
         ] * 2
         assert stand_in.seen == {"Label: a": 1}
         later = time.time() + 3700
@@ -583,30 +970,298 @@ def test_embeddings_are_those_of_their_texts_and_a_bad_text_is_one_bad_row(tmp_p
         assert queries.for_queries() is queries
 
 
-ODD: dict[str, Any] = {
-    "one short": lambda texts: embeddings(texts[:-1]),
-    "twice": lambda texts: {"data": embeddings(texts)["data"] * 2},
-    "a hole": lambda texts: {"data": [{"index": 0, "embedding": [1.0, None, 2.0, 3.0]}]},
-    "text": lambda texts: {"data": [{"index": 0, "embedding": "no base64!"}]},
-    "no vector": lambda texts: {"data": [{"index": 0, "embedding": []}]},
-    "too large": lambda texts: {"data": [{"index": 0, "embedding": [1e300, 0.0, 0.0, 0.0]}]},
-    "another length": lambda texts: {"data": [{"index": 0, "embedding": [1.0, 2.0]}]},
+@dataclass(frozen=True)
+class Odd:
+    """How a service answers some texts, ``bad`` among them: each item of its list is made of the
+    text's number and vector, and the list of them is ``changed``."""
+
+    item: Callable[[int, list[float]], Any] = lambda i, vector: {"index": i, "embedding": vector}
+    changed: Callable[[list[Any]], list[Any]] = lambda items: items
+    lost: int | None = None
+    """Rows without a value: the bad one alone, or its request's; None for none."""
+    said: str = ""
+
+
+def _of_bad(embedding: Any) -> Callable[[int, list[float]], Any]:
+    """The seventh text, the bad one, has this embedding."""
+    return lambda i, vector: {"index": i, "embedding": embedding if i == 6 else vector}
+
+
+def _numbered(number: Callable[[int], Any]) -> Callable[[int, list[float]], Any]:
+    return lambda i, vector: {"index": number(i), "embedding": vector}
+
+
+NO_LIST = "the embedding is no list of numbers"
+ODD = {
+    "no index": Odd(lambda i, vector: {"embedding": vector}),
+    "index null": Odd(_numbered(lambda i: None)),
+    "index in texts": Odd(_numbered(str), lambda items: items[::-1]),
+    "out of order": Odd(changed=lambda items: items[3:] + items[:3]),
+    "whole numbers": Odd(lambda i, vector: {"index": i, "embedding": list(map(int, vector))}),
+    "in base64": Odd(
+        lambda i, v: {"index": i, "embedding": base64.b64encode(struct.pack("<4f", *v)).decode()}
+    ),
+    "one missing": Odd(changed=lambda items: items[:6] + items[7:], lost=1, said="none for this"),
+    "the last missing": Odd(changed=lambda items: items[:-1], lost=10, said="without a gap"),
+    "numbered anew": Odd(
+        changed=lambda items: [it | {"index": i} for i, it in enumerate(items[:6] + items[7:])],
+        lost=10,
+        said="9 embeddings for 10 texts, numbered without a gap",
+    ),
+    "from 1": Odd(_numbered(lambda i: i + 1), lost=10, said="the index 10 of 10 texts, from 0"),
+    "negative": Odd(_numbered(lambda i: i - 1), lost=10, said="the index -1 of 10 texts"),
+    "all 0": Odd(_numbered(lambda i: 0), lost=10, said="10 embeddings for 10 texts, two of"),
+    "twice": Odd(changed=lambda items: items * 2, lost=10, said="20 embeddings for 10 texts, two"),
+    "index in words": Odd(_numbered(lambda i: f"#{i}"), lost=10, said="index '#0', which is no"),
+    "some without index": Odd(_numbered(lambda i: i or None), lost=10, said="index None, which is"),
+    "no index, one short": Odd(
+        lambda i, vector: {"embedding": vector},
+        lambda items: items[1:],
+        lost=10,
+        said="9 embeddings without an index for 10 texts (texts_per_request: 1 may help",
+    ),
+    "no index, one more": Odd(
+        lambda i, vector: {"embedding": vector},
+        lambda items: [*items, items[0]],
+        lost=10,
+        said="11 embeddings without an index",
+    ),
+    "nothing": Odd(changed=lambda items: [], lost=10, said="0 embeddings without an index"),
+    "a hole": Odd(_of_bad([1.0, None, 2.0, 3.0]), lost=1, said=NO_LIST),
+    "text": Odd(_of_bad("no base64!"), lost=1, said=NO_LIST),
+    "null": Odd(_of_bad(None), lost=1, said=NO_LIST),
+    "no number": Odd(_of_bad([]), lost=1, said=NO_LIST),
+    "lists in it": Odd(_of_bad([[1.0, 2.0, 3.0, 4.0]]), lost=1, said=NO_LIST),
+    "NaN": Odd(_of_bad([1.0, float("nan"), 2.0, 3.0]), lost=1, said="not finite"),
+    "too large": Odd(_of_bad([1e300, 0.0, 0.0, 0.0]), lost=1, said="not finite"),
+    "too whole": Odd(_of_bad([2**24 + 1, 0, 0, 0]), lost=1, said="float32 does not hold"),
+    "all zeros": Odd(_of_bad([0.0] * 4), lost=1, said="the embedding is all zeros"),
+    "another length": Odd(_of_bad([1.0, 2.0]), lost=1, said="declared as a vector of 4"),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_embedding_that_is_none_is_a_bad_row(tmp_path: Path, name: str) -> None:
+def test_of_a_list_of_embeddings_each_is_its_texts_or_none_is_kept(
+    tmp_path: Path, name: str
+) -> None:
+    """Nothing is sent twice for that; once the service is mended what was lost is sent again where
+    the run asks for it, and nothing else."""
+    odd, texts = ODD[name], [f"text {i}" for i in range(22)]
+    texts[16] = "bad"
+
+    def behave(inputs: list[str]) -> Any:
+        items = [odd.item(i, vector_of(text)) for i, text in enumerate(inputs)]
+        tokens = {"prompt_tokens": 9 * len(inputs)}
+        return {"data": odd.changed(items) if "bad" in inputs else items, "usage": tokens}
+
+    def model() -> EmbeddingEndpoint:
+        return embedder(stand_in, tmp_path, texts_per_request=10)
+
+    # requests of 10, of 10 with the bad one as the seventh, and of 2
+    good = {i: {"embedding": vector_of(text)} for i, text in enumerate(texts)}
+    lost = {None: set[int](), 1: {16}, 10: set(range(10, 20))}[odd.lost]
     with StandIn(
-        behave=lambda text, seen: Answer(ODD[name](["bad"])) if text == "bad" else None
+        behave=lambda text, seen: Answer(behave) if text == "bad" or odd.lost is None else None
     ) as stand_in:
-        outcome = compute(
-            embedder(stand_in, tmp_path, texts_per_request=2), VECTORS, rows("good", "bad", "fine")
-        )
-        assert computed(outcome) == {
-            0: {"embedding": vector_of("good")},
-            2: {"embedding": vector_of("fine")},
+        first = model()
+        outcome = compute(first, VECTORS, rows(*texts))
+        assert computed(outcome) == {i: row for i, row in good.items() if i not in lost}
+        assert {rejected.row for rejected in outcome.rejections} == lost
+        assert all(odd.said in rejected.error for rejected in outcome.rejections)
+        assert first.figures()["requests"] == 3
+        assert stand_in.seen == dict.fromkeys(texts, 1)
+        stand_in.behave = lambda text, seen: None
+        # one that does not ask for it pays for nothing
+        assert len(compute(model(), VECTORS, rows(*texts)).rejections) == len(lost)
+        assert stand_in.seen.total() == len(texts)
+        assert computed(again(model(), VECTORS, rows(*texts))) == good
+        assert stand_in.seen == {text: 2 if i in lost else 1 for i, text in enumerate(texts)}
+        assert computed(again(model(), VECTORS, rows(*texts))) == good
+        assert stand_in.seen.total() == len(texts) + len(lost)
+
+
+def vectors_of(dtype: str, dim: int = 4) -> FeatureView:
+    return dataclasses.replace(VECTORS, features=(Feature("embedding", dtype, dim),))
+
+
+def scores_of(dtype: str) -> FeatureView:
+    return dataclasses.replace(LABELS, features=(Feature("score", dtype),))
+
+
+REFUSED_BY_VIEW: dict[str, tuple[FeatureView, Any]] = {
+    "a length": (VECTORS, [1.0, 2.0, 3.0]),
+    "out of int8": (vectors_of("int8"), [300, 1, 2, 3]),
+    "a fraction in int8": (vectors_of("int8"), [0.5, 1, 2, 3]),
+    "out of float16": (vectors_of("float16"), [1e6, 1, 2, 3]),
+    "a number's fraction": (scores_of("int32"), 1.5),
+    "a number too large": (scores_of("int8"), 300),
+    "a number for a text": (scores_of("string"), 3),
+}
+"""A view, and what is good JSON of the service and none of its values."""
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_VIEW)
+def test_what_the_view_does_not_accept_is_kept_for_an_hour(
+    labels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    view, value = REFUSED_BY_VIEW[name]
+    is_vector = view.features[0].dim is not None
+    fine = [1, 2, 3, 4] if is_vector else "x" if view.features[0].dtype == "string" else 1
+
+    def behave(inputs: list[str]) -> Any:
+        made = [value if text.endswith("bad") and not mended else fine for text in inputs]
+        if not is_vector:
+            return chat({"label": "long", "score": made[0]})
+        return {"data": [{"index": i, "embedding": one} for i, one in enumerate(made)]}
+
+    def model() -> Any:
+        schema = {"type": "object", "properties": {"label": {}, "score": {}}}
+        return embedder(stand_in, tmp_path) if is_vector else labels(stand_in, schema=schema)
+
+    batch, mended = rows("a", "bad", "bad", "c"), False
+    with StandIn(behave=lambda text, seen: Answer(behave)) as stand_in:
+        for _ in range(2):
+            outcome = compute(model(), view, batch)
+            assert [(r.row, r.stage in ("misfit", "output")) for r in outcome.rejections] == [
+                (1, True),
+                (2, True),
+            ]
+            assert stand_in.seen.total() == 3
+        # the service is as bad as before: each text of the run is sent once more, and once
+        assert len(again(model(), view, batch).rejections) == 2
+        assert stand_in.seen.total() == 4
+        mended = True
+        assert len(again(model(), view, batch).rows) == 4
+        assert stand_in.seen.total() == 5
+        mended = False
+        later = rows("other bad")
+        assert len(compute(model(), view, later).rejections) == 1
+        mended, day = True, time.time() + 3700
+        monkeypatch.setattr("precompute.models.endpoint.session.time.time", lambda: day)
+        assert len(compute(model(), view, later).rows) == 1
+        assert stand_in.seen.total() == 7
+
+
+def test_a_mistake_of_the_view_costs_no_answer_that_was_paid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another dimension than the service's: all are refused; once it is corrected they are
+    there, and stay."""
+    batch = rows("a", "b", "c")
+    with StandIn() as stand_in:
+        mistaken = vectors_of("float32", 3)
+        assert len(compute(embedder(stand_in, tmp_path), mistaken, batch).rejections) == 3
+        good = {i: {"embedding": vector_of(text)} for i, text in enumerate("abc")}
+        assert computed(compute(embedder(stand_in, tmp_path), VECTORS, batch)) == good
+        # a view that others' answers do not fit pays for none of them
+        assert len(compute(embedder(stand_in, tmp_path), mistaken, batch).rejections) == 3
+        gc.collect()
+        later = time.time() + 3700
+        monkeypatch.setattr("precompute.models.endpoint.session.time.time", lambda: later)
+        assert computed(compute(embedder(stand_in, tmp_path), VECTORS, batch)) == good
+        assert stand_in.seen == {"a": 1, "b": 1, "c": 1}
+
+
+def test_what_the_view_does_not_accept_is_tried_as_often_as_the_view_says(tmp_path: Path) -> None:
+    # the first is zeros, the second a fraction
+    first = [[0] * 4, [1.5] * 4, [2] * 4]
+    later = [[7] * 4, [7] * 4]
+
+    def behave(text: str, seen: int) -> Answer:
+        made = later if seen else first
+        return Answer({"data": [{"index": i, "embedding": one} for i, one in enumerate(made)]})
+
+    with StandIn(behave=behave) as stand_in:
+        model = embedder(stand_in, tmp_path, limits={"answer_tries": 2})
+        batch, narrow = rows("a", "b", "c"), vectors_of("int16")
+        assert computed(compute(model, narrow, batch)) == {
+            0: {"embedding": [7] * 4},
+            1: {"embedding": [7] * 4},
+            2: {"embedding": [2] * 4},
         }
-        assert [r.row for r in outcome.rejections] == [1]
+        assert stand_in.seen == {"a": 2, "b": 2, "c": 1}
+
+
+def test_of_answers_that_come_together_each_is_judged_alone(
+    labels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several batches, committed at once: half of them do not fit the schema at first."""
+    put = AnswerCache.put
+
+    def slowly(self: AnswerCache, answers: Any) -> None:
+        # as a disk does
+        time.sleep(0.01)
+        put(self, answers)
+
+    monkeypatch.setattr(AnswerCache, "put", slowly)
+    texts = [f"{'good' if i % 2 else 'bad'} {i}" for i in range(300)]
+    with StandIn(
+        delay_s=0.001,
+        behave=lambda text, seen: Answer(chat("{")) if "bad" in text and not seen else None,
+    ) as stand_in:
+        model = labels(stand_in, limits={"answer_tries": 2})
+        done = dict[int, dict[str, Any]]()
+        for _, piece in Runner(model, LABELS).stream([rows(*texts)]):
+            assert piece.rejections == []
+            done |= computed(piece)
+        assert done == dict(enumerate(length_label(f"Label: {text}") for text in texts))
+        assert stand_in.seen == {f"Label: {text}": 1 + ("bad" in text) for text in texts}
+        # no batch was looked through for a bad row
+        assert model.figures()["from_cache"] == 0
+
+
+def test_an_answer_that_another_view_accepts_is_not_lost_to_no_answer(tmp_path: Path) -> None:
+    with StandIn() as stand_in:
+        compute(embedder(stand_in, tmp_path), VECTORS, rows("a"))
+        stand_in.behave = lambda text, seen: Answer("", 500)
+        other = embedder(stand_in, tmp_path, limits={"tries": 1})
+        assert len(again(other, vectors_of("float32", 3), rows("a")).rejections) == 1
+        assert stand_in.seen == {"a": 2}
+        assert len(compute(embedder(stand_in, tmp_path), VECTORS, rows("a")).rows) == 1
+        assert stand_in.seen == {"a": 2}
+
+
+def test_one_embedding_for_many_texts_is_sent_for_again(tmp_path: Path) -> None:
+    """As of a service that is broken, which a gate finds in the whole run: what several texts have
+    in common is used, and sent again where the run asks for it; nothing else is."""
+    texts = [f"{'same' if i % 2 else 'own'} {i}" for i in range(20)]
+
+    def behave(inputs: list[str]) -> Any:
+        return embeddings([text if text.startswith("own") else "x" for text in inputs])
+
+    with StandIn(behave=lambda text, seen: Answer(behave)) as stand_in:
+        for run in (compute, again):
+            outcome = run(embedder(stand_in, tmp_path), VECTORS, rows(*texts))
+            same = {"embedding": vector_of("x")}
+            assert computed(outcome) == {
+                i: same if i % 2 else {"embedding": vector_of(text)} for i, text in enumerate(texts)
+            }
+        assert stand_in.seen == {text: 1 + i % 2 for i, text in enumerate(texts)}
+        stand_in.behave = lambda text, seen: None
+        assert computed(compute(embedder(stand_in, tmp_path), VECTORS, rows(*texts)))[1] == same
+        good = {i: {"embedding": vector_of(text)} for i, text in enumerate(texts)}
+        for _ in range(2):
+            assert computed(again(embedder(stand_in, tmp_path), VECTORS, rows(*texts))) == good
+        assert stand_in.seen == {text: 1 + i % 2 * 2 for i, text in enumerate(texts)}
+
+
+def test_vectors_of_two_models_are_not_mixed(tmp_path: Path) -> None:
+    def behave(inputs: list[str]) -> Any:
+        return embeddings(inputs) | {"model": name}
+
+    def run(*texts: str, **args: Any) -> Outcome:
+        return compute(embedder(stand_in, tmp_path, **args), VECTORS, rows(*texts))
+
+    name = "small-v1"
+    with StandIn(behave=lambda text, seen: Answer(behave)) as stand_in:
+        assert len(run("a", "b").rows) == 2
+        name = "small-v2"
+        for _ in range(2):
+            # in another run, too
+            with pytest.raises(ModelError, match=r"calls its model 'small-v2' now, and 'small-v1'"):
+                run("a", "c")
+        assert len(run("a", "c", served_as=["small-v2"]).rows) == 2
+        assert stand_in.seen == {"a": 1, "b": 1, "c": 3}
 
 
 def test_embeddings_in_base64_are_the_same(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ from precompute.workers.worker import SAMPLE, WorkerSpec
 from precompute.workers.worker_pool import WorkerPool
 
 
-def engine_of(opened: OpenModel, config: EngineConfig, meter: Meter) -> Runner | WorkerPool:
+def engine_of(
+    opened: OpenModel, config: EngineConfig, meter: Meter, again: bool = False
+) -> Runner | WorkerPool:
     """The engine of a run: as many workers as are configured, one for each GPU where there are any,
     else the run's own process.
 
@@ -43,11 +45,12 @@ def engine_of(opened: OpenModel, config: EngineConfig, meter: Meter) -> Runner |
         opened: the view; its own model computes where there are no workers.
         config: how many workers, and when a silent one is ended.
         meter: gets the times of the stages.
+        again: rows are computed once more that were rejected with the same input.
     """
     devices = _devices(opened, config)
     if devices:
         return WorkerPool(_spec(opened, opened.variant), meter, devices, hang_s=config.hang)
-    return Runner(opened.model, opened.view, meter)
+    return Runner(opened.model, opened.view, meter, in_run=True, again=again)
 
 
 def compute_in_worker(opened: OpenModel, batch: pa.RecordBatch, variant: str) -> Outcome:
@@ -338,6 +341,7 @@ class Chunks:
         batches: Callable[[int], Iterator[pa.RecordBatch]],
         settings: ProjectConfig,
         progress: Progress,
+        again: bool = False,
     ) -> None:
         """Compute rows and write the results.
 
@@ -346,10 +350,11 @@ class Chunks:
                 ``input_hash``.
             settings: the project's.
             progress: called with how many are done.
+            again: as of :func:`engine_of`.
         """
         meter, began, report = Meter(), time.monotonic(), self._report
         usage, computing = report.usage, OverlappingCpu(report)
-        runner = engine_of(self._opened, settings.engine, meter)
+        runner = engine_of(self._opened, settings.engine, meter, again)
         # workers share windows out
         rows = window_rows(self._opened.columns) if isinstance(runner, Runner) else WIDE_ROWS
         windows = joined(self._good_keys(batches(min(WINDOW_ROWS, rows))), runner.window_rows)

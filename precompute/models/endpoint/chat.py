@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from precompute.model import Features, Verbatim, digest
+from precompute.models.endpoint.chat_message import CUT, answer_in, refusal_of, text_of_message
 from precompute.models.endpoint.endpoint import BadAnswer, Tokens, credible, estimated
 from precompute.models.endpoint.endpoint_model import EndpointModel, text_of
 from precompute.models.endpoint.session import Input
@@ -66,14 +67,17 @@ class AnswerSchema:
 # ---- the model
 
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raised with each change of the values that this code computes; part of the fingerprint."""
+SENT_VERSION = 1
+"""Raised with each change of what this code sends, which answers are cached by: they are stored as
+they came, and what is read out of them may change without a request."""
 
 TEMPLATE_TOKENS = 64
 """Tokens that an endpoint may put around a prompt's texts."""
 
 PATH = "/chat/completions"
-ONCE_MORE = "it is sent once more in an hour, or with limits: {answer_tries: 2}"
+ONCE_MORE = "run --retry-rejected sends it once more, or at once limits: {answer_tries: 2}"
 """What helps against an answer that came of a bad hour."""
 
 
@@ -139,7 +143,7 @@ class ChatEndpoint(EndpointModel):
         self._most_output = most if isinstance(most, int) else None
         # tools, documents and, for some, the schema are part of the prompt, and billed
         self._own_tokens = TEMPLATE_TOKENS + len(json.dumps(self._body, default=str).encode())
-        sent = [CODE_VERSION, self.url, PATH, self._system, self._body, schema]
+        sent = [SENT_VERSION, self.url, PATH, self._system, self._body, schema]
         self._recipe = json.dumps(sent, sort_keys=True, default=str)
 
     @property
@@ -185,7 +189,11 @@ class ChatEndpoint(EndpointModel):
         most = Tokens(prompt_bytes + self._own_tokens, self._most_output or 0)
         try:
             content = await self.endpoint.request(
-                PATH, body, most, lambda envelope: self._read(envelope, prompt_bytes)
+                PATH,
+                body,
+                most,
+                lambda envelope: self._read(envelope, prompt_bytes),
+                one.unanswered,
             )
         except BadAnswer as exc:
             return {one.key: exc}
@@ -193,25 +201,35 @@ class ChatEndpoint(EndpointModel):
 
     def _read(self, envelope: Any, prompt_bytes: int) -> tuple[Tokens, bytes | BadAnswer]:
         try:
-            choice = envelope["choices"][0]
-            message, ended = choice["message"], choice.get("finish_reason")
-            text, usage = message.get("content"), envelope.get("usage")
+            choice = (envelope["choices"] or [{"message": {}}])[0]
+            message, ended = choice["message"], str(choice.get("finish_reason")).lower()
+            message.get("content")
+            usage = envelope.get("usage")
         except (KeyError, IndexError, TypeError, AttributeError) as exc:
             raise ValueError(f"it is no chat completion: {json.dumps(envelope)[:200]}") from exc
-        content = text.encode(errors="replace") if isinstance(text, str) else b""
+        wrong, text = None, ""
+        try:
+            text = text_of_message(message, in_json=self._schema is not None)
+        except ValueError as exc:
+            wrong = f"{exc} ({ONCE_MORE})"
+        content = text.encode(errors="replace")
         used = self._used(usage if isinstance(usage, dict) else {}, prompt_bytes, len(content))
-        if ended == "length":
+        if ended in CUT:
             return used, BadAnswer(
                 f"the answer was cut after {used.output} tokens: raise max_tokens", content
             )
-        if message.get("refusal") or ended == "content_filter":
-            return used, BadAnswer(
-                f"the model refuses: {str(message.get('refusal') or ended)[:200]}", content
-            )
-        if not isinstance(text, str) or not text.strip():
-            return used, BadAnswer(f"the answer is empty ({ONCE_MORE})", content)
+        if (refusal := refusal_of(message, ended)) is not None:
+            return used, BadAnswer(f"the model refuses: {refusal[:200]}", content)
+        if wrong is not None:
+            return used, BadAnswer(wrong, content)
         try:
+            text.encode()
             self._value(content)
+        except UnicodeEncodeError as exc:
+            half = (
+                f"the answer has half a surrogate pair at character {exc.start}, which is no text"
+            )
+            return used, BadAnswer(f"{half} ({ONCE_MORE})", content)
         except ValueError as exc:
             return used, BadAnswer(f"{exc} ({ONCE_MORE})", content)
         return used, content
@@ -230,13 +248,16 @@ class ChatEndpoint(EndpointModel):
         )
 
     def _value(self, content: bytes) -> Any:
-        text = content.decode()
+        text = answer_in(content.decode())
+        if not text:
+            raise ValueError("the answer is empty behind its thoughts")
         if self._schema is None:
-            return text.strip()
+            return text
         # models that know no response_format put it into a block of Markdown
         fenced = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", text, re.DOTALL)
         try:
             value = json.loads(fenced[1] if fenced else text, parse_constant=_refuse)
+            json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as exc:
             raise ValueError(f"the answer is no JSON: {exc}: {text[:100]!r}") from exc
         if (wrong := self._schema.wrong(value)) is not None:

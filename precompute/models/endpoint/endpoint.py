@@ -6,18 +6,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
-import json
 import os
 import random
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import msgspec
-
+from precompute.models.endpoint.envelope import (
+    Failure,
+    NoEnvelopeError,
+    body_of,
+    envelope_of,
+    failure_in,
+    failure_of,
+    plain_body,
+)
 from precompute.models.endpoint.transport import LostError, Reply, Transport
 from precompute.store.errors import ConfigError, ModelError
 
@@ -39,8 +45,13 @@ class BadAnswer(Exception):
     answered and paid, where anything was."""
 
     def __init__(self, reason: str, content: bytes | None = None) -> None:
-        super().__init__(reason)
+        # half a surrogate pair, which an endpoint may quote, is no text that a file takes
+        super().__init__(reason.encode(errors="backslashreplace").decode())
         self.content = content
+
+
+class NoAnswer(BadAnswer):
+    """An input that nothing was answered to, as often as it was sent; nothing was paid."""
 
 
 def base_url(url: Any) -> str:
@@ -206,6 +217,18 @@ def credible(claimed: Any, size_bytes: int, most: int | None) -> int | None:
     )
 
 
+def paid_in(envelope: Any, most: Tokens) -> Tokens | None:
+    """What an envelope without an answer says was used, if it can be true; None where it says
+    nothing of it."""
+    usage = envelope.get("usage") if isinstance(envelope, Mapping) else None
+    if not isinstance(usage, Mapping):
+        return None
+    return Tokens(
+        credible(usage.get("prompt_tokens"), 0, most.input) or 0,
+        credible(usage.get("completion_tokens"), 0, most.output) or 0,
+    )
+
+
 def estimated(size_bytes: int) -> int:
     """Tokens of a text, about."""
     return -(-size_bytes // BYTES_A_TOKEN)
@@ -234,6 +257,8 @@ class Spending:
             )
         self._price = prices
         self.used = Tokens()
+        self.taken_over = Tokens()
+        """What of it was spent by a run that was killed, and that this one goes on with."""
         self.estimates = 0
         """How many answers' tokens were estimated."""
         self._reserved = Tokens()
@@ -275,6 +300,11 @@ class Spending:
         self.used += used
         self._changed.set()
 
+    def take_over(self, used: Tokens) -> None:
+        """Count what a killed run has spent."""
+        self.taken_over += used
+        self.used += used
+
     def _beyond(self, tokens: Tokens) -> bool:
         if self._most_tokens is not None and tokens.count > self._most_tokens:
             return True
@@ -289,6 +319,8 @@ class Spending:
             limit = f"{self._most_money:g} (money)"
             used = f"{self.money(self.used):.4g}"
             next_one = f"{self.money(most):.4g}"
+        if self.taken_over.count:
+            used += f" (with {self.taken_over.count:,} tokens of a run before, which was killed)"
         return (
             f"the run's budget of {limit} is spent: {used} are used, and the next request may take"
             f" {next_one}"
@@ -327,7 +359,7 @@ class Counts:
     cached: int = 0
     retries: int = 0
     refused: int = 0
-    """Answers of 429, or of 503 with a time to wait."""
+    """Answers of 429, or of 503 while nothing else was answered."""
 
 
 class Endpoint:
@@ -336,7 +368,7 @@ class Endpoint:
     def __init__(self, url: str, key: str, limits: Limits, spending: Spending) -> None:
         self.counts = Counts()
         self.limits = limits
-        self._url, self._key, self._spending = url, key, spending
+        self._url, self._key, self.spending = url, key, spending
         self._transport = Transport(url, [("Authorization", f"Bearer {key}")] if key else [])
         self._slots = asyncio.Semaphore(limits.in_flight)
         self._requests = Rate(limits.requests_per_minute)
@@ -361,6 +393,7 @@ class Endpoint:
         body: Mapping[str, Any],
         most: Tokens,
         read: Callable[[Any], tuple[Tokens, T | BadAnswer]],
+        unanswered: bool = False,
     ) -> T:
         """One request, tried again where that may help.
 
@@ -368,12 +401,17 @@ class Endpoint:
             most: what it may cost.
             read: envelope → (tokens used, what is returned, or what is wrong with it); raises
                 ValueError for one that is none.
+            unanswered: whether it had no answer in an earlier run, for which the endpoint was not
+                to blame.
 
         Raises:
             BadAnswer: this request has no answer.
             ModelError: the endpoint, or the run's budget, has none for any.
         """
-        content, tries = msgspec.json.encode(body), 0
+        content, tries, began = body_of(body), 0, time.monotonic()
+        # what is answered meanwhile shows that the endpoint is there
+        answered_before = -1 if unanswered else self.counts.answers
+        refused_at: int | None = None
         while True:
             async with self._slots:
                 await self._turn(most)
@@ -384,18 +422,26 @@ class Endpoint:
                     raise outcome
                 return outcome
             self.counts.retries += 1
-            if outcome.hold_s is not None:
-                self._hold(outcome, outcome.hold_s)
+            refused_at = self.counts.answers if refused_at is None else refused_at
+            others_answered = refused_at != self.counts.answers
+            if outcome.hold_s is not None and not (outcome.may_be_its_own and others_answered):
+                try:
+                    self._hold(outcome, outcome.hold_s)
+                except ModelError:
+                    if not others_answered:
+                        raise
+                    waited = f"{time.monotonic() - began:.0f} s"
+                    raise self._giving_up(outcome, waited, answered_before) from None
                 continue
             tries += 1
             if tries >= self.limits.tries:
-                raise self._giving_up(outcome, tries)
+                raise self._giving_up(outcome, f"{tries} tries", answered_before)
             await self._sleep(_pause_s(tries))
 
     async def _turn(self, most: Tokens) -> None:
         """Wait until it may be sent; the budget has it reserved then."""
         self._check_stopped()
-        await self._spending.reserve(most)
+        await self.spending.reserve(most)
         try:
             await self._sleep(
                 max(
@@ -407,7 +453,7 @@ class Endpoint:
                 await self._sleep(wait_s)
             self._check_stopped()
         except BaseException:
-            self._spending.settle(most, Tokens())
+            self.spending.settle(most, Tokens())
             raise
 
     async def _sleep(self, seconds: float) -> None:
@@ -436,42 +482,58 @@ class Endpoint:
             reply = await self._transport.post(path, content, self.limits.timeout_s)
             if reply.status != 200:
                 used = Tokens()
-                return self._refused(reply)
-            used, answer = read(msgspec.json.decode(reply.body))
+                failure = _failure(reply)
+                return self._refused(failure, f"answered {reply.status}")
+            envelope = envelope_of(
+                plain_body(reply.body, reply.headers.get("content-encoding", ""))
+            )
+            if (found := failure_in(envelope)) is not None:
+                used = paid_in(envelope, most) or Tokens()
+                return self._refused(
+                    _with_wait(found, reply),
+                    f"answered 200 with an error in it that counts as {found.status}",
+                )
+            used = paid_in(envelope, most) or most
+            used, answer = read(envelope)
             # one that was cut off on its way is paid for and cannot be cached
             self.counts.answers += 1
             return answer
-        except (ValueError, RecursionError, msgspec.DecodeError) as exc:
+        except NoEnvelopeError as exc:
+            if exc.page:
+                used = Tokens()
+            reason = f"its answer cannot be read: {self._shown(str(exc))}"
+            if exc.of_all:
+                raise ModelError(f"{self._url}: {reason}") from exc
+            return _Failed(reason)
+        except (ValueError, RecursionError) as exc:
             return _Failed(f"its answer cannot be read: {self._shown(str(exc))}")
         except LostError as exc:
             if not exc.sent:
                 used = Tokens()
             return _Failed(str(exc), connected=exc.sent)
         finally:
-            self._spending.settle(most, used)
+            self.spending.settle(most, used)
 
-    def _refused(self, reply: Reply) -> BadAnswer | _Failed:
+    def _refused(self, failure: Failure, answered: str) -> BadAnswer | _Failed:
         """Raises:
         ModelError: it is no request's fault, and will not pass.
         """
-        status, said = reply.status, f"answered {reply.status}{self._said(reply)}"
+        status, words = failure.status, self._shown(failure.said)
+        said = f"{answered} ({words})" if words else answered
         where = f"{self._url} {said}"
-        if status == 401 or status == 403:
+        if status in (401, 403) and not failure.input_refused:
             how = (
                 "the key in the variable that api_key_env names"
                 if self._key
                 else "api_key_env: NAME of a variable with the key"
             )
             raise ModelError(f"{where}: it wants another key; set {how}")
-        if (
-            status in (402, 404, 405)
-            or status < 400
-            or (status == 429 and b"insufficient_quota" in reply.body)
-        ):
+        if status in (402, 404, 405) or status < 400 or (status == 429 and failure.quota):
             raise ModelError(f"{where}: check url, model and account")
-        retry_after_s = _retry_after_s(reply)
-        if status == 429 or (status == 503 and retry_after_s is not None):
-            return _Failed(said, retry_after_s or 0.0)
+        if status == 429:
+            return _Failed(said, failure.wait_s or 0.0)
+        if status in (503, 529) or (failure.loading and status >= 500):
+            return _Failed(said, failure.wait_s or 0.0, may_be_its_own=failure.wait_s is None)
         if status >= 500 or status in (408, 409, 425):
             return _Failed(said)
         return BadAnswer(f"the endpoint {said}")
@@ -493,29 +555,19 @@ class Endpoint:
                 f" {hold_s:.0f} s more"
             )
             raise ModelError(
-                f"{self._url} {refusal}: {waited}, beyond patience_s ({self.limits.patience_s:g})"
+                f"{self._url} {refusal}: {waited}, beyond patience_s ({self.limits.patience_s:g})."
+                " Run again later, or change limits: a longer patience_s, fewer in_flight or"
+                " requests_per_minute"
             )
         # they do not all come back at once
         self._held_until = max(self._held_until, now + hold_s + random.uniform(0, 0.1 * hold_s))  # noqa: S311
 
-    def _giving_up(self, outcome: _Failed, tries: int) -> Exception:
-        self._given_up += 1
+    def _giving_up(self, outcome: _Failed, after: str, answered_before: int) -> Exception:
+        if answered_before == self.counts.answers:
+            self._given_up += 1
         if self._given_up >= DOWN_AFTER or not outcome.connected:
-            return ModelError(f"no answer from {self._url}: {outcome}, the last of {tries} tries")
-        return BadAnswer(f"no answer in {tries} tries: {outcome}")
-
-    def _said(self, reply: Reply) -> str:
-        """The reason in an error's body, without what is secret."""
-        text: Any = reply.body[:10_000].decode(errors="replace")
-        try:
-            found = json.loads(text)
-            # OpenAI's, vLLM's and TGI's ways to say it
-            error = found.get("error", found) if isinstance(found, dict) else found
-            text = error.get("message", error) if isinstance(error, dict) else error
-        except (ValueError, RecursionError):
-            pass
-        shown = self._shown(str(text))
-        return f" ({shown})" if shown else ""
+            return ModelError(f"no answer from {self._url}: {outcome}, the last of {after}")
+        return NoAnswer(f"no answer in {after}: {outcome}")
 
     def _shown(self, text: str) -> str:
         text = text.replace(self._key, "***") if self._key else text
@@ -529,14 +581,36 @@ class Endpoint:
 @dataclass(frozen=True, slots=True)
 class _Failed:
     """No answer for now, and why; ``hold_s`` is how long to send nothing, 0 where it does not
-    say."""
+    say. ``may_be_its_own`` is whether it is the request's own fault where others are answered."""
 
     reason: str
     hold_s: float | None = None
     connected: bool = True
+    may_be_its_own: bool = False
 
     def __str__(self) -> str:
         return self.reason
+
+
+def _failure(reply: Reply) -> Failure:
+    """The failure that an answer of another status than 200 says."""
+    stated: Any = ""
+    try:
+        body = plain_body(reply.body, reply.headers.get("content-encoding", ""))
+        stated = body[:10_000].decode(errors="replace")
+        found = envelope_of(body)
+        # OpenAI's, vLLM's and TGI's ways to say it
+        is_object = isinstance(found, dict)
+        stated = (found.get("error") or found.get("errors") or found) if is_object else found
+    except NoEnvelopeError as exc:
+        stated = str(exc) if exc.page else stated
+    return _with_wait(failure_of(stated, reply.status), reply)
+
+
+def _with_wait(failure: Failure, reply: Reply) -> Failure:
+    """The failure, with the time to wait that the answer's head has, if it has one."""
+    wait_s = _retry_after_s(reply)
+    return failure if wait_s is None else replace(failure, wait_s=wait_s)
 
 
 def _pause_s(tries: int) -> float:

@@ -3,18 +3,20 @@ engine overlaps."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.model import Features, Prepared, absolute_path
+from precompute.model import Features, Judge, Prepared, absolute_path
 from precompute.models.endpoint.endpoint import (
     BadAnswer,
     Endpoint,
@@ -23,7 +25,7 @@ from precompute.models.endpoint.endpoint import (
     base_url,
     key_from,
 )
-from precompute.models.endpoint.session import Input, Session
+from precompute.models.endpoint.session import Asking, Input, Session
 from precompute.store.errors import ConfigError, ModelError
 
 
@@ -93,6 +95,8 @@ class EndpointModel(ABC):
     cost_unit = "rows"
     in_run_process = True
     """Its rates and its budget are counted in one process."""
+    differ = False
+    """Whether different inputs have different answers, as a rule."""
 
     def __init__(
         self,
@@ -124,10 +128,32 @@ class EndpointModel(ABC):
         bounds, self.spending = Limits.of(limits), Spending(budget, price)
         self.endpoint = Endpoint(self.url, key_from(api_key_env), bounds, self.spending)
         folder = absolute_path(CACHE if cache is None else cache).absolute()
-        self._session = Session(self.endpoint, folder, cache_days, group)
+        self._session = Session(self.endpoint, folder, cache_days, group, self.differ)
+        self._asking = Asking()
         # a batch is small, so that a bad row of it is soon found
         self.start_cost = self.max_cost = group * -(-bounds.in_flight // 4)
         self.device = Elsewhere()
+
+    def judged_by(self, judge: Judge, *, in_run: bool = False, again: bool = False) -> Self:
+        """The same model for one view: connections, rates, budget and cache are shared."""
+
+        def accepts(contents: Sequence[bytes]) -> list[str | None]:
+            # all at once, where all fit
+            if not contents or self._against(judge, contents) is None:
+                return [None] * len(contents)
+            return [self._against(judge, [content]) for content in contents]
+
+        bill = hashlib.sha256(f"spent\n{self.recipe}".encode()).digest()
+        other = copy.copy(self)
+        other._asking = Asking(accepts, time.time() if again else 0.0, bill if in_run else None)
+        return other
+
+    def _against(self, judge: Judge, contents: Sequence[bytes]) -> str | None:
+        try:
+            return judge(self.features(contents), len(contents))
+        except ValueError as exc:
+            # what an earlier version took for an answer
+            return str(exc)
 
     @property
     @abstractmethod
@@ -146,8 +172,8 @@ class EndpointModel(ABC):
     async def answers(
         self, inputs: Sequence[Input]
     ) -> Mapping[bytes, bytes | BadAnswer | ModelError]:
-        """What the endpoint answers to the inputs of one request, by key: checked, and as it is
-        cached."""
+        """What the endpoint answers to the inputs of one request, by key: as it is cached, where it
+        is an answer; whether the view accepts it is not known."""
 
     @abstractmethod
     def features(self, contents: Sequence[bytes]) -> Features:
@@ -187,12 +213,18 @@ class EndpointModel(ABC):
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """What each row sends, and its hash."""
         begun = hashlib.sha256(f"{self.recipe}\n".encode())
-        inputs = []
-        for text in self.texts(batch):
+        inputs, bad = [], dict[int, str]()
+        for row, text in enumerate(self.texts(batch)):
             key = begun.copy()
-            key.update(text.encode(errors="replace"))
+            try:
+                key.update(text.encode())
+            except UnicodeEncodeError as exc:
+                bad[row] = (
+                    f"what is sent has half a surrogate pair at character {exc.start}, which is no"
+                    " text and cannot be sent"
+                )
             inputs.append(Input(key.digest(), text))
-        return Prepared(np.ones(batch.num_rows, np.int64), inputs)
+        return Prepared(np.ones(batch.num_rows, np.int64), inputs, bad)
 
     def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> list[Input]:
         return [prepared.payload[row] for row in rows.tolist()]
@@ -203,7 +235,7 @@ class EndpointModel(ABC):
         Raises:
             ModelError: the answers' cache cannot be opened.
         """
-        return self._session.contents(inputs, self.answers)
+        return self._session.contents(inputs, self.answers, self._asking)
 
     def land(self, launched: Future[list[bytes | BaseException]]) -> Features:
         """Features of a batch.

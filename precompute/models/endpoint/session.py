@@ -5,26 +5,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import os
 import sqlite3
 import threading
 import time
+import uuid
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from precompute.models.endpoint.endpoint import BadAnswer, Endpoint
+from precompute.models.endpoint.endpoint import BadAnswer, Endpoint, NoAnswer, Tokens
 from precompute.store.errors import ModelError
 
 NAME = "answers.sqlite"
 WAIT_S = 30.0
 """How long another process's write is waited for."""
 WRONG_S = 3600.0
-"""How long an answer that did not fit is cached: a service that answers nonsense is mended, and
-what a killed run has paid is known until the next."""
+"""How long an answer that did not fit, or is suspect, is cached: a service that answers nonsense is
+mended, and what a killed run has paid is known until the next."""
+SHARED = "other texts were answered the same"
+"""Why an answer is suspect that the view accepts."""
+BY_VIEW = "misfit: "
+"""How the reason begins where the view has something against an answer, and not the model."""
+SHARED_BY, MOST_SHARED = 3, 10_000
+"""Different inputs with the very same answer from which on it is suspect, and how many answers are
+remembered for that: the ones that came last."""
 MOST_KEYS = 500
 """Keys of one query, at most."""
 
@@ -45,11 +55,41 @@ _EXPIRED = (
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What was answered: its content; or what was ``wrong`` with it, the last of so many
-    ``tries``."""
+    ``tries``. Of what a view alone refused the content is cached, too: another one may accept it.
+    Without a try nothing was answered at all."""
 
     content: bytes
     wrong: str | None = None
     tries: int = 1
+    until: float = 0.0
+    """When it expires, in s since the epoch; known of what was read."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is cached for as long as the view says."""
+        return self.wrong is None or not self.tries
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether it depends on the view whether it fits."""
+        return self.wrong is None or self.wrong == SHARED or self.wrong.startswith(BY_VIEW)
+
+
+Accepts = Callable[[Sequence[bytes]], Sequence[str | None]]
+"""What a view has against each of some contents; None against one that it accepts. Called in
+several threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """For whom inputs are sent: what the view ``accepts`` is kept, and of what an earlier run was
+    answered and rejected, what came before ``again_before`` (s since the epoch) is sent again."""
+
+    accepts: Accepts = lambda contents: [None] * len(contents)
+    again_before: float = 0.0
+    bill: bytes | None = None
+    """Of a run: the key under which its spending is noted, so that the run after one that was
+    killed counts what that one has paid."""
 
 
 class AnswerCache:
@@ -101,15 +141,15 @@ class AnswerCache:
             for first in range(0, len(keys), MOST_KEYS):
                 part = keys[first : first + MOST_KEYS]
                 query = (
-                    "SELECT key, tries, wrong, answer, sum FROM answers WHERE until >= ? AND key"
-                    f" IN ({','.join('?' * len(part))})"
+                    "SELECT key, tries, wrong, answer, sum, until FROM answers WHERE until >= ? AND"
+                    f" key IN ({','.join('?' * len(part))})"
                 )
-                for key, tries, wrong, content, checksum in self._reading.execute(
+                for key, tries, wrong, content, checksum, until in self._reading.execute(
                     query, (now, *part)
                 ):
                     # what does not vouch for itself is requested again
                     if checksum == _sum(key, tries, wrong, content):
-                        found[key] = Answer(content, wrong, tries)
+                        found[key] = Answer(content, wrong, tries, until)
         return found
 
     def put(self, answers: Sequence[tuple[bytes, Answer]]) -> None:
@@ -119,11 +159,12 @@ class AnswerCache:
             ModelError: they cannot be written: what is answered from now on would be paid again.
         """
         now = time.time()
-        until = {False: int(now + self._days * 86400), True: int(now + WRONG_S)}
+        # to the fraction of a second: what came before a run began is told by it
+        until = {True: int(now + self._days * 86400), False: now + WRONG_S}
         rows = [
             (
                 key,
-                until[a.wrong is not None],
+                until[a.is_kept],
                 a.tries,
                 a.wrong,
                 a.content,
@@ -167,10 +208,12 @@ for the bad row of a batch by halves."""
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What one row sends: its text, and the hash of all that is sent."""
+    """What one row sends: its text, and the hash of all that is sent. ``unanswered`` is whether
+    nothing was answered to it in an earlier run."""
 
     key: bytes
     text: str
+    unanswered: bool = False
 
 
 Answers = Callable[[Sequence[Input]], Awaitable[Mapping[bytes, bytes | BadAnswer | ModelError]]]
@@ -178,14 +221,44 @@ Answers = Callable[[Sequence[Input]], Awaitable[Mapping[bytes, bytes | BadAnswer
 cached."""
 
 
+_PROCESS = uuid.uuid4().hex
+"""Of this process alone, whoever has its number next."""
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+_Row = tuple[bytes, Answer, Asking]
+"""An answer by its key, and for whom it was sent."""
+
+
 class Session:
     """One endpoint's requests in this process, of ``group`` inputs each. Its thread begins with the
-    first."""
+    first.
+
+    Args:
+        differ: whether different inputs have different answers, as a rule.
+    """
 
     def __init__(
-        self, endpoint: Endpoint, cache_folder: Path, cache_days: float, group: int
+        self,
+        endpoint: Endpoint,
+        cache_folder: Path,
+        cache_days: float,
+        group: int,
+        differ: bool = False,
     ) -> None:
         self.endpoint = endpoint
+        self._differ, self._alike = differ, OrderedDict[bytes, list[bytes]]()
+        self._notes = list[tuple[bytes, Answer]]()
+        self._bills = set[bytes]()
         self._cache_folder, self._cache_days, self._group = cache_folder, cache_days, group
         self.committed = 0
         """Answers that are in the cache since this began."""
@@ -195,20 +268,30 @@ class Session:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cache: AnswerCache
         self._writer = ThreadPoolExecutor(1, "answers")
-        self._unwritten: tuple[list[tuple[bytes, Answer]], asyncio.Future[None]] | None = None
+        self._unwritten: tuple[list[_Row], asyncio.Future[Mapping[bytes, str]]] | None = None
         self._writes: asyncio.Task[None] | None = None
         self._starting = threading.Lock()
 
     def contents(
-        self, inputs: Sequence[Input], answers: Answers
+        self, inputs: Sequence[Input], answers: Answers, asking: Asking
     ) -> Future[list[bytes | BaseException]]:
-        """What is answered to each input, or what is wrong, in their order.
+        """What is answered to each input, or what is wrong, in their order. What the view does not
+        accept is among it: the engine says what is wrong with it.
 
         Raises:
             ModelError: the answers' cache cannot be opened.
         """
         loop = self._running()
-        return asyncio.run_coroutine_threadsafe(self._contents(inputs, answers), loop)
+        return asyncio.run_coroutine_threadsafe(self._contents(inputs, answers, asking), loop)
+
+    def noted(self, key: bytes) -> bytes | None:
+        """What an earlier run has noted, in the session's thread."""
+        found = self._cache.get([key]).get(key)
+        return None if found is None else found.content
+
+    def note(self, key: bytes, content: bytes) -> None:
+        """Keep a note of the endpoint with the next answers, in the session's thread."""
+        self._notes.append((key, Answer(content)))
 
     def stop(self, why: ModelError) -> None:
         """Send nothing more, wait for what is in flight, which is paid, and be ready for another
@@ -224,7 +307,14 @@ class Session:
                 thread = threading.Thread(target=loop.run_forever, name="endpoint", daemon=True)
                 thread.start()
                 weakref.finalize(
-                    self, _close, loop, thread, self.endpoint, self._cache, self._writer
+                    self,
+                    _close,
+                    loop,
+                    thread,
+                    self.endpoint,
+                    self._cache,
+                    self._writer,
+                    self._bills,
                 )
             return self._loop
 
@@ -237,28 +327,28 @@ class Session:
             self.endpoint.stop(None)
 
     async def _contents(
-        self, inputs: Sequence[Input], answers: Answers
+        self, inputs: Sequence[Input], answers: Answers, asking: Asking
     ) -> list[bytes | BaseException]:
         # up to the first await nothing comes between: an input is cached, or under way, or sent
         self._forget()
         failed = {i.key: self._failed[i.key][1] for i in inputs if i.key in self._failed}
         unknown = {i.key: i for i in inputs if i.key not in self._under_way and i.key not in failed}
         try:
+            if asking.bill is not None and asking.bill not in self._bills:
+                self._take_over(asking.bill)
             cached = self._cache.get(list(unknown))
         except ModelError as exc:
             return [exc] * len(inputs)
-        known = {
-            key: outcome
-            for key, answer in cached.items()
-            if (outcome := self._outcome(answer)) is not None
-        }
+        known, accepted = self._known(cached, asking)
         self.endpoint.counts.cached += len(known)
-        self._send([i for i in unknown.values() if i.key not in known], cached, answers)
+        self._send([i for i in unknown.values() if i.key not in known], cached, answers, asking)
         waited = {
             i.key: self._under_way[i.key]
             for i in inputs
             if i.key not in known and i.key not in failed
         }
+        if accepted:
+            await self._keep([(key, answer, asking) for key, answer in accepted.items()])
         made = await asyncio.gather(*waited.values(), return_exceptions=True)
         outcomes: dict[bytes, bytes | BaseException] = {
             **failed,
@@ -267,6 +357,50 @@ class Session:
         }
         return [outcomes[i.key] for i in inputs]
 
+    def _take_over(self, key: bytes) -> None:
+        """Count what a run has spent that was killed: one that ended has closed its bill."""
+        self._bills.add(key)
+        noted = self.noted(key)
+        if not noted:
+            return
+        process, pid, *used = noted.decode().split()
+        if process != _PROCESS and (int(pid) == os.getpid() or not _is_there(int(pid))):
+            self.endpoint.spending.take_over(Tokens(*map(int, used)))
+
+    def _known(
+        self, cached: Mapping[bytes, Answer], asking: Asking
+    ) -> tuple[dict[bytes, bytes | BadAnswer], dict[bytes, Answer]]:
+        """The outcomes of cached answers, but for those that may be sent again; and which of them
+        another view had refused, and this one accepts."""
+        known, accepted = dict[bytes, bytes | BadAnswer](), dict[bytes, Answer]()
+        # what is kept is judged, too: an earlier version kept all, and other views keep theirs
+        judged = {
+            key: answer.content
+            for key, answer in cached.items()
+            if answer.may_fit and (answer.wrong is not None or asking.again_before)
+        }
+        against = dict(zip(judged, asking.accepts(list(judged.values())), strict=True))
+        for key, answer in cached.items():
+            wrong = against.get(key, answer.wrong)
+            if not answer.tries or self._is_sent_again(answer, wrong, asking):
+                continue
+            if wrong is None and answer.wrong not in (None, SHARED):
+                accepted[key] = Answer(answer.content)
+            known[key] = answer.content if answer.may_fit else BadAnswer(str(wrong))
+        return known, accepted
+
+    def _is_sent_again(self, answer: Answer, wrong: str | None, asking: Asking) -> bool:
+        if wrong is None and answer.wrong != SHARED:
+            return False
+        if asking.again_before and (answer.is_kept or answer.until - WRONG_S < asking.again_before):
+            return True
+        # what is kept was right for another view, which this one may be mistaken about
+        return (
+            wrong is not None
+            and not answer.is_kept
+            and answer.tries < self.endpoint.limits.answer_tries
+        )
+
     def _forget(self) -> None:
         oldest = time.monotonic() - FAILED_S
         while self._failed and (
@@ -274,34 +408,33 @@ class Session:
         ):
             self._failed.popitem(last=False)
 
-    def _outcome(self, answer: Answer) -> bytes | BadAnswer | None:
-        """A cached answer as an outcome; None of one that did not fit and may be tried again."""
-        if answer.wrong is None:
-            return answer.content
-        return (
-            BadAnswer(answer.wrong) if answer.tries >= self.endpoint.limits.answer_tries else None
-        )
-
     def _send(
-        self, inputs: Sequence[Input], cached: Mapping[bytes, Answer], answers: Answers
+        self,
+        inputs: Sequence[Input],
+        cached: Mapping[bytes, Answer],
+        answers: Answers,
+        asking: Asking,
     ) -> None:
         loop = asyncio.get_running_loop()
+        tried = {key: 0 if asking.again_before else a.tries for key, a in cached.items()}
+        unanswered = {key for key, answer in cached.items() if not answer.tries}
         for first in range(0, len(inputs), self._group):
-            part = inputs[first : first + self._group]
+            part = [
+                replace(i, unanswered=i.key in unanswered)
+                for i in inputs[first : first + self._group]
+            ]
             self._under_way |= {i.key: loop.create_future() for i in part}
-            task = loop.create_task(
-                self._answer(part, {key: answer.tries for key, answer in cached.items()}, answers)
-            )
+            task = loop.create_task(self._answer(part, tried, answers, asking))
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)
 
     async def _answer(
-        self, inputs: Sequence[Input], tried: dict[bytes, int], answers: Answers
+        self, inputs: Sequence[Input], tried: dict[bytes, int], answers: Answers, asking: Asking
     ) -> None:
         """Send one group, keep what comes, and hand it to all who wait for it."""
         outcomes: Mapping[bytes, bytes | BaseException]
         try:
-            outcomes = await self._answered(inputs, tried, answers)
+            outcomes = await self._answered(inputs, tried, answers, asking)
         except asyncio.CancelledError:
             for i in inputs:
                 self._under_way.pop(i.key).cancel()
@@ -319,33 +452,44 @@ class Session:
             waiting.set_exception(outcome)
 
     async def _answered(
-        self, inputs: Sequence[Input], tried: dict[bytes, int], answers: Answers
+        self, inputs: Sequence[Input], tried: dict[bytes, int], answers: Answers, asking: Asking
     ) -> dict[bytes, bytes | BaseException]:
         outcomes, left = dict[bytes, bytes | BaseException](), list(inputs)
         while left:
-            again, paid = set[bytes](), list[tuple[bytes, Answer]]()
+            again, rows = set[bytes](), list[_Row]()
             for key, outcome in (await answers(left)).items():
                 outcomes[key] = outcome
-                if isinstance(outcome, bytes):
-                    paid.append((key, Answer(outcome)))
-                elif isinstance(outcome, BadAnswer) and outcome.content is not None:
+                if isinstance(outcome, NoAnswer):
+                    # it takes the place of no answer that was paid
+                    if key not in tried:
+                        rows.append((key, Answer(b"", str(outcome), 0), asking))
+                elif isinstance(outcome, bytes) or (
+                    isinstance(outcome, BadAnswer) and outcome.content is not None
+                ):
                     tried[key] = tried.get(key, 0) + 1
-                    paid.append((key, Answer(outcome.content, str(outcome), tried[key])))
-                    if tried[key] < self.endpoint.limits.answer_tries:
-                        again.add(key)
-            if paid:
-                await self._keep(paid)
-                self.committed += len(paid)
+                    wrong = None if isinstance(outcome, bytes) else str(outcome)
+                    content = outcome if isinstance(outcome, bytes) else b""
+                    rows.append((key, Answer(content, wrong, tried[key]), asking))
+            if rows:
+                refused = await self._keep(rows)
+                self.committed += sum(answer.tries > 0 for _, answer, _ in rows)
+                # others' answers were committed together with these
+                again = {
+                    key
+                    for key, _, _ in rows
+                    if key in refused and tried[key] < self.endpoint.limits.answer_tries
+                }
             left = [i for i in left if i.key in again]
         return outcomes
 
-    def _keep(self, answers: Sequence[tuple[bytes, Answer]]) -> asyncio.Future[None]:
-        """Commit answers, together with all that came while those before were committed."""
+    def _keep(self, rows: Sequence[_Row]) -> asyncio.Future[Mapping[bytes, str]]:
+        """Judge and commit answers, together with all that came while those before were committed;
+        returns what is wrong with those of all these that did not fit."""
         loop = asyncio.get_running_loop()
         if self._unwritten is None:
             self._unwritten = ([], loop.create_future())
-        rows, written = self._unwritten
-        rows.extend(answers)
+        waiting, written = self._unwritten
+        waiting.extend(rows)
         if self._writes is None:
             self._writes = loop.create_task(self._write())
         return written
@@ -354,17 +498,60 @@ class Session:
         try:
             while self._unwritten is not None:
                 (rows, written), self._unwritten = self._unwritten, None
+                notes, self._notes = [*self._notes, *self._bill()], []
                 try:
-                    await asyncio.get_running_loop().run_in_executor(
-                        self._writer, self._cache.put, rows
+                    refused = await asyncio.get_running_loop().run_in_executor(
+                        self._writer, self._commit, rows, notes
                     )
                 except Exception as exc:
                     # it belongs to those who wait
                     written.set_exception(exc)
                 else:
-                    written.set_result(None)
+                    written.set_result(refused)
         finally:
             self._writes = None
+
+    def _bill(self) -> list[tuple[bytes, Answer]]:
+        used = self.endpoint.spending.used
+        bill = f"{_PROCESS} {os.getpid()} {used.input} {used.output}"
+        return [(key, Answer(bill.encode())) for key in self._bills]
+
+    def _commit(
+        self, rows: Sequence[_Row], notes: Sequence[tuple[bytes, Answer]]
+    ) -> Mapping[bytes, str]:
+        """In the writer's thread: what no view has accepted yet is not kept."""
+        judged, answers = dict[bytes, str | None](), dict(notes)
+        for asking in {id(asking): asking for _, _, asking in rows}.values():
+            own = {k: a.content for k, a, by in rows if by is asking and a.wrong is None}
+            judged |= dict(zip(own, asking.accepts(list(own.values())), strict=True))
+        for key, answer, _ in rows:
+            against = judged.get(key)
+            wrong = answer.wrong if against is None else f"{BY_VIEW}{against}"
+            answers[key] = replace(answer, wrong=wrong)
+            if wrong is None and self._differ:
+                shared = self._shared(key, answer.content)
+                answers |= {k: Answer(answer.content, SHARED) for k in shared}
+        self._cache.put(list(answers.items()))
+        return {
+            key: str(answers[key].wrong)
+            for key, _, _ in rows
+            if answers[key].tries and answers[key].wrong not in (None, SHARED)
+        }
+
+    def _shared(self, key: bytes, content: bytes) -> Sequence[bytes]:
+        """The inputs that were answered the same, where there are several."""
+        name = hashlib.blake2b(content, digest_size=16).digest()
+        keys = self._alike.setdefault(name, [])
+        self._alike.move_to_end(name)
+        if key not in keys:
+            keys.append(key)
+        if len(self._alike) > MOST_SHARED:
+            self._alike.popitem(last=False)
+        if len(keys) < SHARED_BY:
+            return ()
+        # the others are known by now
+        del keys[: len(keys) - SHARED_BY]
+        return tuple(keys)
 
 
 def _close(
@@ -373,6 +560,7 @@ def _close(
     endpoint: Endpoint,
     cache: AnswerCache,
     writer: ThreadPoolExecutor,
+    bills: Collection[bytes],
 ) -> None:
     if thread is threading.current_thread():
         # the last to hold the session was one of its own tasks, which is the last
@@ -383,6 +571,10 @@ def _close(
     thread.join()
     loop.close()
     writer.shutdown()
+    if bills:
+        # a full disk fails no run that is over
+        with contextlib.suppress(ModelError):
+            cache.put([(key, Answer(b"")) for key in bills])
     cache.close()
 
 

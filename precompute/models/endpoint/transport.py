@@ -149,6 +149,8 @@ class Transport:
             ("Host", parts.netloc),
             ("Content-Type", "application/json"),
             ("Accept", "application/json"),
+            # a proxy may compress by itself what nothing is said of
+            ("Accept-Encoding", "identity, gzip;q=0.5, deflate;q=0.5"),
             *headers,
         ]
         self._head = "".join(f"{name}: {value}\r\n" for name, value in always)
