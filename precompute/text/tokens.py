@@ -430,7 +430,11 @@ def _loaded(path: str) -> Tokenizer:
         raise ConfigError(
             f"chunk.tokenizer: {folder} has no tokenizer.json: name a folder or file that has"
         )
-    tokenizer = read_tokenizer(file, "chunk.tokenizer")
+    try:
+        tokenizer = read_tokenizer(file, "chunk.tokenizer")
+    except ModelError as exc:
+        # it is a key of the view that names it
+        raise ConfigError(f"{exc}: {file} is no tokenizer") from exc
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
