@@ -18,6 +18,8 @@ from precompute.store.errors import ConfigError, ModelError
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights, by the format's names."""
 
+INTEGERS = ("I8", "I16", "I32", "I64")
+
 DEQUANTIZE = (
     "load the model by the library that quantized it, and save it dequantized, in float32 or"
     " bfloat16"
@@ -81,7 +83,8 @@ def check_floats(file: Path, known: KnownKeys, use: str, integers: Collection[st
     """
     for name, dtype in _dtypes(file, use).items():
         known.refuse(name, file, use)
-        if dtype not in FLOATS and name not in integers and known.why_harmless(name) is None:
+        allowed = (*FLOATS, *INTEGERS) if name in integers else FLOATS
+        if dtype not in allowed and known.why_harmless(name) is None:
             raise ConfigError(f"{use}: {file}: {name} is {dtype}, not a float: {DEQUANTIZE}")
 
 

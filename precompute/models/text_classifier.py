@@ -25,7 +25,13 @@ from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
 from precompute.text.sentence_folder import ACTIVATIONS as KNOWN
 from precompute.text.sentence_folder import CrossEncoderFolder, activation_class, read_cross_encoder
-from precompute.text.tokens import PairTokenizer, PairTokens, texts, unusable_texts
+from precompute.text.tokens import (
+    PairTokenizer,
+    PairTokens,
+    beyond_the_table,
+    texts,
+    unusable_texts,
+)
 from precompute.text.transformer import (
     ENCODERS,
     START_TOKENS,
@@ -175,6 +181,7 @@ class TextClassifier(TorchModel):
             "prompt": Verbatim(before),
             "lowercase": recipe.lowercase,
         }
+        self._vocabulary = config.vocab_size
         self._flops = transformer_flops(transformer)
         super().__init__(Classifier(transformer, chosen), Device(device))
         self.start_cost = START_TOKENS[self.device.torch.type]
@@ -197,7 +204,10 @@ class TextClassifier(TorchModel):
         tokens = self._tokenizer.tokenized(
             columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
         )
-        return Prepared(tokens.lengths, tokens)
+        bad = beyond_the_table(
+            tokens.ids, tokens.lengths, self._vocabulary, " and ".join(self._columns)
+        )
+        return Prepared(tokens.lengths, tokens, bad)
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
         tokens: PairTokens = prepared.payload
@@ -256,7 +266,7 @@ def _activation(config: Any, own: CrossEncoderFolder | None, folder: Path) -> st
     known = activation_class(str(named))
     if known is None:
         raise ConfigError(
-            f"{_USE}: the folder names the activation {named!r}; {', '.join(KNOWN)} of torch.nn are"
+            f"{_USE}: {folder} names the activation {named!r}; {', '.join(KNOWN)} of torch.nn are"
             " known: set `activation`"
         )
     return {"Identity": "none", "Sigmoid": "sigmoid"}.get(known, known)

@@ -264,6 +264,17 @@ class PairTokenizer:
         return PairTokens(flat, of, np.cumsum(lengths) - lengths, lengths)
 
 
+def beyond_the_table(
+    ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], vocabulary: int, column: str
+) -> dict[int, str]:
+    """Rows with a token that a model of so many has no vector for: position → reason. Some
+    tokenizers have more of them, such as one that stands for a picture."""
+    if not len(ids) or int(ids.max()) < vocabulary:
+        return {}
+    rows = np.repeat(np.arange(len(lengths)), lengths)[ids >= vocabulary]
+    return {int(row): f"{column} has a token that the model has no vector for" for row in rows}
+
+
 # ---- Text column: a source's texts, and which of them a model cannot take.
 
 

@@ -239,6 +239,11 @@ def _loaded(
         raise ModelError(f"{use}: {folder} does not load: {described(exc)}") from exc
     if missing:
         raise ModelError(f"{use}: {folder} has no weights for {', '.join(missing[:3])}")
+    if (tokenizer.pad_token_id or 0) >= transformer.config.vocab_size:
+        raise ModelError(
+            f"{use}: {folder} is of two models: its tokenizer pads with token"
+            f" {tokenizer.pad_token_id}, and the model has {transformer.config.vocab_size}"
+        )
     return transformer, tokenizer
 
 
