@@ -10,6 +10,7 @@ imported; what is not in it is refused, for a vector that is nearly right is no 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -74,6 +75,11 @@ MODULES = KnownKeys(
     fixed={"kwargs": ([],)},
 )
 """Keys of each module."""
+
+MODULE = re.compile(
+    r"sentence_transformers\.(models|base\.modules|sentence_transformer\.modules)(?:\.(\w+))?\.\w+"
+)
+"""What a module's class was called by versions 2 to 6, with or without its file."""
 
 POOLING = KnownKeys(
     "config.json of a Pooling module",
@@ -411,7 +417,8 @@ def _module(folder: Path, entry: Any, use: str) -> tuple[str, Path]:
         )
     kind, path = entry["type"], PurePosixPath(entry["path"])
     name = kind.rpartition(".")[2]
-    if not kind.startswith("sentence_transformers."):
+    known = MODULE.fullmatch(kind)
+    if known is None or (known[2] or name).replace("_", "").lower() != name.lower():
         raise ConfigError(
             f"{use}: {file} names {kind}, code that comes with the model and is not run here: write"
             " a model class of your own that runs it"
