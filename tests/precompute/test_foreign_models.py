@@ -9,7 +9,10 @@ import io
 import json
 import random
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -596,6 +599,82 @@ def test_what_is_taken_has_its_librarys_values(
                 )
         shutil.rmtree(folder)
     assert taken > 60
+
+
+@pytest.mark.parametrize(
+    ("name", "use", "said"),
+    [
+        (
+            "StaticEmbedding",
+            "text_encoder",
+            "static embedding, a table of vectors: set model.use to",
+        ),
+        ("model2vec", "text_encoder", "set model.use to static_embedding"),
+        (
+            "clip",
+            "text_encoder",
+            r"embeds pictures \(CLIP or SigLIP\), .*: set model.use to image_en",
+        ),
+        ("cross-encoder", "text_encoder", "is a cross-encoder: set model.use to text_classifier"),
+        (
+            "bert",
+            "text_classifier",
+            "is a sentence-transformers model, .* set model.use to text_enc",
+        ),
+        ("bert", "static_embedding", "set model.use to text_encoder"),
+        ("qwen3", "image_encoder", "set model.use to text_encoder"),
+        ("clip", "text_classifier", "set model.use to image_encoder"),
+    ],
+)
+def test_a_folder_of_another_kind_says_what_reads_it(
+    name: str, use: str, said: str, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_model(use, {"path": str(folders[name]), "device": "cpu"})
+
+
+@pytest.mark.parametrize("settings", [True, False])
+def test_of_a_vocabulary_alone_the_command_makes_what_is_missing(
+    settings: bool, copied: Callable[[str, str], Path]
+) -> None:
+    folder = copied("bert", "folder")
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    (folder / "vocab.txt").write_text("\n".join(sorted(vocabulary, key=vocabulary.__getitem__)))
+    (folder / "tokenizer.json").unlink()
+    if settings:
+        keys("tokenizer_config.json", tokenizer_class="BertTokenizer")(folder)
+    else:
+        (folder / "tokenizer_config.json").unlink()
+    kind = KINDS["bert"]
+    with pytest.raises(
+        ConfigError, match=r"has no tokenizer\.json; write it once by: python -c"
+    ) as no:
+        ours(kind, folder)
+    command = str(no.value).partition("write it once by: python ")[2]
+    done = subprocess.run([sys.executable, *shlex.split(command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(ours(kind, folder), kind.theirs(folder), atol=1e-5)
+
+
+def test_files_of_two_models_are_not_one(copied: Callable[[str, str], Path]) -> None:
+    """A large model's list, and files of which one is another's."""
+    folder = copied("bert", "folder")
+    found = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    names = sorted(found)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, half in halves.items():
+        save_file({name: found[name] for name in half}, folder / file, {"format": "pt"})
+    listed = {name: file for file, half in halves.items() for name in half}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": listed}))
+    kind = KINDS["bert"]
+    np.testing.assert_allclose(ours(kind, folder), kind.theirs(folder), atol=1e-5)
+    moved = added(names[1], found[names[1]], "a.safetensors")
+    moved(folder)
+    with pytest.raises(
+        ModelError, match=r"are not of one model: .* is in a\.safetensors: fetch all"
+    ):
+        ours(kind, folder)
 
 
 def test_there_are_enough_of_them() -> None:

@@ -449,8 +449,16 @@ OWN, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
             {"query_expansion": {"strategy": "min", "length": 8}},
             "has query_expansion, which is not known of",
         ),
-        (OWN, {"config_args": {"num_hidden_layers": 1}}, r"has config_args\.num_hidden_layers, which is not known"),
-        (OWN, {"tokenizer_args": {"do_lower_case": False}}, r"has tokenizer_args\.do_lower_case, which is not known"),
+        (
+            OWN,
+            {"config_args": {"num_hidden_layers": 1}},
+            r"has config_args\.num_hidden_layers, which is not known",
+        ),
+        (
+            OWN,
+            {"tokenizer_args": {"do_lower_case": False}},
+            r"has tokenizer_args\.do_lower_case, which is not known",
+        ),
         (
             SETTINGS,
             {"model_type": "SparseEncoder"},
@@ -472,7 +480,11 @@ OWN, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
             {"auto_map": {"AutoModel": "modeling.New"}},
             r"own code \(auto_map: .*modeling\.New.*\) is never run: .* own 'bert' is meant",
         ),
-        ("adapter_config.json", {"peft_type": "LORA"}, r"is an adapter, or has one \(adapter_config\.json\), on another model: merge"),
+        (
+            "adapter_config.json",
+            {"peft_type": "LORA"},
+            r"is an adapter, or has one \(adapter_config\.json\), on another model: merge",
+        ),
         (
             "tokenizer_config.json",
             {"truncation_side": "left"},
