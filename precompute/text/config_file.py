@@ -228,7 +228,8 @@ def _of_class(kind: str) -> KnownKeys:
     names = {field.name for field in dataclasses.fields(made)} | set(made.attribute_map)
     # what each class has, and none follows
     names -= {"is_encoder_decoder", "return_dict"}
-    ropes, fixed = (), FIXED
+    ropes: tuple[str, ...] = ()
+    fixed = FIXED
     if "rope_parameters" in names:
         ropes = (*ROPE, "is_causal", "head_dim")
         fixed = {**FIXED, "position_embedding_type": ("absolute", "rope", "rotary")}

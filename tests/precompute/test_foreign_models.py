@@ -38,6 +38,12 @@ from tests.precompute.sentence_models import (
     sentence_model,
 )
 
+with warnings.catch_warnings():
+    # it says that torchvision would be quicker
+    warnings.simplefilter("ignore")
+    from transformers import CLIPModel
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
 TEXTS = ["a heist in the snow", "cold film over it", "the line is warm and cold"]
 PICTURES = [test_image_encoder.encoded(test_image_encoder.picture(n, 40 + n, 33)) for n in range(3)]
 WEIGHTS = "model.safetensors"
@@ -49,7 +55,7 @@ class Kind:
     tensors stand."""
 
     use: str
-    make: Callable[[Path], None]
+    make: Callable[[Path], object]
     theirs: Callable[[Path], Any]
     weights: str
     tensor: str
@@ -81,7 +87,7 @@ def _static(folder: Path) -> None:
     words = test_static_embedding.vocabulary("words")
     words.enable_truncation(4)
     table = np.random.default_rng(0).normal(size=(words.get_vocab_size(), 6)).astype(np.float32)
-    parts = [modules.StaticEmbedding(words, embedding_weights=table), modules.Normalize()]
+    parts: list[Any] = [modules.StaticEmbedding(words, embedding_weights=table), modules.Normalize()]
     SentenceTransformer(modules=parts, device="cpu").save(str(folder), create_model_card=False)
 
 
@@ -92,9 +98,9 @@ def _clip(folder: Path) -> None:
 def _features(folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = test_image_encoder.CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
-        processor = test_image_encoder.CLIPImageProcessorPil.from_pretrained(folder)
-    pictures = [Image.open(io.BytesIO(content)) for content in PICTURES]
+        model = CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
+        processor = CLIPImageProcessorPil.from_pretrained(folder)
+    pictures: list[Image.Image] = [Image.open(io.BytesIO(content)) for content in PICTURES]
     return test_image_encoder.expected(model, processor, pictures)
 
 
@@ -171,14 +177,16 @@ KINDS = {
 
 def ours(kind: Kind, folder: Path) -> Any:
     args: dict[str, Any] = {"path": str(folder), "device": "cpu"}
-    rows = {"text": TEXTS}
+    rows: dict[str, Any] = {"text": TEXTS}
     if kind.use == "text_classifier":
         args["columns"] = ["query", "document"]
         rows = {"query": TEXTS, "document": TEXTS[::-1]}
     if kind.use == "image_encoder":
-        return load_model(kind.use, args).compute(pa.record_batch({"image": PICTURES}))["embedding"]  # type: ignore[attr-defined]
-    made = load_model(kind.use, args).compute(pa.record_batch(rows))  # type: ignore[attr-defined]
-    return made["score" if kind.use == "text_classifier" else "embedding"]
+        rows = {"image": PICTURES}
+    model: Any = load_model(kind.use, args)
+    return model.compute(pa.record_batch(rows))[
+        "score" if kind.use == "text_classifier" else "embedding"
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -324,7 +324,8 @@ def test_a_default_prompt_is_that_of_a_side_that_has_none(
     other side's; and where encode() and encode_document() differ, a line says so."""
     count = 0
     some = [named for named in sided_prompts() if {"", None}.isdisjoint(named.values())]
-    for named in (*some, {"sts": "sts : "}, {"passage": "passage : ", "query": "q : "}):
+    some += [{"sts": "sts : "}, {"passage": "passage : ", "query": "q : "}]
+    for named in some:
         for default in sorted({*named, "query", "document"}):
             change(copied / SETTINGS, prompts=named, default_prompt_name=default)
             caplog.clear()
