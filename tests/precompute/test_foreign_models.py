@@ -87,7 +87,10 @@ def _static(folder: Path) -> None:
     words = test_static_embedding.vocabulary("words")
     words.enable_truncation(4)
     table = np.random.default_rng(0).normal(size=(words.get_vocab_size(), 6)).astype(np.float32)
-    parts: list[Any] = [modules.StaticEmbedding(words, embedding_weights=table), modules.Normalize()]
+    parts: list[Any] = [
+        modules.StaticEmbedding(words, embedding_weights=table),
+        modules.Normalize(),
+    ]
     SentenceTransformer(modules=parts, device="cpu").save(str(folder), create_model_card=False)
 
 
@@ -477,7 +480,9 @@ REFUSED: list[tuple[str, str, Change, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "change", "said"), REFUSED, ids=lambda value: str(value)[:20].replace("/", "")
+    ("name", "what", "change", "said"),
+    REFUSED,
+    ids=[f"{name}, {what}" for name, what, *_ in REFUSED],
 )
 def test_what_would_be_another_value_is_refused_by_name(
     name: str, what: str, change: Change, said: str, folders: dict[str, Path], tmp_path: Path

@@ -122,7 +122,16 @@ def test_the_folder_says_what_becomes_of_the_logits(
         (3, {"prompts": {"ask": "query : "}}),
         (1, {"max_length": 9}),
     ],
-    ids=lambda given: str(given)[:60],
+    ids=[
+        "one label",
+        "Identity",
+        "ELU",
+        "three labels",
+        "Sigmoid",
+        "a default prompt",
+        "a prompt",
+        "max_length",
+    ],
 )
 def test_a_cross_encoder_has_the_scores_of_predict(
     tmp_path: Path, labels: int, given: dict[str, Any]
