@@ -48,14 +48,20 @@ def what_it_is(path: Path) -> str | None:
     return next((what for magic, what in _HEADS.items() if head.startswith(magic)), None)
 
 
-def read_json(path: Path, use: str) -> Any:
+def read_json(path: Path, use: str, kind: type = object) -> Any:
     """The JSON of a file, of whose objects no key stands twice: another parser may take the other.
+
+    Args:
+        kind: what it has to hold, such as a dict.
 
     Raises:
         ModelError: it cannot be read, or is none.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        if not isinstance(content, kind):
+            raise ValueError(f"it holds a {type(content).__name__}, not a {kind.__name__}")
+        return content
     except OSError as exc:
         raise ModelError(f"{use}: {path} cannot be read: {exc.strerror or exc}") from exc
     except (ValueError, RecursionError) as exc:
@@ -105,12 +111,10 @@ class KnownKeys:
             ConfigError: names the first key that is refused or not known, and the remedy.
         """
         for name in keys:
-            for pattern, remedy in self.refused.items():
-                if _matches(pattern, name):
-                    raise ConfigError(f"{use}: {path} has {name}: {remedy}")
+            self.refuse(name, path, use)
             if any(_matches(pattern, name) for pattern in self.used):
                 continue
-            if any(_matches(pattern, name) for pattern in self.harmless):
+            if self.why_harmless(name) is not None:
                 continue
             values = [known for pattern, known in self.fixed.items() if _matches(pattern, name)]
             if not values or not isinstance(keys, Mapping):
@@ -124,6 +128,20 @@ class KnownKeys:
                     f" {' or '.join(map(repr, values[0]))} is computed: write a model class of your"
                     " own"
                 )
+
+    def refuse(self, name: str, path: Path | str, use: str) -> None:
+        """Refuse one name, if it is one of ``refused``.
+
+        Raises:
+            ConfigError: names it and the remedy.
+        """
+        for pattern, remedy in self.refused.items():
+            if _matches(pattern, name):
+                raise ConfigError(f"{use}: {path} has {name}: {remedy}")
+
+    def why_harmless(self, name: str) -> str | None:
+        """Why no value depends on a name; None where that is not known."""
+        return next((why for p, why in self.harmless.items() if _matches(p, name)), None)
 
 
 def _same(value: Any, known: Any) -> bool:

@@ -118,7 +118,7 @@ def title_vector(folder: Path) -> str:
 
     saved(
         folder / "potion-base-8M",
-        embeddings=np.random.default_rng(0).normal(size=(76, 256)).astype(np.float32),
+        embeddings=np.random.default_rng(0).normal(size=(75, 256)).astype(np.float32),
     )
     write_texts(folder / "items.parquet", "item_id", "title")
     return "3"

@@ -104,6 +104,22 @@ def test_the_generated_pages_leave_nothing_out() -> None:
     )
 
 
+def test_every_table_of_a_models_file_is_on_its_page() -> None:
+    """Each that is written as a constant of a module; and each key of it with what becomes of
+    it."""
+    page = PAGES["reference/model-files.md"]()
+    written = sum(
+        len(re.findall(r"^[A-Z_0-9]+ = KnownKeys\($", path.read_text(), re.MULTILINE))
+        + len(re.findall(r"^[A-Z_0-9]+ = KnownKeys\(.+\)$", path.read_text(), re.MULTILINE))
+        for path in (REPOSITORY / "precompute").rglob("*.py")
+        if not {"store", "jobs"} & set(path.relative_to(REPOSITORY / "precompute").parts)
+    )
+    assert page.count("\n### ") == written > 20
+    assert "| `linear.weight`, `linear.bias`, `residual.weight` | read |" in page
+    assert "| `position_embedding_type` | only `'absolute'` is computed |" in page
+    assert "refused: a scale of weights that were quantized" in page
+
+
 def alike(value: str) -> Any:
     """A value as a document spells it: 24h and 1d are one, and so are 100,000 and 100000."""
     value = value.strip("`").replace(",", "")

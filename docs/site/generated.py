@@ -2,25 +2,30 @@
 built.
 
 Configuration from the pydantic models, commands from the argparse parsers, HTTP from the OpenAPI
-document, Python from the docstrings of what :mod:`precompute` makes public. What needs more words
-than a line stands in ``docs/reference.md``.
+document, Python from the docstrings of what :mod:`precompute` makes public, and what is read of
+models' files from the tables of their readers. What needs more words than a line stands in
+``docs/reference.md``.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from types import UnionType
+from pathlib import Path
+from types import ModuleType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import precompute
+from precompute import foreign_file
+from precompute.foreign_file import KnownKeys
 from precompute.jobs.cli import _parser
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.section import descriptions, parse_duration
@@ -473,10 +478,64 @@ def _plain(text: str) -> str:
     return text.replace("``", "`")
 
 
+# ---- models' files
+
+
+def model_files() -> str:
+    """What is known of the keys and tensors of every format of a model."""
+    text = (
+        "# What is read of models' files\n\nA model's files were written by others. Each key and"
+        " each tensor of them is read, is harmless for a reason, or is refused by name: nothing is"
+        " passed over. What is in no table of its file is refused, too. `*` stands for any"
+        " text. [Models people have](../models.md) says which `model.use` reads which files.\n\n"
+    )
+    for module, tables in known_keys().items():
+        what = (inspect.getdoc(module) or "").partition(":")[0]
+        text += f"## {what}\n\n"
+        for keys in tables:
+            text += f"### {keys.file[:1].upper()}{keys.file[1:]}\n\n"
+            text += table(["key", ""], list(_known(keys)))
+    return text
+
+
+def known_keys() -> dict[ModuleType, list[KnownKeys]]:
+    """The tables of each module of :mod:`precompute` that has some, in their order."""
+    found: dict[ModuleType, list[KnownKeys]] = {}
+    room = Path(foreign_file.__file__).parent
+    for path in sorted(room.rglob("*.py")):
+        if path.name == "foreign_file.py" or "KnownKeys(" not in path.read_text(encoding="utf-8"):
+            continue
+        name = ".".join(("precompute", *path.relative_to(room).with_suffix("").parts))
+        module = importlib.import_module(name)
+        tables = [value for value in vars(module).values() if isinstance(value, KnownKeys)]
+        own = [value for value in tables if not any(value in seen for seen in found.values())]
+        if own:
+            found[module] = own
+    return found
+
+
+def _known(keys: KnownKeys) -> Iterator[tuple[str, str]]:
+    """(names with the same reason, what becomes of them)."""
+    reasons: dict[str, list[str]] = {}
+    for name in keys.used:
+        reasons.setdefault("read", []).append(name)
+    for name, values in keys.fixed.items():
+        only = " or ".join(f"`{value!r}`" for value in values)
+        reasons.setdefault(f"only {only} is computed", []).append(name)
+    for name, why in keys.harmless.items():
+        reasons.setdefault(f"harmless: {why}", []).append(name)
+    for name, remedy in keys.refused.items():
+        reasons.setdefault(f"refused: {remedy}", []).append(name)
+    for reason, names in reasons.items():
+        # a name with a blank is words
+        yield ", ".join(n if " " in n else f"`{n}`" for n in names), reason
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/configuration.md": configuration,
     "reference/commands.md": commands,
     "reference/http.md": http,
     "reference/python.md": python,
+    "reference/model-files.md": model_files,
 }
 """Page of the site → what writes it."""

@@ -3,7 +3,6 @@ are decoded and resized in the prepare stage, by several threads."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +15,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, CLIPVisionModelWithProjection, SiglipVisionModel
 from transformers.utils import logging as transformers_logging
 
 from precompute.engine.resources import allowed, usable_threads
+from precompute.foreign_file import KnownKeys, read_json
 from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.image_file import (
+    PREPROCESSOR,
+    PROCESSOR,
     Recipe,
     UnusableImage,
     check_installed,
@@ -32,7 +33,13 @@ from precompute.models.image_file import (
 )
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.registry import described
-from precompute.store.errors import ConfigError, ModelError
+from precompute.safetensors_file import SCALES, check_floats, read_tensors
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError
+from precompute.text.config_file import check_config
+from precompute.text.sentence_folder import check_use
+from precompute.text.transformer import weight_names
+
+_USE = "image_encoder"
 
 CODE_VERSION = 1
 """Raised with each change of the values that this code computes; part of the fingerprint."""
@@ -201,17 +208,74 @@ PICKLE = "open_clip_pytorch_model.bin"
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """open_clip's, where a folder names none."""
 
-PLAIN = {
-    "image_size",
-    "layers",
-    "width",
-    "head_width",
-    "mlp_ratio",
-    "patch_size",
-    "patch_dropout",
-    "output_tokens",
-}
-"""Keys of a ViT's configuration that are known; any other makes another tower of it."""
+OPEN_CLIP = KnownKeys("open_clip_config.json", used=("model_cfg", "preprocess_cfg"))
+OPEN_CLIP_MODEL = KnownKeys(
+    "model_cfg in open_clip_config.json",
+    used=("embed_dim", "quick_gelu", "vision_cfg"),
+    harmless={
+        "text_cfg": "of the tower for texts",
+        "custom_text": "of the tower for texts",
+        "init_logit_scale": "of training alone",
+        "init_logit_bias": "of training alone",
+        "nonscalar_logit_scale": "of training alone",
+    },
+)
+OPEN_CLIP_VISION = KnownKeys(
+    "vision_cfg in open_clip_config.json, of a ViT of CLIP",
+    used=("image_size", "layers", "width", "head_width", "mlp_ratio", "patch_size"),
+    harmless={
+        "patch_dropout": "of training alone",
+        "output_tokens": "what else is given out; the values are the same",
+    },
+    fixed={"pool_type": ("tok",)},
+)
+OPEN_CLIP_TIMM = KnownKeys(
+    "vision_cfg in open_clip_config.json, of timm's ViT of SigLIP",
+    used=("image_size", "timm_model_name", "timm_pool", "timm_proj"),
+    harmless={
+        "timm_model_pretrained": "where training began",
+        "timm_drop": "of training alone",
+        "timm_drop_path": "of training alone",
+        "patch_dropout": "of training alone",
+    },
+)
+OPEN_CLIP_PREPROCESS = KnownKeys(
+    "preprocess_cfg in open_clip_config.json",
+    used=("mean", "std", "interpolation", "resize_mode"),
+    harmless={
+        "size": "the tower's image_size counts",
+        "fill_color": "of pictures that are padded, which none is",
+    },
+    fixed={"mode": ("RGB",)},
+)
+OPEN_CLIP_TENSORS = KnownKeys(
+    "open_clip_model.safetensors",
+    used=("visual.*",),
+    harmless={
+        "text.*": "of the tower for texts",
+        "transformer.*": "of the tower for texts",
+        "token_embedding.weight": "of the tower for texts",
+        "positional_embedding": "of the tower for texts",
+        "ln_final.*": "of the tower for texts",
+        "text_projection*": "of the tower for texts",
+        "attn_mask": "of the tower for texts",
+        "logit_scale": "of training alone",
+        "logit_bias": "of training alone",
+    },
+    refused=SCALES,
+)
+TOWER_TENSORS = KnownKeys(
+    "the weights of CLIP and SigLIP of transformers (model.safetensors)",
+    used=("(each tensor of the vision tower's class in transformers)",),
+    harmless={
+        "text_model.*": "of the tower for texts",
+        "text_projection.*": "of the tower for texts",
+        "logit_scale": "of training alone",
+        "logit_bias": "of training alone",
+        "*position_ids": "the numbers 0, 1, 2, …, which are counted here",
+    },
+    refused=SCALES,
+)
 
 SIGLIP = re.compile(r"vit_(base|large|so400m|giantopt)_patch(14|16|32)_siglip_\d+")
 TANH = ("vit_base_patch32", "vit_large_patch16_siglip_512", "vit_so400m_patch16", "vit_giantopt")
@@ -254,26 +318,24 @@ def read_open_clip(config: Path, weights: Path) -> tuple[str, dict[str, Any], We
         ConfigError: a tower that is no plain ViT of CLIP or SigLIP.
         ValueError, KeyError, TypeError, OSError, SafetensorError: a file is damaged.
     """
-    of = json.loads(config.read_text(encoding="utf-8"))
+    of = read_json(config, _USE, dict)
+    OPEN_CLIP.check(of, config, _USE)
     model = of["model_cfg"]
+    OPEN_CLIP_MODEL.check({k: v for k, v in model.items() if v is not None}, config, _USE)
     vision = {
         name: value
         for name, value in model["vision_cfg"].items()
         if value is not None and value is not False
     }
-    found = (
-        _siglip(config.parent, vision)
-        if "timm_model_name" in vision
-        else _clip(config.parent, model, vision)
-    )
-    with safe_open(weights, "pt") as file:
-        given = {
-            name.removeprefix("visual."): file.get_tensor(name)
-            for name in file.keys()  # noqa: SIM118
-            if name.startswith("visual.")
-        }
+    found = _siglip(config, vision) if "timm_model_name" in vision else _clip(config, model, vision)
+    given = {
+        name.removeprefix("visual."): tensor
+        for name, tensor in read_tensors(weights, OPEN_CLIP_TENSORS, _USE).items()
+    }
     kind, settings = found
-    recipe = _recipe(of.get("preprocess_cfg") or {}, settings["image_size"])
+    pictures = {k: v for k, v in (of.get("preprocess_cfg") or {}).items() if v is not None}
+    OPEN_CLIP_PREPROCESS.check(pictures, config, _USE)
+    recipe = _recipe(pictures, settings["image_size"])
     if kind == "clip_vision_model":
         return kind, settings, _clip_weights(given), recipe
     made = _siglip_weights({name.removeprefix("trunk."): value for name, value in given.items()})
@@ -295,16 +357,12 @@ def _refused(folder: Path, what: str) -> ConfigError:
 
 
 def _clip(
-    folder: Path, model: Mapping[str, Any], vision: Mapping[str, Any]
+    file: Path, model: Mapping[str, Any], vision: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
+    folder = file.parent
     if not isinstance(vision.get("layers", 12), int):
         raise _refused(folder, "a ResNet for a vision tower")
-    if more := [
-        name
-        for name, value in vision.items()
-        if name not in PLAIN and (name, value) != ("pool_type", "tok")
-    ]:
-        raise _refused(folder, f"a vision tower with {more[0]}: {vision[more[0]]}")
+    OPEN_CLIP_VISION.check(vision, file, _USE)
     width = int(vision.get("width", 768))
     return "clip_vision_model", {
         "hidden_size": width,
@@ -318,7 +376,8 @@ def _clip(
     }
 
 
-def _siglip(folder: Path, vision: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _siglip(file: Path, vision: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    folder = file.parent
     name = str(vision["timm_model_name"])
     known = SIGLIP.fullmatch(name)
     if (
@@ -327,6 +386,7 @@ def _siglip(folder: Path, vision: Mapping[str, Any]) -> tuple[str, dict[str, Any
         or vision.get("timm_proj", "none") not in ("", "none")
     ):
         raise _refused(folder, f"timm's {name} for a vision tower")
+    OPEN_CLIP_TIMM.check(vision, file, _USE)
     return "siglip_vision_model", {
         "num_attention_heads": 12 if known[1] == "base" else 16,
         "image_size": _side(folder, vision),
@@ -443,13 +503,10 @@ def tower_files(folder: Path) -> dict[str, Path]:
     """Weights, configuration and what says how pictures are made ready, by name.
 
     Raises:
-        ConfigError: one is missing.
+        ConfigError: one is missing, or the folder is none of pictures.
     """
-    names = [
-        "config.json",
-        "model.safetensors",
-        next((n for n in PREPROCESSORS if (folder / n).is_file()), PREPROCESSORS[0]),
-    ]
+    check_use(folder, _USE)
+    names = ["config.json", *weight_names(folder, _USE), _preprocessor(folder)]
     # timm's own weights are a model.safetensors, too, and transformers' preprocessor is not beside
     # them
     if (folder / CONFIG).is_file() and not all((folder / name).is_file() for name in names):
@@ -469,21 +526,30 @@ def tower_files(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in names}
 
 
+def _preprocessor(folder: Path) -> str:
+    """The file that says how pictures are made ready: transformers takes the second where that has
+    it."""
+    first, second = PREPROCESSORS
+    if (folder / second).is_file() and "image_processor" in read_json(folder / second, _USE, dict):
+        return second
+    return first
+
+
 def load_tower(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe]:
     """(the tower in float32, what becomes of a picture before it).
 
     Raises:
-        ConfigError: a model of another kind.
+        ConfigError: a model of another kind, or something in it is not known.
         ModelError: a file is damaged, or weights are missing.
     """
     try:
         tower, recipe, loading = (_of_open_clip if WEIGHTS in files else _of_transformers)(
             folder, files
         )
-    except ConfigError:
+    except PrecomputeError:
         raise
     except Exception as exc:
-        # safetensors and transformers raise many errors for a damaged file
+        # transformers raises many errors for a damaged file
         reason = f"{exc} is missing" if isinstance(exc, KeyError) else described(exc)
         raise ModelError(f"image_encoder: {folder} does not load: {reason}") from exc
     if missing := sorted(loading["missing_keys"]):
@@ -494,9 +560,7 @@ def load_tower(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe]:
             f" {tuple(wanted)}"
         )
     if more := sorted(
-        name
-        for name in loading["unexpected_keys"]
-        if "encoder.layers" in name and "text_model" not in name
+        name for name in loading["unexpected_keys"] if TOWER_TENSORS.why_harmless(name) is None
     ):
         raise ModelError(
             f"image_encoder: {folder} has weights that its configuration has no place for:"
@@ -511,11 +575,25 @@ def load_tower(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe]:
 
 
 def _of_transformers(folder: Path, files: dict[str, Path]) -> tuple[Any, Recipe, Any]:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    of = json.loads(files[list(files)[-1]].read_text(encoding="utf-8"))
-    recipe = read_recipe(of.get("image_processor", of))
-    if (kind := config.model_type) not in KINDS:
+    read = read_json(files["config.json"], _USE, dict)
+    if (kind := read.get("model_type")) not in KINDS:
         raise ConfigError(f"image_encoder: {folder} is a {kind}: {', '.join(KINDS)} are computed")
+    check_config(read, files["config.json"], _USE)
+    for part in ("vision_config", "vision_config_dict"):
+        if isinstance(read.get(part), dict):
+            inner = {**read[part], "model_type": f"{kind}_vision_model"}
+            check_config(inner, files["config.json"], _USE)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    about = files[list(files)[-1]]
+    of = read_json(about, _USE, dict)
+    if "image_processor" in of:
+        PROCESSOR.check(of, about, _USE)
+        of = of["image_processor"]
+    PREPROCESSOR.check({k: v for k, v in of.items() if v is not None}, about, _USE)
+    recipe = read_recipe(of)
+    for name, file in files.items():
+        if name.endswith(".safetensors"):
+            check_floats(file, TOWER_TENSORS, _USE)
     own = getattr(config, "vision_config", config)
     if kind == "clip":
         # of both towers, which the pictures' own does not say

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from precompute.foreign_file import KnownKeys
 from precompute.store.errors import ConfigError
 
 with contextlib.suppress(ImportError):
@@ -22,6 +23,54 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX")
 """Pixels that are grey or red, green and blue, of eight bits."""
+
+PREPROCESSOR = KnownKeys(
+    "preprocessor_config.json of CLIP and SigLIP",
+    used=(
+        "do_resize",
+        "do_rescale",
+        "do_normalize",
+        "do_center_crop",
+        "size",
+        "crop_size",
+        "resample",
+        "image_mean",
+        "image_std",
+        "rescale_factor",
+    ),
+    harmless={
+        "feature_extractor_type": "an older name of the class",
+        "processor_class": "what stands beside it for texts",
+        "do_convert_rgb": "pictures are RGB here in any case",
+        "data_format": "how pixels lie in memory",
+        "input_data_format": "how pixels lie in memory",
+        "return_tensors": "how pixels lie in memory",
+        "device": "where pixels are made",
+        "disable_grouping": "how many pictures are made at a time",
+        "default_to_square": "size says it by its names",
+        "_valid_processor_keys": "names of the arguments of a call",
+        "_processor_class": "what stands beside it for texts",
+    },
+    fixed={
+        "image_processor_type": tuple(
+            f"{name}ImageProcessor{kind}"
+            for name in ("CLIP", "Siglip")
+            for kind in ("", "Fast", "Pil")
+        ),
+        "do_pad": (False, None),
+        "pad_size": (None,),
+        "image_seq_length": (None,),
+    },
+)
+PROCESSOR = KnownKeys(
+    "processor_config.json",
+    used=("image_processor",),
+    harmless={
+        "processor_class": "what stands beside it for texts",
+        "tokenizer*": "of texts",
+        "image_seq_length": "of texts",
+    },
+)
 
 MOST_PIXELS = 50_000_000
 """Pixels of a picture at most, before it is decoded, or on its way to the tower's size."""
@@ -151,6 +200,8 @@ def read_recipe(of: Mapping[str, Any]) -> Recipe:
         raise ValueError("it leaves out resizing, rescaling or normalising")
     size = of.get("size", {})
     size = {"shortest_edge": size} if isinstance(size, int) else size
+    if set(size) not in ({"height", "width"}, {"shortest_edge"}):
+        raise ValueError(f"its size is {size}: height and width, or shortest_edge, are understood")
     both = (int(size["height"]), int(size["width"])) if "height" in size else None
     shortest = int(size["shortest_edge"]) if both is None else None
     crop = of.get("crop_size") if of.get("do_center_crop", "crop_size" in of) else None

@@ -19,18 +19,27 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from precompute.foreign_file import KnownKeys, read_json
 from precompute.model import Prepared, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.registry import described
+from precompute.safetensors_file import SCALES, read_tensors, tensor_names
 from precompute.store.errors import ConfigError, ModelError
+from precompute.text.sentence_folder import (
+    SETTINGS_FILE,
+    check_use,
+    has_modules,
+    no_settings,
+    read_layer,
+    read_modules,
+)
+from precompute.text.tokenizer_file import read_tokenizer
 from precompute.text.tokens import texts, unusable_texts
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raised with each change of the values that this code computes; part of the fingerprint."""
 
 MAX_LENGTH = 512
@@ -93,6 +102,43 @@ WINDOWS = ("window", "window_bias", "out", "out_bias")
 a token's direction, [width], [dim, width], [dim]. Its table is named ``table`` then, so that what
 knows no windows finds none."""
 
+MODEL2VEC_CONFIG = KnownKeys(
+    "config.json of model2vec",
+    used=("normalize", "max_length"),
+    harmless={
+        "model_type": "what wrote it",
+        "architectures": "what wrote it",
+        "tokenizer_name": "what it was distilled from; tokenizer.json has the tokenizer",
+        "base_model*": "what it was distilled from",
+        "pooling": "what it was distilled from",
+        "apply_pca": "how the table was made",
+        "pca_dims": "how the table was made",
+        "apply_zipf": "how the table was made",
+        "sif_coefficient": "how the table was made",
+        "token_remove_pattern": "how the table was made",
+        "hidden_dim": "the table's own size counts",
+        "seq_length": "max_length is what model2vec cuts at",
+        "embedding_dtype": "the table's own dtype counts",
+        "vocabulary_quantization": "the tensor mapping has it",
+        "head_config": "of a classifier behind the vectors, which are what is read",
+    },
+)
+MODEL2VEC_TENSORS = KnownKeys(
+    "the table of a model2vec folder (model.safetensors)",
+    used=("embeddings", "mapping", "weights"),
+    refused=SCALES,
+)
+STATIC_TENSORS = KnownKeys(
+    "the table of a StaticEmbedding of sentence-transformers (model.safetensors)",
+    used=("embedding.weight", "embeddings", "mapping", "weights"),
+    refused=SCALES,
+)
+WINDOW_TENSORS = KnownKeys(
+    "the table and windows of a student (model.safetensors)",
+    used=("table", *WINDOWS),
+    refused=SCALES,
+)
+
 
 @dataclass(slots=True)
 class _Folder:
@@ -139,15 +185,7 @@ class StaticEmbedding(TorchModel):
         folder = resolve_path(path)
         try:
             read = _read(folder)
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            SafetensorError,
-        ) as exc:
+        except (OSError, ValueError) as exc:
             raise ModelError(f"static_embedding: {folder} is damaged: {described(exc)}") from exc
         self._column, self._output, self._files = column, output, read.files
         self._tokenizer = read.tokenizer
@@ -204,63 +242,77 @@ class StaticEmbedding(TorchModel):
         return {self._output: outputs[0]}
 
 
+_USE = "static_embedding"
+
+
 def _read(folder: Path) -> _Folder:
     """Raises:
-    ConfigError: it lacks a file.
-    Exception: whatever a damaged file brings up.
+    ConfigError: it lacks a file, or has something that is not understood.
+    ModelError, ValueError: a file is damaged.
     """
-    inner = folder / "0_StaticEmbedding"
-    inner = inner if inner.is_dir() else folder
-    own = (folder / "config_sentence_transformers.json").is_file()
-    named = {
-        "model.safetensors": inner,
-        "tokenizer.json": inner,
-        ("modules.json" if own else "config.json"): folder,
-    }
-    files = {name: place / name for name, place in named.items()}
+    check_use(folder, _USE)
+    own = (folder / SETTINGS_FILE).is_file() or not (folder / "config.json").is_file()
+    if own and has_modules(folder, _USE):
+        return _of_sentence_transformers(folder)
+    files = _files(folder, folder, "config.json")
+    config = read_json(files["config.json"], _USE, dict)
+    MODEL2VEC_CONFIG.check(config, files["config.json"], _USE)
+    windows = "table" in tensor_names(files["model.safetensors"], _USE)
+    known = WINDOW_TENSORS if windows else MODEL2VEC_TENSORS
+    # whole numbers of 8 bits are what model2vec's own quantizing leaves, and what it computes with
+    tensors = read_tensors(files["model.safetensors"], known, _USE, ("mapping", "embeddings"))
+    tokenizer = read_tokenizer(files["tokenizer.json"], _USE)
+    table = _table(tensors, "table" if windows else "embeddings", tokenizer, exactly=not windows)
+    longest, normalize = config.get("max_length", MAX_LENGTH), config.get("normalize", False)
+    if longest is not None and (type(longest) is not int or not 0 < longest < 2**31):
+        raise ValueError(f"its max_length is {longest!r}")
+    if not isinstance(normalize, bool):
+        raise ValueError(f"normalize in its config.json is {normalize!r}")
+    # as model2vec does, whatever tokenizer.json says
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if longest is not None:
+        tokenizer.enable_truncation(longest)
+    model = json.loads(tokenizer.to_str())["model"]
+    token = model.get("unk_token")
+    unknown = model.get("unk_id") if token is None else tokenizer.token_to_id(token)
+    parts = _windows(tensors, table.shape[1]) if windows else {}
+    return _Folder(table, parts, tokenizer, normalize, longest, unknown, files)
+
+
+def _of_sentence_transformers(folder: Path) -> _Folder:
+    modules = read_modules(folder, _USE)
+    kinds = [name for name, _ in modules]
+    if kinds not in (["StaticEmbedding"], ["StaticEmbedding", "Normalize"]):
+        raise ConfigError(
+            f"static_embedding: {folder}/modules.json has {', '.join(kinds)}: StaticEmbedding,"
+            " and Normalize after it, are computed"
+        )
+    files = _files(folder, modules[0][1], "modules.json")
+    no_settings(folder, _USE)
+    for name, place in modules[1:]:
+        read_layer(name, place, _USE)
+    tensors = read_tensors(files["model.safetensors"], STATIC_TENSORS, _USE, ("mapping",))
+    name = "embedding.weight" if "embedding.weight" in tensors else "embeddings"
+    if name == "embedding.weight" and len(tensors) > 1:
+        raise ValueError(f"it has two tables: {', '.join(sorted(tensors))}")
+    tokenizer = read_tokenizer(files["tokenizer.json"], _USE)
+    table = _table(tensors, name, tokenizer)
+    # a text is cut where tokenizer.json says so, and nowhere else
+    tokenizer.no_padding()
+    return _Folder(table, {}, tokenizer, len(kinds) == 2, None, None, files)
+
+
+def _files(folder: Path, inner: Path, about: str) -> dict[str, Path]:
+    places = {"model.safetensors": inner, "tokenizer.json": inner, about: folder}
+    files = {name: place / name for name, place in places.items()}
     for file in files.values():
         if not file.is_file():
             raise ConfigError(
                 f"static_embedding: {folder} has no {file.name}; give a folder that model2vec or"
                 " sentence-transformers saved"
             )
-    tensors = load_file(files["model.safetensors"])
-    tokenizer = _tokenizer(files["tokenizer.json"])
-    size = max(tokenizer.get_vocab().values()) + 1
-    table = _table(tensors, size)
-    windows = _windows(tensors, table.shape[1]) if "table" in tensors else {}
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    if own:
-        kinds = [
-            str(one["type"]).rpartition(".")[2]
-            for one in json.loads(files["modules.json"].read_text(encoding="utf-8"))
-        ]
-        if kinds not in (["StaticEmbedding"], ["StaticEmbedding", "Normalize"]):
-            raise ConfigError(
-                f"static_embedding: {folder}/modules.json has {', '.join(kinds)}: StaticEmbedding,"
-                " and Normalize after it, are computed"
-            )
-        return _Folder(table, windows, tokenizer, len(kinds) == 2, None, None, files)
-    config = json.loads(files["config.json"].read_text(encoding="utf-8"))
-    longest = config.get("max_length", MAX_LENGTH)
-    if longest is not None:
-        if type(longest) is not int or not 0 < longest < 2**31:
-            raise ValueError(f"its max_length is {longest!r}")
-        tokenizer.enable_truncation(longest)
-    model = json.loads(tokenizer.to_str())["model"]
-    token = model.get("unk_token")
-    unknown = model.get("unk_id") if token is None else tokenizer.token_to_id(token)
-    normalize = bool(config.get("normalize", False))
-    return _Folder(table, windows, tokenizer, normalize, longest, unknown, files)
-
-
-def _tokenizer(file: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as exc:
-        # a bare Exception is all that the library raises
-        raise ValueError(str(exc)) from exc
+    return files
 
 
 def _windows(tensors: Mapping[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]:
@@ -269,6 +321,8 @@ def _windows(tensors: Mapping[str, torch.Tensor], dim: int) -> dict[str, torch.T
     Raises:
         ValueError: they do not fit each other, or a number is none.
     """
+    if lacking := [name for name in WINDOWS if name not in tensors]:
+        raise ValueError(f"it has no {lacking[0]}")
     found = {name: tensors[name].float() for name in WINDOWS}
     width = len(found["window_bias"])
     shapes = [[3 * width, dim], [width], [dim, width], [dim]]
@@ -279,29 +333,40 @@ def _windows(tensors: Mapping[str, torch.Tensor], dim: int) -> dict[str, torch.T
     return found
 
 
-def _table(tensors: Mapping[str, torch.Tensor], size: int) -> torch.Tensor:
+def _table(
+    tensors: Mapping[str, torch.Tensor], name: str, tokenizer: Tokenizer, exactly: bool = False
+) -> torch.Tensor:
     """Float32 [vocabulary, dim]: a row for each token, of a table that several tokens may share,
     times the token's weight.
+
+    Args:
+        exactly: whether a table that tokens do not share has a row for each token, and no more.
 
     Raises:
         ValueError: it has not a row for each token, or a number that is none.
     """
-    named = next((n for n in ("embedding.weight", "table") if n in tensors), "embeddings")
-    table = tensors[named]
+    if name not in tensors:
+        raise ValueError(f"it has no table ({name})")
+    table = tensors[name]
     if table.dim() != 2:
         raise ValueError(f"its table has the shape {list(table.shape)}")
     table = table.float()
     if "mapping" in tensors:
-        mapping = tensors["mapping"].long()
-        if mapping.dim() != 1 or (
-            len(mapping) and not 0 <= int(mapping.min()) <= int(mapping.max()) < len(table)
-        ):
+        mapping = tensors["mapping"]
+        if mapping.is_floating_point() or mapping.dim() != 1:
+            raise ValueError("its mapping is no list of whole numbers")
+        mapping = mapping.long()
+        if len(mapping) and not 0 <= int(mapping.min()) <= int(mapping.max()) < len(table):
             raise ValueError("its mapping names rows that are not there")
         table = table[mapping]
     if "weights" in tensors:
-        table = table * tensors["weights"].float().reshape(-1, 1)
-    if len(table) < size:
-        raise ValueError(f"its table has {len(table)} rows, its tokenizer {size} tokens")
+        weights = tensors["weights"]
+        if list(weights.shape) != [len(table)]:
+            raise ValueError(f"its weights have the shape {list(weights.shape)}")
+        table = table * weights.float().reshape(-1, 1)
     if not bool(torch.isfinite(table).all()):
         raise ValueError("its table has a number that is not finite")
+    size = max(tokenizer.get_vocab().values()) + 1
+    if len(table) < size or (exactly and "mapping" not in tensors and len(table) > size):
+        raise ValueError(f"its table has {len(table)} rows, its tokenizer {size} tokens")
     return table.contiguous()

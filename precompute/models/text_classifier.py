@@ -2,13 +2,15 @@
 classification head: sentiment, topics, and cross-encoders that rerank.
 
 A folder is computed as transformers computes ``AutoModelForSequenceClassification``, and a
-cross-encoder's as sentence-transformers computes ``CrossEncoder``.
+cross-encoder's as sentence-transformers computes ``CrossEncoder.predict`` (6.2's source is the
+reference).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,20 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from precompute.foreign_file import KnownKeys
 from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
-from precompute.text.tokens import PairTokenizer, PairTokens, texts, unusable_texts
+from precompute.text.sentence_folder import ACTIVATIONS as KNOWN
+from precompute.text.sentence_folder import CrossEncoderFolder, activation_class, read_cross_encoder
+from precompute.text.tokens import (
+    PairTokenizer,
+    PairTokens,
+    beyond_the_table,
+    texts,
+    unusable_texts,
+)
 from precompute.text.transformer import (
     ENCODERS,
     START_TOKENS,
@@ -31,20 +42,27 @@ from precompute.text.transformer import (
     transformer_flops,
 )
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raised with each change of the values that this code computes; part of the fingerprint."""
+
+_USE = "text_classifier"
 
 ACTIVATIONS = ("none", "sigmoid", "softmax")
 
-NAMED = {
-    "torch.nn.modules.linear.Identity": "none",
-    "torch.nn.modules.activation.Sigmoid": "sigmoid",
-}
-"""What a cross-encoder's folder names → one of these."""
+ENTRY = KnownKeys(
+    "sentence_transformers in the config.json of a cross-encoder",
+    used=("activation_fn",),
+    harmless={"version": "what wrote it"},
+)
 
 
 class Classifier(torch.nn.Module):
-    """Token ids → scores [B, labels], float32, or [B] of one label."""
+    """Token ids → scores [B, labels], float32, or [B] of one label.
+
+    Args:
+        activation: of the logits: one of :data:`ACTIVATIONS`, or a class of ``torch.nn`` that is
+            made without arguments.
+    """
 
     def __init__(self, transformer: Any, activation: str) -> None:
         super().__init__()
@@ -63,6 +81,8 @@ class Classifier(torch.nn.Module):
             logits = logits.sigmoid()
         elif self.activation == "softmax":
             logits = logits.softmax(-1)
+        elif self.activation != "none":
+            logits = getattr(torch.nn, self.activation)()(logits)
         return logits.squeeze(-1) if logits.shape[-1] == 1 else logits
 
 
@@ -78,8 +98,11 @@ class TextClassifier(TorchModel):
         label: name of a second feature: the label with the highest score, as the folder names it
             (``id2label``).
         activation: ``none``, ``sigmoid`` or ``softmax`` of the logits; by default what a
-            cross-encoder's folder names, else the sigmoid of one label or of several that may hold
-            at once (``problem_type``), nothing of a regression, and the softmax of all others.
+            cross-encoder's folder names, without which it is the sigmoid of one label and none of
+            several. Of any other classifier it is the sigmoid of one label or of several that may
+            hold at once (``problem_type``), nothing of a regression, and the softmax of all others.
+        prompt: put before each text, of a pair before the first; by default what a cross-encoder's
+            folder says. An empty one is none.
         max_tokens: longest input, special tokens included; by default what the folder says.
         max_cost: tokens in one batch; by default what the engine finds best.
         device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
@@ -103,6 +126,7 @@ class TextClassifier(TorchModel):
         max_tokens: int | None = None,
         max_cost: int | None = None,
         device: str | None = None,
+        prompt: str | None = None,
     ) -> None:
         self._columns = (columns,) if isinstance(columns, str) else tuple(columns)
         if len(self._columns) not in (1, 2) or not all(
@@ -120,6 +144,8 @@ class TextClassifier(TorchModel):
                 f"text_classifier: label and output are both {output!r}: give them two names"
             )
         folder = resolve_path(path)
+        own = read_cross_encoder(folder)
+        recipe = own or CrossEncoderFolder()
         self._files = model_files(folder, "text_classifier")
         kind = model_type(folder / "config.json", "text_classifier")
         if kind not in ENCODERS:
@@ -129,8 +155,11 @@ class TextClassifier(TorchModel):
             )
         transformer, tokenizer = load_classifier(folder)
         config = transformer.config
-        self.max_tokens = longest_input(max_tokens, None, transformer, tokenizer, "text_classifier")
-        self._tokenizer = PairTokenizer(tokenizer, self.max_tokens)
+        self.max_tokens = longest_input(
+            max_tokens, recipe.max_tokens, transformer, tokenizer, "text_classifier"
+        )
+        before = recipe.prompt if prompt is None else prompt
+        self._tokenizer = PairTokenizer(tokenizer, self.max_tokens, before, recipe.lowercase)
         self._types = (
             "token_type_ids" in tokenizer.model_input_names
             and "token_type_ids" in inspect.signature(transformer.forward).parameters
@@ -143,13 +172,16 @@ class TextClassifier(TorchModel):
                 f"text_classifier: {folder} has one label, which is a score: leave out `label`"
             )
         self._output, self._label, self.max_cost = output, label, max_cost
-        chosen = activation or _activation(config)
+        chosen = activation or _activation(config, own, folder)
         self._facts = {
             "activation": chosen,
             "max_tokens": self.max_tokens,
             "columns": Verbatim(self._columns),
             "label": Verbatim(label),
+            "prompt": Verbatim(before),
+            "lowercase": recipe.lowercase,
         }
+        self._vocabulary = config.vocab_size
         self._flops = transformer_flops(transformer)
         super().__init__(Classifier(transformer, chosen), Device(device))
         self.start_cost = START_TOKENS[self.device.torch.type]
@@ -172,7 +204,10 @@ class TextClassifier(TorchModel):
         tokens = self._tokenizer.tokenized(
             columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
         )
-        return Prepared(tokens.lengths, tokens)
+        bad = beyond_the_table(
+            tokens.ids, tokens.lengths, self._vocabulary, " and ".join(self._columns)
+        )
+        return Prepared(tokens.lengths, tokens, bad)
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
         tokens: PairTokens = prepared.payload
@@ -200,27 +235,38 @@ class TextClassifier(TorchModel):
         return self._flops(prepared.payload.lengths[rows])
 
 
-def _activation(config: Any) -> str:
+def _activation(config: Any, own: CrossEncoderFolder | None, folder: Path) -> str:
     """What a folder says, or what its kind of labels wants.
 
     Raises:
-        ConfigError: it names one that is not known here.
+        ConfigError: it names one that is not known here, or is a cross-encoder whose labels
+            sentence-transformers takes otherwise.
     """
-    own = getattr(config, "sentence_transformers", None) or {}
-    named = own.get("activation_fn") or getattr(
-        config, "sbert_ce_default_activation_function", None
-    )
-    if named is not None:
-        if named not in NAMED:
-            raise ConfigError(
-                f"text_classifier: the folder names the activation {named!r}; {', '.join(NAMED)}"
-                " are known: set `activation`"
-            )
-        return NAMED[named]
-    if config.problem_type == "regression":
-        return "none"
-    return (
-        "sigmoid"
-        if config.num_labels == 1 or config.problem_type == "multi_label_classification"
-        else "softmax"
-    )
+    entry = getattr(config, "sentence_transformers", None)
+    older = getattr(config, "sbert_ce_default_activation_function", None)
+    if entry is None and own is None and older is None:
+        if config.problem_type == "regression":
+            return "none"
+        several = config.problem_type == "multi_label_classification"
+        return "sigmoid" if config.num_labels == 1 or several else "softmax"
+    if entry is not None:
+        ENTRY.check(entry if isinstance(entry, dict) else {str(entry): None}, folder, _USE)
+    heads = [name for name in config.architectures or () if "ForSequenceClassification" in name]
+    if config.num_labels > 1 and not heads:
+        raise ConfigError(
+            f"{_USE}: {folder}/config.json: architectures is {config.architectures}, of which"
+            f" sentence-transformers makes a cross-encoder of one label, and it has"
+            f" {config.num_labels}: save it with its class, …ForSequenceClassification"
+        )
+    named = None if own is None else own.activation
+    if named is None:
+        named = entry.get("activation_fn") if entry and "activation_fn" in entry else older
+    if named is None:
+        return "sigmoid" if config.num_labels == 1 else "none"
+    known = activation_class(str(named))
+    if known is None:
+        raise ConfigError(
+            f"{_USE}: {folder} names the activation {named!r}; {', '.join(KNOWN)} of torch.nn are"
+            " known: set `activation`"
+        )
+    return {"Identity": "none", "Sigmoid": "sigmoid"}.get(known, known)

@@ -23,7 +23,14 @@ from precompute.models.device import Device, Graphed, bucketed_length
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
 from precompute.text.sentence_folder import Head, SentenceFolder, read_sentence_folder
-from precompute.text.tokens import TextTokenizer, TokenCache, Tokens, texts, unusable_texts
+from precompute.text.tokens import (
+    TextTokenizer,
+    TokenCache,
+    Tokens,
+    beyond_the_table,
+    texts,
+    unusable_texts,
+)
 from precompute.text.transformer import (
     DECODERS,
     START_TOKENS,
@@ -284,6 +291,7 @@ class TextEncoder(TorchModel):
             int(row): f"{self._column} has more than {self.max_tokens} tokens"
             for row in np.flatnonzero(lengths > self.max_tokens)
         }
+        bad |= beyond_the_table(ids, lengths, self._config.vocab_size, self._column)
         return Prepared(lengths, Tokens(ids, np.cumsum(lengths) - lengths, lengths), bad)
 
     def _tokenized(

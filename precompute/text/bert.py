@@ -18,12 +18,58 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from precompute.foreign_file import KnownKeys
+from precompute.safetensors_file import SCALES
 from precompute.store.errors import ConfigError
 from precompute.text.unpadded import unpadded_attention
 
 KINDS = ("bert", "camembert", "roberta", "xlm-roberta")
 """``model_type`` of the transformers that are a BERT and nothing more; all but the first count
 positions from behind the padding's."""
+
+_HEAD = "a head of another task, behind the last hidden state, which is what is read"
+HEADS: Mapping[str, str] = dict.fromkeys(
+    (
+        "cls.*",
+        "lm_head.*",
+        "qa_outputs.*",
+        "classifier.*",
+        "pre_classifier.*",
+        "sop_classifier.*",
+        "seq_relationship.*",
+        "score.*",
+        "predictions.*",
+        "lm_predictions.*",
+        "mask_predictions.*",
+        "discriminator_predictions.*",
+        "generator_predictions.*",
+        "generator_lm_head.*",
+        "vocab_transform.*",
+        "vocab_layer_norm.*",
+        "vocab_projector.*",
+    ),
+    _HEAD,
+)
+"""Tensors that checkpoints have beside an encoder, from what they were trained for."""
+
+BERT_TENSORS = KnownKeys(
+    "the weights of a BERT (bert, camembert, roberta, xlm-roberta)",
+    used=(
+        "*embeddings.word_embeddings.weight",
+        "*embeddings.position_embeddings.weight",
+        "*embeddings.token_type_embeddings.weight",
+        "*embeddings.LayerNorm.*",
+        "*encoder.layer.*",
+    ),
+    harmless={
+        "*embeddings.position_ids": "the numbers 0, 1, 2, …, which are counted here",
+        "*embeddings.token_type_ids": "zeros: one text is one segment",
+        "*pooler.*": "it comes after the last hidden state, which is what is read",
+        **HEADS,
+    },
+    refused=SCALES,
+)
+"""Below them, each has to have its place in what ``config.json`` describes."""
 
 _SIZES = (
     "vocab_size",
@@ -233,23 +279,31 @@ def load_bert(config: BertConfig, weights: Mapping[str, torch.Tensor]) -> tuple[
 
     Args:
         weights: by transformers' names, also below a head (``bert.…``) and as TensorFlow called a
-            LayerNorm's (``gamma``, ``beta``); others are passed over.
+            LayerNorm's (``gamma``, ``beta``); those that are harmless are left out.
 
     Raises:
         RuntimeError: a weight is of another shape.
+        ValueError: a weight has no place, or stands there twice.
     """
     base = {"xlm-roberta": "roberta", "camembert": "roberta"}.get(
         config.model_type, config.model_type
     )
-    named = {
-        name.removeprefix(f"{base}.")
-        .replace("LayerNorm.gamma", "LayerNorm.weight")
-        .replace("LayerNorm.beta", "LayerNorm.bias"): w
-        for name, w in weights.items()
-    }
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        if BERT_TENSORS.why_harmless(name) is None:
+            plain = (
+                name.removeprefix(f"{base}.")
+                .replace("LayerNorm.gamma", "LayerNorm.weight")
+                .replace("LayerNorm.beta", "LayerNorm.bias")
+            )
+            if plain in named:
+                raise ValueError(f"the weights have {plain} twice")
+            named[plain] = tensor
     # without memory until it has what is loaded, and without random numbers
     bert = Bert(config, "meta")
     own = set(bert.state_dict())
+    if spare := sorted(set(named) - own):
+        raise ValueError(f"the weights have {spare[0]}, which config.json has no place for")
     missing = sorted(own - set(named))
     if not missing:
         # copies: a file that is written over would change the values of a process that maps it

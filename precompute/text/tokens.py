@@ -21,6 +21,7 @@ from tokenizers import Encoding, Tokenizer, normalizers
 
 from precompute.model import resolve_path
 from precompute.store.errors import ConfigError, ModelError
+from precompute.text.tokenizer_file import read_tokenizer
 
 CHARS_PER_TOKEN = 16
 """Characters of a text for each token of its limit that are tokenised at first, and the rest only
@@ -227,17 +228,31 @@ class PairTokens:
 class PairTokenizer:
     """A model's tokenizer, without padding; of two texts the longer loses its end first, as
     transformers cuts pairs.
+
+    Args:
+        prompt: put before each text, of a pair before the first.
+        lowercase: whether sentence-transformers would have it so (``do_lower_case``).
     """
 
-    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Any, max_tokens: int, prompt: str = "", lowercase: bool = False
+    ) -> None:
+        self._prompt = prompt
         self.padding = int(tokenizer.pad_token_id or 0)
         """The id of what fills a batch."""
         self._tokenizer: Tokenizer = tokenizer.backend_tokenizer
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(max_tokens, strategy="longest_first")
+        if lowercase:
+            _lowercase(self._tokenizer)
 
     def tokenized(self, rows: Sequence[Any]) -> PairTokens:
         """The tokens of texts, or of pairs of them (tuples)."""
+        if self._prompt:
+            rows = [
+                self._prompt + row if isinstance(row, str) else (self._prompt + row[0], *row[1:])
+                for row in rows
+            ]
         encodings = self._tokenizer.encode_batch_fast(rows)
         ids, types = ([getattr(one, name) for one in encodings] for name in ("ids", "type_ids"))
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
@@ -247,6 +262,17 @@ class PairTokenizer:
             for lists in (ids, types)
         )
         return PairTokens(flat, of, np.cumsum(lengths) - lengths, lengths)
+
+
+def beyond_the_table(
+    ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], vocabulary: int, column: str
+) -> dict[int, str]:
+    """Rows with a token that a model of so many has no vector for: position → reason. Some
+    tokenizers have more of them, such as one that stands for a picture."""
+    if not len(ids) or int(ids.max()) < vocabulary:
+        return {}
+    rows = np.repeat(np.arange(len(lengths)), lengths)[ids >= vocabulary]
+    return {int(row): f"{column} has a token that the model has no vector for" for row in rows}
 
 
 # ---- Text column: a source's texts, and which of them a model cannot take.
@@ -416,10 +442,10 @@ def _loaded(path: str) -> Tokenizer:
             f"chunk.tokenizer: {folder} has no tokenizer.json: name a folder or file that has"
         )
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as exc:
-        # the library raises many errors for a file that is no tokenizer
-        raise ConfigError(f"chunk.tokenizer: {file} is no tokenizer: {exc}") from exc
+        tokenizer = read_tokenizer(file, "chunk.tokenizer")
+    except ModelError as exc:
+        # it is a key of the view that names it
+        raise ConfigError(f"{exc}: {file} is no tokenizer") from exc
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -4,7 +4,6 @@ library alone; what is anything else, by transformers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from precompute.foreign_file import KnownKeys, read_json
 from precompute.registry import described
-from precompute.store.errors import ConfigError, ModelError
-from precompute.text.bert import bert_config, load_bert
+from precompute.safetensors_file import SCALES, check_floats, read_tensors, tensor_names
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError
+from precompute.text.bert import BERT_TENSORS, HEADS, KINDS, bert_config, load_bert
+from precompute.text.config_file import check_config
+from precompute.text.tokenizer_file import (
+    MAKE_TOKENIZER,
+    TOKENIZER_CONFIG,
+    check_tokenizer_settings,
+    read_tokenizer,
+)
 
 ENCODERS = (
     "albert",
@@ -46,6 +53,8 @@ START_TOKENS = {"cpu": 2048, "cuda": 16384}
 the engine searches on from here. MiniLM in bfloat16 took 2 % less of an AMD Zen 5's time than with
 1,024."""
 
+WEIGHTS = "model.safetensors"
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -55,62 +64,148 @@ TOKENIZER_FILES = (
 )
 
 
+SHARDS = KnownKeys(
+    "model.safetensors.index.json",
+    used=("weight_map",),
+    harmless={"metadata": "sizes, and what wrote it"},
+)
+TRANSFORMER_TENSORS = KnownKeys(
+    "the weights of any other transformer",
+    used=("(each tensor of the architecture's class in transformers)",),
+    harmless={
+        "*position_ids": "the numbers 0, 1, 2, …, which are counted here",
+        "*token_type_ids": "zeros: one text is one segment",
+    },
+    refused=SCALES,
+)
+SPARE_TENSORS = KnownKeys(
+    "the weights of any other transformer, which its class has no place for",
+    harmless={
+        **TRANSFORMER_TENSORS.harmless,
+        "*pooler.*": "it comes after the last hidden state, which is what is read",
+        **HEADS,
+        "head.*": "ModernBERT's, before it predicts tokens",
+        "decoder.*": "ModernBERT's, which predicts tokens",
+    },
+    refused=SCALES,
+)
+
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
 def model_files(folder: Path, use: str = "text_encoder") -> dict[str, Path]:
     """The transformer's and the tokenizer's files, by name.
 
     Raises:
-        ConfigError: one is missing.
+        ConfigError: one is missing, or there are two models.
+        ModelError: the list of the weights' files is damaged.
     """
-    weights = ["model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    # a large model's, in several files
-    if index.is_file() and not (folder / weights[0]).is_file():
-        try:
-            weights = [
-                index.name,
-                *sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())),
-            ]
-        except (ValueError, KeyError, AttributeError, TypeError) as exc:
-            raise ModelError(f"{use}: {index} is damaged: {exc}") from exc
-    needed = ["config.json", *weights, "tokenizer.json"]
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if (folder / name).is_file():
+            raise ConfigError(
+                f"{use}: {folder} is an adapter, or has one ({name}), on another model: merge the"
+                " two and save the result"
+            )
+    needed = ["config.json", *weight_names(folder, use), "tokenizer.json"]
     for name in needed:
         if not (folder / name).is_file():
-            raise ConfigError(
-                f"{use}: {folder} has no {name}; give the folder of a model saved with safetensors"
-            )
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{use}: {folder} is an adapter (adapter_config.json) on another model: merge the two"
-            " and save the result"
-        )
+            raise ConfigError(f"{use}: {folder} has no {name}; {_remedy(folder, name)}")
     return {
         name: folder / name for name in (*needed, *TOKENIZER_FILES) if (folder / name).is_file()
     }
 
 
-def model_type(file: Path, use: str = "text_encoder") -> str:
-    """The ``model_type`` of a ``config.json``.
+def _remedy(folder: Path, name: str) -> str:
+    if name == "tokenizer.json" and (folder / "tokenizer_config.json").is_file():
+        return f"write it once by: {MAKE_TOKENIZER.format(folder=folder)}"
+    if name == "tokenizer.json" and (folder / "vocab.txt").is_file():
+        return f"write it once by: {MAKE_TOKENIZER.format(folder=folder)}"
+    if name == WEIGHTS and any((folder / pickle).is_file() for pickle in PICKLES):
+        return (
+            f"it has {PICKLES[0]}, a pickle, which runs code when it is read: load the model once"
+            " where you trust it, and save it with safetensors (save_pretrained does)"
+        )
+    return "give the folder of a model saved with safetensors"
+
+
+def weight_names(folder: Path, use: str) -> list[str]:
+    """Names of the files that the weights are read from, the list of them first where there is
+    one: a large model's lie in several.
 
     Raises:
-        ConfigError: it is none that is known to come out right here.
+        ConfigError: there are two models.
+        ModelError: the list is damaged.
     """
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        kind = str(config["model_type"])
-    except (ValueError, KeyError, TypeError) as exc:
-        raise ModelError(f"{use}: {file} is damaged: it names no model_type ({exc})") from exc
-    # transformers' own code for the same model_type may be another model
-    if "AutoModel" in (config.get("auto_map") or {}):
+    index = folder / f"{WEIGHTS}.index.json"
+    if not index.is_file():
+        return [WEIGHTS]
+    files = _weight_map(index, use)
+    names = sorted(set(files.values()))
+    if (folder / WEIGHTS).is_file() and names != [WEIGHTS]:
         raise ConfigError(
-            f"{use}: {file}: the model's own code (auto_map: {config['auto_map']['AutoModel']}) is"
-            " never run: write a model class of your own, or remove auto_map where transformers'"
-            f" own {kind!r} is meant"
+            f"{use}: {folder} has two models: {WEIGHTS}, and the files that {index.name} names:"
+            " remove those that are not meant"
+        )
+    return [index.name, *names]
+
+
+def _weight_map(index: Path, use: str) -> dict[str, str]:
+    """Tensor → file of it."""
+    content = read_json(index, use, dict)
+    SHARDS.check(content, index, use)
+    files = content.get("weight_map")
+    if not isinstance(files, dict) or not all(
+        isinstance(name, str) and name == Path(name).name for name in files.values()
+    ):
+        raise ModelError(f"{use}: {index} is damaged: its weight_map names no files of this folder")
+    return files
+
+
+def _check_shards(folder: Path, files: Mapping[Path, list[str]], use: str) -> None:
+    """Each tensor is in one file, and in the one that the list names.
+
+    Args:
+        files: file → names of its tensors.
+    """
+    index = folder / f"{WEIGHTS}.index.json"
+    if not index.is_file():
+        return
+    listed = set(_weight_map(index, use).items())
+    found = {(name, file.name) for file, names in files.items() for name in names}
+    if listed != found:
+        name, file = min(listed ^ found)
+        raise ModelError(
+            f"{use}: {index} and the files beside it are not of one model: {name} is"
+            f" {'not in' if (name, file) in listed else 'in'} {file}: fetch all of them again"
+        )
+
+
+def model_type(file: Path, use: str = "text_encoder") -> str:
+    """The ``model_type`` of a ``config.json``, each key of which is known.
+
+    Raises:
+        ConfigError: it is none that is known to come out right here, or has a key that is not
+            known.
+        ModelError: it is damaged.
+    """
+    config = read_json(file, use, dict)
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ModelError(f"{use}: {file} is damaged: it names no model_type")
+    # transformers' own code for the same model_type may be another model
+    own = config.get("auto_map") or {}
+    if not isinstance(own, dict) or {"AutoModel", "AutoModelForSequenceClassification"} & set(own):
+        raise ConfigError(
+            f"{use}: {file}: the model's own code (auto_map: {str(own)[:200]}) is never run: write"
+            " a model class of your own, or remove auto_map, and save the model with transformers,"
+            f" where its own {kind!r} is meant"
         )
     if kind not in (*ENCODERS, *DECODERS):
         raise ConfigError(
             f"{use}: {file}: model_type {kind!r} is not known to come out right in batches;"
             f" {', '.join((*ENCODERS, *DECODERS))} are: write a model class of your own"
         )
+    check_config(config, file, use, plain=kind in KINDS)
     return kind
 
 
@@ -118,7 +213,7 @@ def load_transformer(folder: Path) -> tuple[Any, Any]:
     """(transformer in float32, its tokenizer by transformers' names).
 
     Raises:
-        ConfigError: the tokenizer works in a way that is not followed here.
+        ConfigError: something in it is not known, or works in a way that is not followed here.
         ModelError: a file is damaged, or weights are missing.
     """
     return _loaded(folder, "text_encoder", _encoder)
@@ -132,37 +227,42 @@ def load_classifier(folder: Path) -> tuple[Any, Any]:
 def _loaded(
     folder: Path, use: str, load: Callable[[Path], tuple[Any, Any, list[str]]]
 ) -> tuple[Any, Any]:
+    # transformers makes up one from other files when this is damaged
+    read_tokenizer(folder / "tokenizer.json", use)
+    check_tokenizer_settings(folder, use)
     try:
-        # transformers makes up one from other files when this is damaged
-        Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer, transformer, missing = load(folder)
+    except PrecomputeError:
+        raise
     except Exception as exc:
-        # the tokenizers library raises a bare Exception, safetensors one of its own
+        # transformers raises many errors for a damaged file, and the tokenizers library a bare one
         raise ModelError(f"{use}: {folder} does not load: {described(exc)}") from exc
     if missing:
         raise ModelError(f"{use}: {folder} has no weights for {', '.join(missing[:3])}")
-    if tokenizer.truncation_side != "right":
-        raise ConfigError(
-            f"{use}: {folder}/tokenizer_config.json: truncation_side is"
-            f" {tokenizer.truncation_side}; only right is understood"
+    if (tokenizer.pad_token_id or 0) >= transformer.config.vocab_size:
+        raise ModelError(
+            f"{use}: {folder} is of two models: its tokenizer pads with token"
+            f" {tokenizer.pad_token_id}, and the model has {transformer.config.vocab_size}"
         )
     return transformer, tokenizer
 
 
 def _encoder(folder: Path) -> tuple[Any, Any, list[str]]:
     """(tokenizer, transformer, names of the weights that are missing)."""
+    use = "text_encoder"
     tokenizer = read_wordpiece(folder) or _automatic_tokenizer(folder)
-    config = bert_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    config = bert_config(read_json(folder / "config.json", use, dict))
     if config is not None:
-        files = [
-            path for name, path in model_files(folder).items() if name.endswith(".safetensors")
-        ]
-        return tokenizer, *load_bert(
-            config, {name: w for file in files for name, w in load_file(file).items()}
-        )
+        tensors = {
+            file: read_tensors(file, BERT_TENSORS, use) for file in _weight_files(folder, use)
+        }
+        names = {file: tensor_names(file, use) for file in tensors}
+        _check_shards(folder, names, use)
+        weights = {name: w for part in tensors.values() for name, w in part.items()}
+        return tokenizer, *load_bert(config, weights)
     from transformers import AutoModel
 
-    transformer, missing = _automatic_model(folder, AutoModel)
+    transformer, missing = _automatic_model(folder, AutoModel, use)
     # transformers makes up what is missing, at random; only the pooler is not used here
     return tokenizer, transformer, [name for name in missing if not name.startswith("pooler.")]
 
@@ -171,8 +271,12 @@ def _classifier(folder: Path) -> tuple[Any, Any, list[str]]:
     from transformers import AutoModelForSequenceClassification
 
     return _automatic_tokenizer(folder), *_automatic_model(
-        folder, AutoModelForSequenceClassification
+        folder, AutoModelForSequenceClassification, "text_classifier"
     )
+
+
+def _weight_files(folder: Path, use: str) -> list[Path]:
+    return [folder / name for name in weight_names(folder, use) if not name.endswith(".json")]
 
 
 def _automatic_tokenizer(folder: Path) -> Any:
@@ -182,10 +286,14 @@ def _automatic_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _automatic_model(folder: Path, kind: Any) -> tuple[Any, list[str]]:
+def _automatic_model(folder: Path, kind: Any, use: str) -> tuple[Any, list[str]]:
     """(transformers' own model in float32, names of the weights that are missing)."""
     from transformers.utils import logging
 
+    files = _weight_files(folder, use)
+    for file in files:
+        check_floats(file, TRANSFORMER_TENSORS, use)
+    _check_shards(folder, {file: tensor_names(file, use) for file in files}, use)
     # a run has its own progress; this one ends up in logs
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformer, loading = kind.from_pretrained(
@@ -196,6 +304,7 @@ def _automatic_model(folder: Path, kind: Any) -> tuple[Any, list[str]]:
         dtype=torch.float32,
         output_loading_info=True,
     )
+    SPARE_TENSORS.check(sorted(loading["unexpected_keys"]), folder / WEIGHTS, use)
     if getattr(transformer.config, "use_cache", False):
         # nothing is generated
         transformer.config.use_cache = False
@@ -282,26 +391,6 @@ _SPECIAL = {
     "cls_token": "[CLS]",
     "mask_token": "[MASK]",
 }
-_WITHOUT_EFFECT = {
-    "added_tokens_decoder",
-    "clean_up_tokenization_spaces",
-    "do_basic_tokenize",
-    "is_local",
-    "local_files_only",
-    "max_length",
-    "model_max_length",
-    "name_or_path",
-    "pad_to_multiple_of",
-    "pad_token_type_id",
-    "padding_side",
-    "special_tokens_map_file",
-    "stride",
-    "tokenizer_file",
-    "truncation_strategy",
-}
-"""Settings of ``tokenizer_config.json`` that change no id of a text that is cut at its end and
-padded elsewhere."""
-
 _UNLIMITED = 10**30
 
 
@@ -327,13 +416,15 @@ def read_wordpiece(folder: Path) -> WordPieceTokenizer | None:
         None where transformers might make another one of the folder.
     """
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config, content = (
+            read_json(folder / name, "text_encoder", dict)
+            for name in ("tokenizer_config.json", "tokenizer.json")
+        )
         special = folder / "special_tokens_map.json"
-        names = json.loads(special.read_text(encoding="utf-8")) if special.is_file() else {}
-        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        names = read_json(special, "text_encoder", dict) if special.is_file() else {}
         if not _is_plain(config, names, content):
             return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ModelError, KeyError, TypeError, AttributeError):
         # transformers says what is wrong
         return None
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -372,7 +463,11 @@ def _is_plain(
         own["tokenizer_class"] in ("BertTokenizer", "BertTokenizerFast")
         and all(_SPECIAL[key] == token for key, token in tokens)
         and set(names) <= set(_SPECIAL)
-        and set(config) <= {*settings, *_SPECIAL, *_WITHOUT_EFFECT}
+        and all(
+            key in (*settings, *_SPECIAL, "added_tokens_decoder", "model_max_length")
+            or TOKENIZER_CONFIG.why_harmless(key)
+            for key in config
+        )
         and all(own[key] == settings[key] for key in ("backend", "never_split", "truncation_side"))
         and model
         == {

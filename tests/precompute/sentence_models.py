@@ -14,6 +14,7 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what it imports deprecates parts of itself
+    from sentence_transformers import CrossEncoder as CrossEncoder
     from sentence_transformers import SentenceTransformer as SentenceTransformer
     from sentence_transformers.sentence_transformer import modules as modules
 from transformers import AutoConfig

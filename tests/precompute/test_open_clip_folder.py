@@ -325,7 +325,7 @@ FLAWS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "layer scale": (
         with_vision(ls_init_value=1e-5),
         ConfigError,
-        "has a vision tower with ls_init_value: 1e-05",
+        "has ls_init_value, which is not known of vision_cfg in open_clip_config.json",
     ),
     "timm's": (
         with_vision(timm_model_name="convnext_base"),

@@ -3,6 +3,7 @@ by name."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import shutil
@@ -24,7 +25,7 @@ from precompute.store.wire.lookup_options import LookupOptions
 from precompute.techniques.conversion import convert
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import technique
-from precompute.text.sentence_folder import read_sentence_folder
+from precompute.text.sentence_folder import DOCUMENTS
 from precompute.text.transformer import DECODERS, ENCODERS
 from tests.conftest import MakeProject
 from tests.precompute.sentence_models import (
@@ -315,24 +316,34 @@ def test_prompts_are_those_of_encode_document_and_encode_query(copied: Path) -> 
         same(encode(ours.for_queries()), theirs.encode_query(TEXTS))
 
 
-@pytest.mark.parametrize(
-    ("prompts", "default", "document", "query"),
-    [
-        ({"query": "q: "}, "query", "", "q: "),
-        ({"sts": "s: "}, "sts", "s: ", "s: "),
-        ({"corpus": "c: ", "document": ""}, "corpus", "c: ", "c: "),
-        ({"sts": "s: "}, None, "", ""),
-    ],
-)
-def test_a_default_prompt_is_that_of_a_model_that_knows_no_two_sides(
-    prompts: dict[str, Any], default: str | None, document: str, query: str, copied: Path
+def test_a_default_prompt_is_that_of_a_side_that_has_none(
+    made: tuple[Path, SentenceTransformer], copied: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    change(copied / SETTINGS, prompts=prompts, default_prompt_name=default)
-    found = read_sentence_folder(copied)
-    assert found is not None
-    assert (found.prompt, found.query_prompt) == (document, query)
-    if document == query:
-        same(encode(TextEncoder(str(copied))), read(copied).encode(TEXTS))
+    """Of every combination of prompts and default: a side with a text of its own is that of
+    encode_document() or encode_query(), one without is that of encode(), unless the default is the
+    other side's; and where encode() and encode_document() differ, a line says so."""
+    count = 0
+    some = [named for named in sided_prompts() if {"", None}.isdisjoint(named.values())]
+    some += [{"sts": "sts : "}, {"passage": "passage : ", "query": "q : "}]
+    for named in some:
+        for default in sorted({*named, "query", "document"}):
+            change(copied / SETTINGS, prompts=named, default_prompt_name=default)
+            caplog.clear()
+            ours, theirs = TextEncoder(str(copied)), copy.copy(made[1])
+            # as the library reads it, which the test above compares
+            theirs.prompts = {"query": "", "document": "", **named}
+            theirs.default_prompt_name = default
+            plain = theirs.encode(TEXTS[:2])
+            documents = theirs.encode_document(TEXTS[:2])
+            queries = theirs.encode_query(TEXTS[:2])
+            rows = documents if named.get("document") or default == "query" else plain
+            asked = queries if named.get("query") or default in DOCUMENTS else plain
+            same(encode(ours, TEXTS[:2]), rows)
+            same(encode(ours.for_queries(), TEXTS[:2]), asked)
+            said = "sentence-transformers' encode() puts" in caplog.text
+            assert said == bool(np.abs(plain - documents).max() > 1e-5), (named, default)
+            count += 1
+    assert count == 22
 
 
 def test_rows_are_documents_and_what_is_searched_by_is_a_query(
@@ -399,7 +410,7 @@ OWN, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
         (
             POOLING,
             {"pooling_mode_mean_last_2_tokens": True},
-            "sets pooling_mode_mean_last_2_tokens, which is not understood",
+            "has pooling_mode_mean_last_2_tokens, which is not known of",
         ),
         (
             DENSE,
@@ -411,9 +422,9 @@ OWN, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
         (
             DENSE,
             {"module_input_name": "token_embeddings"},
-            "module_input_name is 'token_embeddings'; only sentence_embedding",
+            "module_input_name is 'token_embeddings'; only 'sentence_embedding' is computed",
         ),
-        (DENSE, {"scale": 2}, "sets scale, which is not understood"),
+        (DENSE, {"scale": 2}, "has scale, which is not known of"),
         (
             "3_Normalize/config.json",
             {"module_output_name": "other"},
@@ -437,10 +448,18 @@ OWN, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
         (
             OWN,
             {"query_expansion": {"strategy": "min", "length": 8}},
-            "sets query_expansion, which is not understood",
+            "has query_expansion, which is not known of",
         ),
-        (OWN, {"config_args": {"num_hidden_layers": 1}}, r"sets config_args\.num_hidden_layers"),
-        (OWN, {"tokenizer_args": {"do_lower_case": False}}, r"sets tokenizer_args\.do_lower_case"),
+        (
+            OWN,
+            {"config_args": {"num_hidden_layers": 1}},
+            r"has config_args\.num_hidden_layers, which is not known",
+        ),
+        (
+            OWN,
+            {"tokenizer_args": {"do_lower_case": False}},
+            r"has tokenizer_args\.do_lower_case, which is not known",
+        ),
         (
             SETTINGS,
             {"model_type": "SparseEncoder"},
@@ -460,9 +479,13 @@ OWN, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
         (
             "config.json",
             {"auto_map": {"AutoModel": "modeling.New"}},
-            r"own code \(auto_map: modeling\.New\) is never run: .* own 'bert' is meant",
+            r"own code \(auto_map: .*modeling\.New.*\) is never run: .* own 'bert' is meant",
         ),
-        ("adapter_config.json", {"peft_type": "LORA"}, "is an adapter .* on another model: merge"),
+        (
+            "adapter_config.json",
+            {"peft_type": "LORA"},
+            r"is an adapter, or has one \(adapter_config\.json\), on another model: merge",
+        ),
         (
             "tokenizer_config.json",
             {"truncation_side": "left"},
@@ -488,7 +511,7 @@ def test_what_is_not_understood_is_refused_by_name(
     [
         (
             "sentence_transformers.models.WordEmbeddings",
-            r"names the module WordEmbeddings \(sentence_transformers\.models\.WordEmbeddings\)",
+            "names the module WordEmbeddings; Transformer, Pooling, Dense",
         ),
         ("sentence_transformers.base.modules.router.Router", "the module Router"),
         ("custom_st.Transformer", r"names custom_st\.Transformer, code that comes with the model"),

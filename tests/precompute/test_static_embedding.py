@@ -97,9 +97,15 @@ def test_vectors_are_those_of_model2vec(tmp_path: Path, kind: str, changes: Any)
     assert not expected[list(prepared.bad)].any()
 
 
+@pytest.mark.parametrize("cut", [None, "right", "left"])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_vectors_are_those_of_sentence_transformers(tmp_path: Path, normalize: bool) -> None:
+def test_vectors_are_those_of_sentence_transformers(
+    tmp_path: Path, normalize: bool, cut: str | None
+) -> None:
+    """Cut as tokenizer.json says, and not at all where it does not."""
     words = vocabulary("words")
+    if cut is not None:
+        words.enable_truncation(3, direction=cut)
     table = np.random.default_rng(0).normal(size=(words.get_vocab_size(), 6)).astype(np.float32)
     made: list[Any] = [
         modules.StaticEmbedding(words, embedding_weights=table),
@@ -109,6 +115,19 @@ def test_vectors_are_those_of_sentence_transformers(tmp_path: Path, normalize: b
     peer.save(str(tmp_path), create_model_card=False)
     np.testing.assert_allclose(
         loaded(tmp_path).compute(ROWS)["embedding"], peer.encode(TEXTS), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_table_in_8_bits_is_what_model2vec_computes_with(tmp_path: Path) -> None:
+    size = vocabulary("words").get_vocab_size()
+    table = np.random.default_rng(0).integers(-127, 127, (size, 6)).astype(np.int8)
+    saved(tmp_path, embeddings=table, config={"normalize": False})
+    theirs = StaticModel.from_pretrained(tmp_path, force_download=False)
+    rows = pa.record_batch({"text": ["a heist in the snow", "film"]})
+    np.testing.assert_allclose(
+        loaded(tmp_path).compute(rows)["embedding"],
+        theirs.encode(rows["text"].to_pylist()),
+        rtol=1e-5,
     )
 
 
@@ -137,12 +156,13 @@ def test_a_text_without_a_known_token_is_a_bad_row(tmp_path: Path) -> None:
             "its table has a number that is not finite",
         ),
         ({"mapping": np.full(500, 999)}, "its mapping names rows that are not there"),
-        ({"vectors": np.ones((500, 6), np.float32)}, "embeddings"),
+        ({"weights": np.ones(3)}, "its weights have the shape [3]"),
+        ({"mapping": np.ones(500)}, "its mapping is no list of whole numbers"),
     ],
 )
 def test_a_damaged_table_is_named(tmp_path: Path, damage: dict[str, Any], message: str) -> None:
     file = saved(tmp_path) / "model.safetensors"
-    tensors = {} if "vectors" in damage else load_file(file)
+    tensors = load_file(file)
     save_file(
         {name: np.ascontiguousarray(values) for name, values in (tensors | damage).items()}, file
     )
@@ -163,13 +183,15 @@ def test_what_is_no_such_folder_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "config_sentence_transformers.json").write_text("{}")
     types = [
-        {"type": f"sentence_transformers.models.{name}"} for name in ("StaticEmbedding", "Dense")
+        {"type": f"sentence_transformers.models.{name}", "path": ""}
+        for name in ("StaticEmbedding", "Dense")
     ]
     (tmp_path / "modules.json").write_text(json.dumps(types))
     with pytest.raises(
         ConfigError, match=r"has StaticEmbedding, Dense: StaticEmbedding, and Normalize after it"
     ):
         loaded(tmp_path)
+    (tmp_path / "modules.json").write_text(json.dumps(types[:1]))
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer.json; give a folder that model2vec"):
         loaded(tmp_path)

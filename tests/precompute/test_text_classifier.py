@@ -18,7 +18,7 @@ from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
 from precompute.techniques.conversion import convert
 from precompute.techniques.technique import technique
-from tests.precompute.sentence_models import DECODERS, SHAPES, transformer
+from tests.precompute.sentence_models import DECODERS, SHAPES, CrossEncoder, transformer
 
 QUERIES = ["a heist in the snow", "film", "the line is cold", "read file by line " * 20]
 DOCUMENTS = ["cold film over it", "passage and document is warm", "x", "warm " * 30]
@@ -110,6 +110,66 @@ def test_the_folder_says_what_becomes_of_the_logits(
     )
 
 
+@pytest.mark.parametrize(
+    ("labels", "given"),
+    [
+        (1, {}),
+        (1, {"activation_fn": torch.nn.Identity()}),
+        (1, {"activation_fn": torch.nn.ELU()}),
+        (3, {}),
+        (3, {"activation_fn": torch.nn.Sigmoid()}),
+        (3, {"prompts": {"ask": "query : "}, "default_prompt_name": "ask"}),
+        (3, {"prompts": {"ask": "query : "}}),
+        (1, {"max_length": 9}),
+    ],
+    ids=[
+        "one label",
+        "Identity",
+        "ELU",
+        "three labels",
+        "Sigmoid",
+        "a default prompt",
+        "a prompt",
+        "max_length",
+    ],
+)
+def test_a_cross_encoder_has_the_scores_of_predict(
+    tmp_path: Path, labels: int, given: dict[str, Any]
+) -> None:
+    """As sentence-transformers 6 saves it, with all that it says beside the model."""
+    theirs = CrossEncoder(
+        str(saved(tmp_path / "plain", num_labels=labels, problem_type="regression")),
+        device="cpu",
+        **given,
+    )
+    theirs.save(str(tmp_path / "saved"), create_model_card=False)
+    texts = list(zip(QUERIES, DOCUMENTS, strict=True))
+    made = loaded(tmp_path / "saved").compute(PAIRS)["score"]
+    expected = CrossEncoder(str(tmp_path / "saved"), device="cpu").predict(texts)
+    np.testing.assert_allclose(made, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(made, theirs.predict(texts), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"sentence_transformers": {"activation_fn": IDENTITY, "version": "5.1.0"}},
+        {"sentence_transformers": {"version": "5.1.0"}},
+        {"sbert_ce_default_activation_function": IDENTITY},
+    ],
+)
+@pytest.mark.parametrize("labels", [1, 3])
+def test_an_older_cross_encoder_has_the_scores_of_predict(
+    tmp_path: Path, labels: int, entry: dict[str, Any]
+) -> None:
+    folder = saved(tmp_path, num_labels=labels, **entry)
+    texts = list(zip(QUERIES, DOCUMENTS, strict=True))
+    expected = CrossEncoder(str(folder), device="cpu").predict(texts)
+    np.testing.assert_allclose(
+        loaded(folder).compute(PAIRS)["score"], expected, rtol=1e-4, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("name", ["fp32-onednn", "bf16-eager"])
 def test_it_computes_in_other_precisions(tmp_path: Path, name: str) -> None:
     model = loaded(saved(tmp_path, segments=True, num_labels=3))
@@ -143,9 +203,9 @@ def test_bad_texts_are_bad_rows(tmp_path: Path) -> None:
         ),
         ({}, {"max_tokens": 41}, "max_tokens is 41, this model takes 3 to 40"),
         (
-            {"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}},
+            {"sentence_transformers": {"activation_fn": "torch.nn.Softmax"}},
             {},
-            "names the activation 'torch.nn.Tanh'",
+            "names the activation 'torch.nn.Softmax'",
         ),
     ],
 )
