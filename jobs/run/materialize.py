@@ -21,6 +21,7 @@ from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.judge.accuracy import AccuracyCheck
 from precompute.jobs.run.judge.audit import Audit
 from precompute.jobs.run.judge.gates import Judge
+from precompute.jobs.run.judge.library import check_by_library
 from precompute.jobs.run.rows.chunks import Chunks
 from precompute.jobs.run.rows.merging import (
     Replaced,
@@ -82,6 +83,16 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
         if plan.nothing_to_do:
             return _reuse_parent(job, opened, loaded, plan, report)
         if plan.source_rows:
+            with report.stage("library"):
+                # in float32, which a conversion ends
+                report.library = check_by_library(
+                    job.config,
+                    opened,
+                    job.store,
+                    plan.parent,
+                    job.options.accept,
+                    job.project.settings.memory_mb,
+                )
             with report.stage("open"):
                 opened.convert()
                 if opened.student is not None:
@@ -228,6 +239,7 @@ def _reuse_parent(
     assert plan.parent is not None
     snapshot, store, rejected = plan.parent, job.store, plan.parent.counts.rejected
     report.snapshot, report.status = snapshot.number, "current"
+    report.library = snapshot.library
     report.counts = plain(Counts(plan.source_rows, 0, rejected, plan.source_rows - rejected))
     report.counts |= _nulls(snapshot)
     if snapshot.refused_by:
@@ -440,6 +452,7 @@ def _draft_snapshot(
         partition=report.partition,
         renewed_at=loaded.read_at_us if renews else None,
         source_at=loaded.source_at,
+        library=report.library,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from precompute.model import Prepared, digest, resolve_path
+from precompute.model import Features, OwnLibrary, Prepared, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.registry import described
@@ -150,6 +150,12 @@ class StaticEmbedding(TorchModel):
         ) as exc:
             raise ModelError(f"static_embedding: {folder} is damaged: {described(exc)}") from exc
         self._column, self._output, self._files = column, output, read.files
+        self._given = {
+            "path": str(folder),
+            "column": column,
+            "output": output,
+            "normalize": normalize,
+        }
         self._tokenizer = read.tokenizer
         self._unknown = read.unknown
         self._max_length = read.max_length
@@ -159,6 +165,7 @@ class StaticEmbedding(TorchModel):
             None if read.max_length is None else read.max_length * int(np.median(vocabulary))
         )
         self._normalize = read.normalize if normalize is None else normalize
+        self._has_windows = bool(read.windows)
         module = TableMean(read.table, self._normalize, read.windows)
         super().__init__(module, Device(device))
 
@@ -166,6 +173,14 @@ class StaticEmbedding(TorchModel):
         return digest(
             code=CODE_VERSION, files=self._files, column=self._column, normalize=self._normalize
         )
+
+    def own_library(self) -> OwnLibrary | None:
+        if self._has_windows:
+            # they are of our own
+            return None
+        name = "model2vec" if "config.json" in self._files else "sentence-transformers"
+        by = f"precompute.models.static_embedding:by_{name.replace('-', '_')}"
+        return OwnLibrary(name, by, self._given, tuple(self._files.values()))
 
     def reads(self) -> tuple[str]:
         return (self._column,)
@@ -305,3 +320,42 @@ def _table(tensors: Mapping[str, torch.Tensor], size: int) -> torch.Tensor:
     if not bool(torch.isfinite(table).all()):
         raise ValueError("its table has a number that is not finite")
     return table.contiguous()
+
+
+# ---- the same by the library itself
+
+
+def by_model2vec(
+    path: str, column: str, output: str, normalize: bool | None
+) -> Callable[[pa.RecordBatch], Features]:
+    """Vectors as model2vec's ``StaticModel`` has them."""
+    from model2vec import StaticModel
+
+    model: Any = StaticModel.from_pretrained(path, normalize=normalize)
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        return {output: np.asarray(model.encode(texts(batch.column(column))), np.float32)}
+
+    return predict
+
+
+def by_sentence_transformers(
+    path: str, column: str, output: str, normalize: bool | None
+) -> Callable[[pa.RecordBatch], Features]:
+    """Vectors as ``SentenceTransformer`` has them of a folder whose first module is a
+    ``StaticEmbedding``."""
+    from sentence_transformers import SentenceTransformer
+
+    model: Any = SentenceTransformer(path, device="cpu", local_files_only=True).float()
+    if normalize is False:
+        model = SentenceTransformer(modules=[model[0]], device="cpu")
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        rows = texts(batch.column(column))
+        return {
+            output: model.encode(
+                rows, show_progress_bar=False, normalize_embeddings=normalize is True
+            )
+        }
+
+    return predict

@@ -8,7 +8,9 @@ cross-encoder's as sentence-transformers computes ``CrossEncoder``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from precompute.model import Prepared, Verbatim, digest, resolve_path
+from precompute.model import Features, OwnLibrary, Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
@@ -143,6 +145,14 @@ class TextClassifier(TorchModel):
                 f"text_classifier: {folder} has one label, which is a score: leave out `label`"
             )
         self._output, self._label, self.max_cost = output, label, max_cost
+        self._given: dict[str, Any] = {
+            "path": str(folder),
+            "columns": self._columns,
+            "output": output,
+            "label": label,
+            "activation": activation,
+            "max_tokens": max_tokens,
+        }
         chosen = activation or _activation(config)
         self._facts = {
             "activation": chosen,
@@ -156,6 +166,13 @@ class TextClassifier(TorchModel):
 
     def fingerprint(self) -> str:
         return digest(code=CODE_VERSION, recipe=self._facts, files=self._files)
+
+    def own_library(self) -> OwnLibrary:
+        # a cross-encoder's folder names what comes after the logits, or is of its library's layout
+        is_cross = _is_cross_encoder(Path(self._given["path"]))
+        name = "sentence-transformers" if is_cross else "transformers"
+        by = f"precompute.models.text_classifier:by_{name.replace('-', '_')}"
+        return OwnLibrary(name, by, self._given, tuple(self._files.values()))
 
     def reads(self) -> tuple[str, ...]:
         return self._columns
@@ -224,3 +241,86 @@ def _activation(config: Any) -> str:
         if config.num_labels == 1 or config.problem_type == "multi_label_classification"
         else "softmax"
     )
+
+
+# ---- the same by the library itself
+
+
+def _is_cross_encoder(folder: Path) -> bool:
+    """Whether sentence-transformers wrote a folder: then ``CrossEncoder`` is what people load it
+    by, else a pipeline of transformers."""
+    if (folder / "config_sentence_transformers.json").is_file():
+        return True
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return not {"sentence_transformers", "sbert_ce_default_activation_function"}.isdisjoint(config)
+
+
+def by_sentence_transformers(
+    path: str,
+    columns: Sequence[str],
+    output: str,
+    label: str | None,
+    activation: str | None,
+    max_tokens: int | None,
+) -> Callable[[pa.RecordBatch], Features]:
+    """Scores as ``CrossEncoder`` predicts them, on the CPU in float32."""
+    from sentence_transformers import CrossEncoder
+
+    model: Any = CrossEncoder(path, device="cpu", local_files_only=True, max_length=max_tokens)
+    model.float()
+    given_by: dict[str | None, dict[str, Any]] = {
+        None: {},
+        "none": {"activation_fn": torch.nn.Identity()},
+        "sigmoid": {"activation_fn": torch.nn.Sigmoid()},
+        "softmax": {"activation_fn": torch.nn.Softmax(-1)},
+    }
+    more = given_by[activation]
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        rows = list(zip(*(texts(batch.column(name)) for name in columns), strict=True))
+        given = rows if len(columns) == 2 else [row[0] for row in rows]
+        scores = model.predict(given, show_progress_bar=False, **more)
+        return _labelled(scores, output, label, model.config.id2label)
+
+    return predict
+
+
+def by_transformers(
+    path: str,
+    columns: Sequence[str],
+    output: str,
+    label: str | None,
+    activation: str | None,
+    max_tokens: int | None,
+) -> Callable[[pa.RecordBatch], Features]:
+    """Scores as transformers' pipeline ``text-classification`` has them, on the CPU in float32."""
+    from transformers import pipeline
+
+    pipe: Any = pipeline(
+        "text-classification", model=path, device=-1, dtype=torch.float32, top_k=None
+    )
+    more: dict[str, Any] = {} if activation is None else {"function_to_apply": activation}
+    more |= {} if max_tokens is None else {"max_length": max_tokens}
+    named = pipe.model.config.id2label
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        rows = zip(*(texts(batch.column(name)) for name in columns), strict=True)
+        found = [
+            # one after the other: a batch of them needs a padding token
+            pipe(dict(zip(("text", "text_pair"), row, strict=False)), truncation=True, **more)
+            for row in rows
+        ]
+        by_name = [{one["label"]: one["score"] for one in scores} for scores in found]
+        order = [named[place] for place in range(len(named))]
+        scores = np.array([[one[name] for name in order] for one in by_name], np.float32)
+        return _labelled(scores[:, 0] if len(order) == 1 else scores, output, label, named)
+
+    return predict
+
+
+def _labelled(
+    scores: npt.NDArray[Any], output: str, label: str | None, named: Mapping[int, str]
+) -> Features:
+    if label is None:
+        return {output: scores}
+    return {output: scores, label: pa.array([named[int(place)] for place in scores.argmax(1)])}

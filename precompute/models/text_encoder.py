@@ -18,7 +18,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from precompute.model import Prepared, Verbatim, absolute_path, digest, resolve_path
+from precompute.model import (
+    Features,
+    OwnLibrary,
+    Prepared,
+    Verbatim,
+    absolute_path,
+    digest,
+    resolve_path,
+)
 from precompute.models.device import Device, Graphed, bucketed_length
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
@@ -146,6 +154,14 @@ class TextEncoder(TorchModel):
     ) -> None:
         folder = self.folder = resolve_path(path)
         """What it was loaded from."""
+        self._given = {
+            "path": str(folder),
+            "column": column,
+            "output": output,
+            "max_tokens": max_tokens,
+            "prompt": prompt,
+            "truncate_dim": truncate_dim,
+        }
         self._column, self._output, self.max_cost = column, output, max_cost
         if too_long not in ("cut", "bad"):
             raise ConfigError(f"text_encoder: too_long is cut or bad, got {too_long!r}")
@@ -234,6 +250,10 @@ class TextEncoder(TorchModel):
             files=self._files,
             **({"too_long": "bad"} if self._refuse_long else {}),
         )
+
+    def own_library(self) -> OwnLibrary:
+        by = "precompute.models.text_encoder:by_sentence_transformers"
+        return OwnLibrary("sentence-transformers", by, self._given, tuple(self._files.values()))
 
     def reads(self) -> tuple[str]:
         return (self._column,)
@@ -346,3 +366,40 @@ def _head(recipe: SentenceFolder, hidden_size: int, truncate_dim: int | None) ->
         )
     head.dim = min(retained or head.dim, head.dim)
     return head
+
+
+# ---- the same by the library itself
+
+
+def by_sentence_transformers(
+    path: str,
+    column: str,
+    output: str,
+    max_tokens: int | None,
+    prompt: str | None,
+    truncate_dim: int | None,
+) -> Callable[[pa.RecordBatch], Features]:
+    """Documents as ``SentenceTransformer`` embeds them, on the CPU in float32, with what a view
+    says besides the folder; of a plain transformers folder with what :class:`TextEncoder` adds."""
+    from sentence_transformers import SentenceTransformer
+
+    more: dict[str, Any] = {} if truncate_dim is None else {"truncate_dim": truncate_dim}
+    model: Any = SentenceTransformer(path, device="cpu", local_files_only=True, **more).float()
+    plain = not Path(path, "modules.json").is_file()
+    longest = max_tokens or (
+        min(PLAIN_MAX_TOKENS, model.max_seq_length or 10**9) if plain else None
+    )
+    if longest is not None:
+        model.max_seq_length = longest
+    # encode_document() puts nothing first where the folder's default is the documents' prompt
+    # under another name than "document", with which encode() begins
+    default = model.default_prompt_name
+    by_default = not model.prompts.get("document") and default not in (None, "query")
+    encode = model.encode if by_default else model.encode_document
+    said: dict[str, Any] = {} if prompt is None else {"prompt": prompt}
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        rows = texts(batch.column(column))
+        return {output: encode(rows, show_progress_bar=False, normalize_embeddings=plain, **said)}
+
+    return predict

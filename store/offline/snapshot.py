@@ -21,7 +21,7 @@ from precompute.store.disk.durable_file import replace_undurably
 from precompute.store.disk.record import Record, field, plain, record_of
 from precompute.store.disk.storage import LOCAL, storage_of
 from precompute.store.errors import SnapshotError
-from precompute.store.feature_view import FeatureView, StudentUse
+from precompute.store.feature_view import FeatureView, LibraryCheck, StudentUse
 from precompute.store.offline.row_figures import RowFigures
 
 FORMAT_VERSION = 1
@@ -177,6 +177,9 @@ class Snapshot(Record, frozen=True):
     this snapshot."""
     fence: int = 0
     """The fence of the lease that its writer held."""
+    library: LibraryCheck | None = None
+    """How the model compares with its own library; None of one that has none, and of a manifest
+    that was written before that was asked."""
 
     @property
     def losses(self) -> int | None:

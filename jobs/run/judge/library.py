@@ -1,0 +1,160 @@
+"""Library: a model that is new to a view is compared with its own library, once; later runs of the
+same fingerprint find the verdict in the manifest that they build on, or in an earlier run's report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from dataclasses import replace
+
+import pyarrow as pa
+
+from precompute.engine.runner import Runner
+from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.run.rows.open_view import REPORTS, OpenView
+from precompute.model import OwnLibrary
+from precompute.own_library import (
+    ROWS,
+    TRIED_ROWS,
+    ask,
+    compared,
+    exact_view,
+    own_library_of,
+    telling_rows,
+    unchecked,
+    version_of,
+    without_asking,
+)
+from precompute.sources.source import Source
+from precompute.store.errors import ModelError, SnapshotError
+from precompute.store.feature_view import LibraryCheck
+from precompute.store.keys import key_column
+from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+
+POOL_ROWS = 256
+"""Rows that those to compare are chosen from."""
+POOL_PICTURES = 16
+"""The same of a source with bytes, such as pictures."""
+NULL_ROWS = 4
+"""Rows with a null among them, at most, where there are some."""
+
+
+def check_by_library(
+    config: ViewConfig,
+    opened: OpenView,
+    store: ViewStore,
+    parent: Snapshot | None,
+    accept: Collection[str],
+    memory_mb: int,
+) -> LibraryCheck | None:
+    """How the view's model compares with its own library, before a row is computed: as it is known,
+    or else by asking it.
+
+    Args:
+        config: the view's.
+        opened: the view, its source loaded and its model in float32.
+        store: of the view's earlier runs.
+        parent: the snapshot that the run builds on.
+        accept: gates that the run accepts, ``library`` perhaps among them.
+        memory_mb: how much the weights may take once more.
+
+    Returns:
+        the verdict; None of a model without a library of its own.
+
+    Raises:
+        ModelError: it differs, and that is not accepted.
+        SourceError: the source cannot be read.
+    """
+    own = own_library_of(opened.model)
+    if own is None:
+        return None
+    found = known_check(own, opened.fingerprint, store, parent) or compare_rows(
+        opened, own, memory_mb
+    )
+    if found.verdict == "differs" and not found.accepted:
+        if "library" in accept:
+            return replace(found, accepted=True)
+        raise ModelError(
+            f"{opened.place('model', 'use')}: the model {found.said}. Nothing was computed. If the"
+            " library is right, set in model.args what the folder or file does not say (a prompt,"
+            " the longest input, the columns), or write a model class of your own that calls it; if"
+            f" this is as it should be: {config.accepting('library')}"
+        )
+    return found
+
+
+def known_check(
+    own: OwnLibrary, fingerprint: str, store: ViewStore, parent: Snapshot | None
+) -> LibraryCheck | None:
+    """What an earlier run found of the same fingerprint and the same version of the library, if it
+    asked it. A difference that was not accepted is looked at again."""
+    version = version_of(own)
+
+    def known(of: Snapshot | Report) -> LibraryCheck | None:
+        found = of.library if of.model == fingerprint else None
+        asked = found is not None and (found.library, found.version) == (own.name, version)
+        return found if found and asked and (found.verdict != "differs" or found.accepted) else None
+
+    if parent is not None and (found := known(parent)):
+        return found
+    for run in store.runs.ids()[:REPORTS]:
+        # one that cannot be read tells nothing
+        with contextlib.suppress(SnapshotError):
+            if found := known(store.runs.read(run)):
+                return found
+    return None
+
+
+def compare_rows(opened: OpenView, own: OwnLibrary, memory_mb: int) -> LibraryCheck:
+    """Ask the library of a model for some rows of the view's source, and compare.
+
+    Args:
+        opened: the view, its model in float32; of a source that is not loaded the first rows are
+            chosen from.
+        own: the library.
+        memory_mb: how much the weights may take once more.
+
+    Raises:
+        SourceError: the source cannot be read.
+        ModelError: the view and its source do not fit the model.
+    """
+    if (known := without_asking(own, memory_mb)) is not None:
+        return known
+    batch = _rows(opened.source)
+    view = exact_view(opened.view)
+    done = None
+    if batch is not None:
+        done = Runner(opened.model, view, search=False).compute(batch)
+    if batch is None or done is None or not len(done.rows):
+        tried = 0 if batch is None else batch.num_rows
+        return unchecked(own, f"the model has a value for none of {tried} rows")
+    rows = batch.take(pa.array(done.rows[:ROWS]))
+    keys = key_column(rows, view.entity).to_pylist()
+    version = version_of(own) or ""
+    return compared(
+        own,
+        version,
+        view,
+        done.features.slice(0, ROWS),
+        ask(own, rows),
+        keys,
+        len(done.rejections),
+    )
+
+
+def _rows(source: Source) -> pa.RecordBatch | None:
+    """Rows of the source that tell most; None where there are none."""
+    of_bytes = any(pa.types.is_binary(field.type) for field in source.schema)
+    pool = source.head(POOL_PICTURES if of_bytes else POOL_ROWS)
+    if source.loaded:
+        drawn = source.sample(POOL_PICTURES if of_bytes else POOL_ROWS)
+        pool = pa.concat_tables([source.extremes(1), source.with_nulls(NULL_ROWS), drawn])
+    keys = key_column(pool, source.entity).to_pylist()
+    first = {key: row for row, key in reversed(list(enumerate(keys)))}
+    pool = pool.take(pa.array(sorted(first.values()), pa.int64()))
+    chosen = telling_rows(pool, source.input_columns or source.entity, TRIED_ROWS)
+    batches = pool.take(pa.array(chosen, pa.int64())).combine_chunks().to_batches()
+    return batches[0] if batches else None
