@@ -181,7 +181,7 @@ class OwnLibrary:
             in a process of its own, and returns what makes features of a batch.
         given: its keyword arguments, which JSON can hold.
         files: the model's, which are in memory once more while it is asked.
-        needs: modules that it needs besides.
+        needs: modules, its own and others, that are imported to ask it.
     """
 
     name: str

@@ -79,16 +79,18 @@ def without_asking(own: OwnLibrary, memory_mb: int) -> LibraryCheck | None:
     """
     if not own.by:
         return LibraryCheck("itself", own.name, f"computed by {own.name} itself")
-    lacks = [own.name] if version_of(own) is None else []
-    lacks += [name for name in own.needs if importlib.util.find_spec(name) is None]
-    if lacks:
-        return unchecked(own, f"{lacks[0]} is not installed")
+    # its own module stands first of those that it needs
+    absent = [name for name in own.needs if importlib.util.find_spec(name) is None]
+    if version_of(own) is None or absent[:1] == list(own.needs[:1]):
+        return unchecked(own, f"{own.name} is not installed")
+    if absent:
+        return unchecked(own, f"{absent[0]}, by which {own.name} is asked, is not installed")
     size_bytes = sum(path.stat().st_size for path in own.files if path.is_file())
     if size_bytes > memory_mb * 1e6:
         return unchecked(
             own,
-            f"the model has {size_bytes / 1e9:,.1f} GB, and memory_mb leaves"
-            f" {memory_mb / 1e3:,.1f} GB to have it in memory once more",
+            f"the model has {size_bytes / 1e6:,.0f} MB, and memory_mb is {memory_mb:,}: there is no"
+            " room for it once more",
         )
     return None
 

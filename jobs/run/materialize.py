@@ -83,16 +83,8 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
         if plan.nothing_to_do:
             return _reuse_parent(job, opened, loaded, plan, report)
         if plan.source_rows:
-            with report.stage("library"):
-                # in float32, which a conversion ends
-                report.library = check_by_library(
-                    job.config,
-                    opened,
-                    job.store,
-                    plan.parent,
-                    job.options.accept,
-                    job.project.settings.memory_mb,
-                )
+            # in float32, which a conversion ends
+            report.library = check_by_library(job, opened, plan.parent, report)
             with report.stage("open"):
                 opened.convert()
                 if opened.student is not None:

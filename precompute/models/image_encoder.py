@@ -116,6 +116,7 @@ class ImageEncoder(TorchModel):
             f"precompute.models.image_encoder:by_{name}",
             given,
             tuple(self._files.values()),
+            (name,),
         )
 
     def reads(self) -> tuple[str]:

@@ -180,7 +180,8 @@ class StaticEmbedding(TorchModel):
             return None
         name = "model2vec" if "config.json" in self._files else "sentence-transformers"
         by = f"precompute.models.static_embedding:by_{name.replace('-', '_')}"
-        return OwnLibrary(name, by, self._given, tuple(self._files.values()))
+        files = tuple(self._files.values())
+        return OwnLibrary(name, by, self._given, files, (name.replace("-", "_"),))
 
     def reads(self) -> tuple[str]:
         return (self._column,)

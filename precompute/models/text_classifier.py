@@ -172,7 +172,8 @@ class TextClassifier(TorchModel):
         is_cross = _is_cross_encoder(Path(self._given["path"]))
         name = "sentence-transformers" if is_cross else "transformers"
         by = f"precompute.models.text_classifier:by_{name.replace('-', '_')}"
-        return OwnLibrary(name, by, self._given, tuple(self._files.values()))
+        files = tuple(self._files.values())
+        return OwnLibrary(name, by, self._given, files, (name.replace("-", "_"),))
 
     def reads(self) -> tuple[str, ...]:
         return self._columns
@@ -264,6 +265,8 @@ def by_sentence_transformers(
     max_tokens: int | None,
 ) -> Callable[[pa.RecordBatch], Features]:
     """Scores as ``CrossEncoder`` predicts them, on the CPU in float32."""
+    if len(columns) == 1:
+        raise ValueError("a CrossEncoder takes pairs of texts, and the view has one")
     from sentence_transformers import CrossEncoder
 
     model: Any = CrossEncoder(path, device="cpu", local_files_only=True, max_length=max_tokens)
@@ -278,8 +281,7 @@ def by_sentence_transformers(
 
     def predict(batch: pa.RecordBatch) -> Features:
         rows = list(zip(*(texts(batch.column(name)) for name in columns), strict=True))
-        given = rows if len(columns) == 2 else [row[0] for row in rows]
-        scores = model.predict(given, show_progress_bar=False, **more)
+        scores = model.predict(rows, show_progress_bar=False, **more)
         return _labelled(scores, output, label, model.config.id2label)
 
     return predict

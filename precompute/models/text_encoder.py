@@ -154,11 +154,12 @@ class TextEncoder(TorchModel):
     ) -> None:
         folder = self.folder = resolve_path(path)
         """What it was loaded from."""
-        self._given = {
+        self._given: dict[str, Any] = {
             "path": str(folder),
             "column": column,
             "output": output,
             "max_tokens": max_tokens,
+            "plain": False,
             "prompt": prompt,
             "truncate_dim": truncate_dim,
         }
@@ -183,6 +184,9 @@ class TextEncoder(TorchModel):
         self._tokenizer = TextTokenizer(
             tokenizer, self.max_tokens, lowercase=recipe.lowercase, keep_long=self._refuse_long
         )
+        if own is None:
+            # nothing but this module says how long an input may be
+            self._given |= {"plain": True, "max_tokens": self.max_tokens}
         head = _head(recipe, self._config.hidden_size, truncate_dim)
         self.dim, self._leaves_out_prompt = head.dim, head.leaves_out_prompt
         self._prompt = recipe.prompt if prompt is None else prompt
@@ -253,7 +257,13 @@ class TextEncoder(TorchModel):
 
     def own_library(self) -> OwnLibrary:
         by = "precompute.models.text_encoder:by_sentence_transformers"
-        return OwnLibrary("sentence-transformers", by, self._given, tuple(self._files.values()))
+        return OwnLibrary(
+            "sentence-transformers",
+            by,
+            self._given,
+            tuple(self._files.values()),
+            ("sentence_transformers",),
+        )
 
     def reads(self) -> tuple[str]:
         return (self._column,)
@@ -376,6 +386,7 @@ def by_sentence_transformers(
     column: str,
     output: str,
     max_tokens: int | None,
+    plain: bool,
     prompt: str | None,
     truncate_dim: int | None,
 ) -> Callable[[pa.RecordBatch], Features]:
@@ -385,12 +396,8 @@ def by_sentence_transformers(
 
     more: dict[str, Any] = {} if truncate_dim is None else {"truncate_dim": truncate_dim}
     model: Any = SentenceTransformer(path, device="cpu", local_files_only=True, **more).float()
-    plain = not Path(path, "modules.json").is_file()
-    longest = max_tokens or (
-        min(PLAIN_MAX_TOKENS, model.max_seq_length or 10**9) if plain else None
-    )
-    if longest is not None:
-        model.max_seq_length = longest
+    if max_tokens is not None:
+        model.max_seq_length = max_tokens
     # encode_document() puts nothing first where the folder's default is the documents' prompt
     # under another name than "document", with which encode() begins
     default = model.default_prompt_name

@@ -5,14 +5,13 @@ same fingerprint find the verdict in the manifest that they build on, or in an e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
 from dataclasses import replace
 
 import pyarrow as pa
 
 from precompute.engine.runner import Runner
-from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.rows.open_view import REPORTS, OpenView
+from precompute.jobs.run.rows.plan import Job
 from precompute.model import OwnLibrary
 from precompute.own_library import (
     ROWS,
@@ -43,23 +42,16 @@ NULL_ROWS = 4
 
 
 def check_by_library(
-    config: ViewConfig,
-    opened: OpenView,
-    store: ViewStore,
-    parent: Snapshot | None,
-    accept: Collection[str],
-    memory_mb: int,
+    job: Job, opened: OpenView, parent: Snapshot | None, report: Report
 ) -> LibraryCheck | None:
     """How the view's model compares with its own library, before a row is computed: as it is known,
     or else by asking it.
 
     Args:
-        config: the view's.
+        job: whose run accepts gates, ``library`` perhaps among them.
         opened: the view, its source loaded and its model in float32.
-        store: of the view's earlier runs.
         parent: the snapshot that the run builds on.
-        accept: gates that the run accepts, ``library`` perhaps among them.
-        memory_mb: how much the weights may take once more.
+        report: gets the seconds.
 
     Returns:
         the verdict; None of a model without a library of its own.
@@ -71,17 +63,18 @@ def check_by_library(
     own = own_library_of(opened.model)
     if own is None:
         return None
-    found = known_check(own, opened.fingerprint, store, parent) or compare_rows(
-        opened, own, memory_mb
-    )
+    found = known_check(own, opened.fingerprint, job.store, parent)
+    if found is None:
+        with report.stage("library"):
+            found = compare_rows(opened, own, job.project.settings.memory_mb)
     if found.verdict == "differs" and not found.accepted:
-        if "library" in accept:
+        if "library" in job.options.accept:
             return replace(found, accepted=True)
         raise ModelError(
             f"{opened.place('model', 'use')}: the model {found.said}. Nothing was computed. If the"
             " library is right, set in model.args what the folder or file does not say (a prompt,"
             " the longest input, the columns), or write a model class of your own that calls it; if"
-            f" this is as it should be: {config.accepting('library')}"
+            f" this is as it should be: {job.config.accepting('library')}"
         )
     return found
 

@@ -474,7 +474,7 @@ class TreeModel(HostModel, ABC):
             "middle": self._middle,
         }
         by = f"{module}:by_the_library"
-        return OwnLibrary(self.name, by, given, (self._path,), needs=("pandas",))
+        return OwnLibrary(self.name, by, given, (self._path,), (self.name, "pandas"))
 
 
 def labelled(
