@@ -7,9 +7,9 @@ import dataclasses
 import importlib
 import json
 import re
-import shutil
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -194,14 +194,11 @@ def test_the_precision_makes_no_difference(
 
 
 def other_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    from precompute.models import text_encoder as module
-
+    module: Any = importlib.import_module("precompute.models.text_encoder")
     read = module.read_sentence_folder
-
-    def with_another(folder: Path) -> Any:
-        return dataclasses.replace(read(folder), prompt="")
-
-    monkeypatch.setattr(module, "read_sentence_folder", with_another)
+    monkeypatch.setattr(
+        module, "read_sentence_folder", lambda of: dataclasses.replace(read(of), prompt="")
+    )
 
 
 def other_pooling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,8 +222,7 @@ def other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    from precompute.models import image_encoder as module
-
+    module: Any = importlib.import_module("precompute.models.image_encoder")
     read = module.read_recipe
     monkeypatch.setattr(
         module, "read_recipe", lambda of: dataclasses.replace(read(of), mean=(0.5, 0.5, 0.5))
@@ -336,12 +332,9 @@ def test_it_is_asked_once_for_a_fingerprint_and_a_version(
     first = check_of(make_project(made.table, view=view).run())
     assert libraries.asked == ["lightgbm"]
     # by the manifest that it builds on; nothing to do; every row
-    for table, options in (
-        (made.table.slice(0, 35), {}),
-        (made.table.slice(0, 35), {}),
-        (made.table.slice(0, 35), {"full": True}),
-    ):
-        assert check_of(make_project(table, view=view).run(**options)) == first
+    for full in (False, False, True):
+        fewer = make_project(made.table.slice(0, 35), view=view)
+        assert check_of(fewer.run(full=full)) == first
     assert libraries.asked == ["lightgbm"]
     # another fingerprint, and back again: by the report of an earlier run
     raw = view | {"model": {"use": "lightgbm", "args": made.args | {"raw": True}}}
@@ -368,23 +361,29 @@ def test_a_manifest_of_before_has_no_check_and_is_read(
     # where a reader of before finds what it knows
     body = json.loads(before.to_bytes())
     assert body.pop("library") is None
-    assert library.known_check(OwnLibrary("lightgbm", "m:f"), snapshot.model, project.store, before)
-    shutil.rmtree(project.store.runs.folder)
-    assert not library.known_check(
-        OwnLibrary("lightgbm", "m:f"), snapshot.model, project.store, before
-    )
+    own = OwnLibrary("lightgbm", "m:f")
+    known = [
+        library.known_check(own, model, [one])
+        for model, one in (
+            (snapshot.model, before),
+            (snapshot.model, snapshot),
+            ("another", snapshot),
+            (snapshot.model, project.report()),
+        )
+    ]
+    assert known == [None, snapshot.library, None, snapshot.library]
 
 
 def test_partitions_share_what_is_known(
     make_project: MakeProject, tmp_path: Path, libraries: Libraries
 ) -> None:
-    from precompute.store.times import containing, parsed_time
+    from precompute.store.times import containing
 
     partition = {"by": "day", "start": "2026-03-01"}
     source = {"sql": "SELECT * FROM read_parquet('${data}/data.parquet') WHERE $start < $end"}
     project = project_of(make_project, tmp_path, "lightgbm", partition=partition, source=source)
     for day in ("2026-03-01", "2026-03-02", "2026-03-03"):
-        at = containing("day", parsed_time(f"{day}T00:00:00Z"))
+        at = containing("day", datetime.fromisoformat(f"{day}T00:00:00Z"))
         assert check_of(project.materialize(partition=at)).verdict == "equal"
     assert libraries.asked == ["lightgbm"]
 

@@ -5,6 +5,7 @@ same fingerprint find the verdict in the manifest that they build on, or in an e
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pyarrow as pa
@@ -63,10 +64,15 @@ def check_by_library(
     own = own_library_of(opened.model)
     if own is None:
         return None
-    found = known_check(own, opened.fingerprint, job.store, parent)
+    memory_mb = job.project.settings.memory_mb
+    found = (
+        known_check(own, opened.fingerprint, [] if parent is None else [parent])
+        or without_asking(own, memory_mb)
+        or known_check(own, opened.fingerprint, _reports(job.store))
+    )
     if found is None:
         with report.stage("library"):
-            found = compare_rows(opened, own, job.project.settings.memory_mb)
+            found = compare_rows(opened, own, memory_mb)
     if found.verdict == "differs" and not found.accepted:
         if "library" in job.options.accept:
             return replace(found, accepted=True)
@@ -80,25 +86,33 @@ def check_by_library(
 
 
 def known_check(
-    own: OwnLibrary, fingerprint: str, store: ViewStore, parent: Snapshot | None
+    own: OwnLibrary, fingerprint: str, earlier: Iterable[Snapshot | Report]
 ) -> LibraryCheck | None:
-    """What an earlier run found of the same fingerprint and the same version of the library, if it
-    asked it. A difference that was not accepted is looked at again."""
+    """What the first of earlier runs found that asked the same version of the library about the
+    same fingerprint. A difference that nobody accepted is looked at again.
+
+    Args:
+        own: the library.
+        fingerprint: of the view's model.
+        earlier: manifests or reports.
+    """
     version = version_of(own)
+    for one in earlier:
+        found = one.library if one.model == fingerprint else None
+        if found is None or (found.library, found.version) != (own.name, version):
+            continue
+        if found.verdict != "differs" or found.accepted:
+            return found
+    return None
 
-    def known(of: Snapshot | Report) -> LibraryCheck | None:
-        found = of.library if of.model == fingerprint else None
-        asked = found is not None and (found.library, found.version) == (own.name, version)
-        return found if found and asked and (found.verdict != "differs" or found.accepted) else None
 
-    if parent is not None and (found := known(parent)):
-        return found
+def _reports(store: ViewStore) -> Iterator[Report]:
+    """Those of the newest runs, each read when it is looked at: in an object store it is a
+    request."""
     for run in store.runs.ids()[:REPORTS]:
         # one that cannot be read tells nothing
         with contextlib.suppress(SnapshotError):
-            if found := known(store.runs.read(run)):
-                return found
-    return None
+            yield store.runs.read(run)
 
 
 def compare_rows(opened: OpenView, own: OwnLibrary, memory_mb: int) -> LibraryCheck:
@@ -116,38 +130,30 @@ def compare_rows(opened: OpenView, own: OwnLibrary, memory_mb: int) -> LibraryCh
     """
     if (known := without_asking(own, memory_mb)) is not None:
         return known
-    batch = _rows(opened.source)
-    view = exact_view(opened.view)
-    done = None
-    if batch is not None:
-        done = Runner(opened.model, view, search=False).compute(batch)
-    if batch is None or done is None or not len(done.rows):
-        tried = 0 if batch is None else batch.num_rows
-        return unchecked(own, f"the model has a value for none of {tried} rows")
+    view, batch = exact_view(opened.view), _rows(opened.source)
+    if batch is None:
+        return unchecked(own, "there is no row to compare")
+    done = Runner(opened.model, view, search=False).compute(batch)
+    if not len(done.rows):
+        return unchecked(own, f"the model has a value for none of {batch.num_rows} rows")
     rows = batch.take(pa.array(done.rows[:ROWS]))
     keys = key_column(rows, view.entity).to_pylist()
-    version = version_of(own) or ""
-    return compared(
-        own,
-        version,
-        view,
-        done.features.slice(0, ROWS),
-        ask(own, rows),
-        keys,
-        len(done.rejections),
-    )
+    made, left_out = done.features.slice(0, ROWS), len(done.rejections)
+    return compared(own, version_of(own) or "", view, made, ask(own, rows), keys, left_out)
 
 
 def _rows(source: Source) -> pa.RecordBatch | None:
     """Rows of the source that tell most; None where there are none."""
     of_bytes = any(pa.types.is_binary(field.type) for field in source.schema)
-    pool = source.head(POOL_PICTURES if of_bytes else POOL_ROWS)
+    most = POOL_PICTURES if of_bytes else POOL_ROWS
     if source.loaded:
-        drawn = source.sample(POOL_PICTURES if of_bytes else POOL_ROWS)
-        pool = pa.concat_tables([source.extremes(1), source.with_nulls(NULL_ROWS), drawn])
+        parts = [source.extremes(1), source.with_nulls(NULL_ROWS), source.sample(most)]
+        pool = pa.concat_tables(parts)
+    else:
+        pool = source.head(most)
     keys = key_column(pool, source.entity).to_pylist()
     first = {key: row for row, key in reversed(list(enumerate(keys)))}
     pool = pool.take(pa.array(sorted(first.values()), pa.int64()))
     chosen = telling_rows(pool, source.input_columns or source.entity, TRIED_ROWS)
     batches = pool.take(pa.array(chosen, pa.int64())).combine_chunks().to_batches()
-    return batches[0] if batches else None
+    return batches[0] if chosen else None
