@@ -191,6 +191,36 @@ class QueryModel(Model, Protocol):
         called again after a conversion."""
 
 
+@dataclass(frozen=True, slots=True)
+class OwnLibrary:
+    """The library that people compute a model's files by, and how it is asked.
+
+    Args:
+        name: of its distribution, as pip knows it.
+        by: ``module:function`` of ours that imports it; an empty text where that library is what
+            computes here, and there is nothing to compare. The function is called with ``given``,
+            in a process of its own, and returns what makes features of a batch.
+        given: its keyword arguments, which JSON can hold.
+        files: the model's, which are in memory once more while it is asked.
+        needs: modules, its own and others, that are imported to ask it.
+    """
+
+    name: str
+    by: str = ""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    files: Collection[Path] = ()
+    needs: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class LibraryModel(Model, Protocol):
+    """A model of files that a library outside computes, too: its values are compared with that
+    library's before a run computes its first row (:mod:`precompute.own_library`)."""
+
+    def own_library(self) -> OwnLibrary | None:
+        """That library; None where there is none for this model."""
+
+
 def model_fingerprint(own: str, use: str, precision: str, tables: Mapping[str, pa.Table]) -> str:
     """The fingerprint that the manifest records (SHA-256, hex): the model's own, its class, the
     precision, and the content of the tables it was given, in their order (which decides ties).

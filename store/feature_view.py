@@ -136,6 +136,25 @@ class StudentUse:
 
 
 @dataclass(frozen=True, slots=True)
+class LibraryCheck:
+    """How a model's values compare with those of its own library, on a few rows of its view.
+
+    ``verdict`` is ``equal``, ``differs``, ``itself`` (that library is what computes) or ``not
+    checked``; ``version`` is the library's, where it was asked, on ``rows`` rows, of which the
+    ``worst`` is off by so much of its size; ``said`` has all of it in words. ``accepted``: an
+    operator let a difference pass.
+    """
+
+    verdict: str
+    library: str
+    said: str
+    version: str = ""
+    rows: int = 0
+    worst: float = 0.0
+    accepted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkSpec:
     """How a column of long texts is cut: each source row becomes rows of its key and a chunk's
     number, :data:`CHUNK`, from 0."""

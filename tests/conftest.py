@@ -280,6 +280,15 @@ def write_project(
     return Scene(folder, environment or {})
 
 
+@pytest.fixture(autouse=True)
+def no_library_is_asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are not compared with their own libraries, which takes seconds for each fingerprint,
+    but in tests with the fixture ``libraries``."""
+    if "libraries" not in request.fixturenames:
+        for module in ("run.judge.library", "setup.validate"):
+            monkeypatch.setattr(f"precompute.jobs.{module}.own_library_of", lambda _: None)
+
+
 @pytest.fixture
 def make_project(
     request: pytest.FixtureRequest,

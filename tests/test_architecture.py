@@ -58,9 +58,18 @@ SEAMS = {
     "xgboost": {"precompute/models/tabular/xgboost_model.py"},
     "catboost": {"precompute/models/tabular/catboost_model.py"},
     "PIL": {"jobs/setup/templates/image_colors.py", "precompute/models/image_file.py"},
+    # a loaded model is compared with its own library, in a process that ends with the answer
+    "sentence_transformers": {
+        "precompute/models/static_embedding.py",
+        "precompute/models/text_classifier.py",
+        "precompute/models/text_encoder.py",
+    },
+    "model2vec": {"precompute/models/static_embedding.py"},
+    "open_clip": {"precompute/models/image_encoder.py"},
     "transformers": {
         "precompute/models/image_encoder.py",
         "precompute/text/config_file.py",
+        "precompute/models/text_classifier.py",
         "precompute/text/transformer.py",
         "precompute/text/unpadded.py",
     },

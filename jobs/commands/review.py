@@ -134,6 +134,7 @@ def _snapshot_words(event: Mapping[str, Any]) -> str:
     )
     words = [f"{event['snapshot']}: {kind}, {event['rows']:,} rows, model {event['model'][:12]}"]
     words += [f"partition {event['partition'].partition('/')[0]}"] if event["partition"] else []
+    words += [event["library"]["said"]] if event["library"] else []
     words += [f"refused by {', '.join(event['refused_by'])}"] if event["refused_by"] else []
     words += [f"bad: {event['bad']}"] if event["bad"] else []
     return ", ".join([*words, *(mark for mark in ("live", "previous", "pinned") if event[mark])])
@@ -266,6 +267,7 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
         "rows": ", ".join(f"{count:,} {what}" for what, count in report.counts.items() if count),
         "resumed": f"{report.resumed:,} rows of an interrupted run" if report.resumed else "",
         "model": report.model,
+        "library": "" if report.library is None else report.library.said,
         "read": ", ".join(f"snapshot {used} of {name}" for name, used in report.inputs.items()),
         "engine": engine_line(report.engine),
         "took": usage_line(report),

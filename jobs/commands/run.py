@@ -215,6 +215,7 @@ def describe_report(report: Report) -> str:
     refused = [
         f"  gate {v.gate}: {v.message} (limit {v.limit:g})" for v in report.gates if not v.passed
     ]
+    refused += [f"  library: {report.library.said}"] if report.library is not None else []
     refused += [f"  engine: {engine}"] if (engine := engine_line(report.engine)) else []
     stages = " · ".join(f"{name} {seconds:.2f}" for name, seconds in report.stages_s.items())
     return "\n".join([f"{head}, {report.seconds:.1f} s", f"  seconds: {stages}", *refused])

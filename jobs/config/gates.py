@@ -99,7 +99,11 @@ class GatesConfig(Section):
 COMPUTING_GATES = ("accuracy", "batch")
 """The gates that judge while rows are computed: by the view's ``accuracy``; and whether a row is
 the same among other rows, by ``gates.parity``."""
-GATES = (*COMPUTING_GATES, *(name for name in GatesConfig.model_fields if name != "moved_by"))
+GATES = (
+    "library",
+    *COMPUTING_GATES,
+    *(name for name in GatesConfig.model_fields if name != "moved_by"),
+)
 """Every gate's name."""
 
 

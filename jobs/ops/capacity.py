@@ -53,7 +53,17 @@ PUBLISHING = ("assemble", "check", "load", "verify", "index", "flip", "gc")
 """Stages of a publishing: one process does them, and they go by the rows that are loaded."""
 OF_DUCKDB = ("source", "plan", "read")
 """Stages that go through the rows that DuckDB holds."""
-OF_ALL_ROWS = ("open", "source", "plan", "accuracy", "gates", "commit", "other", "late rows")
+OF_ALL_ROWS = (
+    "open",
+    "source",
+    "plan",
+    "library",
+    "accuracy",
+    "gates",
+    "commit",
+    "other",
+    "late rows",
+)
 """Stages that go by the rows of the source; those left go by the rows that are computed."""
 
 

@@ -17,6 +17,7 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.run.replica import Replica
 from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.lease import holder, is_held, take
+from precompute.store.disk.record import plain
 from precompute.store.disk.storage import LOCAL, known_identity, storage_of
 from precompute.store.errors import (
     ConfigError,
@@ -236,9 +237,10 @@ def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
 
     Returns:
         for each ``snapshot`` (its number), ``created_at``, ``kind`` (full or delta), ``parent``,
-        ``partition``, ``rows``, ``model``, ``refused_by`` and ``accepted`` (gates), ``live``,
-        ``previous``, ``bad`` (why it is never published again), ``pinned``, and ``error`` when the
-        manifest cannot be read, whose other fields are None then.
+        ``partition``, ``rows``, ``model``, ``refused_by`` and ``accepted`` (gates), ``library``
+        (how the model compares with its own, None where that is not known), ``live``, ``previous``,
+        ``bad`` (why it is never published again), ``pinned``, and ``error`` when the manifest
+        cannot be read, whose other fields are None then.
 
     Raises:
         ConfigError: no such view, neither configured nor in the offline store.
@@ -265,12 +267,23 @@ def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
     return lines
 
 
-_FACTS = ("created_at", "kind", "parent", "partition", "rows", "model", "refused_by", "accepted")
+_FACTS = (
+    "created_at",
+    "kind",
+    "parent",
+    "partition",
+    "rows",
+    "model",
+    "refused_by",
+    "accepted",
+    "library",
+)
 
 
 def _facts(snapshot: Snapshot) -> dict[str, Any]:
     return {name: getattr(snapshot, name) for name in _FACTS} | {
-        "accepted": list(snapshot.accepted)
+        "accepted": list(snapshot.accepted),
+        "library": None if snapshot.library is None else plain(snapshot.library),
     }
 
 

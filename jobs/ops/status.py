@@ -182,6 +182,7 @@ class StatusLine(TypedDict):
     next_due_why: str | None
     behind: list[dict[str, Any]] | None
     partitions: dict[str, Any] | None
+    library: dict[str, Any] | None
     checked: str | None
     attention: list[str]
 
@@ -343,8 +344,10 @@ def _ahead(times_us: Mapping[str, int | None]) -> list[str]:
 
 def notes(line: Mapping[str, Any]) -> list[str]:
     """What of a view's line is worth knowing and needs no action: inputs that its next run will
-    catch up with, and which partitions are served, of an older model, or late."""
+    catch up with, how its model compares with its own library, and which partitions are served, of
+    an older model, or late."""
     details = [in_words(behind) for behind in line["behind"] or ()]
+    details += [f"its model: {line['library']['said']}"] if line["library"] else []
     details += (
         partitions_in_words(line["view"], line["partitions"], line["rows"])
         if line["partitions"]
@@ -379,6 +382,7 @@ def _live(snapshot: Snapshot, ref: LiveRef) -> dict[str, Any]:
         "age_s": age,
         "coverage": snapshot.rows / snapshot.counts.source if snapshot.counts.source else None,
         "rejected": snapshot.counts.rejected,
+        "library": None if snapshot.library is None else plain(snapshot.library),
     }
 
 

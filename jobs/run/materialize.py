@@ -22,6 +22,7 @@ from precompute.jobs.run.judge.accuracy import AccuracyCheck
 from precompute.jobs.run.judge.audit import Audit
 from precompute.jobs.run.judge.code_check import check_code
 from precompute.jobs.run.judge.gates import Judge
+from precompute.jobs.run.judge.library import check_by_library
 from precompute.jobs.run.rows.chunks import Chunks
 from precompute.jobs.run.rows.merging import (
     Replaced,
@@ -86,6 +87,8 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
         if plan.nothing_to_do:
             return _reuse_parent(job, opened, loaded, plan, report)
         if plan.source_rows:
+            # in float32, which a conversion ends
+            report.library = check_by_library(job, opened, plan.parent, report)
             with report.stage("open"):
                 opened.convert()
                 if opened.student is not None:
@@ -232,6 +235,7 @@ def _reuse_parent(
     assert plan.parent is not None
     snapshot, store, rejected = plan.parent, job.store, plan.parent.counts.rejected
     report.snapshot, report.status = snapshot.number, "current"
+    report.library = snapshot.library
     report.counts = plain(Counts(plan.source_rows, 0, rejected, plan.source_rows - rejected))
     report.counts |= _nulls(snapshot)
     if snapshot.refused_by:
@@ -450,6 +454,7 @@ def _draft_snapshot(
         renewed_at=loaded.read_at_us if renews else None,
         source_at=loaded.source_at,
         code=opened.code(),
+        library=report.library,
     )
 
 

@@ -15,9 +15,11 @@ import pyarrow as pa
 from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.run.judge.library import compare_rows
 from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, open_source, open_view
 from precompute.jobs.run.run_view import check_index, check_online, contract_verdict
 from precompute.model import ReadingModel
+from precompute.own_library import own_library_of
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.storage import LOCAL, storage_of
 from precompute.store.errors import (
@@ -167,11 +169,20 @@ def _computed(project: Project, config: ViewConfig) -> str:
             return f"loaded in {loaded_s:.1f} s; there is no row to compute"
         began = time.monotonic()
         done = Runner(model, config.feature_view()).compute(head.to_batches()[0])
-    seconds, rejected = time.monotonic() - began, len(done.rejections)
+        seconds = time.monotonic() - began
+        own = own_library_of(model)
+        memory_mb = project.settings.memory_mb
+        library = None if own is None else compare_rows(opened, own, memory_mb)
+    rejected = len(done.rejections)
     if rejected == head.num_rows:
         raise ModelError(
             f"it computes none of the first {head.num_rows} rows: {done.rejections[0].stage}:"
             f" {done.rejections[0].error}"
+        )
+    if library is not None and library.verdict == "differs":
+        raise ModelError(
+            f"it {library.said}: a run would be refused. Correct model.args, or write a model class"
+            f" of your own; or, if this is as it should be: {config.accepting('library')}"
         )
     some = f"; {rejected} rejected ({done.rejections[0].error})" if rejected else ""
     some += (
@@ -181,7 +192,7 @@ def _computed(project: Project, config: ViewConfig) -> str:
     )
     return (
         f"loaded in {loaded_s:.1f} s, {head.num_rows - rejected} of {head.num_rows} rows computed"
-        f" in {seconds:.2f} s{some}"
+        f" in {seconds:.2f} s{some}{'' if library is None else f'; {library.said}'}"
     )
 
 

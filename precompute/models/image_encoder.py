@@ -4,7 +4,7 @@ are decoded and resized in the prepare stage, by several threads."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from precompute.engine.resources import allowed, usable_threads
 from precompute.foreign_file import KnownKeys, read_json
-from precompute.model import Prepared, Verbatim, digest, resolve_path
+from precompute.model import Features, OwnLibrary, Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.image_file import (
     PREPROCESSOR,
@@ -30,6 +30,7 @@ from precompute.models.image_file import (
     check_installed,
     pixels,
     read_recipe,
+    upright,
 )
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.registry import described
@@ -86,7 +87,7 @@ class ImageEncoder(TorchModel):
         if not isinstance(normalize, bool):
             raise ConfigError(f"image_encoder: normalize is true or false, got {normalize!r}")
         folder = resolve_path(path)
-        self._files = tower_files(folder)
+        self._files, self._path = tower_files(folder), str(folder)
         self._named_root = files
         self._root = None if files is None else resolve_path(files).resolve()
         tower, self._recipe = load_tower(folder, self._files)
@@ -107,6 +108,23 @@ class ImageEncoder(TorchModel):
             "root": Verbatim(self._named_root),
         }
         return digest(code=CODE_VERSION, files=self._files, **facts)
+
+    def own_library(self) -> OwnLibrary:
+        name = "open_clip" if WEIGHTS in self._files else "transformers"
+        given = {
+            "path": self._path,
+            "column": self._column,
+            "output": self._output,
+            "files": None if self._root is None else str(self._root),
+            "normalize": self._normalize,
+        }
+        return OwnLibrary(
+            {"open_clip": "open_clip_torch"}.get(name, name),
+            f"precompute.models.image_encoder:by_{name}",
+            given,
+            tuple(self._files.values()),
+            (name,),
+        )
 
     def reads(self) -> tuple[str]:
         return (self._column,)
@@ -630,3 +648,69 @@ def _quietly(kind: Any, folder: Path | None, config: Any, **given: Any) -> Any:
         )
     finally:
         transformers_logging.set_verbosity(before)
+
+
+# ---- the same by the library itself
+
+
+def by_transformers(
+    path: str, column: str, output: str, files: str | None, normalize: bool
+) -> Callable[[pa.RecordBatch], Features]:
+    """Vectors as transformers has them, on the CPU in float32: its own image processor, by Pillow,
+    and the whole model's image features, or the tower that the folder is of."""
+    from transformers import AutoImageProcessor, AutoModel
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    whole = config.model_type in ("clip", "siglip")
+    kind: Any = AutoModel if whole else KINDS[config.model_type]
+    model: Any = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
+    processors: Any = AutoImageProcessor
+    processor = processors.from_pretrained(path, local_files_only=True, backend="pil")
+
+    @torch.inference_mode()
+    def vectors(images: Sequence[Any]) -> torch.Tensor:
+        pixel_values = processor(images=list(images), return_tensors="pt")["pixel_values"]
+        found = (model.get_image_features if whole else model)(pixel_values=pixel_values)
+        if isinstance(found, torch.Tensor):
+            return found
+        embeds = getattr(found, "image_embeds", None)
+        made: torch.Tensor = found.pooler_output if embeds is None else embeds
+        return made
+
+    return _by_pictures(vectors, column, output, files, normalize)
+
+
+def by_open_clip(
+    path: str, column: str, output: str, files: str | None, normalize: bool
+) -> Callable[[pa.RecordBatch], Features]:
+    """Vectors as open_clip has them, on the CPU in float32."""
+    import open_clip
+
+    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{path}", device="cpu")
+    model.eval()
+
+    @torch.inference_mode()
+    def vectors(images: Sequence[Any]) -> torch.Tensor:
+        made: torch.Tensor = model.encode_image(torch.stack([preprocess(one) for one in images]))
+        return made
+
+    return _by_pictures(vectors, column, output, files, normalize)
+
+
+def _by_pictures(
+    vectors: Callable[[Sequence[Any]], torch.Tensor],
+    column: str,
+    output: str,
+    files: str | None,
+    normalize: bool,
+) -> Callable[[pa.RecordBatch], Features]:
+    def predict(batch: pa.RecordBatch) -> Features:
+        images = [
+            upright(value if isinstance(value, bytes) else Path(str(files), value).read_bytes())
+            for value in batch.column(column).to_pylist()
+        ]
+        found = vectors(images).float()
+        found = torch.nn.functional.normalize(found, dim=1) if normalize else found
+        return {output: found.numpy()}
+
+    return predict

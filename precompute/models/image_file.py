@@ -121,10 +121,7 @@ def pixels(content: bytes, recipe: Recipe) -> npt.NDArray[np.uint8]:
             profile.
     """
     try:
-        image = Image.open(io.BytesIO(content), formats=FORMATS)
-        _check(image)
-        image = _upright(image).convert("RGB")
-        return _fitted(image, recipe)
+        return _fitted(upright(content), recipe)
     except (UnusableImage, MemoryError):
         # without memory it is the machine that is at fault, and not the picture: the engine tries
         # fewer rows at once
@@ -136,6 +133,18 @@ def pixels(content: bytes, recipe: Recipe) -> npt.NDArray[np.uint8]:
     except Exception as exc:
         # a damaged picture may end in any of Pillow's, struct's and zlib's errors
         raise UnusableImage(f"is a broken picture: {type(exc).__name__}: {exc}"[:300]) from exc
+
+
+def upright(content: bytes) -> Any:
+    """Pillow's image of a file, in RGB, as the camera's note says that it was held.
+
+    Raises:
+        UnusableImage: it is too large, animated, or in colours that depend on a profile.
+        Exception: whatever Pillow raises for a broken one.
+    """
+    image = Image.open(io.BytesIO(content), formats=FORMATS)
+    _check(image)
+    return _upright(image).convert("RGB")
 
 
 def _check(image: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from tokenizers import Tokenizer
 
 from precompute.foreign_file import KnownKeys, read_json
-from precompute.model import Prepared, digest, resolve_path
+from precompute.model import Features, OwnLibrary, Prepared, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.registry import described
@@ -188,6 +188,12 @@ class StaticEmbedding(TorchModel):
         except (OSError, ValueError) as exc:
             raise ModelError(f"static_embedding: {folder} is damaged: {described(exc)}") from exc
         self._column, self._output, self._files = column, output, read.files
+        self._given = {
+            "path": str(folder),
+            "column": column,
+            "output": output,
+            "normalize": normalize,
+        }
         self._tokenizer = read.tokenizer
         self._unknown = read.unknown
         self._max_length = read.max_length
@@ -197,6 +203,7 @@ class StaticEmbedding(TorchModel):
             None if read.max_length is None else read.max_length * int(np.median(vocabulary))
         )
         self._normalize = read.normalize if normalize is None else normalize
+        self._has_windows = bool(read.windows)
         module = TableMean(read.table, self._normalize, read.windows)
         super().__init__(module, Device(device))
 
@@ -204,6 +211,15 @@ class StaticEmbedding(TorchModel):
         return digest(
             code=CODE_VERSION, files=self._files, column=self._column, normalize=self._normalize
         )
+
+    def own_library(self) -> OwnLibrary | None:
+        if self._has_windows:
+            # they are of our own
+            return None
+        name = "model2vec" if "config.json" in self._files else "sentence-transformers"
+        by = f"precompute.models.static_embedding:by_{name.replace('-', '_')}"
+        files = tuple(self._files.values())
+        return OwnLibrary(name, by, self._given, files, (name.replace("-", "_"),))
 
     def reads(self) -> tuple[str]:
         return (self._column,)
@@ -370,3 +386,42 @@ def _table(
     if len(table) < size or (exactly and "mapping" not in tensors and len(table) > size):
         raise ValueError(f"its table has {len(table)} rows, its tokenizer {size} tokens")
     return table.contiguous()
+
+
+# ---- the same by the library itself
+
+
+def by_model2vec(
+    path: str, column: str, output: str, normalize: bool | None
+) -> Callable[[pa.RecordBatch], Features]:
+    """Vectors as model2vec's ``StaticModel`` has them."""
+    from model2vec import StaticModel
+
+    model: Any = StaticModel.from_pretrained(path, normalize=normalize)
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        return {output: np.asarray(model.encode(texts(batch.column(column))), np.float32)}
+
+    return predict
+
+
+def by_sentence_transformers(
+    path: str, column: str, output: str, normalize: bool | None
+) -> Callable[[pa.RecordBatch], Features]:
+    """Vectors as ``SentenceTransformer`` has them of a folder whose first module is a
+    ``StaticEmbedding``."""
+    from sentence_transformers import SentenceTransformer
+
+    model: Any = SentenceTransformer(path, device="cpu", local_files_only=True).float()
+    if normalize is False:
+        model = SentenceTransformer(modules=[model[0]], device="cpu")
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        rows = texts(batch.column(column))
+        return {
+            output: model.encode(
+                rows, show_progress_bar=False, normalize_embeddings=normalize is True
+            )
+        }
+
+    return predict

@@ -9,7 +9,7 @@ reference).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from precompute.foreign_file import KnownKeys
-from precompute.model import Prepared, Verbatim, digest, resolve_path
+from precompute.model import Features, OwnLibrary, Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
@@ -172,6 +172,16 @@ class TextClassifier(TorchModel):
                 f"text_classifier: {folder} has one label, which is a score: leave out `label`"
             )
         self._output, self._label, self.max_cost = output, label, max_cost
+        self._given: dict[str, Any] = {
+            "path": str(folder),
+            "columns": self._columns,
+            "output": output,
+            "label": label,
+            "activation": activation,
+            "max_tokens": max_tokens,
+            "prompt": prompt,
+        }
+        self._is_cross_encoder = _is_cross_encoder(config, own)
         chosen = activation or _activation(config, own, folder)
         self._facts = {
             "activation": chosen,
@@ -188,6 +198,12 @@ class TextClassifier(TorchModel):
 
     def fingerprint(self) -> str:
         return digest(code=CODE_VERSION, recipe=self._facts, files=self._files)
+
+    def own_library(self) -> OwnLibrary:
+        name = "sentence-transformers" if self._is_cross_encoder else "transformers"
+        by = f"precompute.models.text_classifier:by_{name.replace('-', '_')}"
+        files = tuple(self._files.values())
+        return OwnLibrary(name, by, self._given, files, (name.replace("-", "_"),))
 
     def reads(self) -> tuple[str, ...]:
         return self._columns
@@ -235,6 +251,13 @@ class TextClassifier(TorchModel):
         return self._flops(prepared.payload.lengths[rows])
 
 
+def _is_cross_encoder(config: Any, own: CrossEncoderFolder | None) -> bool:
+    """Whether sentence-transformers wrote a folder: then ``CrossEncoder`` is what people load it
+    by, else a pipeline of transformers."""
+    entries = ("sentence_transformers", "sbert_ce_default_activation_function")
+    return own is not None or any(getattr(config, name, None) is not None for name in entries)
+
+
 def _activation(config: Any, own: CrossEncoderFolder | None, folder: Path) -> str:
     """What a folder says, or what its kind of labels wants.
 
@@ -244,7 +267,7 @@ def _activation(config: Any, own: CrossEncoderFolder | None, folder: Path) -> st
     """
     entry = getattr(config, "sentence_transformers", None)
     older = getattr(config, "sbert_ce_default_activation_function", None)
-    if entry is None and own is None and older is None:
+    if not _is_cross_encoder(config, own):
         if config.problem_type == "regression":
             return "none"
         several = config.problem_type == "multi_label_classification"
@@ -270,3 +293,83 @@ def _activation(config: Any, own: CrossEncoderFolder | None, folder: Path) -> st
             " known: set `activation`"
         )
     return {"Identity": "none", "Sigmoid": "sigmoid"}.get(known, known)
+
+
+# ---- the same by the library itself
+
+
+def by_sentence_transformers(
+    path: str,
+    columns: Sequence[str],
+    output: str,
+    label: str | None,
+    activation: str | None,
+    max_tokens: int | None,
+    prompt: str | None,
+) -> Callable[[pa.RecordBatch], Features]:
+    """Scores as ``CrossEncoder`` predicts them, on the CPU in float32."""
+    if len(columns) == 1:
+        raise ValueError("a CrossEncoder takes pairs of texts, and the view has one")
+    from sentence_transformers import CrossEncoder
+
+    model: Any = CrossEncoder(path, device="cpu", local_files_only=True, max_length=max_tokens)
+    model.float()
+    given_by: dict[str | None, dict[str, Any]] = {
+        None: {},
+        "none": {"activation_fn": torch.nn.Identity()},
+        "sigmoid": {"activation_fn": torch.nn.Sigmoid()},
+        "softmax": {"activation_fn": torch.nn.Softmax(-1)},
+    }
+    more = given_by[activation]
+    if prompt is not None:
+        more["prompt"] = prompt
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        rows = list(zip(*(texts(batch.column(name)) for name in columns), strict=True))
+        scores = model.predict(rows, show_progress_bar=False, **more)
+        return _labelled(scores, output, label, model.config.id2label)
+
+    return predict
+
+
+def by_transformers(
+    path: str,
+    columns: Sequence[str],
+    output: str,
+    label: str | None,
+    activation: str | None,
+    max_tokens: int | None,
+    prompt: str | None,
+) -> Callable[[pa.RecordBatch], Features]:
+    """Scores as transformers' pipeline ``text-classification`` has them, on the CPU in float32."""
+    from transformers import pipeline
+
+    pipe: Any = pipeline(
+        "text-classification", model=path, device=-1, dtype=torch.float32, top_k=None
+    )
+    more: dict[str, Any] = {} if activation is None else {"function_to_apply": activation}
+    more |= {} if max_tokens is None else {"max_length": max_tokens}
+    named = pipe.model.config.id2label
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        first, *second = (texts(batch.column(name)) for name in columns)
+        rows = zip([(prompt or "") + text for text in first], *second, strict=True)
+        found = [
+            # one after the other: a batch of them needs a padding token
+            pipe(dict(zip(("text", "text_pair"), row, strict=False)), truncation=True, **more)
+            for row in rows
+        ]
+        by_name = [{one["label"]: one["score"] for one in scores} for scores in found]
+        order = [named[place] for place in range(len(named))]
+        scores = np.array([[one[name] for name in order] for one in by_name], np.float32)
+        return _labelled(scores[:, 0] if len(order) == 1 else scores, output, label, named)
+
+    return predict
+
+
+def _labelled(
+    scores: npt.NDArray[Any], output: str, label: str | None, named: Mapping[int, str]
+) -> Features:
+    if label is None:
+        return {output: scores}
+    return {output: scores, label: pa.array([named[int(place)] for place in scores.argmax(1)])}

@@ -18,7 +18,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from precompute.model import Prepared, Verbatim, absolute_path, digest, resolve_path
+from precompute.model import (
+    Features,
+    OwnLibrary,
+    Prepared,
+    Verbatim,
+    absolute_path,
+    digest,
+    resolve_path,
+)
 from precompute.models.device import Device, Graphed, bucketed_length
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.errors import ConfigError
@@ -153,6 +161,15 @@ class TextEncoder(TorchModel):
     ) -> None:
         folder = self.folder = resolve_path(path)
         """What it was loaded from."""
+        self._given: dict[str, Any] = {
+            "path": str(folder),
+            "column": column,
+            "output": output,
+            "max_tokens": max_tokens,
+            "plain": False,
+            "prompt": prompt,
+            "truncate_dim": truncate_dim,
+        }
         self._column, self._output, self.max_cost = column, output, max_cost
         if too_long not in ("cut", "bad"):
             raise ConfigError(f"text_encoder: too_long is cut or bad, got {too_long!r}")
@@ -174,6 +191,9 @@ class TextEncoder(TorchModel):
         self._tokenizer = TextTokenizer(
             tokenizer, self.max_tokens, lowercase=recipe.lowercase, keep_long=self._refuse_long
         )
+        if own is None:
+            # nothing but this module says how long an input may be
+            self._given |= {"plain": True, "max_tokens": self.max_tokens}
         head = _head(recipe, self._config.hidden_size, truncate_dim)
         self.dim, self._leaves_out_prompt = head.dim, head.leaves_out_prompt
         self._prompt = recipe.prompt if prompt is None else prompt
@@ -240,6 +260,16 @@ class TextEncoder(TorchModel):
             recipe=self._facts,
             files=self._files,
             **({"too_long": "bad"} if self._refuse_long else {}),
+        )
+
+    def own_library(self) -> OwnLibrary:
+        by = "precompute.models.text_encoder:by_sentence_transformers"
+        return OwnLibrary(
+            "sentence-transformers",
+            by,
+            self._given,
+            tuple(self._files.values()),
+            ("sentence_transformers",),
         )
 
     def reads(self) -> tuple[str]:
@@ -354,3 +384,37 @@ def _head(recipe: SentenceFolder, hidden_size: int, truncate_dim: int | None) ->
         )
     head.dim = min(retained or head.dim, head.dim)
     return head
+
+
+# ---- the same by the library itself
+
+
+def by_sentence_transformers(
+    path: str,
+    column: str,
+    output: str,
+    max_tokens: int | None,
+    plain: bool,
+    prompt: str | None,
+    truncate_dim: int | None,
+) -> Callable[[pa.RecordBatch], Features]:
+    """Documents as ``SentenceTransformer`` embeds them, on the CPU in float32, with what a view
+    says besides the folder; of a plain transformers folder with what :class:`TextEncoder` adds."""
+    from sentence_transformers import SentenceTransformer
+
+    more: dict[str, Any] = {} if truncate_dim is None else {"truncate_dim": truncate_dim}
+    model: Any = SentenceTransformer(path, device="cpu", local_files_only=True, **more).float()
+    if max_tokens is not None:
+        model.max_seq_length = max_tokens
+    # encode_document() puts nothing first where the folder's default is the documents' prompt
+    # under another name than "document", with which encode() begins
+    default = model.default_prompt_name
+    by_default = not model.prompts.get("document") and default not in (None, "query")
+    encode = model.encode if by_default else model.encode_document
+    said: dict[str, Any] = {} if prompt is None else {"prompt": prompt}
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        rows = texts(batch.column(column))
+        return {output: encode(rows, show_progress_bar=False, normalize_embeddings=plain, **said)}
+
+    return predict

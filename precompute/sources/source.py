@@ -534,6 +534,20 @@ class Source:
         database = self.database
         return database.query(sql) if self.loaded else database.query_aside(sql, self._given)
 
+    def with_nulls(self, rows: int) -> pa.Table:
+        """Loaded rows that have a null among their inputs, at most so many: those whose keys hash
+        lowest.
+
+        Raises:
+            SourceError: the source cannot be read.
+        """
+        if not self.input_columns:
+            return self.head(0)
+        names = ", ".join(map(quoted, self.schema.names))
+        null = " OR ".join(f"{quoted(name)} IS NULL" for name in self.input_columns)
+        by_hash = f"ORDER BY hash({', '.join(map(quoted, self.entity))}) LIMIT {int(rows)}"
+        return self.database.query(f"SELECT {names} FROM input WHERE {null} {by_hash}")
+
     def head(self, rows: int) -> pa.Table:
         """The source's first rows, read now, and no more of it than they take: something to warm a
         model up with, or to show it its shapes.

@@ -350,6 +350,23 @@ def differing(
     return reasons
 
 
+def largest_error(stored: pa.Table, computed: pa.Table, view: FeatureView) -> float:
+    """The largest error of a float that both have, by which :func:`differing` judges; 0 where
+    nothing is a float, or all are equal to the bit."""
+    largest = 0.0
+    for feature in view.features:
+        if feature.dtype not in ROUNDING:
+            continue
+        x, y = (table.column(feature.name).to_pylist() for table in (stored, computed))
+        pairs = [
+            (a, b)
+            for a, b in zip(x, y, strict=True)
+            if a is not None and b is not None and np.shape(a) == np.shape(b)
+        ]
+        largest = max(largest, *_float_errors(feature, pairs, 0.0)[0].tolist(), 0.0)
+    return largest
+
+
 def relative_errors(stored: npt.ArrayLike, computed: npt.ArrayLike) -> _Floats:
     """How far each row of ``computed`` is from the same row of ``stored``, both [rows, dim]:
     float64 [rows], 0 where they are equal.
@@ -392,13 +409,8 @@ def _floats_off(
                 yield row, f"has {len(y)} numbers, not {len(x)}"
         else:
             rows.append(row)
-    before, now = (
-        [np.asarray(values[row], np.float64) for row in rows] for values in (stored, computed)
-    )
-    if feature.dim is None and feature.max_items is None:
-        errors, another = _scores_off(np.array(before), np.array(now), allowed.known)
-    else:
-        errors, another = _vectors_off(before, now)
+    pairs = [(stored[row], computed[row]) for row in rows]
+    errors, another = _float_errors(feature, pairs, allowed.known)
     for row, error, taken in zip(rows, errors, another, strict=True):
         if error == np.inf:
             yield row, f"is {computed[row]!r:.40}, not {stored[row]!r:.40}"
@@ -406,6 +418,17 @@ def _floats_off(
             yield row, f"is off by {error:.2g} of its size, more than {allowed.limit:.2g}"
         elif error > allowed.known and taken:
             yield row, f"is off by {error:.2g} of its size, and stands where another row was"
+
+
+def _float_errors(
+    feature: Feature, pairs: Sequence[tuple[Any, Any]], known: float
+) -> tuple[_Floats, npt.NDArray[np.bool_]]:
+    """Each row's error, and whether it is taken for another row; of pairs of numbers, or of lists
+    of one length."""
+    before, now = ([np.asarray(pair[n], np.float64) for pair in pairs] for n in (0, 1))
+    if feature.dim is None and feature.max_items is None:
+        return _scores_off(np.array(before), np.array(now), known)
+    return _vectors_off(before, now)
 
 
 def _vectors_off(

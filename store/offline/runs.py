@@ -21,6 +21,7 @@ from precompute.store.disk.durable_file import disk_message, sha256_of
 from precompute.store.disk.record import Record, content_of, field, read_record, record_of, sealed
 from precompute.store.disk.storage import File, Item, storage_of
 from precompute.store.errors import SnapshotError
+from precompute.store.feature_view import LibraryCheck
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.snapshot import Part, Verdict
 from precompute.store.times import AHEAD_US
@@ -333,6 +334,8 @@ class Report(Record):
     error: str | None = None
     attention: list[str] = field(default_factory=list)
     """What an operator should look at though the run went well."""
+    library: LibraryCheck | None = None
+    """How the view's model compares with its own library; None of one that has none."""
     versions: dict[str, str] = field(default_factory=dict)
     usage: Usage = field(default_factory=Usage)
 

@@ -21,7 +21,7 @@ from precompute.store.disk.durable_file import replace_undurably
 from precompute.store.disk.record import Record, field, plain, record_of
 from precompute.store.disk.storage import LOCAL, storage_of
 from precompute.store.errors import SnapshotError
-from precompute.store.feature_view import FeatureView, StudentUse
+from precompute.store.feature_view import FeatureView, LibraryCheck, StudentUse
 from precompute.store.offline.row_figures import RowFigures
 
 FORMAT_VERSION = 1
@@ -180,6 +180,9 @@ class Snapshot(Record, frozen=True):
     code: Mapping[str, str] = field(default_factory=dict)
     """The code of a user's model that computed its rows, or gives the same values as that did: see
     :func:`precompute.model_code.model_code`; empty of a built-in one."""
+    library: LibraryCheck | None = None
+    """How the model compares with its own library; None of one that has none, and of a manifest
+    that was written before that was asked."""
 
     @property
     def losses(self) -> int | None:

@@ -141,7 +141,7 @@ def test_a_host_with_other_code_does_not_work(
     write(other, "3")
     for name in ("project.yaml", "views"):
         (other / name).symlink_to(scene.home / name)
-    refused = []
+    refused: list[str | None] = []
     open_model = worker_module._open
 
     def opened(project: Scene, *rest: object) -> object:

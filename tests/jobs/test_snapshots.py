@@ -47,6 +47,7 @@ def test_every_snapshot_has_its_line_the_newest_first(project: Scene) -> None:
         "model": model,
         "refused_by": [],
         "accepted": [],
+        "library": None,
         "bad": None,
         "error": None,
     }

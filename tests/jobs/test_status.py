@@ -47,6 +47,7 @@ def test_a_view_that_was_never_run(make_project: MakeProject) -> None:
         "next_due_why": "not scheduled",
         "behind": [],
         "partitions": None,
+        "library": None,
         "checked": "nothing is live",
         "attention": ["unpublished"],
     }
@@ -91,6 +92,7 @@ def test_a_view_that_is_live(make_project: MakeProject) -> None:
         "schedule": "0 2 * * *",
         "behind": [],
         "partitions": None,
+        "library": None,
         "attention": [],
     }
 

@@ -16,6 +16,7 @@ from precompute.store.feature_view import (
     Feature,
     FeatureView,
     IndexSpec,
+    LibraryCheck,
     ModelUse,
     StudentUse,
 )
@@ -67,6 +68,7 @@ FULL = Snapshot(
         ModelUse("mine:Small", {"path": "./students/a"}), "a" * 64, {"vector": 0.75}
     ),
     fence=3,
+    library=LibraryCheck("equal", "numpy", "equal to numpy 2.0 in 8 rows (3e-6)", "2.0", 8, 3e-6),
 )
 SMALL = Snapshot(VIEW, "r", "m", Counts(0, 0), (), None, "now", None, None)
 
@@ -105,7 +107,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT_VERSION == 1
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "9377c855e36b49124b336e7362c6ba045c5780cb7e560803eb7f6c00d3c37886"
+        == "f2039f087ce8a519a100382fccc597dbf33f6e7f111cdc519bd18461abf02b8e"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.model import Prepared
-from precompute.models.tabular.tabular_model import TreeModel, Trees, installed
+from precompute.model import Features, Prepared
+from precompute.models.tabular.tabular_model import (
+    TreeModel,
+    Trees,
+    as_a_user_has_it,
+    installed,
+)
 from precompute.store.errors import ModelError
 
 Pair = tuple[npt.NDArray[np.float32], npt.NDArray[Any]]
@@ -232,3 +237,45 @@ def _split_indices(tree: Any, width: int) -> Iterator[Any]:
             todo += [node["left"], node["right"]]
         elif len(np.ravel(node["value"])) != width:
             yield -1
+
+
+# ---- the same by the library itself
+
+
+def by_the_library(
+    path: str,
+    columns: Mapping[str, str],
+    categorical: Sequence[str],
+    output: str,
+    raw: bool,
+    label: str | None,
+    classes: Sequence[str],
+    middle: float | None,
+) -> Callable[[pa.RecordBatch], Features]:
+    """Scores as CatBoost's own classes give them of a data frame: a classifier's probabilities, of
+    two classes the second one's, or a regressor's prediction."""
+    import catboost
+
+    known: Any = catboost.CatBoost().load_model(path, format="json")
+    is_classifier = len(known.classes_) > 0
+    kind = catboost.CatBoostClassifier if is_classifier else catboost.CatBoostRegressor
+    model: Any = kind().load_model(path, format="json")
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        frame = as_a_user_has_it(batch, columns, ())
+        for feature, name in columns.items():
+            if feature in categorical or name in categorical:
+                # CatBoost takes texts and whole numbers for categories, and no missing ones
+                frame[feature] = frame[feature].astype(str)
+        sums = np.asarray(model.predict(frame, prediction_type="RawFormulaVal"))
+        scores = sums
+        if not raw:
+            scores = np.asarray((model.predict_proba if is_classifier else model.predict)(frame))
+        if not raw and is_classifier and sums.ndim == 1:
+            scores = scores[:, 1]
+        if label is None:
+            return {output: scores}
+        best = [str(one) for one in np.asarray(model.predict(frame)).reshape(-1)]
+        return {output: scores, label: pa.array(best, pa.string())}
+
+    return predict

@@ -10,15 +10,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from precompute.models.tabular.tabular_model import Matrix, TreeModel, Trees, installed
+from precompute.model import Features
+from precompute.models.tabular.tabular_model import (
+    Matrix,
+    TreeModel,
+    Trees,
+    as_a_user_has_it,
+    installed,
+    labelled,
+)
 from precompute.store.errors import ModelError
 
 Numbers = npt.NDArray[Any]
@@ -346,3 +355,31 @@ def fitted(
     }
     data = lightgbm.Dataset(matrix, scores, feature_name=list(names))
     return str(lightgbm.train(settings, data, rounds).model_to_string())
+
+
+# ---- the same by the library itself
+
+
+def by_the_library(
+    path: str,
+    columns: Mapping[str, str],
+    categorical: Sequence[str],
+    output: str,
+    raw: bool,
+    label: str | None,
+    classes: Sequence[str],
+    middle: float | None,
+) -> Callable[[pa.RecordBatch], Features]:
+    """Scores as ``Booster.predict`` gives them of a data frame, by the file as it is: its own
+    reader, and its own lists of categories."""
+    import lightgbm
+
+    booster = lightgbm.Booster(model_file=path)
+    named = pa.array(classes, pa.string())
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        frame = as_a_user_has_it(batch, columns, categorical)
+        scores = np.asarray(booster.predict(frame, raw_score=raw))
+        return labelled(scores, output, label, named, middle)
+
+    return predict

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.model import Features, Prepared, Verbatim, digest, resolve_path
+from precompute.model import Features, OwnLibrary, Prepared, Verbatim, digest, resolve_path
 from precompute.models.tabular.tabular_model import (
     Host,
     HostModel,
@@ -225,6 +225,9 @@ class OnnxModel(HostModel):
 
     def fingerprint(self) -> str:
         return digest(self._path, *self._beside, code=CODE_VERSION, **self._facts)
+
+    def own_library(self) -> OwnLibrary:
+        return OwnLibrary("onnxruntime")
 
     def reads(self) -> list[str]:
         return list(dict.fromkeys(name for one in self._inputs for name in one.columns))

@@ -20,7 +20,15 @@ import pyarrow.compute as pc
 
 from precompute.engine.resources import ResidentPeak, allowed, available_bytes, usable_threads
 from precompute.engine.rows import side_by_side
-from precompute.model import Features, Prepared, StagedModel, Verbatim, digest, resolve_path
+from precompute.model import (
+    Features,
+    OwnLibrary,
+    Prepared,
+    StagedModel,
+    Verbatim,
+    digest,
+    resolve_path,
+)
 from precompute.store.errors import ConfigError, ModelError, did_you_mean
 
 Matrix = npt.NDArray[np.float64]
@@ -375,6 +383,7 @@ class TreeModel(HostModel, ABC):
         self._columns = Columns(
             self.name, trees.features, columns, trees.categories, unknown, trees.texts
         )
+        self._features, self._categorical = tuple(trees.features), tuple(trees.categories)
         self._classes, self._middle = self._named_classes(trees, classes), trees.middle
         self._facts = {
             "columns": Verbatim(list(self._columns.names)),
@@ -450,9 +459,59 @@ class TreeModel(HostModel, ABC):
     def land(self, launched: npt.NDArray[Any]) -> Features:
         """``output`` → the scores, float32 or float64 [rows] or [rows, classes]; and the label's
         name, a text for each row."""
-        if self._label is None:
-            return {self._output: launched}
-        best = (
-            launched.argmax(1) if launched.ndim == 2 else (launched > self._middle).astype(np.int64)
-        )
-        return {self._output: launched, self._label: self._classes.take(pa.array(best))}
+        return labelled(launched, self._output, self._label, self._classes, self._middle)
+
+    def own_library(self) -> OwnLibrary:
+        module = type(self).__module__
+        given = {
+            "path": str(self._path),
+            "columns": dict(zip(self._features, self._columns.names, strict=True)),
+            "categorical": [*self._categorical, *self._columns.texts],
+            "output": self._output,
+            "raw": self._raw,
+            "label": self._label,
+            "classes": self._classes.to_pylist(),
+            "middle": self._middle,
+        }
+        by = f"{module}:by_the_library"
+        return OwnLibrary(self.name, by, given, (self._path,), (self.name, "pandas"))
+
+
+def labelled(
+    scores: npt.NDArray[Any],
+    output: str,
+    label: str | None,
+    classes: pa.Array,
+    middle: float | None,
+) -> Features:
+    """Scores as the features of :class:`TreeModel`."""
+    if label is None:
+        return {output: scores}
+    best = scores.argmax(1) if scores.ndim == 2 else (scores > middle).astype(np.int64)
+    return {output: scores, label: classes.take(pa.array(best))}
+
+
+def as_a_user_has_it(
+    batch: pa.RecordBatch, columns: Mapping[str, str], categorical: Sequence[str]
+) -> Any:
+    """Rows as a pandas data frame of a model's features.
+
+    Args:
+        batch: the source's rows.
+        columns: feature → its column, in the model's order.
+        categorical: features, or columns, that pandas has as categories.
+    """
+    import pandas
+
+    frame = pandas.DataFrame()
+    for feature, name in columns.items():
+        column = batch.column(name)
+        if isinstance(column.type, pa.DictionaryType):
+            column = column.cast(column.type.value_type)
+        of_category = feature in categorical or name in categorical
+        # pandas has objects of decimals, and of truth values with a null among them
+        if not of_category and not (pa.types.is_integer(column.type) or is_text(column.type)):
+            column = column.cast(pa.float64())
+        values = column.to_pandas()
+        frame[feature] = values.astype("category") if of_category else values
+    return frame

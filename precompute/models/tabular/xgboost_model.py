@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +17,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from precompute.models.tabular.tabular_model import Matrix, TreeModel, Trees, installed, unfit
+from precompute.model import Features
+from precompute.models.tabular.tabular_model import (
+    Matrix,
+    TreeModel,
+    Trees,
+    as_a_user_has_it,
+    installed,
+    labelled,
+    unfit,
+)
 from precompute.store.errors import ConfigError, ModelError
 
 MOST_CATEGORIES = 2**24
@@ -371,3 +381,42 @@ class XgBoost(TreeModel):
             validate_features=False,
         )
         return scores
+
+
+# ---- the same by the library itself
+
+
+def by_the_library(
+    path: str,
+    columns: Mapping[str, str],
+    categorical: Sequence[str],
+    output: str,
+    raw: bool,
+    label: str | None,
+    classes: Sequence[str],
+    middle: float | None,
+) -> Callable[[pa.RecordBatch], Features]:
+    """Scores as ``Booster.predict`` gives them of a data frame, by the file as it is: its own
+    reader, and its own lists of categories. A feature whose categories are codes is of them."""
+    import xgboost
+
+    booster = xgboost.Booster(params={"verbosity": 0}, model_file=path)
+    best = booster.attr("best_iteration")
+    rounds = (0, 0 if best is None else int(best) + 1)
+    names, types = booster.feature_names, booster.feature_types
+    named_categories = len(categorical) > 0 and names is not None
+    named = pa.array(classes, pa.string())
+
+    def predict(batch: pa.RecordBatch) -> Features:
+        frame = as_a_user_has_it(batch, columns, categorical)
+        if named_categories:
+            given = xgboost.DMatrix(frame, enable_categorical=True)
+        else:
+            numbers = frame.to_numpy(np.float32)
+            given = xgboost.DMatrix(
+                numbers, feature_names=names, feature_types=types, enable_categorical=True
+            )
+        scores = booster.predict(given, output_margin=raw, iteration_range=rounds)
+        return labelled(scores, output, label, named, middle)
+
+    return predict
