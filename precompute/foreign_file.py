@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cache
@@ -23,10 +23,19 @@ _HEADS = {
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it first",
     b"PK\x03\x04": "a zip archive, which is what torch.save writes, too: it is never loaded; save"
     " the model in the format that is named here",
-    b"\x80\x02": "a pickle, which runs code when it is loaded: save the model in the format that is"
-    " named here",
-    b"\x80\x04": "a pickle, which runs code when it is loaded: save the model in the format that is"
-    " named here",
+    **dict.fromkeys(
+        (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"),
+        "a pickle, as pickle and joblib write, which runs code when it is loaded: save the model in"
+        " the format that is named here",
+    ),
+    b"\x78\x9c": "compressed by zlib, as joblib's pickles are, which run code when they are loaded:"
+    " save the model in the format that is named here",
+    b"CBM1": "CatBoost's binary format: load it with catboost.CatBoost().load_model(file), and save"
+    " it with save_model('model.json', format='json')",
+    b"binf": "XGBoost's old binary format: load it with XGBoost before 3.1, and save it with"
+    " save_model('model.json')",
+    b"bs64": "XGBoost's old binary format: load it with XGBoost before 3.1, and save it with"
+    " save_model('model.json')",
     b"\x89HDF": "HDF5: save the model in the format that is named here",
 }
 _PAGE = re.compile(rb"\s*(<!doctype html|<html|<\?xml|<head)", re.IGNORECASE)
@@ -55,14 +64,53 @@ def read_json(path: Path, use: str) -> Any:
         ModelError: it cannot be read, or is none.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        content = path.read_bytes()
     except OSError as exc:
         raise ModelError(f"{use}: {path} cannot be read: {exc.strerror or exc}") from exc
+    return parsed_json(content, path, use)
+
+
+def parsed_json(content: bytes, path: Path, use: str) -> Any:
+    """The same of a file's content that was read already.
+
+    Raises:
+        ModelError: it is none.
+    """
+    try:
+        return json.loads(content.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as exc:
         is_a = what_it_is(path)
         raise ModelError(
             f"{use}: {path} is {is_a}" if is_a else f"{use}: {path} is damaged: {exc}"
         ) from exc
+
+
+def key_paths(
+    of: Mapping[str, Any], maps: Collection[str] = (), recursive: Collection[str] = ()
+) -> dict[str, Any]:
+    """Every key of nested objects → its value, or that of the last object in a list:
+    ``{"a": {"b": [{"c": 1}]}}`` has ``a``, ``a.b`` and ``a.b[].c``.
+
+    Args:
+        maps: paths of objects whose keys are data and no names: ``ctr_data{}.hash_map``.
+        recursive: keys whose objects are of the kind that they stand in, such as a node's children:
+            they add nothing to the paths of what is in them.
+    """
+    found: dict[str, Any] = {}
+    todo: list[tuple[str, Any]] = [("", of)]
+    while todo:
+        under, value = todo.pop()
+        if isinstance(value, Mapping):
+            if under in maps:
+                todo += [(f"{under}{{}}", inner) for inner in value.values()]
+                continue
+            for key, inner in value.items():
+                found[f"{under}.{key}" if under else key] = inner
+                inside = under if key in recursive else f"{under}.{key}" if under else key
+                todo.append((inside, inner))
+        elif isinstance(value, list):
+            todo += [(f"{under}[]", one) for one in value if isinstance(one, (Mapping, list))]
+    return found
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

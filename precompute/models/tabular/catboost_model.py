@@ -3,9 +3,8 @@ library does not check it."""
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from precompute.foreign_file import KnownKeys, key_paths, parsed_json
 from precompute.model import Prepared
 from precompute.models.tabular.tabular_model import TreeModel, Trees, installed
-from precompute.store.errors import ModelError
+from precompute.store.errors import ConfigError, ModelError
 
 Pair = tuple[npt.NDArray[np.float32], npt.NDArray[Any]]
 """Numbers float32 [rows, features], and categories as bytes [rows, features]."""
@@ -24,8 +24,96 @@ Pair = tuple[npt.NDArray[np.float32], npt.NDArray[Any]]
 KINDS = {"Poisson": "Exponent", "Tweedie": "Exponent", "RMSEWithUncertainty": "RMSEWithUncertainty"}
 """Losses of whose sum CatBoost's own regressor makes something: of the last, the mean and the
 variance."""
+SEVERAL_TARGETS = ("MultiRMSE", "MultiRMSEWithMissingValues", "MultiLogloss", "MultiCrossEntropy")
+"""Losses of rows that have several targets."""
 LABELS = ("MultiLogloss", "MultiCrossEntropy")
 """Losses that give each class a probability of its own, and a row any number of them."""
+
+_NOT_IN_JSON = "a tree of it asks for what JSON does not hold: train without it, or write a model"
+CATBOOST_JSON = KnownKeys(
+    "CatBoost's JSON",
+    used=(
+        "model_info",
+        "model_info.params",
+        "model_info.params.loss_function",
+        "model_info.params.loss_function.type",
+        "model_info.params.cat_feature_params",
+        "model_info.class_params",
+        "model_info.class_params.class_names",
+        "model_info.class_params.class_to_label",
+        "model_info.binclass_probability_threshold",
+        "features_info",
+        "features_info.float_features",
+        "features_info.float_features[].borders",
+        "features_info.float_features[].feature_id",
+        "features_info.float_features[].feature_index",
+        "features_info.float_features[].flat_feature_index",
+        "features_info.float_features[].has_nans",
+        "features_info.float_features[].nan_value_treatment",
+        "features_info.categorical_features",
+        "features_info.categorical_features[].feature_id",
+        "features_info.categorical_features[].feature_index",
+        "features_info.categorical_features[].flat_feature_index",
+        "features_info.categorical_features[].values",
+        "features_info.ctrs",
+        "features_info.ctrs[].borders",
+        "features_info.ctrs[].ctr_type",
+        "features_info.ctrs[].elements",
+        "features_info.ctrs[].elements[].border",
+        "features_info.ctrs[].elements[].cat_feature_index",
+        "features_info.ctrs[].elements[].combination_element",
+        "features_info.ctrs[].elements[].float_feature_index",
+        "features_info.ctrs[].elements[].value",
+        "features_info.ctrs[].identifier",
+        "features_info.ctrs[].prior_denomerator",
+        "features_info.ctrs[].prior_numerator",
+        "features_info.ctrs[].scale",
+        "features_info.ctrs[].shift",
+        "features_info.ctrs[].target_border_idx",
+        "ctr_data",
+        "ctr_data{}.counter_denominator",
+        "ctr_data{}.hash_map",
+        "ctr_data{}.hash_stride",
+        "oblivious_trees",
+        "oblivious_trees[].leaf_values",
+        "oblivious_trees[].splits",
+        "oblivious_trees[].splits[].split_index",
+        "trees",
+        "trees[].left",
+        "trees[].right",
+        "trees[].split",
+        "trees[].split.split_index",
+        "trees[].value",
+        "scale_and_bias",
+    ),
+    harmless={
+        "model_info.*": "what training was set to, and notes: no tree asks for them",
+        "features_info.*_features[].feature_name": "written with pool=; feature_id is the same",
+        "features_info.cat_features_hash": "written with pool=: categories' names beside their"
+        " hashes, for people; trees compare hashes of the rows' own texts",
+        "features_info.cat_features_hash[].hash": "see cat_features_hash",
+        "features_info.cat_features_hash[].value": "see cat_features_hash",
+        "oblivious_trees[].leaf_weights": "the training rows of each leaf",
+        "trees[].weight": "the training rows of a leaf",
+        **{
+            f"{tree}.{key}": "for people: split_index says which split it is"
+            for tree in ("oblivious_trees[].splits[]", "trees[].split")
+            for key in (
+                "border",
+                "cat_feature_index",
+                "ctr_target_border_idx",
+                "float_feature_index",
+                "split_type",
+                "value",
+            )
+        },
+    },
+    refused={
+        "features_info.text_features": _NOT_IN_JSON,
+        "features_info.embedding_features": _NOT_IN_JSON,
+        "features_info.estimated_features": _NOT_IN_JSON,
+    },
+)
 
 
 class CatBoost(TreeModel):
@@ -36,11 +124,12 @@ class CatBoost(TreeModel):
     """
 
     name = "catboost"
+    saving = "save_model('model.json', format='json')"
 
     def loaded(self, path: Path) -> Trees:
         """Raises:
-        ModelError: the file is damaged, no JSON that CatBoost wrote, or has features of a kind that
-            is not computed.
+        ConfigError: it has what is not known, or lacks tables that its trees ask for.
+        ModelError: the file is damaged, or no JSON that CatBoost wrote.
         """
         with installed("catboost"):
             import catboost
@@ -48,8 +137,17 @@ class CatBoost(TreeModel):
         self._library = catboost
         try:
             content = path.read_bytes()
-            model = json.loads(content, object_pairs_hook=_once)
+            model = parsed_json(content, path, self.name)
             features, texts = checked(model)
+            known = key_paths(model, maps=("ctr_data",), recursive=("left", "right"))
+            CATBOOST_JSON.check(known, path, self.name)
+            if lost := lost_tables(model):
+                raise ConfigError(
+                    f"{self.name}: {path} was trained with {lost}, and CatBoost's JSON keeps one of"
+                    " their tables of categories: its scores are not those of the trained model."
+                    " Train with simple_ctr='Counter' and combinations_ctr='Counter', or with"
+                    " one_hot_max_size of as many as a feature has categories"
+                )
             info, width = model["model_info"], len(np.ravel(model["scale_and_bias"][1]))
             loss = str(info.get("params", {}).get("loss_function", {}).get("type"))
             threshold = np.float64(info.get("binclass_probability_threshold", 0.5))
@@ -147,14 +245,6 @@ class CatBoost(TreeModel):
         return scores[:, 1] if self._is_one else scores
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, of whose keys another parser takes no others."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError("it has a key twice")
-    return made
-
-
 def checked(model: Any) -> tuple[list[str], list[str]]:
     """(features in their order, those of them that are categories), of a file whose trees fit them.
 
@@ -162,8 +252,6 @@ def checked(model: Any) -> tuple[list[str], list[str]]:
         ValueError, KeyError, TypeError, IndexError: it is no whole model.
     """
     info = model["features_info"]
-    if strange := sorted(set(info) - {"float_features", "categorical_features", "ctrs"}):
-        raise ValueError(f"it has {strange[0]}, which are not computed")
     kinds = [info.get("float_features", []), info.get("categorical_features", [])]
     features: dict[int, str] = {}
     for kind in kinds:
@@ -208,6 +296,31 @@ def checked(model: Any) -> tuple[list[str], list[str]]:
     return [features[place] for place in sorted(features)], [
         str(one.get("feature_id") or one["flat_feature_index"]) for one in kinds[1]
     ]
+
+
+def lost_tables(model: Mapping[str, Any]) -> str | None:
+    """What of a model's training made several tables of categories to which JSON gives one name, so
+    that it has but one of them; None where none is lost. A table's name is its features and its
+    kind; not in it is the target, and the borders of the target, that it counts by."""
+    params = model["model_info"].get("params", {})
+    of_target = {ctr["ctr_type"] for ctr in model["features_info"].get("ctrs", [])} - {"Counter"}
+    if not of_target:
+        return None
+    loss = params.get("loss_function", {}).get("type")
+    if loss in SEVERAL_TARGETS:
+        return f"{loss}, of several targets"
+    named = params.get("cat_feature_params", {})
+    for ctrs in (
+        named.get("simple_ctrs", []),
+        named.get("combinations_ctrs", []),
+        *named.get("per_feature_ctrs", {}).values(),
+    ):
+        borders: dict[str, Any] = {}
+        for ctr in ctrs:
+            kind, by = ctr["ctr_type"], ctr.get("target_binarization")
+            if kind in of_target and borders.setdefault(kind, by) != by:
+                return f"ctrs of the kind {kind} with several borders of the target"
+    return None
 
 
 def _split_indices(tree: Any, width: int) -> Iterator[Any]:

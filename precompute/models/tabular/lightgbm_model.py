@@ -268,6 +268,7 @@ class LightGbm(TreeModel):
     are those of :class:`TreeModel`."""
 
     name = "lightgbm"
+    saving = "Booster.save_model('model.txt')"
 
     def loaded(self, path: Path) -> Trees:
         """Raises:

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from precompute.engine.resources import ResidentPeak, allowed, available_bytes, usable_threads
 from precompute.engine.rows import side_by_side
+from precompute.foreign_file import what_it_is
 from precompute.model import Features, Prepared, StagedModel, Verbatim, digest, resolve_path
 from precompute.store.errors import ConfigError, ModelError, did_you_mean
 
@@ -353,6 +354,8 @@ class TreeModel(HostModel, ABC):
 
     name: str
     """The built-in's, in a view's ``model.use``."""
+    saving: str
+    """The library's call that writes a file as it is read here."""
     start_cost = 2048
 
     def __init__(
@@ -371,6 +374,8 @@ class TreeModel(HostModel, ABC):
             raise ConfigError(f"{self.name}: raw is true or false, got {raw!r}")
         if not self._path.is_file():
             raise ConfigError(f"{self.name}: path {str(path)!r} is a folder: name the model's file")
+        if is_a := what_it_is(self._path):
+            raise ModelError(f"{self.name}: {self._path} is {is_a}; {self.saving} writes one")
         trees = self.loaded(self._path)
         self._columns = Columns(
             self.name, trees.features, columns, trees.categories, unknown, trees.texts

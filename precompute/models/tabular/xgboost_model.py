@@ -323,6 +323,7 @@ class XgBoost(TreeModel):
     """
 
     name = "xgboost"
+    saving = "save_model('model.json')"
 
     def loaded(self, path: Path) -> Trees:
         """Raises:
