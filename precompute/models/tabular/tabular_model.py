@@ -104,11 +104,13 @@ class Columns:
     def _known(self, feature: str, values: Sequence[Any]) -> pa.Array:
         try:
             known = pa.array(list(values))
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as exc:
+            # of whole numbers those that float64 has
+            return known if pa.types.is_string(known.type) else known.cast(pa.float64())
+        except (pa.ArrowException, OverflowError) as exc:
             raise ModelError(
-                f"{self._model}: the categories of {feature!r} are neither texts nor numbers: {exc}"
+                f"{self._model}: the categories of {feature!r} are neither texts nor numbers that"
+                f" float64 has: {exc}"
             ) from exc
-        return known if pa.types.is_string(known.type) else known.cast(pa.float64())
 
     def check(self, schema: pa.Schema) -> None:
         """Raises:
@@ -160,7 +162,8 @@ class Columns:
         return made, bad
 
     def _codes(self, name: str, column: pa.Array, known: pa.Array, bad: dict[int, str]) -> Matrix:
-        codes = pc.index_in(column.cast(known.type), known)
+        # a number too large for float64 to have each is none of the categories, which all are
+        codes = pc.index_in(column.cast(known.type, safe=False), known)
         if not self._missing and codes.null_count > column.null_count:
             for row in pc.indices_nonzero(pc.and_(codes.is_null(), column.is_valid())).to_pylist():
                 value = column[row].as_py()
