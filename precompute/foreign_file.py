@@ -38,6 +38,8 @@ _HEADS = {
     " save_model('model.json')",
     b"\x89HDF": "HDF5: save the model in the format that is named here",
 }
+MOST_HEADER_BYTES = 100_000_000
+"""Of safetensors, by its library."""
 _PAGE = re.compile(rb"\s*(<!doctype html|<html|<\?xml|<head)", re.IGNORECASE)
 
 
@@ -49,6 +51,9 @@ def what_it_is(path: Path) -> str | None:
         with path.open("rb") as file:
             head = file.read(64)
     except OSError:
+        return None
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < MOST_HEADER_BYTES:
+        # of safetensors, whose first bytes are a length and may be anything
         return None
     if not head:
         return "empty: it was not written to its end; fetch it again"

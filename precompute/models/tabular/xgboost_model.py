@@ -117,7 +117,7 @@ XGBOOST_JSON = KnownKeys(
         "learner.gradient_booster.model.cats.enc[].type": "how wide whole numbers were in memory",
         "learner.gradient_booster.model.cats.feature_segments": "sums of the numbers of categories",
         "learner.gradient_booster.model.cats.sorted_idx": "an order of the categories to search by",
-        "learner.gradient_booster.model.boosted_rounds": "of a linear one, whose weights are refused",
+        "learner.gradient_booster.model.boosted_rounds": "of a linear one, which is refused",
         "learner.gradient_booster.model.trees[].base_weights": "what a node would be as a leaf",
         "learner.gradient_booster.model.trees[].id": "the tree's place, which it stands at",
         "learner.gradient_booster.model.trees[].loss_changes": "what a split gained in training",
