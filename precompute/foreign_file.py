@@ -136,7 +136,8 @@ class KnownKeys:
         file: what messages and the documents call it: ``config.json`` of a BERT.
         used: what is read.
         harmless: pattern → why no value depends on it.
-        fixed: pattern → the only values at which what is computed here is right.
+        fixed: pattern → the only values at which what is computed here is right, whatever else says
+            of the key.
         refused: pattern → the remedy. What is none of these four is refused as not known.
     """
 
@@ -161,21 +162,19 @@ class KnownKeys:
             for pattern, remedy in self.refused.items():
                 if _matches(pattern, name):
                     raise ConfigError(f"{use}: {path} has {name}: {remedy}")
-            if any(_matches(pattern, name) for pattern in self.used):
-                continue
-            if any(_matches(pattern, name) for pattern in self.harmless):
-                continue
             values = [known for pattern, known in self.fixed.items() if _matches(pattern, name)]
-            if not values or not isinstance(keys, Mapping):
-                raise ConfigError(
-                    f"{use}: {path} has {name}, which is not known of {self.file}: values could"
-                    " differ; save the model without it, or write a model class of your own"
-                )
-            if not any(_same(keys[name], value) for value in values[0]):
+            if values and isinstance(keys, Mapping):
+                if any(_same(keys[name], value) for value in values[0]):
+                    continue
                 raise ConfigError(
                     f"{use}: {path}: {name} is {str(keys[name])[:80]!r}; only"
                     f" {' or '.join(map(repr, values[0]))} is computed: write a model class of your"
                     " own"
+                )
+            if not any(_matches(pattern, name) for pattern in (*self.used, *self.harmless)):
+                raise ConfigError(
+                    f"{use}: {path} has {name}, which is not known of {self.file}: values could"
+                    " differ; save the model without it, or write a model class of your own"
                 )
 
 
