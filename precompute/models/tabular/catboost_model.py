@@ -139,15 +139,7 @@ class CatBoost(TreeModel):
             content = path.read_bytes()
             model = parsed_json(content, path, self.name)
             features, texts = checked(model)
-            known = key_paths(model, maps=("ctr_data",), recursive=("left", "right"))
-            CATBOOST_JSON.check(known, path, self.name)
-            if lost := lost_tables(model):
-                raise ConfigError(
-                    f"{self.name}: {path} was trained with {lost}, and CatBoost's JSON keeps one of"
-                    " their tables of categories: its scores are not those of the trained model."
-                    " Train with simple_ctr='Counter' and combinations_ctr='Counter', or with"
-                    " one_hot_max_size of as many as a feature has categories"
-                )
+            check_known(model, path)
             info, width = model["model_info"], len(np.ravel(model["scale_and_bias"][1]))
             loss = str(info.get("params", {}).get("loss_function", {}).get("type"))
             threshold = np.float64(info.get("binclass_probability_threshold", 0.5))
@@ -243,6 +235,21 @@ class CatBoost(TreeModel):
             data, prediction_type=self._kind, thread_count=threads
         )
         return scores[:, 1] if self._is_one else scores
+
+
+def check_known(model: Mapping[str, Any], path: Path) -> None:
+    """Raises:
+    ConfigError: a file has what is not known, or lacks tables that its trees ask for.
+    """
+    known = key_paths(model, maps=("ctr_data",), recursive=("left", "right"))
+    CATBOOST_JSON.check(known, path, "catboost")
+    if lost := lost_tables(model):
+        raise ConfigError(
+            f"catboost: {path} was trained with {lost}, and CatBoost's JSON keeps one of their"
+            " tables of categories: its scores are not those of the trained model. Train with"
+            " simple_ctr='Counter' and combinations_ctr='Counter', or with one_hot_max_size of as"
+            " many as a feature has categories"
+        )
 
 
 def checked(model: Any) -> tuple[list[str], list[str]]:

@@ -138,21 +138,21 @@ XGBOOST_JSON = KnownKeys(
 
 @dataclass(frozen=True, slots=True)
 class Categories:
-    """Of a feature: the whole numbers, or the texts' bytes, as one and cut by ``at``, where each
-    begins and the last ends. XGBoost cuts a pandas column's by its letters: of texts that are not
-    in ASCII it has parts of other ones, and their end not at all."""
+    """Of a feature: the whole numbers, or the texts' bytes, one behind the other, and ``at`` which
+    places each begins and the last ends. XGBoost takes a pandas column's letters for bytes: where
+    some are not in ASCII, the places are other texts' and the last bytes are lacking."""
 
     numbers: list[Any] | None
-    bytes: bytes
+    buffer: bytes
     at: list[int]
 
     def parts(self) -> list[bytes]:
         """As they are compared by the library."""
-        return [self.bytes[start:end] for start, end in pairwise(self.at)]
+        return [self.buffer[start:end] for start, end in pairwise(self.at)]
 
     def texts(self) -> list[str] | None:
         """As they were, where they are in ASCII: each letter is a byte."""
-        return [part.decode() for part in self.parts()] if self.bytes.isascii() else None
+        return [part.decode() for part in self.parts()] if self.buffer.isascii() else None
 
     def fits(self, texts: Sequence[str]) -> bool:
         """Whether a file with these texts has these bytes: cut by letters, as of pandas, or by
@@ -160,7 +160,7 @@ class Categories:
         whole = "".join(texts).encode()
         for sizes in (map(len, texts), (len(text.encode()) for text in texts)):
             at = [0, *accumulate(sizes)]
-            if (self.at, self.bytes) == (at, whole[: at[-1]]):
+            if (self.at, self.buffer) == (at, whole[: at[-1]]):
                 return True
         return False
 
@@ -560,7 +560,7 @@ class XgBoost(TreeModel):
             raise ConfigError(
                 f"xgboost: categories.{feature} are others than those that {path} was trained with,"
                 f" or in another order: it has {len(of.at) - 1}, of"
-                f" {of.bytes.decode(errors='replace')[:80]!r}"
+                f" {of.buffer.decode(errors='replace')[:80]!r}"
             )
         if of.numbers is None and len(set(of.parts())) < len(values):
             raise ConfigError(
