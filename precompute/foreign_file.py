@@ -5,6 +5,7 @@ nothing is passed over."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -75,14 +76,21 @@ def read_json(path: Path, use: str) -> Any:
     return parsed_json(content, path, use)
 
 
-def parsed_json(content: bytes, path: Path, use: str) -> Any:
+def parsed_json(content: bytes, path: Path, use: str, *, finite: bool = False) -> Any:
     """The same of a file's content that was read already.
+
+    Args:
+        finite: refuse a number that a float has not, at which another parser may end.
 
     Raises:
         ModelError: it is none.
     """
     try:
-        return json.loads(content.decode(), object_pairs_hook=_once)
+        return json.loads(
+            content.decode(),
+            object_pairs_hook=_once,
+            **({"parse_float": _finite, "parse_constant": _finite} if finite else {}),
+        )
     except (ValueError, RecursionError) as exc:
         is_a = what_it_is(path)
         raise ModelError(
@@ -125,6 +133,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"it has the key {twice!r} twice")
     return made
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return number
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@ library does not check it."""
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ SEVERAL_TARGETS = ("MultiRMSE", "MultiRMSEWithMissingValues", "MultiLogloss", "M
 LABELS = ("MultiLogloss", "MultiCrossEntropy")
 """Losses that give each class a probability of its own, and a row any number of them."""
 
+NAN_TREATMENTS = ("AsIs", "AsFalse", "AsTrue")
+CTR_TYPES = (
+    "Borders",
+    "Buckets",
+    "BinarizedTargetMeanValue",
+    "FloatTargetMeanValue",
+    "Counter",
+    "FeatureFreq",
+)
 _NOT_IN_JSON = "a tree of it asks for what JSON does not hold: train without it, or write a model"
 CATBOOST_JSON = KnownKeys(
     "CatBoost's JSON",
@@ -137,7 +147,8 @@ class CatBoost(TreeModel):
         self._library = catboost
         try:
             content = path.read_bytes()
-            model = parsed_json(content, path, self.name)
+            # behind a number that a float has not the library reads nothing, and says nothing
+            model = parsed_json(content, path, self.name, finite=True)
             features, texts = checked(model)
             check_known(model, path)
             info, width = model["model_info"], len(np.ravel(model["scale_and_bias"][1]))
@@ -152,6 +163,18 @@ class CatBoost(TreeModel):
                 file.write(content)
                 file.flush()
                 self._model.load_model(file.name, format="json")
+            classes = list(self._model.classes_)
+            self._numbers = [feature for feature in features if feature not in texts]
+            self._texts = [feature for feature in features if feature in texts]
+            self._kind = (
+                "RawFormulaVal"
+                if self._raw
+                else "Probability"
+                if classes
+                else KINDS.get(loss, "RawFormulaVal")
+            )
+            self._is_one = width == 1 and self._kind == "Probability"
+            self._try_out(len(model.get("oblivious_trees") or model["trees"]), width)
         except (
             OSError,
             ValueError,
@@ -170,17 +193,6 @@ class CatBoost(TreeModel):
             raise ModelError(
                 f"catboost: {path} is damaged or no CatBoost model in JSON: {reason}"
             ) from exc
-        classes = list(self._model.classes_)
-        self._numbers = [feature for feature in features if feature not in texts]
-        self._texts = [feature for feature in features if feature in texts]
-        self._kind = (
-            "RawFormulaVal"
-            if self._raw
-            else "Probability"
-            if classes
-            else KINDS.get(loss, "RawFormulaVal")
-        )
-        self._is_one = width == 1 and self._kind == "Probability"
         with np.errstate(divide="ignore"):
             middle = float(-np.log(1 / threshold - 1) if self._raw else threshold)
         return Trees(
@@ -192,6 +204,18 @@ class CatBoost(TreeModel):
             classes or None,
             texts,
         )
+
+    def _try_out(self, trees: int, width: int) -> None:
+        """One row, since the library reads some damaged files in part, without a word.
+
+        Raises:
+            ValueError: it reads other trees than stand in the file.
+            CatBoostError: it cannot compute.
+        """
+        row = np.zeros((1, len(self._numbers)), np.float32)
+        scores = self.scores((row, np.full((1, len(self._texts)), b"", object)), 1)
+        if self._model.tree_count_ != trees or scores.shape != ((1, width) if width > 1 else (1,)):
+            raise ValueError("the library reads other trees than stand in it")
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """Numbers and categories of all rows; bad are those with a null for a category."""
@@ -272,12 +296,28 @@ def checked(model: Any) -> tuple[list[str], list[str]]:
         features
     ):
         raise ValueError("its features are not whole")
+    for feature in kinds[0]:
+        _numbers(feature.get("borders", []))
+        if feature["nan_value_treatment"] not in NAN_TREATMENTS or not isinstance(
+            feature["has_nans"], bool
+        ):
+            raise ValueError("a feature takes missing numbers in a way that is not known")
     ctrs = info.get("ctrs", [])
     for ctr in ctrs:
         table = model["ctr_data"][ctr["identifier"]]
-        if len(table["hash_map"]) % int(table["hash_stride"]) or any(
-            not 0 <= element.get("cat_feature_index", 0) < len(kinds[1])
-            for element in ctr["elements"]
+        _numbers(ctr["borders"])
+        _numbers([ctr[key] for key in ("prior_numerator", "prior_denomerator", "scale", "shift")])
+        # hashes are texts of digits
+        _numbers([int(one) if isinstance(one, str) else one for one in table["hash_map"]])
+        if (
+            ctr["ctr_type"] not in CTR_TYPES
+            or type(ctr["target_border_idx"]) is not int
+            or type(table["counter_denominator"]) is not int
+            or len(table["hash_map"]) % int(table["hash_stride"])
+            or any(
+                not 0 <= element.get("cat_feature_index", 0) < len(kinds[1])
+                for element in ctr["elements"]
+            )
         ):
             raise ValueError("its categories are not whole")
     classes = model["model_info"].get("class_params", {"class_names": [], "class_to_label": []})
@@ -290,7 +330,9 @@ def checked(model: Any) -> tuple[list[str], list[str]]:
         for kind, key in ((kinds[0], "borders"), (kinds[1], "values"), (ctrs, "borders"))
         for one in kind
     )
-    width = len(np.ravel(model["scale_and_bias"][1]))
+    scale, bias = model["scale_and_bias"]
+    _numbers([scale, *(bias if isinstance(bias, list) else [bias])])
+    width = len(np.ravel(bias))
     trees = model.get("oblivious_trees") or model["trees"]
     if not isinstance(trees, list) or not trees:
         raise ValueError("it has no trees")
@@ -330,6 +372,15 @@ def lost_tables(model: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _numbers(values: Sequence[Any]) -> None:
+    """Raises:
+    ValueError: something is no finite number, of which the library reads any.
+    """
+    for value in values:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"{str(value)[:40]!r} is no number")
+
+
 def _split_indices(tree: Any, width: int) -> Iterator[Any]:
     """Split indices of one tree, symmetric or not; -1 where its leaves are not what its splits
     need."""
@@ -342,6 +393,7 @@ def _split_indices(tree: Any, width: int) -> Iterator[Any]:
             or len(tree.get("leaf_weights", [0] * leaves)) != leaves
         ):
             yield -1
+        _numbers(tree["leaf_values"])
         yield from (split["split_index"] for split in splits)
         return
     todo = [tree]
@@ -350,5 +402,8 @@ def _split_indices(tree: Any, width: int) -> Iterator[Any]:
         if "split" in node:
             yield node["split"]["split_index"]
             todo += [node["left"], node["right"]]
-        elif len(np.ravel(node["value"])) != width:
+            continue
+        values = node["value"] if isinstance(node["value"], list) else [node["value"]]
+        _numbers(values)
+        if len(values) != width:
             yield -1
