@@ -89,6 +89,7 @@ XGBOOST_JSON = KnownKeys(
         "learner.gradient_booster.model.cats.enc",
         "learner.gradient_booster.model.cats.enc[].offsets",
         "learner.gradient_booster.model.cats.enc[].values",
+        "learner.gradient_booster.model.cats.sorted_idx",
         "learner.gradient_booster.model.gbtree_model_param",
         "learner.gradient_booster.model.gbtree_model_param.num_parallel_tree",
         "learner.gradient_booster.model.gbtree_model_param.num_trees",
@@ -116,7 +117,6 @@ XGBOOST_JSON = KnownKeys(
         " booster's predict none is asked for",
         "learner.gradient_booster.model.cats.enc[].type": "how wide whole numbers were in memory",
         "learner.gradient_booster.model.cats.feature_segments": "sums of the numbers of categories",
-        "learner.gradient_booster.model.cats.sorted_idx": "an order of the categories to search by",
         "learner.gradient_booster.model.boosted_rounds": "of a linear one, which is refused",
         "learner.gradient_booster.model.trees[].base_weights": "what a node would be as a leaf",
         "learner.gradient_booster.model.trees[].id": "the tree's place, which it stands at",
@@ -384,7 +384,26 @@ def _categories(model: Mapping[str, Any], names: Sequence[str]) -> dict[str, Cat
         elif values:
             numbers = _integers(of, "values", None, -(2**63), 2**64)
             found[name] = Categories(numbers.tolist(), b"", [])
+    if found:
+        _check_order(_integers(model["cats"], "sorted_idx", None, 0, MOST_CATEGORIES), found)
     return found
+
+
+def _check_order(order: npt.NDArray[Any], found: Mapping[str, Categories]) -> None:
+    """Raises:
+    ValueError: the library would search the categories in another order than theirs.
+    """
+    start = 0
+    for name, of in found.items():
+        keys: Sequence[Any] = of.parts() if of.numbers is None else of.numbers
+        here = order[start : start + len(keys)].tolist()
+        start += len(keys)
+        # bytes are compared as numbers with a sign
+        wanted = sorted(keys, key=(lambda key: [*memoryview(key).cast("b")]) if of.at else None)
+        if max(here, default=0) >= len(keys) or [keys[place] for place in here] != wanted:
+            raise ValueError(f"the categories of {name} are not whole")
+    if start != len(order):
+        raise ValueError("its categories are not whole")
 
 
 def _dict(of: Any, key: str) -> dict[str, Any]:
@@ -435,7 +454,9 @@ def _floats(of: Mapping[str, Any], key: str, size: int | None) -> npt.NDArray[An
 
 def _array(of: Mapping[str, Any], key: str, size: int | None) -> npt.NDArray[Any]:
     values = of.get(key)
-    if not isinstance(values, list) or any(isinstance(value, (list, dict)) for value in values):
+    kinds = {type(value) for value in values} if isinstance(values, list) else {list}
+    # truth values would be numbers among numbers
+    if not kinds <= {int, float} and kinds != {bool}:
         raise ValueError(f"{key} is missing, or no list of numbers")
     if size is not None and len(values) != size:
         raise ValueError(f"{key} has {len(values)} numbers, not {size}")
