@@ -430,7 +430,7 @@ def _messages(path: Path, model: Any) -> Iterator[Any]:
         message = todo.pop()
         kind = message.DESCRIPTOR.name
         yield message
-        seen |= {f"{kind}.field {one.field_number}": None for one in UnknownFieldSet(message)}
+        seen |= {f"{kind} field {one.field_number}": None for one in UnknownFieldSet(message)}
         if kind == "TensorProto":
             # its fields may be gigabytes, which listing copies
             continue
