@@ -203,4 +203,5 @@ def _matches(pattern: str, name: str) -> bool:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(translate(pattern))
+    # of objects in lists, and no set of letters
+    return re.compile(translate(pattern.replace("[]", "[[]]")))

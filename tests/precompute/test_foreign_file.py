@@ -12,7 +12,7 @@ from precompute.store.errors import ConfigError, ModelError
 
 KNOWN = KnownKeys(
     "a test's format",
-    used=("a", "layer.*.weight"),
+    used=("a", "layer.*.weight", "trees[].*[].x"),
     harmless={"b": "it is only shown", "n": "its own value is looked at first"},
     fixed={"c": (False, None), "n": (1,)},
     refused={"*.scale": "the weights are quantized: save them as floats"},
@@ -90,6 +90,7 @@ def test_a_key_twice_and_a_cut_file_are_damage(tmp_path: Path) -> None:
 
 def test_what_is_known_passes() -> None:
     KNOWN.check({"a": 1, "b": 2, "c": None, "n": 1, "layer.11.weight": 0}, "file", "model")
+    KNOWN.check(["trees[].splits[].x"], "file", "model")
     KNOWN.check(["a", "layer.0.weight"], "file", "model")
 
 
