@@ -89,7 +89,8 @@ def parsed_json(content: bytes, path: Path, use: str, *, finite: bool = False) -
         return json.loads(
             content.decode(),
             object_pairs_hook=_once,
-            **({"parse_float": _finite, "parse_constant": _finite} if finite else {}),
+            parse_float=_finite if finite else None,
+            parse_constant=_finite if finite else None,
         )
     except (ValueError, RecursionError) as exc:
         is_a = what_it_is(path)

@@ -315,6 +315,26 @@ def test_categories_of_xgboost_are_those_of_the_library_or_asked_for(
     assert np.array_equal(score("xgboost", path, rows, **args), expected)
 
 
+def test_a_file_whose_categories_are_in_another_order_than_it_says_is_refused(
+    tmp_path: Path,
+) -> None:
+    frame = FRAME[["b"]].assign(
+        g=pd.Categorical(FRAME["genre"].replace("é", "e")), h=pd.Categorical(FRAME["size"])
+    )
+    made = xgboost.train({"nthread": 1}, xgboost.DMatrix(frame, TARGET, enable_categorical=True), 3)
+    made.save_model(tmp_path / "m.json")
+    rows = frame.astype({"g": str, "h": int})
+    expected = made.predict(xgboost.DMatrix(frame, enable_categorical=True))
+    assert np.array_equal(score("xgboost", tmp_path / "m.json", rows), expected)
+    content = (tmp_path / "m.json").read_text()
+    order = re.search(r'"sorted_idx":\[([\d,]+)\]', content)
+    assert order is not None
+    for other in (order[1][::-1], order[1] + ",0", order[1].replace("0", "9")):
+        (tmp_path / "m.json").write_text(content.replace(order[1], other))
+        with pytest.raises(ModelError, match=r"categories (of . )?are not whole"):
+            score("xgboost", tmp_path / "m.json", rows)
+
+
 def test_two_categories_that_are_one_after_the_cut_are_refused(tmp_path: Path) -> None:
     values = ["ä", "ö", "ü", "z"]
     frame, made, scores = with_categories(values)
@@ -346,6 +366,7 @@ def test_categories_of_arrow_are_whole_and_told_by_the_same_list(tmp_path: Path)
     ("categories", "said"),
     [
         (["a"], "categories maps features to lists of their different texts"),
+        ({"g": [["a"]]}, "categories maps features to lists of their different texts"),
         ({"g": ["a", "a"]}, "categories maps features to lists of their different texts"),
         ({"h": ["a"]}, "categories names 'h', of which .* has none; it has those of 'g'"),
     ],

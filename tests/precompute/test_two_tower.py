@@ -264,7 +264,7 @@ def whole(trained: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def test_what_is_not_known_of_its_own_file_is_refused(trained: Path, tmp_path: Path) -> None:
     state, meta = whole(trained)
     field = meta["towers"]["user"][0]
-    others = {
+    others: dict[str, list[tuple[Any, Any, dict[str, str]]]] = {
         "surprise, which is not known": [
             (state, meta | {"surprise": 1}, {}),
             (state, meta, {"surprise": "1"}),

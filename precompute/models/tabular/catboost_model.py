@@ -98,7 +98,8 @@ CATBOOST_JSON = KnownKeys(
     ),
     harmless={
         "model_info.*": "what training was set to, and notes: no tree asks for them",
-        "features_info.*_features[].feature_name": "written with pool=; feature_id is the same",
+        "features_info.*_features[].feature_name": "written with pool=: its name; feature_id is the"
+        " model's",
         "features_info.cat_features_hash": "written with pool=: categories' names beside their"
         " hashes, for people; trees compare hashes of the rows' own texts",
         "features_info.cat_features_hash[].hash": "see cat_features_hash",
@@ -334,8 +335,8 @@ def checked(model: Any) -> tuple[list[str], list[str]]:
     _numbers([scale, *(bias if isinstance(bias, list) else [bias])])
     width = len(np.ravel(bias))
     trees = model.get("oblivious_trees") or model["trees"]
-    if not isinstance(trees, list) or not trees:
-        raise ValueError("it has no trees")
+    if not isinstance(trees, list) or not trees or {"oblivious_trees", "trees"} <= model.keys():
+        raise ValueError("it has no trees, or two kinds of them")
     for number, tree in enumerate(trees):
         if any(
             not (type(split) is int and 0 <= split < splits)

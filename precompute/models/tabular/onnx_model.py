@@ -488,7 +488,7 @@ def _check_operators(path: Path, model: Any, messages: Sequence[Any]) -> None:
                 len([name for name in node.output if name]) > 1
                 or any(one.name == "training_mode" and one.i for one in node.attribute)
             )
-        if trains and not node.domain:
+        if trains and node.domain in ("", "ai.onnx"):
             raise ConfigError(
                 f"onnx: {path} has {node.op_type} in its training mode, by which a row's value"
                 " depends on chance or on the rows beside it: export the graph for inference"

@@ -384,7 +384,7 @@ def _categories(model: Mapping[str, Any], names: Sequence[str]) -> dict[str, Cat
         elif values:
             numbers = _integers(of, "values", None, -(2**63), 2**64)
             found[name] = Categories(numbers.tolist(), b"", [])
-    if found:
+    if found and "sorted_idx" in model["cats"]:
         _check_order(_integers(model["cats"], "sorted_idx", None, 0, MOST_CATEGORIES), found)
     return found
 
@@ -395,11 +395,13 @@ def _check_order(order: npt.NDArray[Any], found: Mapping[str, Categories]) -> No
     """
     start = 0
     for name, of in found.items():
-        keys: Sequence[Any] = of.parts() if of.numbers is None else of.numbers
+        keys: list[Any] = of.parts() if of.numbers is None else of.numbers
         here = order[start : start + len(keys)].tolist()
         start += len(keys)
         # bytes are compared as numbers with a sign
-        wanted = sorted(keys, key=(lambda key: [*memoryview(key).cast("b")]) if of.at else None)
+        wanted = sorted(
+            keys, key=lambda key: key if isinstance(key, int) else [*memoryview(key).cast("b")]
+        )
         if max(here, default=0) >= len(keys) or [keys[place] for place in here] != wanted:
             raise ValueError(f"the categories of {name} are not whole")
     if start != len(order):
@@ -437,9 +439,10 @@ def _integers(
     of: Mapping[str, Any], key: str, size: int | None, least: int, below: int
 ) -> npt.NDArray[Any]:
     numbers = _array(of, key, size)
-    # truth values are how versions before 2.0 write default_left
+    # truth values are how versions before 2.0 write it
+    kinds = "iub" if key == "default_left" else "iu"
     if len(numbers) and (
-        numbers.dtype.kind not in "iub" or numbers.min() < least or numbers.max() >= below
+        numbers.dtype.kind not in kinds or numbers.min() < least or numbers.max() >= below
     ):
         raise ValueError(f"{key} has a number that cannot be")
     return numbers.astype(np.int64)
@@ -501,8 +504,8 @@ class XgBoost(TreeModel):
         named = {} if categories is None else categories
         if not isinstance(named, Mapping) or not all(
             isinstance(texts, (list, tuple))
-            and len(set(texts)) == len(texts)
             and all(isinstance(text, str) for text in texts)
+            and len(set(texts)) == len(texts)
             for texts in named.values()
         ):
             raise ConfigError(
