@@ -457,10 +457,12 @@ def _floats(of: Mapping[str, Any], key: str, size: int | None) -> npt.NDArray[An
 
 def _array(of: Mapping[str, Any], key: str, size: int | None) -> npt.NDArray[Any]:
     values = of.get(key)
-    kinds = {type(value) for value in values} if isinstance(values, list) else {list}
+    if not isinstance(values, list):
+        raise ValueError(f"{key} is missing, or no list of numbers")
+    kinds = set(map(type, values))
     # truth values would be numbers among numbers
     if not kinds <= {int, float} and kinds != {bool}:
-        raise ValueError(f"{key} is missing, or no list of numbers")
+        raise ValueError(f"{key} has what is no number")
     if size is not None and len(values) != size:
         raise ValueError(f"{key} has {len(values)} numbers, not {size}")
     return np.array(values)
