@@ -315,7 +315,7 @@ def test_categories_of_xgboost_are_those_of_the_library_or_asked_for(
     assert np.array_equal(score("xgboost", path, rows, **args), expected)
 
 
-def test_a_file_whose_categories_are_in_another_order_than_it_says_is_refused(
+def test_categories_in_another_order_than_the_file_says_are_refused(
     tmp_path: Path,
 ) -> None:
     frame = FRAME[["b"]].assign(
