@@ -454,7 +454,7 @@ def test_a_graph_of_any_kind_gives_what_onnx_runtime_gives(
         ),
     ],
 )
-def test_what_gives_a_row_another_value_each_time_or_is_not_known_is_refused(
+def test_what_is_drawn_at_random_or_not_known_is_refused(
     tmp_path: Path, nodes: list[Any], more: dict[str, Any], said: str
 ) -> None:
     graph_of(tmp_path, nodes, **more)
@@ -546,7 +546,7 @@ def test_maps_of_classes_are_in_the_order_of_the_classes(tmp_path: Path) -> None
     assert np.allclose(found["score"], made.predict_proba(rows), atol=1e-5)
 
 
-def test_a_graph_that_was_changed_is_refused_or_gives_what_onnx_runtime_gives(
+def test_a_changed_graph_is_refused_or_gives_what_onnx_runtime_gives(
     tmp_path: Path,
 ) -> None:
     weights = {"m": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}

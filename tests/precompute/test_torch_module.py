@@ -522,9 +522,7 @@ def test_metadata_of_weights_is_of_torch_or_a_note(tmp_path: Path) -> None:
         load_model("torch_module", {**args, "weights": str(file)})
 
 
-def test_weights_that_were_changed_are_refused_or_are_those_in_the_file(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_changed_weights_are_refused_or_are_those_in_the_file(folder: Path, tmp_path: Path) -> None:
     content, drawn = (folder / "ranker.safetensors").read_bytes(), random.Random(0)
     header = int.from_bytes(content[:8], "little") + 8
     file, batch, refused = tmp_path / "changed", rows(4), 0

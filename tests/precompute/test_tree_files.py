@@ -478,7 +478,7 @@ def test_lightgbm_of_every_kind_gives_the_librarys_own_scores(tmp_path: Path) ->
         assert np.array_equal(found, made.predict(frame)), name
 
 
-def test_of_a_lightgbm_that_was_stopped_early_the_file_has_the_best_rounds(tmp_path: Path) -> None:
+def test_a_lightgbm_that_was_stopped_early_has_its_best_rounds(tmp_path: Path) -> None:
     train = lightgbm.Dataset(PLAIN, TARGET)
     noisy = np.where(np.arange(ROWS) % 3, TARGET, 0)
     valid = lightgbm.Dataset(PLAIN, noisy, reference=train)
@@ -608,9 +608,7 @@ def test_a_key_of_a_lightgbm_tree_that_is_not_known_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("use", ["lightgbm", "xgboost", "catboost"])
-def test_a_file_that_was_changed_is_refused_or_gives_its_librarys_scores(
-    tmp_path: Path, use: str
-) -> None:
+def test_a_changed_file_is_refused_or_gives_its_librarys_scores(tmp_path: Path, use: str) -> None:
     drawn = random.Random(1)
     path, predict, rows = files(tmp_path)[use]
     content = path.read_bytes()
