@@ -5,8 +5,9 @@ nothing is passed over."""
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cache
@@ -23,12 +24,23 @@ _HEADS = {
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it first",
     b"PK\x03\x04": "a zip archive, which is what torch.save writes, too: it is never loaded; save"
     " the model in the format that is named here",
-    b"\x80\x02": "a pickle, which runs code when it is loaded: save the model in the format that is"
-    " named here",
-    b"\x80\x04": "a pickle, which runs code when it is loaded: save the model in the format that is"
-    " named here",
+    **dict.fromkeys(
+        (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"),
+        "a pickle, as pickle and joblib write, which runs code when it is loaded: save the model in"
+        " the format that is named here",
+    ),
+    b"\x78\x9c": "compressed by zlib, as joblib's pickles are, which run code when they are loaded:"
+    " save the model in the format that is named here",
+    b"CBM1": "CatBoost's binary format: load it with catboost.CatBoost().load_model(file), and save"
+    " it with save_model('model.json', format='json')",
+    b"binf": "XGBoost's old binary format: load it with XGBoost before 3.1, and save it with"
+    " save_model('model.json')",
+    b"bs64": "XGBoost's old binary format: load it with XGBoost before 3.1, and save it with"
+    " save_model('model.json')",
     b"\x89HDF": "HDF5: save the model in the format that is named here",
 }
+MOST_HEADER_BYTES = 100_000_000
+"""Of safetensors, by its library."""
 _PAGE = re.compile(rb"\s*(<!doctype html|<html|<\?xml|<head)", re.IGNORECASE)
 
 
@@ -40,6 +52,9 @@ def what_it_is(path: Path) -> str | None:
         with path.open("rb") as file:
             head = file.read(64)
     except OSError:
+        return None
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < MOST_HEADER_BYTES:
+        # of safetensors, whose first bytes are a length and may be anything
         return None
     if not head:
         return "empty: it was not written to its end; fetch it again"
@@ -58,17 +73,67 @@ def read_json(path: Path, use: str, kind: type = object) -> Any:
         ModelError: it cannot be read, or is none.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
-        if not isinstance(content, kind):
-            raise ValueError(f"it holds a {type(content).__name__}, not a {kind.__name__}")
-        return content
+        content = path.read_bytes()
     except OSError as exc:
         raise ModelError(f"{use}: {path} cannot be read: {exc.strerror or exc}") from exc
+    return parsed_json(content, path, use, kind)
+
+
+def parsed_json(
+    content: bytes, path: Path, use: str, kind: type = object, *, finite: bool = False
+) -> Any:
+    """The same of a file's content that was read already.
+
+    Args:
+        kind: what it has to hold, such as a dict.
+        finite: refuse a number that a float has not, at which another parser may end.
+
+    Raises:
+        ModelError: it is none.
+    """
+    try:
+        made = json.loads(
+            content.decode(),
+            object_pairs_hook=_once,
+            parse_float=_finite if finite else None,
+            parse_constant=_finite if finite else None,
+        )
+        if not isinstance(made, kind):
+            raise ValueError(f"it holds a {type(made).__name__}, not a {kind.__name__}")
+        return made
     except (ValueError, RecursionError) as exc:
         is_a = what_it_is(path)
         raise ModelError(
             f"{use}: {path} is {is_a}" if is_a else f"{use}: {path} is damaged: {exc}"
         ) from exc
+
+
+def key_paths(
+    of: Mapping[str, Any], maps: Collection[str] = (), recursive: Collection[str] = ()
+) -> dict[str, Any]:
+    """Every key of nested objects → its value, or that of the last object in a list:
+    ``{"a": {"b": [{"c": 1}]}}`` has ``a``, ``a.b`` and ``a.b[].c``.
+
+    Args:
+        maps: paths of objects whose keys are data and no names: ``ctr_data{}.hash_map``.
+        recursive: keys whose objects are of the kind that they stand in, such as a node's children:
+            they add nothing to the paths of what is in them.
+    """
+    found: dict[str, Any] = {}
+    todo: list[tuple[str, Any]] = [("", of)]
+    while todo:
+        under, value = todo.pop()
+        if isinstance(value, Mapping):
+            if under in maps:
+                todo += [(f"{under}{{}}", inner) for inner in value.values()]
+                continue
+            for key, inner in value.items():
+                found[f"{under}.{key}" if under else key] = inner
+                inside = under if key in recursive else f"{under}.{key}" if under else key
+                todo.append((inside, inner))
+        elif isinstance(value, list):
+            todo += [(f"{under}[]", one) for one in value if isinstance(one, (Mapping, list))]
+    return found
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -80,6 +145,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return number
+
+
 @dataclass(frozen=True)
 class KnownKeys:
     """What is known of the keys, or tensors, of one file of one format. A name may be a pattern as
@@ -87,9 +158,10 @@ class KnownKeys:
 
     Args:
         file: what messages and the documents call it: ``config.json`` of a BERT.
-        used: what is read.
+        used: what is read; a name that stands here whole is read whatever its value.
         harmless: pattern → why no value depends on it.
-        fixed: pattern → the only values at which what is computed here is right.
+        fixed: pattern → the only values at which what is computed here is right, whatever other
+            patterns say of the key.
         refused: pattern → the remedy. What is none of these four is refused as not known.
     """
 
@@ -112,21 +184,21 @@ class KnownKeys:
         """
         for name in keys:
             self.refuse(name, path, use)
-            if any(_matches(pattern, name) for pattern in self.used):
-                continue
-            if self.why_harmless(name) is not None:
+            if name in self.used:
                 continue
             values = [known for pattern, known in self.fixed.items() if _matches(pattern, name)]
-            if not values or not isinstance(keys, Mapping):
-                raise ConfigError(
-                    f"{use}: {path} has {name}, which is not known of {self.file}: values could"
-                    " differ; save the model without it, or write a model class of your own"
-                )
-            if not any(_same(keys[name], value) for value in values[0]):
+            if values and isinstance(keys, Mapping):
+                if any(_same(keys[name], value) for value in values[0]):
+                    continue
                 raise ConfigError(
                     f"{use}: {path}: {name} is {str(keys[name])[:80]!r}; only"
                     f" {' or '.join(map(repr, values[0]))} is computed: write a model class of your"
                     " own"
+                )
+            if not any(_matches(pattern, name) for pattern in (*self.used, *self.harmless)):
+                raise ConfigError(
+                    f"{use}: {path} has {name}, which is not known of {self.file}: values could"
+                    " differ; save the model without it, or write a model class of your own"
                 )
 
     def refuse(self, name: str, path: Path | str, use: str) -> None:
@@ -155,4 +227,5 @@ def _matches(pattern: str, name: str) -> bool:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(translate(pattern))
+    # of objects in lists, and no set of letters
+    return re.compile(translate(pattern.replace("[]", "[[]]")))

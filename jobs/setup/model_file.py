@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from precompute.foreign_file import read_json, what_it_is
 from precompute.jobs.setup.data_file import Column, DataFile, near, number_text, slug_of
 from precompute.model import Model, ReadingModel, resolve_path, starting_from
+from precompute.models.tabular.ubjson import is_ubjson
 from precompute.registry import load_model
 from precompute.sources.database import quoted
 from precompute.sources.source import Source
@@ -151,12 +153,24 @@ def look_at_model(path: Path) -> ModelFile:
     return ModelFile(path, use, dict.fromkeys(model.reads(), 1))
 
 
+SAVED = (
+    "save it as LightGBM's text (save_model('model.txt')), XGBoost's JSON or UBJSON"
+    " (save_model('model.json')), CatBoost's JSON (save_model('model.json', format='json')) or ONNX"
+    " (.onnx); pickles are never read"
+)
+
+
 def _kind(path: Path) -> str:
+    if is_a := what_it_is(path):
+        raise ConfigError(f"--model {path}: is {is_a}; {SAVED}")
     if path.suffix.lower() == ".onnx":
         return "onnx"
-    head = path.read_bytes()[:65536]
+    with path.open("rb") as file:
+        head = file.read(65536)
     if head.startswith(b"tree"):
         return "lightgbm"
+    if is_ubjson(head) and b"learner" in head:
+        return "xgboost"
     if head.lstrip().startswith(b"{"):
         for use, word in (
             ("xgboost", b'"learner"'),
@@ -165,11 +179,7 @@ def _kind(path: Path) -> str:
         ):
             if word in head:
                 return use
-    raise ConfigError(
-        f"--model {path}: is none of LightGBM's text (save_model('model.txt')), XGBoost's JSON"
-        " (save_model('model.json')), CatBoost's (save_model('model.json', format='json')) and"
-        " ONNX (.onnx): save it as one; pickles are never read"
-    )
+    raise ConfigError(f"--model {path}: is none that is known: {SAVED}")
 
 
 def _loaded(use: str, path: Path, args: Mapping[str, Any]) -> Model:
@@ -223,10 +233,8 @@ def encoder_dim(path: str, project: Path) -> int:
             for layer in ([] if recipe is None else recipe.layers)
             if isinstance(layer, Dense)
         ]
-        config = json.loads(
-            ((folder if recipe is None else recipe.transformer) / "config.json").read_text(
-                encoding="utf-8"
-            )
+        config = read_json(
+            (folder if recipe is None else recipe.transformer) / "config.json", "--encoder"
         )
         sizes = [config.get(name) for name in ("hidden_size", "d_model", "dim")]
         found = [None if recipe is None else recipe.truncate_dim, *dense[-1:], *sizes]
@@ -245,14 +253,14 @@ def image_dim(folder: Path) -> int:
         ConfigError: there is none, or it names no size.
     """
     try:
-        config = json.loads((folder.expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder.expanduser() / "config.json", "--encoder")
         sizes = (
             config.get("projection_dim"),
             config.get("vision_config", {}).get("hidden_size"),
             config.get("hidden_size"),
         )
         return next(size for size in sizes if isinstance(size, int))
-    except (OSError, ValueError, AttributeError, StopIteration) as exc:
+    except (OSError, ValueError, AttributeError, StopIteration, ModelError) as exc:
         why = str(exc) or "its config.json names no size"
         raise ConfigError(
             f"--encoder {folder}: is no CLIP or SigLIP folder, as transformers saves it: {why}"

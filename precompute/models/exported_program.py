@@ -9,11 +9,10 @@ sizes.
 from __future__ import annotations
 
 import io
-import json
 import math
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,80 @@ import pyarrow.compute as pc
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from precompute.store.errors import ConfigError, ModelError
+from precompute.foreign_file import KnownKeys, key_paths, parsed_json, what_it_is
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 
 _COPIED = ("archive_format", "archive_version", "byteorder", ".data/version", "models/model.json")
 _WEIGHTS, _CONSTANTS, _SAMPLES = "data/weights/", "data/constants/", "data/sample_inputs/model.pt"
 _CONFIGS = (f"{_WEIGHTS}model_weights_config.json", f"{_CONSTANTS}model_constants_config.json")
+PROGRAM_ARCHIVE = KnownKeys(
+    "the archive of an exported program",
+    used=(*_COPIED, *_CONFIGS, f"{_WEIGHTS}weight_*", f"{_CONSTANTS}tensor_*"),
+    harmless={
+        _SAMPLES: "a pickle of the inputs that it was exported with: it is left out",
+        ".data/serialization_id": "the archive's own number",
+        "extra/*": "files of whoever saved it, which no program reads",
+    },
+    refused={"data/aotinductor/*": "code for one machine: save the program with torch.export.save"},
+)
+PROGRAM_JSON = KnownKeys(
+    "an exported program",
+    used=(
+        "graph_module",
+        "opset_version",
+        "range_constraints",
+        "schema_version",
+        "verifiers",
+        "guards_code",
+        *(
+            f"graph_module.{key}"
+            for key in (
+                "graph",
+                "signature",
+                "module_call_graph",
+                "metadata",
+                "treespec_namedtuple_fields",
+            )
+        ),
+    ),
+    harmless={"torch_version": "the schema's version is what torch compares"},
+)
+"""What is in a graph is torch's own schema, which torch reads by its version."""
+PROGRAM_TENSORS = KnownKeys(
+    "the tensors of an exported program",
+    used=(
+        "config",
+        "config{}.path_name",
+        "config{}.is_param",
+        "config{}.use_pickle",
+        "config{}.tensor_meta",
+        *(
+            f"config{{}}.tensor_meta.{key}"
+            for key in (
+                "dtype",
+                "sizes",
+                "sizes[].as_int",
+                "strides",
+                "strides[].as_int",
+                "storage_offset",
+                "storage_offset.as_int",
+                "layout",
+            )
+        ),
+    ),
+    harmless={
+        "config{}.tensor_meta.requires_grad": "nothing is trained",
+        "config{}.tensor_meta.device*": "where it was exported; it is moved to where it is run",
+    },
+)
 
 
 def load_program(path: Path) -> torch.export.ExportedProgram:
     """Load what ``torch.export.save`` wrote, packed again without its pickles.
 
     Raises:
-        ModelError: it is no such file, of an older format, or refused for what it holds.
+        ConfigError: it holds what is not known.
+        ModelError: it is no such file, of an older format, damaged, or refused for its pickles.
     """
     packed = io.BytesIO()
     try:
@@ -49,27 +110,81 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
                     " torch 2.9 or later"
                 )
             raw = _raw_tensors(
-                path, {name: json.loads(archive.read(files[name])) for name in _CONFIGS}
+                path,
+                {
+                    name: parsed_json(archive.read(files[name]), path, "torch_module")
+                    for name in _CONFIGS
+                },
             )
+            _check_members(path, archive.namelist(), raw)
+            program = parsed_json(archive.read(files["models/model.json"]), path, "torch_module")
+            inner = {f"graph_module.{key}": 0 for key in program["graph_module"]}
+            PROGRAM_JSON.check({**program, **inner}, path, "torch_module")
             for name in (*_COPIED, *_CONFIGS, *sorted(raw)):
                 if name in files:
                     out.writestr(f"archive/{name}", archive.read(files[name]))
             out.writestr(f"archive/{_SAMPLES}", b"")
         packed.seek(0)
-        return torch.export.load(packed)
-    except ModelError:
+        loaded = torch.export.load(packed)
+    except PrecomputeError:
         raise
     except Exception as exc:
         # zipfile, json and torch raise whatever a damaged file makes them
-        raise ModelError(
-            f"torch_module: {path} does not load: {type(exc).__name__}: {exc}"
-        ) from exc
+        is_a = what_it_is(path)
+        if is_a is None or is_a.startswith("a zip"):
+            is_a = f"{type(exc).__name__}: {exc}"
+        else:
+            is_a = f"it is {is_a}"
+        raise ModelError(f"torch_module: {path} does not load: {is_a}") from exc
+    _check_types(path, loaded)
+    return loaded
+
+
+def _check_members(path: Path, members: Sequence[str], raw: set[str]) -> None:
+    """Raises:
+    ConfigError: an archive has what is not known, or a tensor that its program has not.
+    ModelError: it has a member twice.
+    """
+    names = [name.partition("/")[2] for name in members]
+    if len(set(names)) < len(names):
+        raise ModelError(f"torch_module: {path} is damaged: it has a member twice")
+    PROGRAM_ARCHIVE.check(names, path, "torch_module")
+    tensors = {name for name in names if name.startswith((_WEIGHTS, _CONSTANTS))} - {*_CONFIGS}
+    if extra := sorted(tensors - raw):
+        raise ConfigError(
+            f"torch_module: {path} has {extra[0]}, which its program does not name: save it again"
+            " with torch.export.save"
+        )
+
+
+def _check_types(path: Path, program: torch.export.ExportedProgram) -> None:
+    """Raises:
+    ModelError: a tensor is of another type or shape than the program computes with: the bytes
+        would be read as other numbers.
+    """
+    signature = program.graph_signature
+    names = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    for node in program.graph.nodes:
+        if node.op != "placeholder" or node.name not in names:
+            continue
+        name, wanted = names[node.name], node.meta["val"]
+        tensor = program.state_dict.get(name, program.constants.get(name))
+        if tensor is None or (tensor.dtype, tensor.shape) != (wanted.dtype, wanted.shape):
+            raise ModelError(
+                f"torch_module: {path} is damaged: the program takes {name} as {wanted.dtype}"
+                f" {list(wanted.shape)}, and its tensor is another"
+            )
 
 
 def _raw_tensors(path: Path, configs: Mapping[str, Any]) -> set[str]:
     """Files of tensors that are stored as plain bytes."""
     names = set()
     for config, body in configs.items():
+        PROGRAM_TENSORS.check(key_paths(body, maps=("config",)), path, "torch_module")
         for name, entry in body["config"].items():
             if entry["use_pickle"] or not entry["path_name"].startswith(("weight_", "tensor_")):
                 raise ModelError(

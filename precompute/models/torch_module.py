@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model
 
 from precompute.engine.rows import side_by_side
+from precompute.foreign_file import KnownKeys, what_it_is
 from precompute.model import Prepared, Verbatim, digest, plain_name, project_folder, resolve_path
 from precompute.models.device import Device, Fetch
 from precompute.models.exported_program import (
@@ -35,6 +36,48 @@ from precompute.store.errors import ConfigError, ModelError, did_you_mean, neare
 CODE_VERSION = 2
 """Raised with each change of the values that this code computes; part of the fingerprint. 2: a
 fraction fills the nulls of truth values as it is."""
+
+_QUANTIZED = "its weights are quantized: save them as floats, multiplied by their scales"
+TORCH_METADATA = KnownKeys(
+    "the metadata of a module's safetensors",
+    harmless={"*": "a note, or the name of a tensor that is another one, too"},
+    fixed={"format": ("pt", "np")},
+)
+TORCH_WEIGHTS = KnownKeys(
+    "a module's safetensors",
+    used=("*",),
+    refused=dict.fromkeys(
+        (
+            "*SCB",
+            "*absmax",
+            "*g_idx",
+            "*qweight",
+            "*qzeros",
+            "*quant_map",
+            "*quant_state*",
+            "*scale",
+            "*scale_inv",
+            "*scales",
+            "*weight_format",
+            "*zero_point",
+        ),
+        _QUANTIZED,
+    ),
+)
+"""Of tensors that the module has not; those that it has are its own."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""What safetensors calls a type → torch's; any other is of no module that is loaded here."""
 
 
 class Called(torch.nn.Module):
@@ -421,10 +464,15 @@ def _load_state(path: str, module: torch.nn.Module, weights: str | None) -> None
         return
     file = resolve_path(weights)
     try:
+        _check_types(path, module, file)
         missing, unexpected = load_model(module, file, strict=False)
     except (OSError, RuntimeError, SafetensorError) as exc:
         # RuntimeError: weights of another shape, by name
-        raise ModelError(f"torch_module: {file} does not load into {path}: {exc}") from exc
+        is_a = what_it_is(file) if file.is_file() else "a folder: name the file in it"
+        raise ModelError(
+            f"torch_module: {file} does not load into {path}: {f'it is {is_a}' if is_a else exc}"
+        ) from exc
+    TORCH_WEIGHTS.check(unexpected, file, "torch_module")
     for names, what in (
         (missing, "has no weights for"),
         (unexpected, f"has weights that {path} does not:"),
@@ -433,6 +481,33 @@ def _load_state(path: str, module: torch.nn.Module, weights: str | None) -> None
             raise ModelError(
                 f"torch_module: {file} {what} {_some(names)}; give the class, args and weights of"
                 " one model"
+            )
+
+
+def _check_types(path: str, module: torch.nn.Module, file: Path) -> None:
+    """Refuse weights that the module could not hold as they are: torch casts them in silence.
+
+    Raises:
+        ConfigError: a type that is not the module's, nor a narrower one of its kind.
+    """
+    own = module.state_dict()
+    with safe_open(str(file), framework="pt") as weights:
+        TORCH_METADATA.check(weights.metadata() or {}, file, "torch_module")
+        given = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+    for name in sorted(given.keys() & own.keys()):
+        kind, wanted = DTYPES.get(given[name]), own[name].dtype
+        if kind is None or (
+            kind != wanted
+            and (
+                torch.bool in (kind, wanted)
+                or kind.is_floating_point != wanted.is_floating_point
+                or torch.promote_types(kind, wanted) != wanted
+            )
+        ):
+            raise ConfigError(
+                f"torch_module: {file}: {name} is {given[name]}, and {path} has it as"
+                f" {str(wanted).removeprefix('torch.')}: a cast would lose digits, or the weights"
+                " are quantized. Save them in the module's type, or let the class make it theirs"
             )
 
 

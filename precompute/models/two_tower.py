@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from precompute.foreign_file import KnownKeys, key_paths, parsed_json, what_it_is
 from precompute.model import Prepared, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
@@ -31,6 +32,18 @@ from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 1
 UNKNOWN = 0
+
+TWO_TOWER_METADATA = KnownKeys("the metadata of a two-tower's safetensors", used=("two_tower",))
+TWO_TOWER_JSON = KnownKeys(
+    "a two-tower's JSON",
+    used=(
+        "dim",
+        "towers",
+        "towers{}[].column",
+        "towers{}[].multiple",
+        "towers{}[].vocabulary",
+    ),
+)
 
 Tokens = tuple[torch.Tensor, ...]
 """Numbers of each field's tokens: [rows] for a field with one token a row; for one with several,
@@ -120,25 +133,8 @@ class TwoTower(TorchModel):
         self._path = resolve_path(path)
         self._name, self._output = tower, output
         try:
-            with safe_open(str(self._path), framework="pt") as file:
-                meta = json.loads((file.metadata() or {})["two_tower"])
-                if tower not in meta["towers"]:
-                    raise ConfigError(
-                        f"two_tower: {self._path} has no tower {tower!r} (it has:"
-                        f" {', '.join(meta['towers'])})"
-                    )
-                fields = [
-                    Field(f["column"], tuple(f["vocabulary"]), f["multiple"])
-                    for f in meta["towers"][tower]
-                ]
-                if not fields:
-                    raise ValueError("a tower without fields")
-                module = Tower(fields, meta["dim"])
-                state = {
-                    k.removeprefix(f"{tower}."): file.get_tensor(k)
-                    for k in file.keys()  # noqa: SIM118
-                    if k.startswith(f"{tower}.")
-                }
+            dim, fields, state = _read(self._path, tower)
+            module = Tower(fields, dim)
             module.load_state_dict(state)
         except (
             OSError,
@@ -149,9 +145,12 @@ class TwoTower(TorchModel):
             RuntimeError,
             SafetensorError,
         ) as exc:
-            raise ModelError(f"two_tower: {self._path} does not load: {exc}") from exc
+            is_a = what_it_is(self._path)
+            raise ModelError(
+                f"two_tower: {self._path} does not load: {f'it is {is_a}' if is_a else exc}"
+            ) from exc
         super().__init__(module, Device(device))
-        self._tower, self._flops = module, 4.0 * float(meta["dim"]) ** 2
+        self._tower, self._flops = module, 4.0 * float(dim) ** 2
 
     def fingerprint(self) -> str:
         return digest(code=CODE_VERSION, file=self._path, tower=self._name)
@@ -172,6 +171,48 @@ class TwoTower(TorchModel):
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
         """Operations of its two layers; sums are as good as nothing."""
         return self._flops * len(rows)
+
+
+def _read(path: Path, tower: str) -> tuple[int, list[Field], dict[str, torch.Tensor]]:
+    """(dim, the tower's fields, its weights by name).
+
+    Raises:
+        ConfigError: it has no such tower, or has what is not known.
+        ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError: it is damaged, or
+            none that :func:`train_two_tower` wrote.
+    """
+    with safe_open(str(path), framework="pt") as file:
+        notes = file.metadata() or {}
+        meta = parsed_json(notes["two_tower"].encode(), path, "two_tower")
+        TWO_TOWER_METADATA.check(notes, path, "two_tower")
+        TWO_TOWER_JSON.check(key_paths(meta, maps=("towers",)), path, "two_tower")
+        if tower not in meta["towers"]:
+            raise ConfigError(
+                f"two_tower: {path} has no tower {tower!r} (it has: {', '.join(meta['towers'])})"
+            )
+        fields = [
+            Field(f["column"], tuple(f["vocabulary"]), f["multiple"]) for f in meta["towers"][tower]
+        ]
+        if not fields:
+            raise ValueError("a tower without fields")
+        if not all(
+            isinstance(f.column, str)
+            and isinstance(f.multiple, bool)
+            and all(isinstance(token, str) for token in f.vocabulary)
+            and len(set(f.vocabulary)) == len(f.vocabulary)
+            for f in fields
+        ):
+            raise ValueError("a field whose tokens are not different texts")
+        state = {}
+        for name in file.keys():  # noqa: SIM118
+            owner, _, rest = name.partition(".")
+            if owner not in meta["towers"]:
+                raise ValueError(f"{name} is of none of its towers")
+            if owner == tower:
+                state[rest] = file.get_tensor(name)
+                if state[rest].dtype != torch.float32:
+                    raise ValueError(f"{name} is {state[rest].dtype}, and not float32")
+        return meta["dim"], fields, state
 
 
 def train_two_tower(

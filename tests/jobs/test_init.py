@@ -461,6 +461,21 @@ def test_a_model_file_is_matched_with_the_columns(tmp_path: Path, capsys: Captur
     )
     assert main([*given, str(path)]) == 2
     assert "pickles are never read" in json.loads(capsys.readouterr().out)["error"]["message"]
+    for name, content, said in (
+        ("m.onnx", b"version https://git-lfs.github.com/spec/v1\n", "run git lfs pull"),
+        ("m.pkl", b"\x80\x04\x95", "a pickle"),
+        ("m.joblib", b"\x78\x9c", "joblib's pickles"),
+        ("m.cbm", b"CBM1", "save_model('model.json', format='json')"),
+        ("m.bst", b"binf", "save_model('model.json')"),
+        ("m.txt.gz", b"\x1f\x8b", "compressed by gzip"),
+        ("m.json", b"<html>", "a web page"),
+        ("empty.txt", b"", "is empty"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert main([*given, str(tmp_path / name)]) == 2
+        message = json.loads(capsys.readouterr().out)["error"]["message"]
+        assert said in message
+        assert "LightGBM's text (save_model('model.txt'))" in message
     assert not folder.exists()
     assert main([*given, str(tmp_path / "m.txt")]) == 0
     assert (

@@ -233,24 +233,26 @@ def other_categories(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same ones, in another order."""
     from precompute.models.tabular import lightgbm_model as module
 
-    read = module._categories
+    texts = module.Categories.texts
 
-    def turned(*given: Any) -> dict[str, list[Any]]:
-        return {name: [*values[1:], values[0]] for name, values in read(*given).items()}
+    def turned(self: Any) -> list[str] | None:
+        known = texts(self)
+        return None if known is None else [*known[1:], known[0]]
 
-    monkeypatch.setattr(module, "_categories", turned)
+    monkeypatch.setattr(module.Categories, "texts", turned)
 
 
 def cut_categories(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them are unknown, and taken for missing."""
     from precompute.models.tabular import xgboost_model as module
 
-    read = module._categories
+    texts = module.Categories.texts
 
-    def cut(*given: Any) -> dict[str, list[Any]]:
-        return {name: [value[:-1] for value in values] for name, values in read(*given).items()}
+    def cut(self: Any) -> list[str] | None:
+        known = texts(self)
+        return None if known is None else [value[:-1] for value in known]
 
-    monkeypatch.setattr(module, "_categories", cut)
+    monkeypatch.setattr(module.Categories, "texts", cut)
 
 
 def other_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from precompute.foreign_file import KnownKeys, read_json, what_it_is
+from precompute.foreign_file import KnownKeys, key_paths, parsed_json, read_json, what_it_is
 from precompute.store.errors import ConfigError, ModelError
 
 KNOWN = KnownKeys(
     "a test's format",
-    used=("a", "layer.*.weight"),
-    harmless={"b": "it is only shown"},
+    used=("a", "layer.*.weight", "trees[].*[].x"),
+    harmless={"b": "it is only shown", "n": "its own value is looked at first"},
     fixed={"c": (False, None), "n": (1,)},
     refused={"*.scale": "the weights are quantized: save them as floats"},
 )
@@ -29,6 +29,10 @@ KNOWN = KnownKeys(
         (gzip.compress(b"{}", mtime=0), "gzip"),
         (b"PK\x03\x04rest", "torch.save"),
         (b"\x80\x04\x95rest", "a pickle"),
+        (b"\x80\x05\x95rest", "a pickle"),
+        (b"\x78\x9crest", "joblib"),
+        (b"CBM1rest", "CatBoost's binary format"),
+        (b"binfrest", "XGBoost's old binary format"),
     ],
 )
 def test_what_is_no_model_is_named(tmp_path: Path, content: bytes, named: str) -> None:
@@ -47,6 +51,35 @@ def test_what_may_be_a_model_has_no_name(tmp_path: Path) -> None:
     assert what_it_is(tmp_path / "none") is None
 
 
+@pytest.mark.parametrize("size", [0x8B1F, 0x0280, 0x0480, 0x0580, 0x9C78])
+def test_safetensors_may_begin_with_any_length(tmp_path: Path, size: int) -> None:
+    """Whatever else begins with its bytes."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(size.to_bytes(8, "little") + b'{"a":')
+    assert what_it_is(file) is None
+
+
+def test_paths_are_of_all_keys() -> None:
+    of = {
+        "a": {"b": [{"c": 1}, [{"d": 2}]]},
+        "m": {"x": {"e": 3}},
+        "n": {"left": {"left": {"f": 4}}},
+    }
+    assert set(key_paths(of, maps=("m",), recursive=("left",))) == {
+        *("a", "a.b", "a.b[].c", "a.b[][].d"),
+        *("m", "m{}.e"),
+        *("n", "n.left", "n.f"),
+    }
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_a_number_that_is_not_finite_is_refused_where_asked(tmp_path: Path, number: str) -> None:
+    content = f'{{"a": {number}}}'.encode()
+    assert parsed_json(content, tmp_path, "model")
+    with pytest.raises(ModelError, match=r"is damaged: .* is no finite number"):
+        parsed_json(content, tmp_path, "model", finite=True)
+
+
 def test_a_key_twice_and_a_cut_file_are_damage(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     for content, said in (('{"a": 1, "a": 2}', "the key 'a' twice"), ('{"a": 1', "damaged")):
@@ -57,6 +90,7 @@ def test_a_key_twice_and_a_cut_file_are_damage(tmp_path: Path) -> None:
 
 def test_what_is_known_passes() -> None:
     KNOWN.check({"a": 1, "b": 2, "c": None, "n": 1, "layer.11.weight": 0}, "file", "model")
+    KNOWN.check(["trees[].splits[].x"], "file", "model")
     KNOWN.check(["a", "layer.0.weight"], "file", "model")
 
 

@@ -3,19 +3,22 @@ what does not fit is named."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pyarrow as pa
 import pytest
 from onnx import TensorProto, helper
 
 from precompute.registry import load_model
-from precompute.store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 
 TYPES = {
     "float": TensorProto.FLOAT,
@@ -290,3 +293,283 @@ def test_weights_beside_the_file_count_and_none_from_elsewhere(tmp_path: Path) -
             match=r"names weights at .*, (which is outside its folder|where there is nothing)",
         ):
             loaded(with_weights(tmp_path / str(number), name))
+
+
+# ---- what is understood, and what is refused
+
+FLOATS = ("x", TensorProto.FLOAT, [None, 2])
+
+
+def graph_of(
+    folder: Path,
+    nodes: list[Any],
+    weights: dict[str, Any] | None = None,
+    kind: int = TensorProto.FLOAT,
+    domains: tuple[str, ...] = (),
+    functions: tuple[Any, ...] = (),
+) -> Any:
+    """A graph of [rows, 2] floats ``x`` to ``y``."""
+    tensors = [
+        one if isinstance(one, onnx.TensorProto) else onnx.numpy_helper.from_array(one, name)
+        for name, one in (weights or {}).items()
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info(*FLOATS)],
+        [helper.make_tensor_value_info("y", kind, None)],
+        tensors,
+    )
+    opsets = [helper.make_opsetid(name, 21 if not name else 1) for name in ("", *domains)]
+    made = helper.make_model(graph, opset_imports=opsets, ir_version=10, functions=functions)
+    (folder / "model.onnx").write_bytes(made.SerializeToString())
+    return made
+
+
+def node(name: str, inputs: str, output: str = "y", **more: Any) -> Any:
+    return helper.make_node(name, inputs.split(), output.split(), **more)
+
+
+def branch(*nodes: Any) -> Any:
+    out = helper.make_tensor_value_info("inner", TensorProto.FLOAT, None)
+    return helper.make_graph(list(nodes), "branch", [], [out])
+
+
+SCALE = {"s": np.float32(0.5), "z": np.int8(3)}
+TWICE = helper.make_function(
+    "mine", "Twice", ["a"], ["b"], [node("Add", "a a", "b")], [helper.make_opsetid("", 21)]
+)
+NOISE = helper.make_function(
+    "mine", "Noise", ["a"], ["b"], [node("RandomNormalLike", "a", "b")], TWICE.opset_import
+)
+NUMBERS = np.ones(2, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "more"),
+    [
+        # a quantized graph says itself what it computes
+        (
+            [node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z")],
+            {"weights": SCALE},
+        ),
+        (
+            [node("Cast", "w", "v", to=TensorProto.FLOAT), node("Add", "x v")],
+            {"weights": {"w": np.array([0.1, 2], np.float16)}},
+        ),
+        (
+            [node("Cast", "w", "v", to=TensorProto.FLOAT), node("Add", "x v")],
+            {"weights": {"w": helper.make_tensor("w", TensorProto.BFLOAT16, [2], [0.5, 2.0])}},
+        ),
+        (
+            [node("Cast", "w", "v", to=TensorProto.FLOAT), node("Add", "x v")],
+            {"weights": {"w": helper.make_tensor("w", TensorProto.FLOAT8E4M3FN, [2], [0.5, 2.0])}},
+        ),
+        ([node("Twice", "x", domain="mine")], {"domains": ("mine",), "functions": (TWICE,)}),
+        (
+            [
+                node(
+                    "If",
+                    "c",
+                    then_branch=branch(node("Add", "x x", "inner")),
+                    else_branch=branch(node("Identity", "x", "inner")),
+                )
+            ],
+            {"weights": {"c": np.array(True)}},
+        ),
+        ([node("Dropout", "x")], {}),
+        ([node("Dropout", "x r t")], {"weights": {"r": np.float32(0.5), "t": np.array(False)}}),
+        (
+            [node("BatchNormalization", "x a a a a")],
+            {"weights": {"a": NUMBERS}},
+        ),
+        (
+            [node("FusedMatMul", "x m", domain="com.microsoft")],
+            {"weights": {"m": np.eye(2, dtype=np.float32)}, "domains": ("com.microsoft",)},
+        ),
+        ([node("Gelu", "x")], {}),
+    ],
+)
+def test_a_graph_of_any_kind_gives_what_onnx_runtime_gives(
+    tmp_path: Path, nodes: list[Any], more: dict[str, Any]
+) -> None:
+    made = graph_of(tmp_path, nodes, **more)
+    made.metadata_props.add(key="who", value="me")
+    made.doc_string = made.graph.doc_string = "a note"
+    made.training_info.add()
+    (tmp_path / "model.onnx").write_bytes(made.SerializeToString())
+    session = onnxruntime.InferenceSession(made.SerializeToString())
+    rows = np.array([[1, 2], [3, 0.3], [-1, 0]], np.float32)
+    model = loaded(str(tmp_path / "model.onnx"), inputs={"x": ["a", "b"]})
+    found = model.compute(pa.record_batch({"a": rows[:, 0], "b": rows[:, 1]}))["y"]
+    assert np.array_equal(found, session.run(["y"], {"x": rows})[0])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "more", "said"),
+    [
+        ([node("RandomNormalLike", "x")], {}, "has ai.onnx.RandomNormalLike: it draws at random"),
+        ([node("Bernoulli", "x")], {}, "has ai.onnx.Bernoulli: it draws at random"),
+        (
+            [
+                node(
+                    "If",
+                    "c",
+                    then_branch=branch(node("RandomUniformLike", "x", "inner")),
+                    else_branch=branch(node("Identity", "x", "inner")),
+                )
+            ],
+            {"weights": {"c": np.array(True)}},
+            "has ai.onnx.RandomUniformLike",
+        ),
+        (
+            [node("Noise", "x", domain="mine")],
+            {"domains": ("mine",), "functions": (NOISE,)},
+            "has ai.onnx.RandomNormalLike",
+        ),
+        (
+            [node("Dropout", "x r t")],
+            {"weights": {"r": np.float32(0.5), "t": np.array(True)}},
+            "has Dropout in its training mode",
+        ),
+        (
+            [node("BatchNormalization", "x a a a a", "y m v", training_mode=1)],
+            {"weights": {"a": NUMBERS}},
+            "has BatchNormalization in its training mode",
+        ),
+        (
+            [node("Strange", "x", domain="their.own")],
+            {"domains": ("their.own",)},
+            "has their.own.Strange, which is not known of ONNX's operators",
+        ),
+        (
+            [node("Cast", "x", to=TensorProto.BFLOAT16)],
+            {"kind": TensorProto.BFLOAT16},
+            r"the output 'y' .* is tensor\(bfloat16\), which no feature is",
+        ),
+        (
+            [node("Cast", "x", to=TensorProto.FLOAT8E4M3FN)],
+            {"kind": TensorProto.FLOAT8E4M3FN},
+            r"the output 'y' .* is tensor\(float8e4m3fn\), which no feature is",
+        ),
+    ],
+)
+def test_what_is_drawn_at_random_or_not_known_is_refused(
+    tmp_path: Path, nodes: list[Any], more: dict[str, Any], said: str
+) -> None:
+    graph_of(tmp_path, nodes, **more)
+    with pytest.raises(ConfigError, match=said):
+        loaded(str(tmp_path / "model.onnx"), inputs={"x": ["a", "b"]})
+
+
+def test_a_field_of_another_version_of_onnx_is_refused(tmp_path: Path) -> None:
+    made = graph_of(tmp_path, [node("Identity", "x")])
+    for content in (
+        # field 101 of the model, of a node and of a tensor
+        made.SerializeToString() + b"\xaa\x06\x03abc",
+        made.SerializeToString() + b"\x3a\x08\x0a\x06\xaa\x06\x03abc",
+        made.SerializeToString() + b"\x3a\x08\x2a\x06\xaa\x06\x03abc",
+    ):
+        (tmp_path / "model.onnx").write_bytes(content)
+        with pytest.raises(
+            ConfigError, match=r"has (Model|Node|Tensor)Proto field 101, which is not known"
+        ):
+            loaded(str(tmp_path / "model.onnx"))
+
+
+@pytest.mark.parametrize(("opset", "ir"), [(99, 10), (21, 99)])
+def test_a_version_that_is_too_new_is_named(tmp_path: Path, opset: int, ir: int) -> None:
+    made = graph_of(tmp_path, [node("Identity", "x")])
+    made.opset_import[0].version, made.ir_version = opset, ir
+    (tmp_path / "model.onnx").write_bytes(made.SerializeToString())
+    with pytest.raises(ModelError, match=f"cannot be computed by ONNX Runtime: .*{max(opset, ir)}"):
+        loaded(str(tmp_path / "model.onnx"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid", "a pointer of Git LFS.* git lfs pull"),
+        (b"<html><body>", "a web page"),
+        (b"\x1f\x8b\x08", "compressed by gzip"),
+        (b"", "empty"),
+        (b"\x80\x04\x95", "a pickle"),
+    ],
+)
+def test_what_is_no_graph_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "model.onnx").write_bytes(content)
+    with pytest.raises(ModelError, match=f"onnx: .*model.onnx is {said}"):
+        loaded(str(tmp_path / "model.onnx"))
+
+
+def test_weights_beside_the_file_that_are_others_are_refused(tmp_path: Path) -> None:
+    path = with_weights(tmp_path / "whole", "weights.bin")
+    weights = tmp_path / "whole" / "weights.bin"
+    content = weights.read_bytes()
+    for changed, said in (
+        (content[:-1], "has 1199 bytes, and .* takes 1200 of it: it is cut, or of another"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
+    ):
+        weights.write_bytes(changed)
+        with pytest.raises(ModelError, match=said):
+            loaded(path)
+    weights.write_bytes(content)
+    graph = onnx.load(path, load_external_data=False)
+    entries = graph.graph.initializer[0].external_data
+    entries.add(key="checksum", value=hashlib.sha1(content).hexdigest())
+    Path(path).write_bytes(graph.SerializeToString())
+    loaded(path)
+    weights.write_bytes(content[::-1])
+    with pytest.raises(ModelError, match=r"is not the one that .* names, by its checksum"):
+        loaded(path)
+    entries.add(key="surprise", value="1")
+    Path(path).write_bytes(graph.SerializeToString())
+    with pytest.raises(ConfigError, match="has surprise, which is not known of ONNX's weights"):
+        loaded(path)
+
+
+def test_maps_of_classes_are_in_the_order_of_the_classes(tmp_path: Path) -> None:
+    from skl2onnx import to_onnx
+    from sklearn.linear_model import LogisticRegression
+
+    rows = np.random.default_rng(0).random((60, 2)).astype(np.float32)
+    names = np.array(["z", "ä", "b", "10", "9"])[np.arange(60) % 5]
+    made = LogisticRegression().fit(rows, names)
+    (tmp_path / "model.onnx").write_bytes(to_onnx(made, rows[:1]).SerializeToString())
+    model = loaded(
+        str(tmp_path / "model.onnx"),
+        {"label": "output_label", "score": "output_probability"},
+        inputs={"X": ["a", "b"]},
+    )
+    found = model.compute(pa.record_batch({"a": rows[:, 0], "b": rows[:, 1]}))
+    assert found["label"].to_pylist() == made.predict(rows).tolist()
+    assert np.allclose(found["score"], made.predict_proba(rows), atol=1e-5)
+
+
+def test_a_changed_graph_is_refused_or_gives_what_onnx_runtime_gives(
+    tmp_path: Path,
+) -> None:
+    weights = {"m": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}
+    made = graph_of(tmp_path, [node("MatMul", "x m", "p"), node("Add", "p b")], weights)
+    content, drawn = made.SerializeToString(), random.Random(0)
+    rows = np.array([[1, 2], [3, 0.3]], np.float32)
+    batch = pa.record_batch({"a": rows[:, 0], "b": rows[:, 1]})
+    refused = compared = 0
+    for number in range(60):
+        changed = bytearray(content)
+        if number % 3:
+            changed[drawn.randrange(len(changed))] ^= 1 << drawn.randrange(8)
+        else:
+            del changed[drawn.randrange(len(changed)) :]
+        (tmp_path / "model.onnx").write_bytes(changed)
+        try:
+            model = loaded(str(tmp_path / "model.onnx"), inputs={"x": ["a", "b"]})
+            found = model.compute(batch)["y"]
+        except PrecomputeError:
+            refused += 1
+            continue
+        session = onnxruntime.InferenceSession(bytes(changed))
+        assert np.array_equal(found, session.run(["y"], {"x": rows})[0], equal_nan=True)
+        compared += 1
+    assert refused > 20
+    assert compared > 5

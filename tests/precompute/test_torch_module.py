@@ -4,6 +4,8 @@ does not fit is said by name."""
 from __future__ import annotations
 
 import pickle
+import random
+import warnings
 import zipfile
 from collections.abc import Callable
 from decimal import Decimal
@@ -14,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_model as load_into
 from safetensors.torch import save_file
 
 from precompute.engine import batches
@@ -447,6 +450,129 @@ def test_a_class_that_fails_and_weights_that_do_not_fit(folder: Path, tmp_path: 
         ranker(folder, weights=str(tmp_path / "more"))
 
 
+class Mixed(torch.nn.Module):
+    """A weight in float32, one in float64, and buffers of whole numbers and of truth values."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = torch.nn.Parameter(torch.zeros(2))
+        self.wide = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("ids", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("mask", torch.zeros(2, dtype=torch.bool))
+        self.scale = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, None] + self.single + self.wide + self.ids + self.mask + self.scale
+
+
+MIXED = {name: tensor.clone() for name, tensor in Mixed().state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({}, ""),
+        ({"single": torch.tensor([0.1, 2]).half(), "wide": torch.tensor([0.1, 2])}, ""),
+        ({"single": torch.tensor([0.1, 2]).bfloat16(), "ids": torch.tensor([1, 2]).int()}, ""),
+        ({"ids": torch.tensor([1, 200]).to(torch.uint8)}, ""),
+        ({"single": torch.tensor([0.1, 2]).double()}, "single is F64, .* has it as float32"),
+        ({"single": torch.tensor([1, 2]).to(torch.int8)}, "single is I8, .* has it as float32"),
+        ({"single": torch.tensor([1, 2])}, "single is I64"),
+        ({"single": torch.tensor([1, 2.0]).to(torch.float8_e4m3fn)}, "single is F8_E4M3"),
+        ({"ids": torch.tensor([1.0, 2])}, "ids is F32, .* has it as int64"),
+        ({"ids": torch.tensor([True, False])}, "ids is BOOL"),
+        ({"mask": torch.tensor([1, 0])}, "mask is I64, .* has it as bool"),
+        ({"single_scale": torch.ones(1)}, "has single_scale: its weights are quantized"),
+        ({"w.qweight": torch.ones(1)}, "has w.qweight: its weights are quantized"),
+    ],
+)
+def test_weights_are_of_the_modules_types_or_narrower_ones(
+    tmp_path: Path, changed: dict[str, torch.Tensor], refused: str
+) -> None:
+    """Torch itself casts any to the module's, in silence."""
+    file = tmp_path / "w.safetensors"
+    save_file(MIXED | changed, file)
+    args = {
+        "module": f"{HERE}:Mixed",
+        "inputs": {"x": "x"},
+        "outputs": {"y": 0},
+        "weights": str(file),
+    }
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            load_model("torch_module", args)
+        return
+    module = Mixed()
+    load_into(module, str(file))
+    found = load_model("torch_module", args).compute(pa.record_batch({"x": [1.0, 2]}))["y"]
+    assert np.array_equal(found, module(torch.tensor([1.0, 2])).detach().numpy())
+
+
+def test_metadata_of_weights_is_of_torch_or_a_note(tmp_path: Path) -> None:
+    file = tmp_path / "w.safetensors"
+    args = {"module": f"{HERE}:Mixed", "inputs": {"x": "x"}, "outputs": {"y": 0}}
+    for metadata in (None, {"format": "pt"}, {"format": "np", "note": "mine", "tied": "single"}):
+        save_file(MIXED, file, metadata=metadata)
+        load_model("torch_module", {**args, "weights": str(file)})
+    save_file(MIXED, file, metadata={"format": "mlx"})
+    with pytest.raises(ConfigError, match="format is 'mlx'; only 'pt' or 'np' is computed"):
+        load_model("torch_module", {**args, "weights": str(file)})
+
+
+def test_changed_weights_are_refused_or_are_those_in_the_file(folder: Path, tmp_path: Path) -> None:
+    content, drawn = (folder / "ranker.safetensors").read_bytes(), random.Random(0)
+    header = int.from_bytes(content[:8], "little") + 8
+    file, batch, refused = tmp_path / "changed", rows(4), 0
+    for number in range(30):
+        changed = bytearray(content)
+        match number % 3:
+            case 0:
+                del changed[drawn.randrange(len(changed)) :]
+            case 1:
+                changed[drawn.randrange(header)] ^= 1 << drawn.randrange(8)
+            case _:
+                changed[drawn.randrange(header, len(changed))] ^= 1 << drawn.randrange(8)
+        file.write_bytes(changed)
+        try:
+            found = ranker(folder, weights=str(file)).compute(batch)
+        except (ConfigError, ModelError):
+            refused += 1
+            continue
+        module = Ranker()
+        load_into(module, str(file))
+        x = torch.from_numpy(np.stack([batch[name].to_numpy() for name in "abc"], 1)).float()
+        wanted = module.eval()(x, torch.tensor(batch["genre"].to_pylist()))
+        assert np.array_equal(found["both"], wanted["both"].detach().numpy(), equal_nan=True)
+    assert refused > 15
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid", "a pointer of Git LFS"),
+        (b"<!doctype html>", "a web page"),
+        (b"\x80\x02}q\x00", "a pickle"),
+        (b"PK\x03\x04", "a zip archive, which is what torch.save writes"),
+        (b"", "empty"),
+    ],
+)
+def test_what_is_no_file_of_weights_or_no_program_is_named(
+    folder: Path, tmp_path: Path, content: bytes, said: str
+) -> None:
+    for name in ("w.safetensors", "w.pt2"):
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=f"w.safetensors does not load into .*: it is {said}"):
+        ranker(folder, weights=str(tmp_path / "w.safetensors"))
+    of_program = "does not load: it is " + said if content[:2] != b"PK" else "does not load: Bad"
+    with pytest.raises(ModelError, match=of_program):
+        program(tmp_path / "w.pt2")
+    with pytest.raises(ModelError, match="it is a folder: name the file in it"):
+        ranker(folder, weights=str(folder))
+
+
 @pytest.mark.parametrize(
     ("spec", "column", "message"),
     [
@@ -628,6 +754,68 @@ def test_a_pickle_in_a_program_is_not_loaded(folder: Path, tmp_path: Path) -> No
 
 
 # ---- fingerprints
+
+
+def with_members(folder: Path, target: Path, members: dict[str, bytes]) -> Path:
+    rewritten(folder, target, lambda _, data: data)
+    with zipfile.ZipFile(target, "a") as out:
+        for name, data in members.items():
+            out.writestr(f"ranker/{name}", data)
+    return target
+
+
+def test_members_of_a_program_are_known(folder: Path, tmp_path: Path) -> None:
+    noted = with_members(folder, tmp_path / "noted.pt2", {"extra/note.txt": b"mine"})
+    batch = rows(5)
+    assert np.array_equal(
+        program(noted).compute(batch)["both"],
+        program(folder / "ranker.pt2").compute(batch)["both"],
+    )
+    for member, said in (
+        ("models/other.json", "has models/other.json, which is not known of the archive"),
+        ("data/aotinductor/model.so", "code for one machine"),
+        ("data/weights/weight_9", "has data/weights/weight_9, which its program does not name"),
+        ("surprise", "has surprise, which is not known of the archive"),
+    ):
+        path = with_members(folder, tmp_path / "more.pt2", {member: b"{}"})
+        with pytest.raises(ConfigError, match=said):
+            program(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        twice = with_members(folder, tmp_path / "twice.pt2", {"models/model.json": b"{}"})
+    with pytest.raises(ModelError, match="it has a member twice"):
+        program(twice)
+
+
+@pytest.mark.parametrize(
+    ("member", "old", "new", "said"),
+    [
+        ("models/model.json", b'{"graph_module"', b'{"surprise": 1, "graph_module"', "surprise"),
+        ("weights_config.json", b'"is_param"', b'"surprise": 1, "is_param"', "surprise, which is"),
+        # float32's number → float16's: the bytes would be other numbers
+        ("weights_config.json", b'"dtype": 7', b'"dtype": 6', "and its tensor is another"),
+        (
+            "weights_config.json",
+            b'{"as_int": 3}',
+            b'{"as_int": 2}',
+            "ranker.pt2 (does not|is dama)",
+        ),
+        ("models/model.json", b'"major": 8', b'"major": 99', "does not load"),
+        ("weights/weight_0", b"", None, "does not load"),
+    ],
+)
+def test_a_program_whose_parts_do_not_fit_is_refused(
+    folder: Path, tmp_path: Path, member: str, old: bytes, new: bytes | None, said: str
+) -> None:
+    def change(name: str, data: bytes) -> bytes:
+        if not name.endswith(member):
+            return data
+        assert old in data
+        return data[:-4] if new is None else data.replace(old, new, 1)
+
+    path = rewritten(folder, tmp_path / "ranker.pt2", change)
+    with pytest.raises((ConfigError, ModelError), match=said):
+        program(path)
 
 
 def test_the_fingerprint_is_of_weights_class_arguments_inputs_and_outputs(

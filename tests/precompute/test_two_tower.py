@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from precompute.models.device import check_rows
@@ -253,3 +254,42 @@ def test_an_unknown_tower_or_file_is_a_config_error(trained: Path) -> None:
         TwoTower(str(trained), "itm")
     with pytest.raises(ConfigError, match="nothing at /nowhere"):
         TwoTower("/nowhere", "item")
+
+
+def whole(trained: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    with safe_open(str(trained), framework="pt") as file:
+        return load_file(trained), json.loads(file.metadata()["two_tower"])
+
+
+def test_what_is_not_known_of_its_own_file_is_refused(trained: Path, tmp_path: Path) -> None:
+    state, meta = whole(trained)
+    field = meta["towers"]["user"][0]
+    others: dict[str, list[tuple[Any, Any, dict[str, str]]]] = {
+        "surprise, which is not known": [
+            (state, meta | {"surprise": 1}, {}),
+            (state, meta, {"surprise": "1"}),
+            (state, {**meta, "towers": {"user": [field | {"surprise": 1}]}}, {}),
+        ],
+        "does not load": [
+            (state | {"third.bags.0.weight": torch.zeros(1)}, meta, {}),
+            (state | {"user.extra": torch.zeros(1)}, meta, {}),
+            ({name: of for name, of in state.items() if name != "user.out.bias"}, meta, {}),
+            ({name: of.double() for name, of in state.items()}, meta, {}),
+            ({name: of.to(torch.int8) for name, of in state.items()}, meta, {}),
+            *(
+                (state, {**meta, "towers": meta["towers"] | {"user": [{**field, **wrong}]}}, {})
+                for wrong in (
+                    {"multiple": "no"},
+                    {"vocabulary": field["vocabulary"][:-1] + field["vocabulary"][:1]},
+                    {"vocabulary": [1] * len(field["vocabulary"])},
+                    {"column": 3},
+                )
+            ),
+        ],
+    }
+    for said, cases in others.items():
+        for tensors, described, notes in cases:
+            metadata = {"two_tower": json.dumps(described), **notes}
+            save_file(tensors, tmp_path / "other", metadata=metadata)
+            with pytest.raises((ConfigError, ModelError), match=said):
+                TwoTower(str(tmp_path / "other"), "user")

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.foreign_file import KnownKeys
 from precompute.model import Features
 from precompute.models.tabular.tabular_model import (
     Matrix,
@@ -35,6 +36,66 @@ Numbers = npt.NDArray[Any]
 INTEGER = r"-?\d{1,10}"
 FLOAT = r"-?\d{1,400}(?:\.\d{1,400})?(?:e[-+]?\d{1,4})?"
 INTEGERS, FLOATS = (re.compile(f"(?:{one}(?: +{one})*)?") for one in (INTEGER, FLOAT))
+
+_FOR_PEOPLE = "what training counted and gained: no row asks for it"
+LIGHTGBM_HEAD = KnownKeys(
+    "the head of LightGBM's text",
+    used=(
+        "tree",
+        "version",
+        "num_class",
+        "num_tree_per_iteration",
+        "label_index",
+        "max_feature_idx",
+        "objective",
+        "average_output",
+        "feature_names",
+        "feature_infos",
+        "tree_sizes",
+    ),
+    harmless={"monotone_constraints": "what training held to: the trees are made so"},
+)
+LIGHTGBM_TREE = KnownKeys(
+    "a tree of LightGBM's text",
+    used=(
+        "Tree",
+        "num_leaves",
+        "num_cat",
+        "split_feature",
+        "threshold",
+        "decision_type",
+        "left_child",
+        "right_child",
+        "leaf_value",
+        "cat_boundaries",
+        "cat_threshold",
+        "is_linear",
+        "leaf_const",
+        "num_features",
+        "leaf_features",
+        "leaf_coeff",
+        "shrinkage",
+    ),
+    harmless={
+        "split_gain": _FOR_PEOPLE,
+        "leaf_weight": _FOR_PEOPLE,
+        "leaf_count": _FOR_PEOPLE,
+        "internal_value": _FOR_PEOPLE,
+        "internal_weight": _FOR_PEOPLE,
+        "internal_count": _FOR_PEOPLE,
+    },
+)
+LIGHTGBM_TAIL = KnownKeys(
+    "the end of LightGBM's text",
+    used=("end of trees", "parameters.categorical_feature", "pandas_categorical"),
+    harmless={
+        "feature_importances": _FOR_PEOPLE,
+        "feature_importances.*": _FOR_PEOPLE,
+        "parameters": "what training was set to",
+        "parameters.*": "what training was set to; the objective stands in the head",
+        "end of parameters": "their end",
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +119,16 @@ class Block:
 
     def __init__(self, text: str) -> None:
         lines = [line.rstrip(" ") for line in text.split("\n")]
-        self._facts = dict(line.split("=", 1) for line in lines if "=" in line)
+        pairs = [line.split("=", 1) for line in lines if "=" in line]
+        self._facts = dict(pairs)
+        if len(self._facts) < len(pairs):
+            raise ValueError("it has a key twice")
         self._words = frozenset(line for line in lines if "=" not in line)
         self._taken: list[str] = []
+
+    def keys(self) -> list[str]:
+        """All that it has."""
+        return [*self._facts, *sorted(self._words - {""})]
 
     def has(self, key: str) -> bool:
         return key in self._facts
@@ -124,8 +192,9 @@ class Block:
         return "".join(self._taken)
 
 
-def read_text(text: str) -> LightGbmText:
+def read_text(text: str, path: Path) -> LightGbmText:
     """Raises:
+    ConfigError: it has what is not known.
     ValueError: it is no whole model; the message says where.
     """
     if not text.startswith("tree\n"):
@@ -136,6 +205,7 @@ def read_text(text: str) -> LightGbmText:
     if not first:
         raise ValueError("it has no trees")
     head = Block(text[:first])
+    LIGHTGBM_HEAD.check(head.keys(), path, "lightgbm")
     head.taken("version", re.compile(r"v[34]"), "version that is known: v3 or v4")
     width, per_round = head.integer("num_class", 1), head.integer("num_tree_per_iteration", 1)
     head.integer("label_index", 0)
@@ -167,9 +237,10 @@ def read_text(text: str) -> LightGbmText:
     if not len(sizes) or len(sizes) % per_round:
         raise ValueError(f"it has {len(sizes)} trees, {per_round} in each round")
     end = first + int(sizes.sum())
-    trees = list(_trees(text[first:end], sizes, count))
+    trees = list(_trees(text[first:end], sizes, count, path))
     if not text[end:].lstrip("\n").startswith("end of trees"):
         raise ValueError("it ends before the line 'end of trees'")
+    LIGHTGBM_TAIL.check(_tail_keys(text[end:]), path, "lightgbm")
     written = (
         f"tree\n{head.text()}tree_sizes={' '.join(str(len(tree)) for tree in trees)}\n\n{''.join(trees)}end"  # noqa: E501
         " of trees\n\npandas_categorical:null\n"
@@ -184,7 +255,7 @@ def read_text(text: str) -> LightGbmText:
     )
 
 
-def _trees(text: str, sizes: Numbers, features: int) -> Iterator[str]:
+def _trees(text: str, sizes: Numbers, features: int, path: Path) -> Iterator[str]:
     """Each as it is needed. Sizes are in bytes, and so the trees' text is in ASCII, or they do not
     fit."""
     at = 0
@@ -193,8 +264,9 @@ def _trees(text: str, sizes: Numbers, features: int) -> Iterator[str]:
         at += size
         if not block.startswith(f"Tree={number}\n") or len(block) < size:
             raise ValueError(f"tree {number} of {len(sizes)} is not whole")
-        tree = Block(block)
         try:
+            tree = Block(block)
+            LIGHTGBM_TREE.check(tree.keys(), path, "lightgbm")
             tree.integer("Tree", 0)
             _check_tree(tree, features)
         except ValueError as exc:
@@ -237,6 +309,23 @@ def _check_tree(tree: Block, features: int) -> None:
     tree.floats("shrinkage", 1)
 
 
+def _tail_keys(tail: str) -> list[str]:
+    """Its lines' keys, those of a section with its name before them."""
+    found, section = [], ""
+    for line in filter(None, tail.split("\n")):
+        if re.fullmatch(r"(feature_importances|parameters):", line):
+            section = f"{line[:-1]}."
+            found.append(line[:-1])
+        elif section == "parameters." and (parameter := re.fullmatch(r"\[(\w+): ?.*\]", line)):
+            found.append(section + parameter[1])
+        elif section == "feature_importances." and re.fullmatch(r".+=\d+", line):
+            found.append(section + line.rpartition("=")[0])
+        else:
+            section = ""
+            found.append(line.partition(":")[0])
+    return found
+
+
 def _categorical(tail: str, features: int) -> tuple[int, ...]:
     found = re.search(r"^\[categorical_feature: ([\d,]*)\]$", tail, re.MULTILINE)
     if found is None:
@@ -277,9 +366,11 @@ class LightGbm(TreeModel):
     are those of :class:`TreeModel`."""
 
     name = "lightgbm"
+    saving = "Booster.save_model('model.txt')"
 
     def loaded(self, path: Path) -> Trees:
         """Raises:
+        ConfigError: it has what is not known.
         ModelError: the file is damaged, or no text that LightGBM wrote.
         """
         with installed("lightgbm"):
@@ -288,7 +379,7 @@ class LightGbm(TreeModel):
         try:
             # what is no UTF-8 is damage, and stands for itself until it is found
             text = path.read_bytes().decode("utf-8", "surrogateescape")
-            known = read_text(text)
+            known = read_text(text, path)
             self._booster = lightgbm.Booster(model_str=known.text)
         except (OSError, ValueError, lightgbm.basic.LightGBMError) as exc:
             raise ModelError(f"lightgbm: {path} is damaged or no LightGBM model: {exc}") from exc

@@ -3,7 +3,8 @@ vectors, computed by ONNX Runtime on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from precompute.foreign_file import KnownKeys, what_it_is
 from precompute.model import Features, OwnLibrary, Prepared, Verbatim, digest, resolve_path
 from precompute.models.tabular.tabular_model import (
     Host,
@@ -169,6 +171,85 @@ CODE_VERSION = 2
 EXTERNAL = 1
 """``TensorProto.EXTERNAL``: weights in a file beside the graph's."""
 
+GIVEN = {*NUMBERS, "tensor(uint16)", "tensor(uint32)", "tensor(uint64)"} | {
+    f"seq(map({key},tensor(float)))" for key in ("int64", "string")
+}
+"""Types of outputs that numpy has, and the maps of classes to probabilities that skl2onnx makes."""
+
+_AT_RANDOM = "it draws at random, so that a row's value is another each time: export the graph for"
+_AT_RANDOM += " inference (model.eval()), or without it"
+_FOR_TRAINING = "it is for training: export the graph for inference (model.eval())"
+ONNX_FIELDS = KnownKeys(
+    "ONNX",
+    used=(
+        "ModelProto.ir_version",
+        "ModelProto.opset_import",
+        "ModelProto.graph",
+        "ModelProto.functions",
+        "OperatorSetIdProto.*",
+        "FunctionProto.name",
+        "FunctionProto.input",
+        "FunctionProto.output",
+        "FunctionProto.attribute",
+        "FunctionProto.attribute_proto",
+        "FunctionProto.node",
+        "FunctionProto.opset_import",
+        "FunctionProto.domain",
+        "FunctionProto.overload",
+        "GraphProto.name",
+        "GraphProto.node",
+        "GraphProto.initializer",
+        "GraphProto.sparse_initializer",
+        "GraphProto.input",
+        "GraphProto.output",
+        "NodeProto.name",
+        "NodeProto.input",
+        "NodeProto.output",
+        "NodeProto.op_type",
+        "NodeProto.domain",
+        "NodeProto.overload",
+        "NodeProto.attribute",
+        "AttributeProto.*",
+        "TensorProto.*",
+        "SparseTensorProto.*",
+    ),
+    harmless={
+        "*.doc_string": "a note",
+        "*.metadata_props": "notes",
+        "*.value_info": "types, which ONNX Runtime infers again",
+        "ModelProto.producer_name": "a note",
+        "ModelProto.producer_version": "a note",
+        "ModelProto.domain": "a note",
+        "ModelProto.model_version": "a note",
+        "ModelProto.training_info": "how it is trained on; the graph alone is computed",
+        "ModelProto.configuration": "on which of several devices a node may be computed",
+        "NodeProto.device_configurations": "on which of several devices a node may be computed",
+        "GraphProto.quantization_annotation": "notes on scales; the graph's own operators, such as"
+        " QuantizeLinear, are what computes with them",
+    },
+)
+ONNX_OPERATORS = KnownKeys(
+    "ONNX's operators",
+    used=("ai.onnx.*", "ai.onnx.ml.*", "com.microsoft.*"),
+    refused={
+        "ai.onnx.Bernoulli": _AT_RANDOM,
+        "ai.onnx.Multinomial": _AT_RANDOM,
+        "ai.onnx.RandomNormal": _AT_RANDOM,
+        "ai.onnx.RandomNormalLike": _AT_RANDOM,
+        "ai.onnx.RandomUniform": _AT_RANDOM,
+        "ai.onnx.RandomUniformLike": _AT_RANDOM,
+        "com.microsoft.Sampling": _AT_RANDOM,
+        "com.microsoft.BiasDropout": _FOR_TRAINING,
+        "com.microsoft.BitmaskDropout": _FOR_TRAINING,
+        "com.microsoft.BitmaskBiasDropout": _FOR_TRAINING,
+        "ai.onnx.training.*": _FOR_TRAINING,
+        "ai.onnx.preview.*": "ONNX may change what it computes",
+    },
+)
+ONNX_WEIGHTS = KnownKeys(
+    "ONNX's weights beside the graph", used=("location", "offset", "length", "checksum")
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -216,6 +297,12 @@ class OnnxModel(HostModel):
         self._inputs = _inputs(self._session.get_inputs(), inputs or {}, nulls == "nan")
         self._outputs = _outputs([output.name for output in self._session.get_outputs()], outputs)
         self._wanted = list(dict.fromkeys(output.name for output in self._outputs))
+        for output in self._session.get_outputs():
+            if output.name in self._wanted and output.type not in GIVEN:
+                raise ConfigError(
+                    f"onnx: the output {output.name!r} of {self._path} is {output.type}, which no"
+                    " feature is: let the graph cast it to float"
+                )
         self._facts = {
             "inputs": Verbatim({i.name: list(i.columns) for i in self._inputs}),
             "outputs": Verbatim(outputs),
@@ -298,6 +385,7 @@ def _loaded(path: Path) -> tuple[list[Path], Any]:
     """(files of weights beside it, a session).
 
     Raises:
+        ConfigError: it has what is not known, or gives a row another value each time.
         ModelError: it is damaged, or names files that are not beside it.
     """
     with installed("onnx"):
@@ -309,10 +397,14 @@ def _loaded(path: Path) -> tuple[list[Path], Any]:
     # lanes are what computes beside each other
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 4
+    if is_a := what_it_is(path):
+        raise ModelError(f"onnx: {path} is {is_a}")
     try:
         content = path.read_bytes()
         graph = onnx.load_model_from_string(content)
-        beside = _beside(path, graph)
+        messages = list(_messages(path, graph))
+        _check_operators(path, graph, messages)
+        beside = _beside(path, messages)
         session = onnxruntime.InferenceSession(
             str(path) if beside else content, options, providers=["CPUExecutionProvider"]
         )
@@ -322,40 +414,137 @@ def _loaded(path: Path) -> tuple[list[Path], Any]:
         # both libraries' errors have no common class
         reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         raise ModelError(
-            f"onnx: {path} is damaged or cannot be computed by ONNX Runtime: {reason[:300]}"
+            f"onnx: {path} is damaged or cannot be computed by ONNX Runtime: {reason[:500]}"
         ) from exc
     return beside, session
 
 
-def _beside(path: Path, model: Any) -> list[Path]:
-    named = set[str]()
-    todo = [model.graph]
+def _messages(path: Path, model: Any) -> Iterator[Any]:
+    """The parts of a graph, its own and those in its functions, branches and loops, each of whose
+    fields is known.
+
+    Raises:
+        ConfigError: a field is not.
+    """
+    from google.protobuf.unknown_fields import UnknownFieldSet
+
+    todo, seen = [model], dict[str, None]()
     while todo:
-        graph = todo.pop()
-        tensors = [
-            *graph.initializer,
-            *(t for one in graph.sparse_initializer for t in (one.values, one.indices)),
-        ]
-        for node in graph.node:
-            for attribute in node.attribute:
-                tensors += [attribute.t, *attribute.tensors]
-                todo += [inner for inner in (attribute.g, *attribute.graphs) if inner.node]
-        named |= {
-            entry.value
-            for t in tensors
-            if t.data_location == EXTERNAL
-            for entry in t.external_data
-            if entry.key == "location"
-        }
-    files = [path.parent / name for name in sorted(named)]
-    for file in files:
+        message = todo.pop()
+        kind = message.DESCRIPTOR.name
+        yield message
+        seen |= {f"{kind} field {one.field_number}": None for one in UnknownFieldSet(message)}
+        if kind == "TensorProto":
+            # its fields may be gigabytes, which listing copies
+            continue
+        for field, value in message.ListFields():
+            seen[f"{kind}.{field.name}"] = None
+            if field.message_type is None or field.name in OTHERS:
+                continue
+            # one message has fields, several none
+            todo += [value] if hasattr(value, "ListFields") else list(value)
+    ONNX_FIELDS.check(seen, path, "onnx")
+
+
+OTHERS = (
+    "training_info",
+    "configuration",
+    "device_configurations",
+    "metadata_props",
+    "quantization_annotation",
+    "value_info",
+    "input",
+    "output",
+    "tp",
+    "type_protos",
+)
+"""Fields in which there is no operator and no weight."""
+
+
+def _check_operators(path: Path, model: Any, messages: Sequence[Any]) -> None:
+    """Raises:
+    ConfigError: an operator is of no kind that is computed, or draws at random.
+    """
+    own = {(one.domain, one.name) for one in model.functions}
+    nodes = [one for one in messages if one.DESCRIPTOR.name == "NodeProto"]
+    ONNX_OPERATORS.check(
+        dict.fromkeys(
+            f"{node.domain or 'ai.onnx'}.{node.op_type}"
+            for node in nodes
+            if (node.domain, node.op_type) not in own
+        ),
+        path,
+        "onnx",
+    )
+    off = {
+        one.name for one in messages if one.DESCRIPTOR.name == "TensorProto" and _is_false(one)
+    } | {
+        node.output[0]
+        for node in nodes
+        if node.op_type == "Constant" and _is_false(node.attribute[0].t)
+    }
+    for node in nodes:
+        if node.op_type == "Dropout":
+            trains = len(node.input) > 2 and node.input[2] not in off | {""}
+        else:
+            trains = node.op_type == "BatchNormalization" and (
+                len([name for name in node.output if name]) > 1
+                or any(one.name == "training_mode" and one.i for one in node.attribute)
+            )
+        if trains and node.domain in ("", "ai.onnx"):
+            raise ConfigError(
+                f"onnx: {path} has {node.op_type} in its training mode, by which a row's value"
+                " depends on chance or on the rows beside it: export the graph for inference"
+                " (model.eval())"
+            )
+
+
+def _is_false(tensor: Any) -> bool:
+    """Whether a tensor is the truth value false."""
+    return bool(
+        tensor.data_type == BOOL
+        and not list(tensor.dims)
+        and not any(tensor.raw_data)
+        and not any(tensor.int32_data)
+    )
+
+
+BOOL = 9
+"""``TensorProto.BOOL``."""
+
+
+def _beside(path: Path, messages: Sequence[Any]) -> list[Path]:
+    named: dict[str, int] = {}
+    sums: dict[str, str] = {}
+    for one in messages:
+        if one.DESCRIPTOR.name != "TensorProto" or one.data_location != EXTERNAL:
+            continue
+        facts = {entry.key: entry.value for entry in one.external_data}
+        ONNX_WEIGHTS.check(facts, path, "onnx")
+        end = int(facts.get("offset", 0)) + int(facts.get("length", 0))
+        name = facts["location"]
+        named[name] = max(named.get(name, 0), end)
+        if "checksum" in facts:
+            sums[name] = facts["checksum"]
+    for name, end in sorted(named.items()):
+        file = path.parent / name
         if not file.resolve().is_relative_to(path.parent.resolve()):
             raise ModelError(
                 f"onnx: {path} names weights at {str(file)!r}, which is outside its folder"
             )
         if not file.is_file():
             raise ModelError(f"onnx: {path} names weights at {str(file)!r}, where there is nothing")
-    return files
+        if file.stat().st_size < end:
+            raise ModelError(
+                f"onnx: {file} has {file.stat().st_size} bytes, and {path} takes {end} of it: it is"
+                f" {what_it_is(file) or 'cut, or of another model'}"
+            )
+        if name in sums:
+            with file.open("rb") as content:
+                found = hashlib.file_digest(content, "sha1").hexdigest()
+            if found != sums[name].lower():
+                raise ModelError(f"onnx: {file} is not the one that {path} names, by its checksum")
+    return [path.parent / name for name in sorted(named)]
 
 
 def _inputs(given: Sequence[Any], named: Mapping[str, Any], nan: bool) -> list[Input]:

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from precompute.engine.resources import ResidentPeak, allowed, available_bytes, usable_threads
 from precompute.engine.rows import side_by_side
+from precompute.foreign_file import what_it_is
 from precompute.model import (
     Features,
     OwnLibrary,
@@ -111,11 +112,13 @@ class Columns:
     def _known(self, feature: str, values: Sequence[Any]) -> pa.Array:
         try:
             known = pa.array(list(values))
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as exc:
+            # of whole numbers those that float64 has
+            return known if pa.types.is_string(known.type) else known.cast(pa.float64())
+        except (pa.ArrowException, OverflowError) as exc:
             raise ModelError(
-                f"{self._model}: the categories of {feature!r} are neither texts nor numbers: {exc}"
+                f"{self._model}: the categories of {feature!r} are neither texts nor numbers that"
+                f" float64 has: {exc}"
             ) from exc
-        return known if pa.types.is_string(known.type) else known.cast(pa.float64())
 
     def check(self, schema: pa.Schema) -> None:
         """Raises:
@@ -167,7 +170,8 @@ class Columns:
         return made, bad
 
     def _codes(self, name: str, column: pa.Array, known: pa.Array, bad: dict[int, str]) -> Matrix:
-        codes = pc.index_in(column.cast(known.type), known)
+        # a number too large for float64 to have each is none of the categories, which all are
+        codes = pc.index_in(column.cast(known.type, safe=False), known)
         if not self._missing and codes.null_count > column.null_count:
             for row in pc.indices_nonzero(pc.and_(codes.is_null(), column.is_valid())).to_pylist():
                 value = column[row].as_py()
@@ -361,6 +365,8 @@ class TreeModel(HostModel, ABC):
 
     name: str
     """The built-in's, in a view's ``model.use``."""
+    saving: str
+    """The library's call that writes a file as it is read here."""
     start_cost = 2048
 
     def __init__(
@@ -379,6 +385,8 @@ class TreeModel(HostModel, ABC):
             raise ConfigError(f"{self.name}: raw is true or false, got {raw!r}")
         if not self._path.is_file():
             raise ConfigError(f"{self.name}: path {str(path)!r} is a folder: name the model's file")
+        if is_a := what_it_is(self._path):
+            raise ModelError(f"{self.name}: {self._path} is {is_a}; {self.saving} writes one")
         trees = self.loaded(self._path)
         self._columns = Columns(
             self.name, trees.features, columns, trees.categories, unknown, trees.texts

@@ -1,4 +1,5 @@
-"""XGBoost: a model that ``save_model('….json')`` wrote, checked before the library reads it.
+"""XGBoost: a model that ``save_model`` wrote, as JSON or UBJSON, checked before the library reads
+it.
 
 It is checked, and written again with nothing but what predicting needs, before the library reads
 it: there a damaged one ends the process, or is read past its end. Every tree's arrays have their
@@ -11,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.model import Features
+from precompute.foreign_file import KnownKeys, key_paths, parsed_json
+from precompute.model import Features, Verbatim
 from precompute.models.tabular.tabular_model import (
     Matrix,
     TreeModel,
@@ -27,8 +29,10 @@ from precompute.models.tabular.tabular_model import (
     as_a_user_has_it,
     installed,
     labelled,
+    listed,
     unfit,
 )
+from precompute.models.tabular.ubjson import is_ubjson, parsed_ubjson
 from precompute.store.errors import ConfigError, ModelError
 
 MOST_CATEGORIES = 2**24
@@ -44,6 +48,124 @@ NODES = (
     "default_left",
     "split_type",
 )
+CHOSEN = ("categories", "categories_nodes", "categories_segments", "categories_sizes")
+PARAM = ("base_score", "boost_from_average", "num_class", "num_feature", "num_target")
+OBJECTIVE = (
+    "aft_loss_param.aft_loss_distribution",
+    "aft_loss_param.aft_loss_distribution_scale",
+    "expectile_loss_param.expectile_alpha",
+    "lambda_rank_param.fix_list_weight",
+    "lambda_rank_param.num_pairsample",
+    "lambdarank_param.lambdarank_bias_norm",
+    "lambdarank_param.lambdarank_normalization",
+    "lambdarank_param.lambdarank_num_pair_per_sample",
+    "lambdarank_param.lambdarank_pair_method",
+    "lambdarank_param.lambdarank_score_normalization",
+    "lambdarank_param.lambdarank_unbiased",
+    "lambdarank_param.ndcg_exp_gain",
+    "poisson_regression_param.max_delta_step",
+    "pseudo_huber_param.huber_slope",
+    "quantile_loss_param.quantile_alpha",
+    "reg_loss_param.scale_pos_weight",
+    "softmax_multiclass_param.num_class",
+    "tweedie_regression_param.tweedie_variance_power",
+)
+"""What is set of an objective: given to the library, of which some make a score of the trees'
+sum."""
+BIASES = ("ti+", "tj-")
+"""Numbers of the positions of a ranking that was trained with ``lambdarank_unbiased``."""
+XGBOOST_JSON = KnownKeys(
+    "XGBoost's JSON",
+    used=(
+        "version",
+        "learner",
+        "learner.attributes",
+        "learner.attributes.best_iteration",
+        "learner.feature_names",
+        "learner.feature_types",
+        "learner.gradient_booster",
+        "learner.gradient_booster.gbtree",
+        "learner.gradient_booster.name",
+        "learner.gradient_booster.weight_drop",
+        "learner.gradient_booster.model",
+        "learner.gradient_booster.model.cats",
+        "learner.gradient_booster.model.cats.enc",
+        "learner.gradient_booster.model.cats.enc[].offsets",
+        "learner.gradient_booster.model.cats.enc[].values",
+        "learner.gradient_booster.model.cats.sorted_idx",
+        "learner.gradient_booster.model.gbtree_model_param",
+        "learner.gradient_booster.model.gbtree_model_param.num_parallel_tree",
+        "learner.gradient_booster.model.gbtree_model_param.num_trees",
+        "learner.gradient_booster.model.iteration_indptr",
+        "learner.gradient_booster.model.tree_info",
+        "learner.gradient_booster.model.trees",
+        "learner.gradient_booster.model.trees[].tree_param",
+        *(
+            f"learner.gradient_booster.model.trees[].tree_param.{key}"
+            for key in ("num_deleted", "num_feature", "num_nodes", "size_leaf_vector")
+        ),
+        *(
+            f"learner.gradient_booster.model.trees[].{key}"
+            for key in (*NODES, *CHOSEN, "split_conditions")
+        ),
+        "learner.learner_model_param",
+        *(f"learner.learner_model_param.{key}" for key in PARAM),
+        "learner.objective",
+        "learner.objective.name",
+        *(f"learner.objective.{group}" for group in sorted({o.split(".")[0] for o in OBJECTIVE})),
+        *(f"learner.objective.{key}" for key in (*OBJECTIVE, *BIASES)),
+    ),
+    harmless={
+        "learner.attributes.*": "notes, such as scikit-learn's class and the best score: of a"
+        " booster's predict none is asked for",
+        "learner.gradient_booster.model.cats.enc[].type": "how wide whole numbers were in memory",
+        "learner.gradient_booster.model.cats.feature_segments": "sums of the numbers of categories",
+        "learner.gradient_booster.model.boosted_rounds": "of a linear one, which is refused",
+        "learner.gradient_booster.model.trees[].base_weights": "what a node would be as a leaf",
+        "learner.gradient_booster.model.trees[].id": "the tree's place, which it stands at",
+        "learner.gradient_booster.model.trees[].loss_changes": "what a split gained in training",
+        "learner.gradient_booster.model.trees[].sum_hessian": "the training rows of a node",
+    },
+    fixed={
+        # of one score a leaf
+        "learner.gradient_booster.model.gbtree_model_param.size_leaf_vector": ("0", "1"),
+    },
+    refused={
+        "learner.gradient_booster.model.weights": "it is linear (gblinear), and trees are"
+        " computed: train with gbtree or dart, or write its sum in the source's SQL",
+        "learner.gradient_booster.model.trees[].leaf_weights": "its leaves are vectors, which are"
+        " not computed: train with multi_strategy='one_output_per_tree'",
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Categories:
+    """Of a feature: the whole numbers, or the texts' bytes, one behind the other, and ``at`` which
+    places each begins and the last ends. XGBoost takes a pandas column's letters for bytes: where
+    some are not in ASCII, the places are other texts' and the last bytes are lacking."""
+
+    numbers: list[Any] | None
+    buffer: bytes
+    at: list[int]
+
+    def parts(self) -> list[bytes]:
+        """As they are compared by the library."""
+        return [self.buffer[start:end] for start, end in pairwise(self.at)]
+
+    def texts(self) -> list[str] | None:
+        """As they were, where they are in ASCII: each letter is a byte."""
+        return [part.decode() for part in self.parts()] if self.buffer.isascii() else None
+
+    def fits(self, texts: Sequence[str]) -> bool:
+        """Whether a file with these texts has these bytes: cut by letters, as of pandas, or by
+        bytes, as of Arrow."""
+        whole = "".join(texts).encode()
+        for sizes in (map(len, texts), (len(text.encode()) for text in texts)):
+            at = [0, *accumulate(sizes)]
+            if (self.at, self.buffer) == (at, whole[: at[-1]]):
+                return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +176,17 @@ class XgBoostJson:
     """
 
     features: tuple[str, ...]
-    categories: Mapping[str, Sequence[Any]]
+    categories: Mapping[str, Categories]
     objective: str
     groups: int
     rounds: int | None
     written: bytes
 
 
-def read_json(content: bytes) -> XgBoostJson:
+def checked(model: Any) -> XgBoostJson:
     """Raises:
     ValueError: it is no whole model; the message says where.
     """
-    try:
-        model = json.loads(content)
-    except (ValueError, RecursionError) as exc:
-        raise ValueError(
-            f"it is no JSON ({exc}): save the model with save_model('model.json')"
-        ) from exc
     learner = _dict(model, "learner")
     param = _dict(learner, "learner_model_param")
     count, classes, targets = (
@@ -78,7 +194,9 @@ def read_json(content: bytes) -> XgBoostJson:
         for key, least in (("num_feature", 1), ("num_class", 0), ("num_target", 1))
     )
     groups = max(classes, targets)
-    objective = _texts(_dict(learner, "objective"))
+    objective = _dict(learner, "objective")
+    biases = {key: _floats(objective, key, None).tolist() for key in BIASES if key in objective}
+    objective = _texts({key: of for key, of in objective.items() if key not in BIASES}) | biases
     for inner in objective.values():
         if (
             isinstance(inner, dict)
@@ -91,7 +209,7 @@ def read_json(content: bytes) -> XgBoostJson:
     booster = _dict(learner, "gradient_booster")
     name = booster.get("name")
     if name not in ("gbtree", "dart"):
-        raise ValueError(f"its booster is {name!r}: gbtree and dart are computed")
+        raise ValueError(f"its booster is {str(name)!r}: gbtree and dart are computed")
     inner = _dict(_dict(booster, "gbtree"), "model") if name == "dart" else _dict(booster, "model")
     trees = _trees(inner, count, groups)
     made: dict[str, Any] = {"model": trees, "name": "gbtree"}
@@ -132,9 +250,6 @@ def read_json(content: bytes) -> XgBoostJson:
     )
 
 
-PARAM = ("base_score", "boost_from_average", "num_class", "num_feature", "num_target")
-
-
 def _names(learner: Mapping[str, Any], count: int) -> tuple[str, ...]:
     names = learner.get("feature_names") or [f"f{number}" for number in range(count)]
     if (
@@ -154,6 +269,10 @@ def _trees(model: Mapping[str, Any], features: int, groups: int) -> dict[str, An
     param = _dict(model, "gbtree_model_param")
     if _number(param, "num_trees", 1, 10**9) != len(trees):
         raise ValueError(f"it has {len(trees)} of {param.get('num_trees')} trees")
+    parallel = _number(param, "num_parallel_tree", 1, 10**6)
+    if "iteration_indptr" not in model:
+        # of a version before 2.0, of which each round has as many
+        model = {**model, "iteration_indptr": list(range(0, len(trees) + 1, parallel * groups))}
     rounds = _integers(model, "iteration_indptr", None, 0, len(trees) + 1)
     if len(rounds) < 2 or rounds[0] or rounds[-1] != len(trees) or (np.diff(rounds) < 1).any():
         raise ValueError("its rounds are not whole")
@@ -165,13 +284,17 @@ def _trees(model: Mapping[str, Any], features: int, groups: int) -> dict[str, An
             raise ValueError(f"tree {number} of {len(trees)}: {exc}") from exc
     return {
         "gbtree_model_param": {
-            "num_parallel_tree": str(_number(param, "num_parallel_tree", 1, 10**6)),
+            "num_parallel_tree": str(parallel),
             "num_trees": str(len(trees)),
         },
         "iteration_indptr": rounds.tolist(),
         "tree_info": _integers(model, "tree_info", len(trees), 0, groups).tolist(),
         "trees": made,
     }
+
+
+WITHOUT_CATEGORIES: dict[str, list[int]] = {key: [] for key in CHOSEN}
+"""What a tree lacks of a version before 1.3."""
 
 
 def _tree(tree: Any, number: int, features: int) -> dict[str, Any]:
@@ -182,6 +305,7 @@ def _tree(tree: Any, number: int, features: int) -> dict[str, Any]:
             "its leaves are vectors, which are not computed: train with"
             " multi_strategy='one_output_per_tree'"
         )
+    tree = {**WITHOUT_CATEGORIES, "split_type": [0] * nodes, **tree}
     of = {name: _integers(tree, name, nodes, -(2**31), 2**32) for name in NODES}
     left, right = of["left_children"], of["right_children"]
     inner = np.flatnonzero(left != -1)
@@ -241,9 +365,9 @@ def _splits(
     return {name: values.tolist() for name, values in named.items()}
 
 
-def _categories(model: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Values of those features that have some; a model that was trained before they were stored, or
-    of codes, has none."""
+def _categories(model: Mapping[str, Any], names: Sequence[str]) -> dict[str, Categories]:
+    """Those of features that have some; a model that was trained before they were stored, or of
+    codes, has none."""
     stored = (
         model.get("cats", {}).get("enc", []) if isinstance(model.get("cats", {}), dict) else None
     )
@@ -254,13 +378,37 @@ def _categories(model: Mapping[str, Any], names: Sequence[str]) -> dict[str, lis
         values = of.get("values") if isinstance(of, dict) else None
         if not isinstance(values, list):
             raise ValueError(f"the categories of {name} are no list")
-        if "offsets" in of and values:
+        if "offsets" in of and (of["offsets"] or values):
             at = _integers(of, "offsets", None, 0, len(values) + 1).tolist()
             raw = _integers(of, "values", None, -128, 256).astype(np.uint8).tobytes()
-            found[name] = [raw[start:end].decode() for start, end in pairwise(at)]
+            if not at or at[0] or at[-1] != len(raw) or sorted(at) != at:
+                raise ValueError(f"the categories of {name} are not whole")
+            found[name] = Categories(None, raw, at)
         elif values:
-            found[name] = values
+            numbers = _integers(of, "values", None, -(2**63), 2**64)
+            found[name] = Categories(numbers.tolist(), b"", [])
+    if found and "sorted_idx" in model["cats"]:
+        _check_order(_integers(model["cats"], "sorted_idx", None, 0, MOST_CATEGORIES), found)
     return found
+
+
+def _check_order(order: npt.NDArray[Any], found: Mapping[str, Categories]) -> None:
+    """Raises:
+    ValueError: the library would search the categories in another order than theirs.
+    """
+    start = 0
+    for name, of in found.items():
+        keys: list[Any] = of.parts() if of.numbers is None else of.numbers
+        here = order[start : start + len(keys)].tolist()
+        start += len(keys)
+        # bytes are compared as numbers with a sign
+        wanted = sorted(
+            keys, key=lambda key: key if isinstance(key, int) else [*memoryview(key).cast("b")]
+        )
+        if max(here, default=0) >= len(keys) or [keys[place] for place in here] != wanted:
+            raise ValueError(f"the categories of {name} are not whole")
+    if start != len(order):
+        raise ValueError("its categories are not whole")
 
 
 def _dict(of: Any, key: str) -> dict[str, Any]:
@@ -294,14 +442,16 @@ def _integers(
     of: Mapping[str, Any], key: str, size: int | None, least: int, below: int
 ) -> npt.NDArray[Any]:
     numbers = _array(of, key, size)
+    # truth values are how versions before 2.0 write it
+    kinds = "iub" if key == "default_left" else "iu"
     if len(numbers) and (
-        numbers.dtype.kind not in "iu" or numbers.min() < least or numbers.max() >= below
+        numbers.dtype.kind not in kinds or numbers.min() < least or numbers.max() >= below
     ):
         raise ValueError(f"{key} has a number that cannot be")
     return numbers.astype(np.int64)
 
 
-def _floats(of: Mapping[str, Any], key: str, size: int) -> npt.NDArray[Any]:
+def _floats(of: Mapping[str, Any], key: str, size: int | None) -> npt.NDArray[Any]:
     numbers = _array(of, key, size)
     if len(numbers) and (numbers.dtype.kind not in "iuf" or not np.isfinite(numbers).all()):
         raise ValueError(f"{key} has what is no number")
@@ -310,8 +460,12 @@ def _floats(of: Mapping[str, Any], key: str, size: int) -> npt.NDArray[Any]:
 
 def _array(of: Mapping[str, Any], key: str, size: int | None) -> npt.NDArray[Any]:
     values = of.get(key)
-    if not isinstance(values, list) or any(isinstance(value, (list, dict)) for value in values):
+    if not isinstance(values, list):
         raise ValueError(f"{key} is missing, or no list of numbers")
+    kinds = set(map(type, values))
+    # truth values would be numbers among numbers
+    if not kinds <= {int, float} and kinds != {bool}:
+        raise ValueError(f"{key} has what is no number")
     if size is not None and len(values) != size:
         raise ValueError(f"{key} has {len(values)} numbers, not {size}")
     return np.array(values)
@@ -328,28 +482,79 @@ above 0."""
 class XgBoost(TreeModel):
     """Scores rows as ``Booster.predict`` does, to the bit; of a model that was stopped early, by
     the rounds up to the best, as scikit-learn's classes do. Categories are the values in the file;
-    without those a categorical feature takes its codes as they are. The arguments are those of
-    :class:`TreeModel`.
+    without those a categorical feature takes its codes as they are.
+
+    Args:
+        categories: feature → its texts in the order of training, where they are not in ASCII:
+            XGBoost writes parts of such texts, from which none can be told. They are compared with
+            those parts.
+
+    The other arguments are those of :class:`TreeModel`.
     """
 
     name = "xgboost"
+    saving = "save_model('model.json')"
+
+    def __init__(
+        self,
+        path: str,
+        output: str = "score",
+        columns: Sequence[str] | Mapping[str, str] | None = None,
+        raw: bool = False,
+        unknown: str = "bad",
+        label: str | None = None,
+        classes: Sequence[str] | None = None,
+        categories: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        named = {} if categories is None else categories
+        if not isinstance(named, Mapping) or not all(
+            isinstance(texts, (list, tuple))
+            and all(isinstance(text, str) for text in texts)
+            and len(set(texts)) == len(texts)
+            for texts in named.values()
+        ):
+            raise ConfigError(
+                "xgboost: categories maps features to lists of their different texts, got"
+                f" {str(categories)[:80]}"
+            )
+        self._named = named
+        super().__init__(path, output, columns, raw, unknown, label, classes)
+        if named:
+            self._facts |= {"categories": Verbatim({key: list(of) for key, of in named.items()})}
 
     def loaded(self, path: Path) -> Trees:
         """Raises:
-        ConfigError: ``label`` of an objective that gives no score for each class.
-        ModelError: the file is damaged, or no JSON that XGBoost wrote.
+        ConfigError: it has what is not known, or texts whose names are cut; ``label`` of an
+            objective that gives no score for each class.
+        ModelError: the file is damaged, or none that XGBoost wrote.
         """
         with installed("xgboost"):
             import xgboost
 
         try:
-            known = read_json(path.read_bytes())
+            content = path.read_bytes()
+            if not content.lstrip().startswith(b"{"):
+                raise ValueError(f"it is no JSON: {self.saving} writes it")
+            model = (
+                parsed_ubjson(content)
+                if is_ubjson(content)
+                else parsed_json(content, path, self.name)
+            )
+            _dict(model, "learner")
+            XGBOOST_JSON.check(key_paths(model, recursive=("gbtree",)), path, self.name)
+            known = checked(model)
             # a lane each computes, and one thread in each; it has no other way to say with how many
             self._booster = xgboost.Booster(params={"nthread": 1, "verbosity": 0})
             self._booster.load_model(bytearray(known.written))
         except (OSError, ValueError, xgboost.core.XGBoostError) as exc:
             reason = str(exc).strip().splitlines()[0]
             raise ModelError(f"xgboost: {path} is damaged or no XGBoost model: {reason}") from exc
+        found = {name: self._values(path, name, of) for name, of in known.categories.items()}
+        if strange := [name for name in self._named if name not in found]:
+            raise ConfigError(
+                f"xgboost: categories names {strange[0]!r}, of which {path} has none; it has"
+                f" those of {listed(list(found)) or 'no feature'}"
+            )
         if self._label is not None and known.objective == "multi:softmax" and not self._raw:
             raise ConfigError(
                 "xgboost: the objective multi:softmax gives a class's number and no score for each:"
@@ -361,11 +566,38 @@ class XgBoost(TreeModel):
         middle = MIDDLES.get(known.objective) if known.groups == 1 else 0.5 if several else None
         return Trees(
             known.features,
-            known.categories,
+            found,
             width,
             known.objective,
             0.0 if middle and self._raw else middle,
         )
+
+    def _values(self, path: Path, feature: str, of: Categories) -> Sequence[Any]:
+        """A feature's categories, the first of which has the code 0."""
+        if of.numbers is not None:
+            values: Sequence[Any] | None = of.numbers
+        else:
+            values = self._named.get(feature, of.texts())
+        if values is None:
+            raise ConfigError(
+                f"xgboost: {path}: the categories of {feature!r} are not in ASCII, and XGBoost's"
+                " writer cuts such names: give them in args, in the order of training, as in"
+                f" categories: {{{feature}: [first, second, …]}} (of pandas:"
+                f" frame[{feature!r}].cat.categories)"
+            )
+        if feature in self._named and not of.fits(values):
+            raise ConfigError(
+                f"xgboost: categories.{feature} are others than those that {path} was trained with,"
+                f" or in another order: it has {len(of.at) - 1}, of"
+                f" {of.buffer.decode(errors='replace')[:80]!r}"
+            )
+        if of.numbers is None and len(set(of.parts())) < len(values):
+            raise ConfigError(
+                f"xgboost: {path}: XGBoost's writer cut the categories of {feature!r} so that two"
+                " of them are one, and the library takes the one for the other: train with names in"
+                " ASCII, or with codes"
+            )
+        return values
 
     def unfit(self, matrix: Matrix) -> dict[int, str]:
         """Rows with a number that float32 has none for, which is what XGBoost computes in."""
