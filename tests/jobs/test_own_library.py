@@ -211,21 +211,23 @@ def other_pooling(monkeypatch: pytest.MonkeyPatch) -> None:
 def other_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     from precompute.models import text_classifier as module
 
-    monkeypatch.setattr(module, "_activation", lambda _: "none")
+    monkeypatch.setattr(module, "_activation", lambda *_: "none")
 
 
 def other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     from precompute.models import static_embedding as module
 
     table = module._table
-    monkeypatch.setattr(module, "_table", lambda *given: table(*given) + 0.01)
+    monkeypatch.setattr(module, "_table", lambda *given, **more: table(*given, **more) + 0.01)
 
 
 def other_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = importlib.import_module("precompute.models.image_encoder")
     read = module.read_recipe
     monkeypatch.setattr(
-        module, "read_recipe", lambda of: dataclasses.replace(read(of), mean=(0.5, 0.5, 0.5))
+        module,
+        "read_recipe",
+        lambda *given: dataclasses.replace(read(*given), mean=(0.5, 0.5, 0.5)),
     )
 
 
@@ -233,13 +235,12 @@ def other_categories(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same ones, in another order."""
     from precompute.models.tabular import lightgbm_model as module
 
-    texts = module.Categories.texts
+    read = module._categories
 
-    def turned(self: Any) -> list[str] | None:
-        known = texts(self)
-        return None if known is None else [*known[1:], known[0]]
+    def turned(*given: Any) -> dict[str, list[Any]]:
+        return {name: [*values[1:], values[0]] for name, values in read(*given).items()}
 
-    monkeypatch.setattr(module.Categories, "texts", turned)
+    monkeypatch.setattr(module, "_categories", turned)
 
 
 def cut_categories(monkeypatch: pytest.MonkeyPatch) -> None:
