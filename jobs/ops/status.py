@@ -346,7 +346,7 @@ def notes(line: Mapping[str, Any]) -> list[str]:
     catch up with, and which partitions are served, of an older model, or late."""
     details = [in_words(behind) for behind in line["behind"] or ()]
     details += (
-        partitions_in_words(line["view"], line["partitions"], line["rows"])
+        partitions_in_words(line["view"], line["partitions"], line["partition"], line["rows"])
         if line["partitions"]
         else []
     )

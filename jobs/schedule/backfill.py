@@ -116,6 +116,8 @@ class Conductor:
     """Seconds that each partition took."""
     _publish_at: float = field(default_factory=lambda: time.monotonic() + PUBLISH_EVERY_S)
     """When what is done goes live next, by the monotonic clock."""
+    _unpublished: bool = False
+    """Whether a partition was done since."""
 
     def conduct(self) -> None:
         """Run everything, then publish."""
@@ -165,8 +167,9 @@ class Conductor:
                 if (ended or looks) and (over := self._note_reports(group)) + ended:
                     todo[:0] = self._note_end(group) if ended else []
                     save_backfill(self.store, self.state, self.lease)
-                    if over and self.state.options.publish and time.monotonic() >= self._publish_at:
-                        self._publish_early()
+                    self._unpublished |= over > 0 and self.state.options.publish
+            if self._unpublished and time.monotonic() >= self._publish_at:
+                self._publish_early()
             if looks:
                 todo[:0] = self._look_elsewhere()
                 look_at = time.monotonic() + LOOK_AGAIN_S
@@ -343,7 +346,7 @@ class Conductor:
 
     def _publish_early(self) -> None:
         """Make what is done so far live; what stands in the way is reported at the end."""
-        began = time.monotonic()
+        began, self._unpublished = time.monotonic(), False
         with contextlib.suppress(PrecomputeError):
             self._publish_newest()
         now = time.monotonic()

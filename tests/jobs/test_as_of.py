@@ -4,7 +4,7 @@ meanwhile."""
 from __future__ import annotations
 
 import datetime as dt
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.store_as_of import History
 from precompute.store.history import get_historical_features, read, snapshot_at
+from precompute.store.history.versions import Values
 from precompute.store.times import containing
 from tests.conftest import MakeProject
 
@@ -47,7 +48,15 @@ def test_history_passes_over_a_day_without_rows_as_publishing_does(
     assert sorted(read(project.store, now)["double"].to_pylist()) == [2.0, 4.0]
     assert snapshot_at(project.store, now).number == 1
     assert snapshot_at(project.store, now, values="best_known").number == 1
-    wanted = pa.table({"id": [1, 2, 3], "event_timestamp": pa.array([now] * 3)})
-    for values in ("served", "best_known"):
+    # in data time until ttl and stale_for, 25 hours together, have passed since the partition's end
+    end = datetime(2024, 1, 2, tzinfo=UTC)
+    asked: list[tuple[Values, datetime, list[float | None]]] = [
+        ("served", now, [2.0, 4.0, None]),
+        ("best_known", end + timedelta(hours=25), [2.0, 4.0, None]),
+        ("best_known", end + timedelta(hours=25, microseconds=1), [None] * 3),
+        ("best_known", now, [None] * 3),
+    ]
+    for values, at, expected in asked:
+        wanted = pa.table({"id": [1, 2, 3], "event_timestamp": pa.array([at] * 3)})
         found = get_historical_features(project.offline, wanted, ["numbers"], values=values)
-        assert found["numbers__double"].to_pylist() == [2.0, 4.0, None]
+        assert found["numbers__double"].to_pylist() == expected

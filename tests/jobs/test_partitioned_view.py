@@ -468,7 +468,7 @@ def test_a_new_partition_is_judged_beside_the_newest_one(make_project: MakeProje
     project = make(
         make_project,
         table,
-        gates={},
+        gates={"rows": None},
         features={"vector": {"dtype": "float32", "dim": 4}, "double": {"dtype": "float64"}},
     )
     assert [run_day(project, n).status for n in range(2)] == ["published", "published"]
