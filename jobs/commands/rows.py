@@ -355,10 +355,9 @@ def _training(arguments: argparse.Namespace) -> int:
             "version": service.fingerprint,
             "rows": table.num_rows,
             "known": known,
-            "gaps": gaps,
             "to": str(arguments.to),
         }
-        show(json.dumps(body))
+        show(json.dumps(body | ({"gaps": gaps} if gaps else {})))
     else:
         print(f"{arguments.to}: {table.num_rows:,} rows by {service.version}")
         for view, rows in known.items():
