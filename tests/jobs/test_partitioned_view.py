@@ -534,7 +534,7 @@ def test_a_newest_partition_is_compared_with_what_readers_have(
     assert run_day(project, 1, accept=["rows"]).status == "published"
 
 
-def test_what_readers_have_is_no_measure_of_an_older_day_or_of_one_beside_it(
+def test_what_readers_have_is_no_measure_of_an_older_day(
     make_project: MakeProject,
 ) -> None:
     table = keyed(range(20), range(200), range(1000, 1020))
