@@ -19,8 +19,6 @@ from precompute.store.times import Partition, as_datetime, as_us, partitions
 SHOWN = 3
 """Partitions of one kind that are named to people."""
 
-NOT_COMPUTED = "not computed"
-
 
 class Gaps(NamedTuple):
     """The ``rows`` of a training set whose own partition, the latest that was over at their time,
@@ -71,8 +69,8 @@ def gaps_of(
     good = best_known_of_each(store, manifests)
     if not good or not len(requested_us):
         return None
-    latest = min(as_datetime(int(requested_us.max())), datetime.now(UTC))
-    missing = _missing(store, manifests, list(good), latest)
+    latest_us = max(0, min(int(requested_us.max()), as_us(datetime.now(UTC))))
+    missing = _missing(store, manifests, list(good), as_datetime(latest_us))
     if not missing:
         return None
     # a day that is done and has no rows keeps what was there before it, as in publishing
@@ -99,7 +97,7 @@ def _missing(
     done = [Partition.parse(name) for name in good]
     for one, following in zip(done, [*(p.start for p in done[1:]), latest], strict=True):
         for partition in partitions(_by(one), one.end, following):
-            missing[str(partition)] = NOT_COMPUTED
+            missing[str(partition)] = "not computed"
     for _, snapshot in sorted(manifests.items()):
         name = snapshot.partition
         if name is not None and (name in missing or name < good[0]):

@@ -175,15 +175,13 @@ def get_historical_features(
             "features are those of views, or of a service: name the one or the other"
         )
     result, requested_us = entity_table, _timestamps_us(entity_table, timestamp)
-    gaps: dict[str, Gaps] = {}
+    gaps: dict[str, Gaps | None] = {}
     for wanted in (
         _of_views(views, max_age_s) if service is None else _of_service(service, max_age_s)
     ):
-        found, lacking = _features_at(
+        found, gaps[wanted.view] = _features_at(
             offline.view(wanted.view), wanted, entity_table, requested_us, values, memory_mb
         )
-        if lacking is not None:
-            gaps[wanted.view] = lacking
         for column in found.column_names:
             name = column_of(wanted.view, column)
             if name in result.column_names:
@@ -192,16 +190,21 @@ def get_historical_features(
     return _telling(result, service, gaps)
 
 
-def _telling(table: pa.Table, service: Service | None, gaps: Mapping[str, Gaps]) -> pa.Table:
-    """The table with what it is, and what it lacks, in its schema's metadata."""
-    told = {} if service is None else {"service": service.name, "version": service.fingerprint}
+def _telling(table: pa.Table, service: Service | None, gaps: Mapping[str, Gaps | None]) -> pa.Table:
+    """The table with what it is, and what it lacks, in its schema's metadata; of other views it
+    may tell already."""
+    told = dict(table.schema.metadata or {})
+    if service is not None:
+        told |= {b"service": service.name, b"version": service.fingerprint}
+    lacks = json.loads(told.pop(b"gaps", b"{}"))
     for view, lacking in gaps.items():
-        log.warning("view %r: %s", view, lacking)
-    if gaps:
-        told["gaps"] = json.dumps({view: lacking.to_json() for view, lacking in gaps.items()})
-    if not told:
-        return table
-    return table.replace_schema_metadata({**(table.schema.metadata or {}), **told})
+        lacks.pop(view, None)
+        if lacking is not None:
+            log.warning("view %r: %s", view, lacking)
+            lacks[view] = lacking.to_json()
+    if lacks:
+        told[b"gaps"] = json.dumps(lacks)
+    return table.replace_schema_metadata(told or None)
 
 
 class _Wanted(NamedTuple):

@@ -492,7 +492,7 @@ def keyed(*days: Iterable[int]) -> pa.Table:
 
 
 JUDGED = {"gates": {"shift": None, "norm": None, "duplicates": None}}
-LOST = {
+LOST: dict[str, tuple[Iterable[int], dict[str, Any], str | None]] = {
     "a tenth of the keys": (range(20), {}, "20 rows, -90.0% against the 200 of snapshot 1"),
     "a fifth fewer": (range(160), {}, None),
     "a quarter fewer": (range(150), {}, r"150 rows, -25.0% .* snapshot 1, which readers have"),
