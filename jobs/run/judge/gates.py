@@ -421,8 +421,9 @@ class Judge:
             judge_contract(view, readers.view, verdicts)
         other = None if self.in_backfill else served
         self._judge_features(snapshot, figures, sample, live, other, replaced, verdicts)
-        now = served if self.in_backfill else _live(self.store)
-        judge_rolled_back(self.opened, self.store, snapshot, now, gates.rolled_back, verdicts)
+        if Standing(self.store).left:
+            now = served if self.in_backfill else _live(self.store)
+            judge_rolled_back(self.opened, self.store, snapshot, now, gates.rolled_back, verdicts)
         if self.opened.student is not None:
             self._judge_student(self.opened.student, sample, verdicts)
         elif view.fallback and gates.parity is not None:
