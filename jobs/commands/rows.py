@@ -319,6 +319,7 @@ def _training(arguments: argparse.Namespace) -> int:
     from precompute.jobs.ops.history import checked_target
     from precompute.store.answers.service import column_of
     from precompute.store.history import get_historical_features
+    from precompute.store.history.gaps import Gaps
 
     checked_target(arguments.to, (".parquet",), arguments.replace)
     project = project_of(arguments)
@@ -347,6 +348,7 @@ def _training(arguments: argparse.Namespace) -> int:
         part.view: table.num_rows - table.column(column_of(part.view, "computed_at")).null_count
         for part in service.parts
     }
+    gaps = json.loads((table.schema.metadata or {}).get(b"gaps", b"{}"))
     if arguments.json:
         body = {
             "service": service.name,
@@ -355,7 +357,7 @@ def _training(arguments: argparse.Namespace) -> int:
             "known": known,
             "to": str(arguments.to),
         }
-        show(json.dumps(body))
+        show(json.dumps(body | ({"gaps": gaps} if gaps else {})))
     else:
         print(f"{arguments.to}: {table.num_rows:,} rows by {service.version}")
         for view, rows in known.items():
@@ -363,6 +365,8 @@ def _training(arguments: argparse.Namespace) -> int:
                 f"  {view}: {rows:,} rows were there at their time"
                 + ("" if rows == table.num_rows else ", the others are null or have defaults")
             )
+            if view in gaps:
+                print(f"    {Gaps(**gaps[view])}")
     return DONE
 
 

@@ -63,6 +63,7 @@ def add(commands: Commands) -> None:
         add_partition(command)
         command.add_argument("--due", help=argparse.SUPPRESS)
         command.add_argument("--backfill", help=argparse.SUPPRESS)
+    materialize.add_argument("--live-before", type=int, help=argparse.SUPPRESS)
     materialize.add_argument("--partitions", help=argparse.SUPPRESS)
     publish = commands.add(
         "publish", _run, "load a snapshot into the online store and make it live", view=True
@@ -163,7 +164,9 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
         options = RunOptions(
             command="materialize",
             full=arguments.full,
+            accept=arguments.accept,
             backfill=arguments.backfill,
+            live_before=arguments.live_before,
             partition=partition_of(project, arguments),
         )
         try:
@@ -226,9 +229,12 @@ snapshot that may be, unless what is live is newer.
 
 --reprocess  missing  partitions that have no snapshot: never run, or interrupted
              failed   also those whose last run failed, or had too many rows rejected
+             refused  also those that a gate refused: without other rows they are judged again only, by the limits of now
              stale    also those computed by another model, SQL or features than configured now, or (--check-inputs) from other rows
              all      every one; each computes what changed, or all rows with --full
 
+A partition is judged alone, beside its own earlier snapshot, and by how many keys it lacks of those that were live when the backfill began:
+never beside what went live meanwhile. What a gate refused, or what failed before, is not done, also where this backfill leaves it as it is.
 SIGINT or SIGTERM cancels a backfill, for good. One that was killed, or in which something failed, goes on with --resume.
 Exit status: 0 all done; 1 a partition or publishing failed; 3 only refused ones are left."""  # noqa: E501
 
@@ -241,6 +247,7 @@ _BEGUN_WITH = (
     "dry_run",
     "backwards",
     "no_publish",
+    "accept",
 )
 """What a backfill is begun with, and cannot be given again when it is resumed."""
 
@@ -271,7 +278,7 @@ def add_backfill(commands: Commands) -> None:
     )
     command.add_argument(
         "--reprocess",
-        choices=("missing", "failed", "stale", "all"),
+        choices=("missing", "failed", "refused", "stale", "all"),
         help="which partitions (default: missing)",
     )
     command.flag(
@@ -282,6 +289,13 @@ def add_backfill(commands: Commands) -> None:
     command.option("--max-active", "N", "how many at once (default: 1)", type=int)
     command.flag("--backwards", "begin with the newest")
     command.flag("--no-publish", "leave what is live as it is")
+    command.option(
+        "--accept",
+        "GATE",
+        "count what this gate refuses as done, by its name; may be given again",
+        action="append",
+        default=[],
+    )
     command.option("--resume", "ID", "go on with this one; all but --max-active is as it was")
 
 
@@ -332,6 +346,7 @@ def _check_resumed(arguments: argparse.Namespace) -> None:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
+    from precompute.jobs.config.gates import check_gates
     from precompute.jobs.schedule.backfill_plan import Options
 
     if arguments.first is None or arguments.last is None:
@@ -348,6 +363,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         max_active=arguments.max_active or 1,
         backwards=arguments.backwards,
         publish=not arguments.no_publish,
+        accept=tuple(check_gates(arguments.accept, "--accept")),
     )
 
 

@@ -48,7 +48,7 @@ class GatesConfig(Section):
 
     rows: float | None = Field(default=0.2, ge=0)
     """largest share by which the row count may differ from the live one's; of the live keys half
-    may be gone, or as many where it is more"""
+    may be gone, or as many where it is more; of a new partition, by which rows may be lost"""
     coverage: Share | Literal["auto"] | None = "auto"
     """least share of source rows with a value; auto is 1 - max_rejected"""
     rejected: Share | Literal["auto"] | None = "auto"

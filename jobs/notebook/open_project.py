@@ -4,6 +4,7 @@ rows up, search, read history and status."""
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -377,6 +378,7 @@ class OpenProject:
         """
         from precompute.sources.frame import arrow_table
         from precompute.store.history import get_historical_features
+        from precompute.store.history.gaps import Gaps
 
         project = self._project()
         if not views and service is None:
@@ -395,8 +397,11 @@ class OpenProject:
             values=values,  # type: ignore[arg-type]  # checked there
             memory_mb=project.settings.memory_mb,
         )
+        gaps = json.loads((table.schema.metadata or {}).get(b"gaps", b"{}"))
         return Rows(
-            table, f"{', '.join(named) if of is None else of.name} at each row's {timestamp}"
+            table,
+            f"{', '.join(named) if of is None else of.name} at each row's {timestamp}",
+            notes=[f"{view}: {Gaps(**lacking)}" for view, lacking in gaps.items()],
         )
 
     def status(self) -> Rows:

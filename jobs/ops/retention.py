@@ -312,10 +312,10 @@ def partitions_served(
 
     Returns:
         ``serve`` (newest or all, as what is live was published), ``served`` and ``computed``
-        (partitions with rows), ``rows`` (computed in the newest snapshots of all these, a key
-        counted in each partition that has it), ``left_out``: reason → how many partitions are not
-        served as they were computed last, ``older``: partitions of another model or source than
-        the view would be computed with now, ``looked_at``: how many partitions' sources these runs
+        (partitions with rows), ``left_out``: reason → how many partitions are not served as they
+        were computed last, ``refused``: partition → the gates that refuse its newest snapshot,
+        ``older``: partitions of another model or source than the view would be computed with now,
+        ``looked_at``: how many partitions' sources these runs
         read again to look for late rows, and ``late``: those of them that have other rows now.
 
     Raises:
@@ -327,17 +327,17 @@ def partitions_served(
     for entry in store.catalog().entries.values():
         if entry.partition is not None:
             newest[entry.partition] = entry
-    of_source = {"older": _older(config, store, newest)} | _late(newest, reports)
+    refused = {name: list(of.refused_by) for name, of in sorted(newest.items()) if of.refused_by}
+    rest = {"refused": refused, "older": _older(config, store, newest)} | _late(newest, reports)
     newest = {partition: entry for partition, entry in newest.items() if entry.rows}
-    facts = {"computed": len(newest), "rows": sum(entry.rows for entry in newest.values())}
-    if not live.members:
-        return {"serve": "newest", "served": 1} | facts | {"left_out": {}} | of_source
-    return (
-        {"serve": "all", "served": len(live.members)}
-        | facts
-        | {"left_out": _left_out(config, store, live, newest)}
-        | of_source
-    )
+    facts = {"serve": "newest", "served": 1, "computed": len(newest), "left_out": {}} | rest
+    if live.members:
+        facts |= {
+            "serve": "all",
+            "served": len(live.members),
+            "left_out": _left_out(config, store, live, newest),
+        }
+    return facts
 
 
 def _left_out(
@@ -416,9 +416,18 @@ def _late(newest: Mapping[str, Entry], reports: Sequence[Report]) -> dict[str, A
     return {"looked_at": len(looked_at), "late": sorted(late)}
 
 
-def partitions_in_words(view: str, partitions: Mapping[str, Any], rows: int) -> list[str]:
+def partitions_in_words(
+    view: str, partitions: Mapping[str, Any], live: str | None, rows: int
+) -> list[str]:
     """One glance shows what is online, and what would mend the rest; empty where all is as it
-    should be."""
+    should be.
+
+    Args:
+        view: its name.
+        partitions: what of them is live, as :func:`partitions_served` says.
+        live: the partition that is live, if one alone is.
+        rows: that are live.
+    """
     lines = []
     if partitions["serve"] == "all":
         why = ", ".join(f"{count:,} {reason}" for reason, count in partitions["left_out"].items())
@@ -426,10 +435,18 @@ def partitions_in_words(view: str, partitions: Mapping[str, Any], rows: int) -> 
             f"all partitions: {partitions['served']:,} served"
             + (f"; not served as computed last: {why}" if why else "")
         )
-    elif partitions["computed"] > 1:
+    elif partitions["computed"] > 1 and live is not None:
         lines.append(
-            f"newest partition only: {rows:,} of about {partitions['rows']:,} keys computed so far,"
-            f" in {partitions['computed']:,} partitions (partition: {{serve: all}} serves them all)"
+            f"newest partition only: {rows:,} keys of {_date(live)}; lookups see no other of the"
+            f" {partitions['computed']:,} partitions computed so far"
+        )
+    if partitions["refused"]:
+        refused = list(partitions["refused"])
+        gates = sorted({gate for by in partitions["refused"].values() for gate in by})
+        lines.append(
+            f"{_count(refused)} refused by {', '.join(gates)} ({_named(refused)}):"
+            f" {_backfill(view, refused)} --reprocess refused` judges these again; with --accept"
+            " and the gate's name they count as they are"
         )
     if partitions["older"]:
         older = partitions["older"]
@@ -439,19 +456,22 @@ def partitions_in_words(view: str, partitions: Mapping[str, Any], rows: int) -> 
         )
     if partitions["late"]:
         late = partitions["late"]
-        named = ", ".join(_date(partition) for partition in late[-NAMED:]) + (
-            " and others" if len(late) > NAMED else ""
-        )
         lines.append(
-            f"late rows in {_count(late)} ({named}) of the {partitions['looked_at']:,} that runs"
-            f" looked at: {_backfill(view, late)} --reprocess stale --check-inputs` computes these,"
-            " and looks at all others"
+            f"late rows in {_count(late)} ({_named(late)}) of the {partitions['looked_at']:,} that"
+            f" runs looked at: {_backfill(view, late)} --reprocess stale --check-inputs` computes"
+            " these, and looks at all others"
         )
     return lines
 
 
 def _count(partitions: Sequence[str]) -> str:
     return f"{len(partitions):,} partition{'s' if len(partitions) > 1 else ''}"
+
+
+def _named(partitions: Sequence[str]) -> str:
+    """The newest of some partitions."""
+    others = " and others" if len(partitions) > NAMED else ""
+    return ", ".join(_date(partition) for partition in partitions[-NAMED:]) + others
 
 
 def _backfill(view: str, partitions: Sequence[str]) -> str:

@@ -349,7 +349,7 @@ def notes(line: Mapping[str, Any]) -> list[str]:
     details = [in_words(behind) for behind in line["behind"] or ()]
     details += [f"its model: {line['library']['said']}"] if line["library"] else []
     details += (
-        partitions_in_words(line["view"], line["partitions"], line["rows"])
+        partitions_in_words(line["view"], line["partitions"], line["partition"], line["rows"])
         if line["partitions"]
         else []
     )

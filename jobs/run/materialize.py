@@ -240,7 +240,7 @@ def _reuse_parent(
     report.counts |= _nulls(snapshot)
     if snapshot.refused_by:
         with _marking_damage(store, plan.parent):
-            now = Judge(job.config, opened, store, job.options.accept).rejudge(snapshot)
+            now = _judge(job, opened).rejudge(snapshot)
         report.gates = list(now.gates)
         if now.refused_by != snapshot.refused_by:
             again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
@@ -478,11 +478,22 @@ def _judge_draft(
             with report.stage("compact"):
                 snapshot = merged(store, snapshot, plan.since)
         with report.stage("gates"):
-            judge = Judge(job.config, opened, store, job.options.accept)
-            snapshot = judge.judge(snapshot, computed.verdicts, replaced)
+            snapshot = _judge(job, opened).judge(snapshot, computed.verdicts, replaced)
     report.gates = list(snapshot.gates)
     report.counts |= _nulls(snapshot)
     return snapshot
+
+
+def _judge(job: Job, opened: OpenView) -> Judge:
+    options = job.options
+    return Judge(
+        job.config,
+        opened,
+        job.store,
+        options.accept,
+        in_backfill=options.backfill is not None,
+        live_before=options.live_before,
+    )
 
 
 @contextmanager

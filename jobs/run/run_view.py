@@ -315,9 +315,7 @@ def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease, report: Report) 
     store, options = job.store, job.options
     if not keeps_live(snapshot):
         Standing(store).check_publishable(snapshot)
-    every = assembled(
-        store, job.config, options.accept, lease, report, job.project.settings.memory_mb
-    )
+    every = assembled(job, lease, report)
     if every is None:
         return snapshot
     own = None if snapshot.partition is None else every.members.get(snapshot.partition)

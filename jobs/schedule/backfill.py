@@ -22,13 +22,17 @@ from statistics import median
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.command_process import Silent
+from precompute.jobs.run.judge.gates import served_snapshot
 from precompute.jobs.run.rows.plan import RunOptions
 from precompute.jobs.run.run_view import check_before
 from precompute.jobs.schedule.backfill_plan import (
+    NOT_DONE,
     REPORTS,
+    REPROCESS,
     Backfill,
     Item,
     Options,
+    PartitionPlan,
     Past,
     Recipes,
     check_overlap,
@@ -112,6 +116,8 @@ class Conductor:
     """Seconds that each partition took."""
     _publish_at: float = field(default_factory=lambda: time.monotonic() + PUBLISH_EVERY_S)
     """When what is done goes live next, by the monotonic clock."""
+    _unpublished: bool = False
+    """Whether a partition was done since."""
 
     def conduct(self) -> None:
         """Run everything, then publish."""
@@ -161,8 +167,9 @@ class Conductor:
                 if (ended or looks) and (over := self._note_reports(group)) + ended:
                     todo[:0] = self._note_end(group) if ended else []
                     save_backfill(self.store, self.state, self.lease)
-                    if over and self.state.options.publish and time.monotonic() >= self._publish_at:
-                        self._publish_early()
+                    self._unpublished |= over > 0 and self.state.options.publish
+            if self._unpublished and time.monotonic() >= self._publish_at:
+                self._publish_early()
             if looks:
                 todo[:0] = self._look_elsewhere()
                 look_at = time.monotonic() + LOOK_AGAIN_S
@@ -186,6 +193,9 @@ class Conductor:
         command += ["materialize", self.state.view, "--json", "--backfill", self.state.id]
         command += ["--partitions", ",".join(item.label for item in group)]
         command += ["--full"] if self.state.options.full else []
+        command += [word for gate in self.state.options.accept for word in ("--accept", gate)]
+        if self.state.live_before is not None:
+            command += ["--live-before", str(self.state.live_before)]
         try:
             process = ChildProcess(command, output="captured")
         except OSError as exc:
@@ -336,7 +346,7 @@ class Conductor:
 
     def _publish_early(self) -> None:
         """Make what is done so far live; what stands in the way is reported at the end."""
-        began = time.monotonic()
+        began, self._unpublished = time.monotonic(), False
         with contextlib.suppress(PrecomputeError):
             self._publish_newest()
         now = time.monotonic()
@@ -359,7 +369,12 @@ class Conductor:
             self.project,
             state.view,
             Silent(),
-            RunOptions(command="publish", snapshot=number, backfill=state.id),
+            RunOptions(
+                command="publish",
+                snapshot=number,
+                backfill=state.id,
+                live_before=state.live_before,
+            ),
         )
         ref = self.store.refs.live()
         live = None if ref is None else self.store.snapshot(ref.snapshot)
@@ -461,7 +476,10 @@ class Conductor:
             for item in state.items:
                 if item.state != "done":
                     self.announce(f"  {item.label}  {item.state}: {item.error}")
-            if any(item.state != "done" and item.snapshot is None for item in state.items):
+            if any(
+                item.state == "failed" or (item.state == "refused" and item.snapshot is None)
+                for item in state.items
+            ):
                 self.announce(
                     f"what failed is tried again by: precompute backfill {state.view} --resume"
                     f" {state.id}"
@@ -509,24 +527,37 @@ def run_backfill(
         reprocess=options.reprocess,
         check_inputs=options.check_inputs,
     )
-    items = [Item(str(plan.partition), plan.why) for plan in plans if plan.action != "skip"]
-    if options.publish and items:
-        check_before(project, name, max(item.partition for item in items))
+    items = [item for item in map(_item_of, plans) if item is not None]
+    todo = [item.partition for item in items if item.state == "pending"]
+    if options.publish and todo:
+        check_before(project, name, max(todo), accept=options.accept)
     id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
-    state = Backfill(id, name, options, items)
+    served = served_snapshot(store)
+    live_before = None if served is None else served.number
+    state = Backfill(id, name, options, items, live_before=live_before)
     with contextlib.ExitStack() as held:
         with one_begins(store):
             lease = held.enter_context(take_backfill(store, state, project.settings.lease))
-            check_overlap(store, [item.partition for item in items], state.id)
+            check_overlap(store, todo, state.id)
             save_backfill(store, state, lease)
         skipped = Counter(plan.why for plan in plans if plan.action == "skip")
         kinds = ", ".join(f"{n} {why}" for why, n in skipped.items())
         announce(
-            f"backfill {id} of {name}: {in_words(len(items))}, {options.max_active} at once"
+            f"backfill {id} of {name}: {in_words(len(todo))}, {options.max_active} at once"
             + (f"; skipped: {kinds}" if kinds else "")
         )
         Conductor(project, store, state, lease, announce).conduct()
     return state
+
+
+def _item_of(plan: PartitionPlan) -> Item | None:
+    """What a backfill notes of a partition; None of one that is done, as far as it was asked."""
+    if plan.action != "skip":
+        return Item(str(plan.partition), plan.why)
+    if plan.why not in NOT_DONE:
+        return None
+    state = "failed" if plan.why == "failed" else "refused"
+    return Item(str(plan.partition), plan.why, state, snapshot=plan.snapshot, error=plan.reason)
 
 
 def resume_backfill(
@@ -587,9 +618,11 @@ def _settle(project: Project, store: ViewStore, state: Backfill) -> None:
         if report is not None:
             note_done(item, store, report)
         elif options.reprocess != "all" and not options.full:
-            why, _ = why_partition(
+            why, reason = why_partition(
                 Partition.parse(item.partition), config, past, recipes, options.check_inputs
             )
             # by another process, meanwhile
             if why == "done":
                 note_done(item, store)
+            elif why == "refused" and why not in REPROCESS[options.reprocess]:
+                item.state, item.error = "refused", reason

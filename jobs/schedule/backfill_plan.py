@@ -34,16 +34,21 @@ from precompute.store.times import Partition, containing, partitions, utc_now
 
 log = logging.getLogger(__name__)
 
-Reprocess = Literal["missing", "failed", "stale", "all"]
+NOT_DONE = ("failed", "rejected", "refused")
+"""Kinds of partitions that are not done, though a run of them ended: by the status of that run, or
+of its snapshot. A backfill that does not take them leaves them, and says so."""
+Reprocess = Literal["missing", "failed", "refused", "stale", "all"]
+_STALE = ("stale model", "stale recipe", "stale input")
 REPROCESS: Mapping[Reprocess, tuple[str, ...]] = {
     "missing": ("missing",),
-    "failed": ("missing", "failed"),
-    "stale": ("missing", "failed", "stale model", "stale recipe", "stale input"),
-    "all": ("missing", "failed", "stale model", "stale recipe", "stale input", "done"),
+    "failed": ("missing", "failed", "rejected"),
+    "refused": ("missing", *NOT_DONE),
+    "stale": ("missing", *NOT_DONE, *_STALE),
+    "all": ("missing", *NOT_DONE, *_STALE, "done"),
 }
 """Which partitions are computed: each value takes what the one before it does, and more.
-``missing`` and ``failed`` are Airflow's ``Missing Runs`` and ``Missing and Errored``."""
-
+``missing`` and ``failed`` are Airflow's ``Missing Runs`` and ``Missing and Errored``. One that
+nothing but a gate refuses is not computed again, but judged again."""
 
 REPORTS = 10_000
 """How many of a view's newest reports are looked at; ``gc`` keeps fewer."""
@@ -61,6 +66,8 @@ class Options(Record, frozen=True):
     max_active: int = 1
     backwards: bool = False
     publish: bool = True
+    accept: tuple[str, ...] = ()
+    """Gates whose refusal is accepted, of each partition that is computed or judged again."""
 
 
 class Item(Record):
@@ -93,6 +100,9 @@ class Backfill(Record):
 
     ``status``: running · done · failed (a partition is not done, or publishing failed) · cancelled.
     ``published`` is the snapshot it made live, ``not_published`` why it made none live.
+
+    ``items`` are the partitions that it computes; and those that failed or were refused before and
+    that it leaves as they are.
     """
 
     id: str
@@ -106,6 +116,9 @@ class Backfill(Record):
     not_published: str | None = None
     signal: int | None = None
     """What cancelled it."""
+    live_before: int | None = None
+    """The snapshot that readers had when it began: what is live meanwhile moves with the clock, and
+    no partition is compared with it."""
 
     def count(self, *states: str) -> int:
         """Partitions in one of these states."""
@@ -125,8 +138,9 @@ class Backfill(Record):
 class PartitionPlan:
     """What a backfill does about one partition.
 
-    ``why``: missing · failed · stale model · stale recipe · stale input · forced · done · running.
-    ``reason`` says more, for people. Estimates are of measured rates: ``rows`` of the source,
+    ``why``: missing · failed · rejected · refused · stale model · stale recipe · stale input ·
+    forced · done · running. ``reason`` says more, for people; ``snapshot`` is the number of its
+    newest one. Estimates are of measured rates: ``rows`` of the source,
     ``seconds`` of the process, ``size_bytes`` of Parquet; None while nothing was measured.
     """
 
@@ -137,6 +151,7 @@ class PartitionPlan:
     rows: int | None = None
     seconds: float | None = None
     size_bytes: int | None = None
+    snapshot: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The line as JSON has it."""
@@ -390,7 +405,9 @@ def _planned(
     check_inputs: bool,
 ) -> PartitionPlan:
     rows = past.rows(partition)
-    estimate = (rows, past.seconds(rows), past.size_bytes(rows))
+    newest = past.newest.get(str(partition))
+    number = None if newest is None else newest.number
+    estimate = (rows, past.seconds(rows), past.size_bytes(rows), number)
     if store.running(str(partition)):
         return PartitionPlan(partition, "wait", "running", "a run of it is going on", *estimate)
     why, reason = why_partition(partition, config, past, recipes, check_inputs)
@@ -423,10 +440,12 @@ def why_partition(
     )
     if snapshot is None:
         if undone and status in ("failed", "rejected", "refused"):
-            return "failed", ended
+            return status, ended
         return "missing", "no snapshot" + (f"; {ended}" if undone else "")
     if undone and status in ("failed", "rejected", "refused", "killed"):
-        return "failed", f"{ended}; snapshot {snapshot.number} is older"
+        return status.replace("killed", "failed"), f"{ended}; snapshot {snapshot.number} is older"
+    if snapshot.refused_by:
+        return "refused", f"snapshot {snapshot.number}, {refusal(snapshot)}"
     recipe, model = recipes.of(partition)
     if snapshot.model != model:
         return (
@@ -456,10 +475,23 @@ def why_partition(
                 )
         except SourceError as exc:
             return "stale input", f"the source cannot be read any more: {exc}"
-    refused = (
-        f"; {', '.join(snapshot.refused_by)} refused to publish it" if snapshot.refused_by else ""
+    return "done", f"snapshot {snapshot.number}"
+
+
+def refusal(snapshot: Snapshot) -> str:
+    """Which gates refuse a partition's snapshot, what they say, and how to accept it: `publish`
+    would move what is live back to it."""
+    said = "; ".join(
+        f"{verdict.gate}: {verdict.message}"
+        for verdict in snapshot.failed
+        if verdict.gate in snapshot.refused_by
     )
-    return "done", f"snapshot {snapshot.number}{refused}"
+    accept = " ".join(f"--accept {gate}" for gate in snapshot.refused_by)
+    at = str(snapshot.partition).partition("/")[0]
+    return (
+        f"refused by {said}; to publish it all the same: precompute backfill {snapshot.view.name}"
+        f" --from {at} --to {at} --reprocess refused {accept}"
+    )
 
 
 # ---- the record
@@ -490,17 +522,7 @@ def note_done(item: Item, store: ViewStore, report: Report | None = None) -> Non
     )
     item.state, item.error = "done", None
     if snapshot.refused_by:
-        said = "; ".join(
-            f"{verdict.gate}: {verdict.message}"
-            for verdict in snapshot.failed
-            if verdict.gate in snapshot.refused_by
-        )
-        accept = " ".join(f"--accept {gate}" for gate in snapshot.refused_by)
-        item.state = "refused"
-        item.error = (
-            f"refused by {said}; to publish it all the same: precompute publish {store.name}"
-            f" --snapshot {snapshot.number} {accept}"
-        )
+        item.state, item.error = "refused", refusal(snapshot)
 
 
 def backfills(store: ViewStore) -> list[str]:

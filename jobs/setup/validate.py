@@ -25,6 +25,7 @@ from precompute.store.disk.storage import LOCAL, storage_of
 from precompute.store.errors import (
     ConfigError,
     GateError,
+    MissingFileError,
     ModelError,
     PrecomputeError,
     SnapshotError,
@@ -33,10 +34,14 @@ from precompute.store.errors import (
 )
 from precompute.store.feature_view import Feature
 from precompute.store.online.url import shown_url
+from precompute.store.times import Partition, partitions
 from precompute.techniques.table import REFERENCE
 
 ROWS = 10
 """Rows that are computed of each view."""
+NEWEST, SPREAD = 16, 16
+"""Partitions that are looked at for rows, at most: the newest, and as many spread over all before
+them, where the data may have ended years ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,13 @@ def _of_view(project: Project, name: str) -> Iterator[Check]:
     yield (check := tried("configuration", lambda: _configured(project.view(name))))
     if not check.ok:
         return
-    config = project.view(name)
+    config, partition = project.view(name), None
+
+    def read() -> str:
+        nonlocal partition
+        partition, found = _read(project, config)
+        return found
+
     if waits := [
         other
         for other in config.inputs()
@@ -92,11 +103,11 @@ def _of_view(project: Project, name: str) -> Iterator[Check]:
             f" {waits[0]} first",
         )
     else:
-        yield (check := tried("source", lambda: _read(project, config)))
+        yield (check := tried("source", read))
     if check.ok and not waits:
-        yield tried("model", lambda: _computed(project, config))
+        yield tried("model", lambda: _computed(project, config, partition))
         if config.fallback.model is not None:
-            yield tried("student", lambda: _student(project, config))
+            yield tried("student", lambda: _student(project, config, partition))
     if config.index is not None:
         yield tried("index", lambda: _indexed(config))
     yield tried("contract", lambda: _contract(project, config))
@@ -124,49 +135,89 @@ def _described(feature: Feature) -> str:
     return f"{feature.name} {feature.dtype}{shape}"
 
 
-def _opened(project: Project, config: ViewConfig) -> OpenView:
+def _opened(project: Project, config: ViewConfig, partition: Partition | None) -> OpenView:
     return open_view(
         config.feature_view(),
         project.offline,
         project.home,
-        partition=config.partition_at(datetime.now(UTC)),
+        partition=partition,
         memory_mb=project.settings.source_mb,
     )
 
 
-def _read(project: Project, config: ViewConfig) -> str:
-    """The first rows: a partition may have none yet, and nothing else."""
+def _read(project: Project, config: ViewConfig) -> tuple[Partition | None, str]:
+    """The partition that is tried, the newest one with rows, and what was read of it."""
+    tried = _partitions(config)
+    missing: MissingFileError | None = None
+    for number, partition in enumerate(tried):
+        try:
+            head = _head(project, config, partition)
+        except MissingFileError as exc:
+            # each partition may have files of its own
+            if partition is None:
+                raise
+            missing = missing or exc
+            continue
+        columns = ", ".join(f"{field.name} {field.type}" for field in head.schema)
+        rows = f"{head.num_rows} {'row' if head.num_rows == 1 else 'rows'} read"
+        if head.num_rows:
+            of = "" if partition is None else f" of partition {_day(partition)}"
+            newer = f" (none in {number} newer ones that were looked at)" if number else ""
+            return partition, f"{rows}{of}{newer}: {columns}"
+    if missing is not None:
+        raise missing
+    if config.partition is None:
+        raise SourceError(
+            f"the source yields no rows (its columns: {columns}): a run would fail, and what is"
+            " live stays"
+        )
+    first, last = min(filter(None, tried)), max(filter(None, tried))
+    raise SourceError(
+        f"no partition has rows, of {len(tried)} that were looked at, {_day(first)} to"
+        f" {_day(last)} (columns: {columns}), so the model was not tried: see what the source's SQL"
+        " does with $start and $end, and whether the data are there"
+    )
+
+
+def _head(project: Project, config: ViewConfig, partition: Partition | None) -> pa.Table:
     source, _ = open_source(
         config.feature_view(),
         project.offline,
         project.home,
-        partition=config.partition_at(datetime.now(UTC)),
+        partition=partition,
         memory_mb=project.settings.source_mb,
     )
     with source:
         if config.source.updated_at is not None:
             source.check_time(config.source.updated_at, "source.updated_at")
-        head = source.head(ROWS)
-    columns = ", ".join(f"{field.name} {field.type}" for field in head.schema)
-    if not head.num_rows and config.partition is None:
-        raise SourceError(
-            f"the source yields no rows (its columns: {columns}): a run would fail, and what is"
-            " live stays"
-        )
-    return f"{head.num_rows} {'row' if head.num_rows == 1 else 'rows'} read: {columns}"
+        return source.head(ROWS)
 
 
-def _computed(project: Project, config: ViewConfig) -> str:
+def _partitions(config: ViewConfig) -> list[Partition | None]:
+    """Those to look at, in this order; None alone of a view without partitions."""
+    own, latest = config.partition, config.partition_at(datetime.now(UTC))
+    if own is None or latest is None:
+        return [None]
+    over = list(partitions(own.by, own.start, latest.end))[::-1]
+    older = over[NEWEST:]
+    step = (len(older) - 1) / (SPREAD - 1)
+    spread = older if len(older) <= SPREAD else [older[round(n * step)] for n in range(SPREAD)]
+    return [*over[:NEWEST], *spread]
+
+
+def _day(partition: Partition) -> str:
+    return str(partition).partition("/")[0].removesuffix("T00:00Z")
+
+
+def _computed(project: Project, config: ViewConfig, partition: Partition | None) -> str:
     """What the model makes of the first rows, in float32."""
     began = time.monotonic()
-    with _opened(project, config) as opened:
+    with _opened(project, config, partition) as opened:
         head = opened.source.head(ROWS).combine_chunks()
         model = opened.model
         loaded_s = time.monotonic() - began
         if isinstance(model, ReadingModel):
             _check_reads(model.reads(), head)
-        if not head.num_rows:
-            return f"loaded in {loaded_s:.1f} s; there is no row to compute"
         began = time.monotonic()
         done = Runner(model, config.feature_view()).compute(head.to_batches()[0])
         seconds = time.monotonic() - began
@@ -196,11 +247,11 @@ def _computed(project: Project, config: ViewConfig) -> str:
     )
 
 
-def _student(project: Project, config: ViewConfig) -> str:
+def _student(project: Project, config: ViewConfig, partition: Partition | None) -> str:
     """What the student makes of the first rows."""
     student = OpenStudent.of(config.feature_view(), project.home)
     assert student is not None
-    with _opened(project, config) as opened:
+    with _opened(project, config, partition) as opened:
         student.check_approximates(opened.fingerprint)
         student.check_fits(opened, opened.source)
     promised = [

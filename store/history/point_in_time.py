@@ -3,6 +3,8 @@ row at its own time; for a view, as of one time."""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -18,6 +20,7 @@ from precompute.store.answers.plan import fits
 from precompute.store.answers.service import Service, column_of
 from precompute.store.errors import RequestError, SnapshotError, did_you_mean
 from precompute.store.feature_view import FeatureView
+from precompute.store.history.gaps import Gaps, gaps_of
 from precompute.store.history.versions import (
     Period,
     Values,
@@ -32,6 +35,8 @@ from precompute.store.keys import bad_keys, key_column
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.times import as_datetime, as_us, iso
+
+log = logging.getLogger(__name__)
 
 
 def snapshot_at(
@@ -65,8 +70,9 @@ def read(store: ViewStore, as_of: datetime | None = None, *, values: Values = "s
             those of the snapshot that was live then, which may have been rolled back from since,
             without those that were past ``ttl`` and ``stale_for``. ``best_known``: of a partitioned
             view the newest snapshot of the latest partition that was over by then, whenever it was
-            computed; of others the newest that was committed by then; of good ones only, published
-            or not, and rows of any age.
+            computed, and nothing once ``ttl`` and ``stale_for`` have passed since that partition's
+            end; of others the newest that was committed by then, and rows of any age; of good ones
+            only, published or not.
 
     Raises:
         SnapshotError: there was none (the oldest one retained is named), or a file is missing or
@@ -143,8 +149,8 @@ def get_historical_features(
             view from the partition's end.
         values: ``served``, or ``best_known``: of a partitioned view the value of the latest
             partition that was over by then, whenever it was computed (today's model for yesterday's
-            rows); of others that of the newest snapshot committed by then; of good snapshots only,
-            published or not, and rows of any age.
+            rows), until ``ttl`` and ``stale_for`` have passed since its end; of others that of the
+            newest snapshot committed by then, of any age; of good snapshots only, published or not.
         memory_mb: DuckDB's memory for the join, which handles keys and times only; features are
             read file by file, matched rows alone.
 
@@ -153,7 +159,9 @@ def get_historical_features(
         view declares and ``<view>__computed_at``. Null where a lookup would have answered
         ``missing``: there was no such row, it had expired, or the view was not published; where the
         snapshot that was live then is not retained any more; and a feature that a snapshot did not
-        have, or had with another type, is null too.
+        have, or had with another type, is null too. Of ``best_known`` rows that ask for partitions
+        which were refused or never computed the log tells, and the schema's metadata (``gaps``,
+        JSON: view → :class:`precompute.store.history.gaps.Gaps`).
 
     Raises:
         RequestError: a column is missing or of a type that cannot be used, a feature is unknown, or
@@ -167,10 +175,11 @@ def get_historical_features(
             "features are those of views, or of a service: name the one or the other"
         )
     result, requested_us = entity_table, _timestamps_us(entity_table, timestamp)
+    gaps: dict[str, Gaps | None] = {}
     for wanted in (
         _of_views(views, max_age_s) if service is None else _of_service(service, max_age_s)
     ):
-        found = _features_at(
+        found, gaps[wanted.view] = _features_at(
             offline.view(wanted.view), wanted, entity_table, requested_us, values, memory_mb
         )
         for column in found.column_names:
@@ -178,10 +187,24 @@ def get_historical_features(
             if name in result.column_names:
                 raise RequestError(f"the entity table has a column {name} already: rename it")
             result = result.append_column(name, found.column(column))
-    if service is None:
-        return result
-    definition = {"service": service.name, "version": service.fingerprint}
-    return result.replace_schema_metadata({**(result.schema.metadata or {}), **definition})
+    return _telling(result, service, gaps)
+
+
+def _telling(table: pa.Table, service: Service | None, gaps: Mapping[str, Gaps | None]) -> pa.Table:
+    """The table with what it is, and what it lacks, in its schema's metadata; of other views it
+    may tell already."""
+    told = dict(table.schema.metadata or {})
+    if service is not None:
+        told |= {b"service": service.name, b"version": service.fingerprint}
+    lacks = json.loads(told.pop(b"gaps", b"{}"))
+    for view, lacking in gaps.items():
+        lacks.pop(view, None)
+        if lacking is not None:
+            log.warning("view %r: %s", view, lacking)
+            lacks[view] = lacking.to_json()
+    if lacks:
+        told[b"gaps"] = json.dumps(lacks)
+    return table.replace_schema_metadata(told or None)
 
 
 class _Wanted(NamedTuple):
@@ -226,7 +249,7 @@ def _features_at(
     requested_us: npt.NDArray[np.int64],
     values: Values,
     memory_mb: int,
-) -> pa.Table:
+) -> tuple[pa.Table, Gaps | None]:
     name = store.name
     manifests = manifests_of(store)
     periods = timeline(store, manifests, values)
@@ -256,14 +279,16 @@ def _features_at(
         file = np.asarray(matched.column("f").fill_null(-1))
         row = np.asarray(matched.column("r").fill_null(-1))
         found = rows_at(versions.paths, file, row, schema)
+    lacking = None
+    if values == "best_known":
+        lacking = gaps_of(store, manifests, requested_us, file < 0)
     if not wanted.defaults:
-        return found
+        return found, lacking
     missing = file < 0
     # what is no key has no row that anything could stand in for
     missing[list(bad_keys(key_column(requested, key_names(view.entity))))] = False
-    return _with_defaults(
-        found, {n: value for n, value in wanted.defaults.items() if fits(view, n, value)}, missing
-    )
+    defaults = {n: value for n, value in wanted.defaults.items() if fits(view, n, value)}
+    return _with_defaults(found, defaults, missing), lacking
 
 
 def _with_defaults(

@@ -155,7 +155,8 @@ def _period(
     )
 
 
-def _best_known(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Period]:
+def _good(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Snapshot]:
+    """The snapshots that are best known of their time, by number: all with partitions, or none."""
     snapshots = [manifests[number] for number in sorted(manifests)]
     standing = Standing(store, manifests)
     # what is served of several partitions holds nothing that these have not
@@ -174,15 +175,34 @@ def _best_known(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Per
             )
         )
     last = good[-1]
-    good = [
+    return [
         s
         for s in good
         if (s.partition is None) == (last.partition is None) and s.view.entity == last.view.entity
     ]
+
+
+def best_known_of_each(store: ViewStore, manifests: Mapping[int, Snapshot]) -> dict[str, Snapshot]:
+    """Partition → its newest snapshot that is good, in the order of the partitions; empty of a view
+    that has none.
+
+    Raises:
+        SnapshotError: the view has no snapshot that counts.
+    """
+    good = _good(store, manifests)
+    return dict(sorted({s.partition: s for s in good if s.partition is not None}.items()))
+
+
+def _best_known(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Period]:
+    good = _good(store, manifests)
+    last, longest_s = good[-1], None
     if last.partition is not None:
-        good = [s for _, s in sorted({s.partition or "": s for s in good}.items())]
+        good = list(best_known_of_each(store, manifests).values())
         # As in publishing: a day without rows takes the place of nothing.
         good = [s for s in good if not keeps_live(s)] or good
+        # and as in lookups: rows that have expired are missing, whatever partition is refused,
+        # was never computed or has no rows
+        longest_s = last.view.ttl_s + last.view.stale_for_s
     periods: list[Period] = []
     for snapshot in good:
         begins_us = _begins_us(snapshot)
@@ -190,7 +210,7 @@ def _best_known(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Per
             begins_us = periods.pop().since_us
         # of a partition all values are as old as its end
         renewed_us = 0 if snapshot.partition is None else begins_us
-        periods.append(Period(begins_us, snapshot, begins_us, renewed_us, None))
+        periods.append(Period(begins_us, snapshot, begins_us, renewed_us, longest_s))
     return periods
 
 

@@ -55,14 +55,15 @@ from tests.models import Doubler
 class Gated(Doubler):
     """Leaves begun-<day> in a folder, and goes on once go-<day> or go is there; without the folder it never waits."""
 
-    def __init__(self, path, deaf=False, **args):
+    def __init__(self, path, deaf=False, pause_s=0.0, **args):
         super().__init__(**args)
-        self._path = Path(path)
+        self._path, self._pause_s = Path(path), pause_s
         if deaf:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def compute(self, batch):
         day = batch.column("day")[0].as_py().day
+        time.sleep(self._pause_s)
         if self._path.is_dir():
             (self._path / f"begun-{day}").touch()
         while self._path.is_dir() and not any((self._path / name).exists() for name in (f"go-{day}", "go")):
@@ -565,6 +566,140 @@ def test_refused_partitions_are_not_failed_ones(
         in found["items"][2]["error"]
     )
     assert (found["status"], live(project)) == ("failed", part(1))
+
+
+def test_what_a_gate_refused_is_not_done_until_it_is_accepted(
+    daily: MakeDaily, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor what failed, or had too many rows rejected, though a backfill leaves it as it is."""
+    extra = [(1, None, day(3)), (2, 32.0, day(3)), (3, 33.0, day(3)), (1, -1.0, day(4))]
+    project = daily(
+        (1, 2, 4), extra=extra, view={"gates": {"coverage": 1.0}}, nan_on=22.0, fail_on=23.0
+    )
+    assert project.cli(*backfill(1, 4)) == 1
+    assert [state for _, _, state in plans(project, last=4)] == [
+        "done",
+        "rejected",
+        "refused",
+        "failed",
+    ]
+    accepting = (
+        "--from 2024-01-03T00:00Z --to 2024-01-03T00:00Z --reprocess refused --accept coverage"
+    )
+    for reprocess in ("missing", "failed", "refused"):
+        capsys.readouterr()
+        before = project.numbers()
+        more = [] if reprocess == "missing" else ["--reprocess", reprocess]
+        assert project.cli(*backfill(3, 3, *more)) == 3
+        # judged again, and not computed again
+        assert project.numbers() == before
+        said = capsys.readouterr().out
+        assert ("skipped: 1 refused" in said) == (reprocess != "refused")
+        assert "  2024-01-03T00:00Z  refused: " in said
+        assert f"to publish it all the same: precompute backfill numbers {accepting}" in said
+    assert project.cli(*backfill(1, 2)) == 3
+    assert "skipped: 1 done, 1 rejected" in capsys.readouterr().out
+    assert project.cli(*backfill(1, 4)) == 1
+    assert "skipped: 1 done, 1 rejected, 1 refused, 1 failed" in capsys.readouterr().out
+    assert project.status()["partitions"]["refused"] == {part(3): ["coverage"]}
+    project.cli("status")
+    note = (
+        "numbers: 1 partition refused by coverage (2024-01-03): `precompute backfill numbers --from"
+        " 2024-01-03 --to 2024-01-03 --reprocess refused` judges these again; with --accept"
+    )
+    assert note in capsys.readouterr().out
+    assert live(project) == part(1)
+    assert project.cli("backfill", "numbers", *accepting.split()) == 0
+    assert (live(project), project.snapshot().accepted) == (part(3), ("coverage",))
+    assert project.status()["partitions"]["refused"] == {}
+    assert project.cli(*backfill(3, 3)) == 0
+
+
+def test_resumed_it_leaves_what_was_refused(daily: MakeDaily) -> None:
+    extra = [(1, None, day(3)), (2, 32.0, day(3)), (3, 33.0, day(3))]
+    project = daily((1,), extra=extra, view={"gates": {"coverage": 1.0}})
+    run_backfill(project, "numbers", options(3, 3))
+    first = run_backfill(project, "numbers", options(1, 3))
+    assert [(item.partition, item.state, item.snapshot) for item in first.items] == [
+        (part(1), "done", 2),
+        (part(2), "done", 3),
+        (part(3), "refused", 1),
+    ]
+    again = resume_backfill(project, "numbers", first.id)
+    assert [(item.state, item.snapshot) for item in again.items] == [
+        (item.state, item.snapshot) for item in first.items
+    ]
+    assert (again.only_refused, project.numbers()) == (True, [1, 2, 3])
+
+
+WEEK = {
+    # keys × what each x is beside the first day's
+    1: (range(60), 1.0),
+    2: (range(66), 1.4),
+    3: (range(5), 1.5),  # lost
+    4: (range(40), 0.5),  # a Sunday
+    5: (range(75), 1.7),
+    6: (range(24), 1.8),  # lost
+}
+"""Each day the figures are others, by more than the gate `shift` allows beside another day."""
+
+
+@pytest.mark.parametrize(
+    ("had", "requested"),
+    [
+        (1, {"publish": False}),
+        (1, {}),
+        (1, {"max_active": 2, "backwards": True, "killed": True}),
+        (None, {"max_active": 2}),
+    ],
+    ids=["nothing goes live", "one by one", "backwards and killed", "nothing was live"],
+)
+def test_verdicts_do_not_depend_on_the_clock(
+    daily: MakeDaily,
+    monkeypatch: pytest.MonkeyPatch,
+    had: int | None,
+    requested: dict[str, Any],
+) -> None:
+    """Of what a backfill computes while what is live moves; ``had`` is the day that readers had
+    before."""
+    rows = [(key, times * (100 + key), day(n)) for n, (keys, times) in WEEK.items() for key in keys]
+    publish, killed = requested.get("publish", True), requested.pop("killed", False)
+    view = {"gates": {"duplicates": None}}
+    project = daily(extra=rows, view=view, pause_s=0.1 if publish else 0.0)
+    if publish:
+        # each partition in a process of its own, and what is done goes live before the next
+        monkeypatch.setattr("precompute.jobs.schedule.backfill.PUBLISH_EVERY_S", 0.0)
+        monkeypatch.setattr("precompute.jobs.schedule.backfill.FIRST_GROUP", 1)
+        monkeypatch.setattr("precompute.jobs.schedule.backfill.GROUP_S", 0.0)
+    if had is not None:
+        compute(project, had, "run")
+
+    def announce(line: str) -> None:
+        if killed and line.startswith("2024-01-04"):
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        run_backfill(project, "numbers", options(1, 6, **requested), announce=announce)
+    (id,) = ids(project)
+    found = resume_backfill(project, "numbers", id) if killed else read_backfill(project.store, id)
+    snapshots = {n: Standing(project.store).newest(part(n)) for n in WEEK}
+    quality = {n: s.quality.get("rows") for n, s in snapshots.items() if s is not None}
+    judged = {n: {v.gate for v in s.gates} for n, s in snapshots.items() if s is not None}
+    refused = {n: s.refused_by for n, s in snapshots.items() if s is not None and s.refused_by}
+    if had is None:
+        assert (quality, refused) == (dict.fromkeys(WEEK), {})
+    else:
+        # the share of the keys that are gone, or else the change of the rows
+        rows_of_each = {2: 0.1, 3: 55 / 60, 4: -1 / 3, 5: 0.25, 6: 0.6}
+        assert quality == {1: None} | {n: pytest.approx(q) for n, q in rows_of_each.items()}
+        assert refused == {3: ["rows"], 6: ["rows"]}
+    assert all(gates.isdisjoint({"shift", "mass", "norm"}) for gates in judged.values())
+    assert [item.partition for item in found.items if item.state == "refused"] == [
+        part(n) for n in refused
+    ]
+    assert found.count("done", "refused") == len(found.items)
+    if publish:
+        assert live(project) == part(6 if had is None else 5)
 
 
 def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:

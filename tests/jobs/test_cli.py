@@ -782,7 +782,10 @@ def test_words_are_completed(
         (["lookup", "numbers", "1", ""], []),
         (["-c", "elsewhere", "run", ""], []),
         (["run", "-c", ""], []),
-        (["backfill", "numbers", "--reprocess", ""], ["missing", "failed", "stale", "all"]),
+        (
+            ["backfill", "numbers", "--reprocess", ""],
+            ["missing", "failed", "refused", "stale", "all"],
+        ),
         (["completion", "z"], ["zsh"]),
         (["--v"], ["--version"]),
         (["nonsense", "x"], []),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -468,9 +468,85 @@ def test_a_new_partition_is_judged_beside_the_newest_one(make_project: MakeProje
     project = make(
         make_project,
         table,
-        gates={},
+        gates={"rows": None},
         features={"vector": {"dtype": "float32", "dim": 4}, "double": {"dtype": "float64"}},
     )
     assert [run_day(project, n).status for n in range(2)] == ["published", "published"]
     with pytest.raises(GateError, match=r"shift: the values of double .*norm: mean norm of vector"):
         run_day(project, 2)
+
+
+# ---- a partition that is served in another one's place
+
+
+def keyed(*days: Iterable[int]) -> pa.Table:
+    """Of each day rows of these keys, whose x is the key."""
+    rows = [(key, DAYS[n]) for n, keys in enumerate(days) for key in keys]
+    return pa.table(
+        {
+            "id": pa.array([key for key, _ in rows], pa.int64()),
+            "x": pa.array([float(key) for key, _ in rows]),
+            "t": pa.array([at for _, at in rows], pa.timestamp("us", "UTC")),
+        }
+    )
+
+
+JUDGED = {"gates": {"shift": None, "norm": None, "duplicates": None}}
+LOST: dict[str, tuple[Iterable[int], dict[str, Any], str | None]] = {
+    "a tenth of the keys": (range(20), {}, "20 rows, -90.0% against the 200 of snapshot 1"),
+    "a fifth fewer": (range(160), {}, None),
+    "a quarter fewer": (range(150), {}, r"150 rows, -25.0% .* snapshot 1, which readers have"),
+    "a quarter fewer, as allowed": (range(150), {"rows": 0.25}, None),
+    "three times as many": (range(600), {}, None),
+    "half of the keys, and others": (range(100, 300), {}, None),
+    "fewer of the keys, and others": (range(101, 301), {}, "rows: 5.% of the keys of snapshot 1"),
+    "as many others": (range(1000, 1200), {}, "rows: 100% of the keys of snapshot 1 are gone"),
+    "nothing asked": (range(20), {"rows": None}, None),
+    "another model": (range(20), {"model": 2}, "20 rows, -90.0%"),
+    "nothing, published": ((), {"empty": "publish"}, "no rows any more, against the 200 of"),
+    "nothing": ((), {}, None),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_newest_partition_is_compared_with_what_readers_have(
+    make_project: MakeProject, case: str
+) -> None:
+    keys, asked, refusal = LOST[case]
+    project = make(make_project, keyed(range(200), keys), **JUDGED)
+    assert run_day(project, 0).status == "published"
+    partition = {"by": "day", "start": day(0), "empty": asked.get("empty", "keep")}
+    view: dict[str, Any] = {"partition": partition} | (
+        {"gates": JUDGED["gates"] | {"rows": asked["rows"]}} if "rows" in asked else JUDGED
+    )
+    if "model" in asked:
+        view["model"] = {"use": "tests.models:Doubler", "args": {"version": asked["model"]}}
+    project = make(make_project, keyed(range(200), keys), **view)
+    if refusal is None:
+        assert run_day(project, 1).status == ("published" if keys else "committed")
+        return
+    for _ in range(2):
+        # again it is no measure of itself
+        with pytest.raises(GateError, match=refusal):
+            run_day(project, 1)
+    assert (live(project), project.snapshot().refused_by) == ((1, day(0)), ["rows"])
+    assert project.cli("run", "numbers", "--partition", day(1)) == 3
+    assert run_day(project, 1, accept=["rows"]).status == "published"
+
+
+def test_what_readers_have_is_no_measure_of_an_older_day(
+    make_project: MakeProject,
+) -> None:
+    table = keyed(range(20), range(200), range(1000, 1020))
+    project = make(make_project, table, **JUDGED)
+    assert run_day(project, 1).status == "published"
+    assert run_day(project, 0).status == "committed"
+    assert project.snapshot().refused_by == []
+    # of a day's own rows no more may be gone, nor come
+    more = make(make_project, keyed(range(60), range(200)), **JUDGED)
+    with pytest.raises(GateError, match=r"rows: 60 rows, \+200.0% against the 20 of snapshot 2"):
+        run_day(more, 0, command="run")
+    by = {"by": "day", "start": day(0), "serve": "all"}
+    project = make(make_project, table, **JUDGED, partition=by, ttl="90d")
+    assert run_day(project, 2).status == "published"
+    assert project.live_snapshot().rows == 220

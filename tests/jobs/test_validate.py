@@ -7,7 +7,8 @@ import json
 import os
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -278,3 +279,64 @@ def test_a_store_that_is_down_or_gives_no_right(make_project: MakeProject, redis
 def test_clocks_that_are_apart(ahead_s: float, status: str) -> None:
     line = doctor._clock_line("clock of Redis", ahead_s, "at there")
     assert (line.status, bool(line.remedy)) == (status, status == "bad")
+
+
+# ---- partitions
+
+
+@pytest.mark.parametrize(
+    ("days_ago", "start_days_ago", "found"),
+    [
+        ((1, 2), 9, "10 rows read of partition {1}: id int64, x double"),
+        (
+            (5, 300),
+            9,
+            "10 rows read of partition {5} (none in 4 newer ones that were looked at): id",
+        ),
+        # what ended long ago: some of all before the newest are looked at
+        (range(400, 600), 600, "10 rows read of partition {406} (none in 26 newer ones that"),
+        (
+            (),
+            600,
+            "no partition has rows, of 32 that were looked at, {600} to {1} (columns: id int64",
+        ),
+        ((0,), 3, "no partition has rows, of 3 that were looked at, {3} to {1} (columns: id int64"),
+    ],
+)
+def test_a_partition_is_tried_that_has_rows(
+    make_project: MakeProject, days_ago: Sequence[int], start_days_ago: int, found: str
+) -> None:
+    today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    named = {n: f"{today - timedelta(days=n):%Y-%m-%d}" for n in range(601)}
+    rows = [(key, today - timedelta(days=n, hours=-1)) for n in days_ago for key in range(10)]
+    table = pa.table(
+        {
+            "id": pa.array([key for key, _ in rows], pa.int64()),
+            "x": pa.array([float(key) for key, _ in rows], pa.float64()),
+            "t": pa.array([at for _, at in rows], pa.timestamp("us", "UTC")),
+        }
+    )
+    sql = "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE t >= $start AND t < $end"
+    partition = {"by": "day", "start": named[start_days_ago]}
+    project = make_project(table, view={"source": {"sql": sql}, "partition": partition})
+    checks = {check.check: check for check in validate(project)}
+    assert checks["source"].found.startswith(
+        re.sub(r"{(\d+)}", lambda of: named[int(of[1])], found)
+    )
+    has_rows = found.startswith("10 rows")
+    assert checks["source"].ok == has_rows
+    assert ("model" in checks) == has_rows
+    if has_rows:
+        assert "10 of 10 rows computed" in checks["model"].found
+
+
+def test_a_partition_is_tried_whose_file_is_there(make_project: MakeProject) -> None:
+    today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    start = f"{today - timedelta(days=4):%Y-%m-%d}"
+    sql = "SELECT id, x FROM read_parquet('${data}/' || strftime($start, '%Y-%m-%d') || '.parquet')"
+    view = {"source": {"sql": sql}, "partition": {"by": "day", "start": start}}
+    project = make_project(ROWS, view=view)
+    assert re.search(r"no file.*\d\d\d\d-\d\d-\d\d\.parquet", wrong(project)["source"])
+    (path,) = project.folder.parent.rglob("data.parquet")
+    path.rename(path.with_stem(start))
+    assert wrong(project) == {}

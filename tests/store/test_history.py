@@ -3,6 +3,7 @@ time."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -406,7 +407,10 @@ def by_partition(made: Made, log: Log, key: Key, second: float) -> Value | None:
     over = [
         p for p in sorted(newest) if seconds(p.partition("/")[2].replace("Z", "+00:00")) <= second
     ]
-    return made.rows[newest[over[-1]].number].get(key) if over else None
+    if not over:
+        return None
+    age = second - seconds(over[-1].partition("/")[2].replace("Z", "+00:00"))
+    return made.rows[newest[over[-1]].number].get(key) if age <= made.good_for_s else None
 
 
 def in_types(requested: pa.Table, draw: st.DataObject) -> pa.Table:
@@ -437,7 +441,7 @@ def test_the_join_answers_as_brute_force_does(reference: Any, draw: st.DataObjec
         made = Made(
             OfflineStore(folder).view("made"),
             ENTITIES[kind],
-            good_for_s=draw.draw(st.sampled_from([2, 4, 1e9])),
+            good_for_s=draw.draw(st.sampled_from([2, 4, 90_000, 1e9])),
         )
         log = build(made, steps)
         if reference is by_partition:
@@ -782,6 +786,64 @@ def test_best_known_of_a_partitioned_view_is_in_data_time(made: Made) -> None:
         made.requested([((1,), 10**7 - 1), ((1,), 10**7), ((1,), 10**7 + 9)]),
         [None, *[Value(10**7, 0)] * 2],
     )
+
+
+def test_what_was_refused_or_never_computed_is_not_bridged_beyond_the_ttl(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Days 0, 5 and 6 are good, 1 was refused, 2 rolled back from, 3 has no rows, 4 and from 7 on
+    none was computed; a row expires after 30 hours."""
+    hour, entity = 3600, ENTITIES["number"]
+    made = Made(OfflineStore(tmp_path).view("made"), entity, good_for_s=30 * hour)
+    value = {n: Value(10**7 + n, n) for n in range(7)}
+    for n in (0, 1, 2, 3, 5, 6):
+        day = str(containing("day", START + timedelta(days=n)))
+        rows = {} if n == 3 else {(1,): value[n]}
+        made.commit(rows, 10**7 + n, partition=day, refused=n == 1, live=False)
+    made.mark_bad(3)
+    asked = {
+        # hours since the beginning → the day whose value it is
+        0: None,
+        24: 0,
+        47: 0,
+        48: 0,  # within 30 hours
+        54: 0,
+        55: None,
+        72: None,
+        96: None,
+        120: None,
+        144: 5,
+        168: 6,
+        191: 6,
+        192: 6,
+        199: None,
+        250: None,
+    }
+    requested = made.requested([((1,), at * hour) for at in asked])
+    expected = [None if n is None else value[n] for n in asked.values()]
+    made.check(requested, expected, values="best_known")
+    table = get_historical_features(made.store.offline, requested, ["made"], values="best_known")
+    (gaps,) = json.loads(table.schema.metadata[b"gaps"]).values()
+    assert gaps == {
+        "rows": 9,
+        "null": 6,
+        "partitions": {
+            "refused by drift": ["2026-01-02"],
+            "test": ["2026-01-03"],
+            "not computed": ["2026-01-05", "2026-01-08", "2026-01-10"],
+        },
+    }
+    assert (
+        "view 'made': 9 rows ask for partitions without good rows: 6 of them are null, 3 have those"
+        " of an earlier partition, within ttl and stale_for; 1 refused by drift (2026-01-02); 1 test"
+        in caplog.text
+    )
+    # none of these rows asks for one of them
+    requested = made.requested([((1,), at * hour) for at in (0, 24, 144, 168)])
+    table = get_historical_features(made.store.offline, requested, ["made"], values="best_known")
+    assert table.schema.metadata is None
+    assert read(made.store, at(54 * hour), values="best_known").num_rows == 1
+    assert read(made.store, at(55 * hour), values="best_known").num_rows == 0
 
 
 def test_read_of_what_is_live_and_of_nothing(made: Made) -> None:

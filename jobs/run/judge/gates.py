@@ -29,6 +29,7 @@ from precompute.jobs.run.judge.value_gates import (
     judge_shift,
     judge_value_moves,
     judge_values,
+    keys_gone,
     moves_of,
 )
 from precompute.jobs.run.judge.vector_gates import (
@@ -51,7 +52,7 @@ from precompute.store.offline.part_file import Layers, dead_rows
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.selection import all_rows
 from precompute.store.offline.snapshot import Snapshot, Verdict
-from precompute.store.offline.standing import ROLLED_BACK, Standing
+from precompute.store.offline.standing import ROLLED_BACK, Standing, keeps_live
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import utc_now
 from precompute.students.student import shortfalls
@@ -131,7 +132,12 @@ def computed_again(
 
 
 def judge_rolled_back(
-    opened: OpenView, store: ViewStore, snapshot: Snapshot, limit: float | None, verdicts: Verdicts
+    opened: OpenView,
+    store: ViewStore,
+    snapshot: Snapshot,
+    live: Snapshot | None,
+    limit: float | None,
+    verdicts: Verdicts,
 ) -> None:
     """The gate :data:`precompute.store.offline.standing.ROLLED_BACK`.
 
@@ -139,11 +145,12 @@ def judge_rolled_back(
         opened: its source is loaded.
         store: of the view.
         snapshot: about to be committed.
+        live: what readers have.
         limit: share of a bad snapshot's own rows that may come again; None switches the gate off.
         verdicts: gets the verdict, if a snapshot was rolled back from.
     """
-    unrecognised = _unrecognised(opened, store, snapshot)
-    again = _returned(opened, store, snapshot, verdicts)
+    unrecognised = _unrecognised(opened, store, snapshot, live)
+    again = _returned(opened, store, snapshot, live, verdicts)
     if unrecognised is not None:
         message = (
             f"the rows of snapshot {unrecognised}, which was rolled back from, cannot be recognised"
@@ -152,25 +159,28 @@ def judge_rolled_back(
         )
         verdicts.at_most(ROLLED_BACK, 1.0, limit, message)
     elif again is not None:
-        number, own, back, live = again
+        number, own, back, there = again
         message = (
             f"{back:,} of the {own:,} rows come again that snapshot {number} had computed, which"
             " was rolled back from"
         )
-        if live:
-            message += f", {live:,} of them live already"
+        if there:
+            message += f", {there:,} of them live already"
         verdicts.add(ROLLED_BACK, back / own, limit, limit is None or back <= limit * own, message)
 
 
 def _returned(
-    opened: OpenView, store: ViewStore, snapshot: Snapshot, verdicts: Verdicts
+    opened: OpenView,
+    store: ViewStore,
+    snapshot: Snapshot,
+    live: Snapshot | None,
+    verdicts: Verdicts,
 ) -> tuple[int, int, int, int] | None:
     """The snapshot that was rolled back from with the largest share of rows that come again: (its
     number, the rows that it computed, those that come again and were not accepted before, those of
     these that are live). None without any."""
     worst: tuple[int, int, int, int] | None = None
     marks = Standing(store).left
-    live = _live(store) if marks else None
     accepted_returns = {} if live is None else _accepted_returns(live)
     # also for marked snapshots that cannot be read
     verdicts.excused |= accepted_returns
@@ -219,14 +229,16 @@ def _accepted_returns(live: Snapshot) -> Mapping[int, int]:
     )
 
 
-def _unrecognised(opened: OpenView, store: ViewStore, snapshot: Snapshot) -> int | None:
+def _unrecognised(
+    opened: OpenView, store: ViewStore, snapshot: Snapshot, live: Snapshot | None
+) -> int | None:
     """A snapshot that was rolled back from and has the same recipe but for the way inputs are
     hashed, so that its rows cannot be recognised; None without any. One older than a live snapshot
     with the new hashes does not count: an operator accepted that one."""
     marked = Standing(store).left
     if not marked:
         return None
-    live, made = _live(store), recipe_of(opened, hashed=False)
+    made = recipe_of(opened, hashed=False)
     looked_at = live.number if live is not None and live.recipe == snapshot.recipe else 0
     for number in marked:
         bad = _readable(store, number) if number > looked_at else None
@@ -290,6 +302,10 @@ class Judge:
         opened: the view; its source is loaded, its model computes the parity sample.
         store: of the view.
         accept: gates whose refusal is accepted.
+        in_backfill: whether a backfill computes the snapshot. What is live then moves with the
+            clock, so nothing of it is looked at.
+        live_before: number of the snapshot that readers had when that backfill began; None without
+            any.
 
     Raises:
         SnapshotError, SourceError, ModelError: from every method: something cannot be read or
@@ -300,6 +316,8 @@ class Judge:
     opened: OpenView
     store: ViewStore
     accept: Collection[str] = ()
+    in_backfill: bool = False
+    live_before: int | None = None
 
     def judge(
         self,
@@ -314,12 +332,14 @@ class Judge:
             before: verdicts of :data:`COMPUTING_GATES`.
             replaced: the rows of its parent, if it has one, that it replaced or removed.
         """
-        live = _baseline(self.store, snapshot)
+        live, served = _baseline(self.store, snapshot), self._served()
         if not snapshot.rows:
             student = self.opened.student
             student_use = None if student is None else student.use
-            return self._empty(replace(snapshot, student=student_use), live)
-        verdicts = self.measure(snapshot, live, replaced, served_snapshot(self.store))
+            snapshot = replace(snapshot, student=student_use)
+            succeeds = not keeps_live(snapshot) and self._succeeds(snapshot, served)
+            return self._empty(snapshot, served if live is None and succeeds else live)
+        verdicts = self.measure(snapshot, live, replaced, served)
         snapshot = replace(
             snapshot,
             quality=verdicts.quality,
@@ -342,8 +362,21 @@ class Judge:
         accepted = {*now.accepted, *_still_accepted(snapshot, now)}
         return replace(now, accepted=tuple(sorted(accepted)))
 
+    def _served(self) -> Snapshot | None:
+        """What readers have, or had when the backfill began."""
+        if not self.in_backfill:
+            return served_snapshot(self.store)
+        return None if self.live_before is None else _whole(self.store, self.live_before)
+
+    def _succeeds(self, snapshot: Snapshot, served: Snapshot | None) -> bool:
+        """Whether it is a partition that will be served in the place of ``served``."""
+        if served is None or snapshot.partition is None or self.config.serves_all:
+            return False
+        return served.partition is None or snapshot.partition > served.partition
+
     def _empty(self, snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
-        """A partition without rows: all there is to judge is whether it had rows before."""
+        """A partition without rows: all there is to judge is whether it, or what it takes the
+        place of, had rows before."""
         limit = self.config.gates.rows
         if before is None or limit is None or before.rows < JUDGED_ROWS:
             return replace(snapshot, quality={}, gates=(), accepted=())
@@ -366,7 +399,7 @@ class Judge:
             live: the snapshot that it would replace; None when nothing is live.
             replaced: of a delta, the rows of its parent that it replaced or removed; its ``new`` is
                 the delta before compaction, which shares parts with ``live``.
-            served: the snapshot that readers have now, if it is another partition's.
+            served: the snapshot that readers have, if it is another partition's.
         """
         gates, view, figures = self.config.gates, snapshot.view, snapshot.figures
         assert figures is not None
@@ -375,6 +408,8 @@ class Judge:
         if view.definition.bad_rows == "null":
             verdicts.quality["nulls"] = float(nulls)
         self._judge_counts(snapshot, live, snapshot.rows - nulls, verdicts)
+        if live is None and served is not None and self._succeeds(snapshot, served):
+            self._judge_succession(snapshot, served, verdicts)
         verdicts.at_most(
             "finite",
             figures.not_finite / figures.rows if figures.rows else 0.0,
@@ -383,11 +418,14 @@ class Judge:
         )
         sample = self.store.sample(snapshot, GATES_SAMPLE_ROWS)
         sample = sample.append_column("key", key_column(sample, view.entity))
-        served = served or live
-        if served is not None:
-            judge_contract(view, served.view, verdicts)
-        self._judge_features(snapshot, figures, sample, live, served, replaced, verdicts)
-        judge_rolled_back(self.opened, self.store, snapshot, gates.rolled_back, verdicts)
+        readers = served or live
+        if readers is not None:
+            judge_contract(view, readers.view, verdicts)
+        other = None if self.in_backfill else served
+        self._judge_features(snapshot, figures, sample, live, other, replaced, verdicts)
+        if Standing(self.store).left:
+            now = served if self.in_backfill else _live(self.store)
+            judge_rolled_back(self.opened, self.store, snapshot, now, gates.rolled_back, verdicts)
         if self.opened.student is not None:
             self._judge_student(self.opened.student, sample, verdicts)
         elif view.fallback and gates.parity is not None:
@@ -437,12 +475,14 @@ class Judge:
         replaced: Replaced | None,
         verdicts: Verdicts,
     ) -> None:
-        """Each feature's values, by its kind: alone, and beside the live ones."""
+        """Each feature's values, by its kind: alone, and beside the live ones; of a partition
+        without earlier rows beside those of ``served``."""
         store, view = self.store, snapshot.view
         before = None if live is None else _live_figures(store, live)
         moves = None if live is None else moves_of(store, snapshot, live, replaced)
         if live is not None and moves is not None:
-            judge_keys(live, moves, verdicts)
+            kept = moves.same + moves.changed
+            judge_keys(live, 1 - kept / max(1, live.rows), verdicts)
         same_model = live is not None and live.model == snapshot.model
         then, limit_factor = before, 1.0 if same_model else None
         if live is None and served is not None and served.model == snapshot.model:
@@ -462,6 +502,23 @@ class Judge:
                 judge_packed(feature, sample, view, verdicts)
                 if moves is not None and same_model:
                     judge_moves(feature, moves, verdicts)
+
+    def _judge_succession(self, snapshot: Snapshot, served: Snapshot, verdicts: Verdicts) -> None:
+        """The gate ``rows`` of a partition that is served in the place of another one: what readers
+        lose. More rows are fine; and of what a backfill computes fewer rows, too, which another
+        day may have, as long as the keys are there."""
+        if served.rows:
+            change, limit = snapshot.rows / served.rows - 1, verdicts.gates.rows
+            is_judged = not self.in_backfill and served.rows >= JUDGED_ROWS
+            limit = limit if is_judged else None
+            message = (
+                f"{snapshot.rows:,} rows, {change:+.1%} against the {served.rows:,} of snapshot"
+                f" {served.number}, which readers have"
+            )
+            verdicts.add("rows", change, limit, limit is None or change >= -limit, message)
+            gone = keys_gone(self.store, snapshot, served)
+            if gone is not None:
+                judge_keys(served, gone, verdicts)
 
     def _judge_counts(
         self, snapshot: Snapshot, live: Snapshot | None, valued: int, verdicts: Verdicts
@@ -525,18 +582,22 @@ def served_snapshot(store: ViewStore) -> Snapshot | None:
     """The live snapshot; None without one, or if it is damaged: then it is to be replaced, and
     refuses nothing."""
     ref = store.refs.readable_live()
-    if ref is None:
-        return None
+    return None if ref is None else _whole(store, ref.snapshot)
+
+
+def _whole(store: ViewStore, number: int) -> Snapshot | None:
+    """The snapshot; None if it is damaged, or gone."""
     try:
-        live = store.snapshot(ref.snapshot)
-        store.layers(live)
+        snapshot = store.snapshot(number)
+        store.layers(snapshot)
         marks = store.refs.bad()
         damaged = any(
-            layer.number in marks and not marks[layer.number].rows for layer in store.chain(live)
+            layer.number in marks and not marks[layer.number].rows
+            for layer in store.chain(snapshot)
         )
     except SnapshotError:
         return None
-    return None if damaged else live
+    return None if damaged else snapshot
 
 
 def _still_accepted(before: Snapshot, now: Snapshot) -> set[str]:

@@ -152,12 +152,31 @@ MOST_GONE = 0.5
 with zeros, or of another table) are of no use to callers with the live ones."""
 
 
-def judge_keys(live: Snapshot, moves: Moves, verdicts: Verdicts) -> None:
-    """The part of the gate ``rows`` that judges keys: it refuses if too many live ones are gone."""
-    limit, gone = verdicts.gates.rows, 1 - (moves.same + moves.changed) / max(1, live.rows)
+def judge_keys(live: Snapshot, gone: float, verdicts: Verdicts) -> None:
+    """The part of the gate ``rows`` that judges keys: it refuses if too large a share of the live
+    ones is gone."""
+    limit = verdicts.gates.rows
     if limit is not None and live.rows >= JUDGED_ROWS and gone > max(MOST_GONE, limit):
         message = f"{gone:.0%} of the keys of snapshot {live.number} are gone"
         verdicts.add("rows", gone, max(MOST_GONE, limit), False, message)
+
+
+def keys_gone(store: ViewStore, snapshot: Snapshot, served: Snapshot) -> float | None:
+    """The share of another snapshot's keys that one lacks, by up to :data:`GATES_SAMPLE_ROWS` of
+    them, drawn at random; None where it cannot be told: of another entity, or damaged."""
+    entity = served.view.entity
+    if entity != snapshot.view.entity:
+        return None
+    try:
+        layers = store.layers(snapshot)
+        drawn = all_rows(store.layers(served)).draw(GATES_SAMPLE_ROWS, seed_of(layers))
+        keys = key_column(store.table(served, drawn, entity), entity)
+    except SnapshotError as exc:
+        # a damaged live snapshot is to be replaced, so it refuses nothing
+        log.warning("%s", exc)
+        return None
+    found, _, _ = all_rows(layers).find(keys, entity, groups=0)
+    return 1 - found / max(1, len(keys))
 
 
 def moves_of(

@@ -5,7 +5,7 @@ feature is computed here."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.jobs.config.view import PartitionConfig, ViewConfig
+from precompute.jobs.config.view import PartitionConfig
 from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows import chunks
 from precompute.jobs.run.rows.chunks import stored_key
 from precompute.jobs.run.rows.open_view import OpenView
-from precompute.jobs.run.rows.plan import Plan
+from precompute.jobs.run.rows.plan import Job, Plan
 from precompute.model import Verbatim, digest
 from precompute.sources.diff import find_deletes
 from precompute.store.disk.lease import Lease
@@ -305,23 +305,22 @@ def _relative(store: ViewStore, snapshot: Snapshot) -> list[str]:
 # are dead is written; under the publishing lease, of the newest good snapshots there are by then.
 
 
-def assembled(
-    store: ViewStore,
-    config: ViewConfig,
-    accept: Collection[str],
-    lease: Lease,
-    report: Report,
-    memory_mb: int,
-) -> Snapshot | None:
+def assembled(job: Job, lease: Lease, report: Report) -> Snapshot | None:
     """The snapshot of all partitions as they are now: the live one if nothing changed, or a new
     one, committed; None where no partition has rows.
+
+    Args:
+        job: the run that publishes.
+        lease: for publishing.
+        report: gets what needs attention.
 
     Raises:
         SnapshotError: a file is missing or damaged, or a partition that is served cannot be any
             more.
         FencedError: the lease was lost.
     """
-    live, forced = live_assembled(store), "rows" in accept
+    store, config = job.store, job.config
+    live, forced = live_assembled(store), "rows" in job.options.accept
     members, left_out = members_of(store, config.partition, live, forced=forced)
     for text in left_out:
         report.attention.append(text)
@@ -337,13 +336,27 @@ def assembled(
         return known
     with report.stage("assemble"):
         try:
+            memory_mb = job.project.settings.memory_mb
             snapshot = _assembled(store, report.run, live, members, memory_mb)
         except SnapshotError:
             if not _is_damaged(store, [*members.values(), *([] if live is None else [live])]):
                 raise
             # the damaged one is marked bad now: assemble again without it
-            return assembled(store, config, accept, lease, report, memory_mb)
-        return store.commit(_judge_row_count(config.gates.rows, live, snapshot, forced), lease)
+            return assembled(job, lease, report)
+        before = _before_backfill(job) if job.options.backfill is not None else live
+        return store.commit(_judge_row_count(config.gates.rows, before, snapshot, forced), lease)
+
+
+def _before_backfill(job: Job) -> Snapshot | None:
+    """What was live when the backfill began, if it was of all partitions: how many rows went live
+    since depends on the clock."""
+    number = job.options.live_before
+    try:
+        before = None if number is None else job.store.snapshot(number)
+    except SnapshotError as exc:
+        log.warning("%s", exc)
+        return None
+    return before if before is not None and before.members else None
 
 
 def _is_damaged(store: ViewStore, snapshots: Iterable[Snapshot]) -> bool:
