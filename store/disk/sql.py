@@ -174,6 +174,9 @@ class RemoteReader(Protocol):
     def modified(self, path: str) -> datetime:
         """When a file was last written."""
 
+    def tag(self, path: str) -> str:
+        """What changes with a file's content."""
+
 
 def read_remote_files(
     connection: duckdb.DuckDBPyConnection, files: Sequence[str]

@@ -1,0 +1,272 @@
+"""JSON types: the type of each column by all values of all JSON files, none of which a cast may
+change. DuckDB types JSON by its first lines and its first files; here by all, and what its types
+still would change (an integer beside a fraction, a UUID's letters) is text, or an error."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+import duckdb
+
+from precompute.sources.csv_types import SMALL, exact_sql, given_sql, shown
+from precompute.sources.database import Database, quoted
+from precompute.sources.reader_call import ReaderCall, is_named
+from precompute.store.errors import ConfigError, SourceError
+
+_ALL = 2**31 - 1
+_OF_ROWS = ("filename", "hive_partitioning", "hive_types", "hive_types_autocast")
+_OF_ROWS += ("file_row_number", "allow_empty")
+_OF_TYPES = ("columns", "sample_size", "maximum_sample_files", "union_by_name")
+_OF_TYPES += ("field_appearance_threshold", "map_inference_threshold", "maximum_depth")
+_OF_TYPES += ("convert_strings_to_integers", "schema")
+_TIMES = ("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE", "TIMESTAMP_NS")
+_UNPROVEN = ("DOUBLE", "UUID", *_TIMES)
+"""Types that DuckDB gives values, all of which it saw, that it would yet change."""
+
+_INTEGER = re.compile(r"(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER)")
+DIGITS = 17
+"""Digits of a number with a fraction, at most: a double that is written with these is the same
+again. Of more, each is compared."""
+
+_LARGE = "|".join(f"[0-9]{{{n},}}[.][0-9]{{{16 - n},}}" for n in range(7, 16))
+_LONG_NUMBER = f"[1-9]([.]?[0-9]){{{DIGITS},}}|(^|[^0-9.])[1-9][0-9]{{15,}}([^0-9.]|$)|{_LARGE}"
+"""Text of a number, or of what may be one in a string, of more digits than a double may have."""
+
+
+class JsonTypes:
+    """The columns of the JSON files of a call, each of a type that all of its values have.
+
+    Args:
+        names: the columns that the SQL may read, lower case; None for all.
+
+    Raises:
+        ConfigError: an option of the call drops what does not fit.
+        SourceError: a value does not fit the type that the call gives, or any that JSON's have.
+    """
+
+    def __init__(self, database: Database, call: ReaderCall, names: frozenset[str] | None) -> None:
+        self._database, self._call, self._names = database, call, names
+        if call.options.get("ignore_errors"):
+            raise ConfigError(
+                f"{call.files[0]}: ignore_errors drops what does not fit, and says nothing: mend"
+                " the file, or read it by read_json_objects and choose in the SQL"
+            )
+        self._given = call.options.get("columns")
+        self.types: dict[str, str] = {}
+        if call.files_of(database):
+            self.types = self._described()
+            self._prove(settled=False)
+
+    def sql(self) -> str:
+        """The call, with the types."""
+        if not self.types or self._given:
+            return self._call.sql()
+        return self._call.sql(_OF_TYPES, columns=self.types)
+
+    def prove(self, files: list[str]) -> None:
+        """Hold all values against the types once more.
+
+        Raises:
+            SourceError: one does not fit, or there is a column that was not there.
+        """
+        if not files:
+            return
+        if not self._given:
+            new = [n for n in self._described() if n not in self.types]
+            if new and self._names is None:
+                raise SourceError(
+                    f"{files[0]}: there is a column {new[0]!r} now, which was not there when the"
+                    " source was opened: run again"
+                )
+        self._prove(settled=True)
+
+    def _described(self) -> dict[str, str]:
+        if self._given:
+            nulls = ", ".join(f"NULL::{k} AS {quoted(n)}" for n, k in self._given.items())
+            return self._database.described(f"SELECT {nulls}")[0]
+        read = self._call.sql(
+            _OF_ROWS, sample_size=-1, maximum_sample_files=_ALL, hive_partitioning=False
+        )
+        found = self._database.described(f"SELECT * FROM {read}")[0]
+        # inside of others a time or an id stays the text that it is
+        return {n: k if k in (*_TIMES, "UUID") else _as_text(_type(k)) for n, k in found.items()}
+
+    def _as_json(self, names: Iterable[str], **options: Any) -> str:
+        columns = dict.fromkeys(names, "JSON")
+        return self._call.sql(
+            (*_OF_ROWS, *_OF_TYPES), columns=columns, hive_partitioning=False, **options
+        )
+
+    def _prove(self, settled: bool) -> None:
+        """Hold all values against the types; what was not given becomes text where that is all
+        that it can be, unless ``settled``."""
+        checks = {
+            n: self._fits(n, k)
+            for n, k in self.types.items()
+            if is_named(n, self._names) and (settled or self._given or k in _UNPROVEN)
+        }
+        checks = {n: fits for n, fits in checks.items() if fits}
+        if checks:
+            counts = ", ".join(
+                f"count(*) FILTER ({quoted(n)} IS NOT NULL AND {quoted(n)}::VARCHAR <> 'null' AND"
+                f" {fits} IS NOT TRUE) AS {quoted(n)}"
+                for n, fits in checks.items()
+            )
+            found = self._database.query(f"SELECT {counts} FROM {self._as_json(checks)}").to_pylist()[0]
+            for name, count in found.items():
+                text = self.types[name] in (*_TIMES, "UUID") and not self._given
+                if count and text and not settled:
+                    self.types[name] = "VARCHAR"
+                elif count:
+                    raise self._error(name, checks[name], count)
+        self._check_long()
+
+    def _fits(self, column: str, kind: str) -> str:
+        """SQL, true where the JSON of a column is a value of the type; empty where it always
+        is."""
+        raw, text = f"{quoted(column)}::VARCHAR", f"({quoted(column)}->>'$')"
+        is_text = f"starts_with({raw}, '\"')"
+        if kind in ("VARCHAR", "JSON"):
+            return ""
+        if _INTEGER.fullmatch(kind):
+            return f"(TRY_CAST({raw} AS {kind})::VARCHAR = {raw})"
+        if kind in ("DOUBLE", "FLOAT"):
+            value = f"TRY_CAST({raw} AS {kind})"
+            whole = f"TRY_CAST({raw} AS HUGEINT) = TRY_CAST({value} AS HUGEINT)"
+            return (
+                f"CASE WHEN {is_text} OR isfinite({value}) IS NOT TRUE THEN false WHEN strlen({raw})"
+                f" <= 15 OR regexp_matches({raw}, '[.eE]') THEN true ELSE {whole} END"
+            )
+        if kind == "BOOLEAN":
+            return f"({raw} IN ('true', 'false'))"
+        if kind in _TIMES or kind == "UUID":
+            if self._given:
+                return f"({is_text} AND {given_sql(text, kind, self._call.options)})"
+            if self._call.options.keys() & {"dateformat", "timestampformat"}:
+                return f"({is_text} AND {given_sql(text, kind, self._call.options)})"
+            own = "TIMESTAMPTZ" if "ZONE" in kind else kind
+            # in none of these is anything escaped
+            return f"({is_text} AND {exact_sql(f'trim({raw}, chr(34))', own)})"
+        if "(" in kind or "[" in kind:
+            if kind.startswith("DECIMAL("):
+                return given_sql(raw, kind, {})
+            # their numbers are looked at in _check_long, and what a cast of them would change here
+            if not self._given:
+                return ""
+            flat = f"regexp_replace({raw}, '\\s', '', 'g')"
+            made = f"regexp_replace(to_json(TRY_CAST({quoted(column)} AS {kind}))::VARCHAR, '\\s', '', 'g')"
+            return f"({made} = {flat})"
+        return f"({given_sql(text, kind, {})})"
+
+    def _check_long(self) -> None:
+        """No number has more digits than its double.
+
+        Raises:
+            SourceError: one has.
+        """
+        named = {n: k for n, k in self.types.items() if is_named(n, self._names)}
+        floats = {n: k for n, k in named.items() if "DOUBLE" in k or "FLOAT" in k}
+        if not floats:
+            return
+        objects = {"read_json": "read_json_objects", "read_json_auto": "read_json_objects_auto"}
+        name = objects.get(self._call.name, "read_ndjson_objects")
+        kept = {k: v for k, v in self._call.options.items() if k in _OF_OBJECTS}
+        read = ReaderCall(name, self._call.files, kept).sql(hive_partitioning=False, filename=True)
+        rows = self._database.stream(
+            f"SELECT filename, json::VARCHAR AS json FROM {read} WHERE"
+            f" regexp_matches(json::VARCHAR, '{_LONG_NUMBER}')",
+            1024,
+        )
+        for batch in rows:
+            for row in batch.to_pylist():
+                record = json.loads(row["json"], parse_float=_Text, parse_int=_Text)
+                for column, kind in floats.items():
+                    if isinstance(record, dict) and column in record:
+                        for number in _changed(record[column], _type(kind)):
+                            raise SourceError(
+                                f"{row['filename']}: {column} has the number {number}, and a"
+                                f" {kind} would change it: write it as a text in the file"
+                            )
+
+    def _error(self, name: str, fits: str, count: int) -> SourceError:
+        column, kind = quoted(name), self.types[name]
+        read = self._as_json([name], filename="precompute_file")
+        found = self._database.query_aside(
+            f"SELECT f, v, n FROM (SELECT precompute_file AS f, {column}::VARCHAR AS v, row_number()"
+            f" OVER () AS n, {fits} AS fits FROM {read}) WHERE v IS NOT NULL AND v <> 'null' AND"
+            " fits IS NOT TRUE ORDER BY n LIMIT 1"
+        ).to_pylist()
+        if not found:
+            return SourceError(f"{self._call.files[0]} changed while it was read: run again")
+        row = found[0]
+        before = self._database.query_aside(
+            f"SELECT count(*) AS n FROM (SELECT precompute_file AS f, row_number() OVER () AS n FROM"
+            f" {read}) WHERE f = $file AND n <= $n",
+            {"file": row["f"], "n": row["n"]},
+        ).to_pylist()[0]["n"]
+        others = f" ({count:,} such values)" if count > 1 else ""
+        whose = "the type that its call gives" if self._given else "the type of all its values"
+        remedy = (
+            f"write columns = {{…, '{name}': 'VARCHAR'}} in its {self._call.name}, or 'JSON'"
+            if self._given
+            else "write whole numbers of more than 15 digits as texts in the file, or read it with"
+            f" columns = {{…, '{name}': 'JSON'}}"
+        )
+        return SourceError(
+            f"{row['f']}, record {before}: {name} is {shown(row['v'])}, and {whose} is {kind}, which"
+            f" would change it{others}: {remedy}"
+        )
+
+
+_OF_OBJECTS = ("format", "compression", "maximum_object_size")
+
+
+class _Text(str):
+    """A number as it is written."""
+
+
+def _type(kind: str) -> Any:
+    return duckdb.sqltype(kind)
+
+
+def _children(kind: Any) -> Mapping[str, Any]:
+    return dict(kind.children) if kind.id in ("struct", "list", "map", "array") else {}
+
+
+def _as_text(kind: Any) -> str:
+    """A type with text in place of the times and UUIDs inside."""
+    children = _children(kind)
+    if kind.id == "struct":
+        inner = ", ".join(f"{quoted(n)} {_as_text(k)}" for n, k in children.items())
+        return f"STRUCT({inner})"
+    if kind.id == "list":
+        return f"{_as_text(children['child'])}[]"
+    if kind.id == "map":
+        return f"MAP({_as_text(children['key'])}, {_as_text(children['value'])})"
+    return "VARCHAR" if str(kind) in (*_TIMES, "UUID") else str(kind)
+
+
+def _changed(value: Any, kind: Any) -> Iterator[str]:
+    """The numbers of a value, as written, that its type would change."""
+    children = _children(kind)
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if (of := children.get(name, children.get("value"))) is not None:
+                yield from _changed(inner, of)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _changed(inner, children.get("child", kind))
+    elif isinstance(value, _Text) and str(kind) in ("DOUBLE", "FLOAT"):
+        digits = re.sub(r"[eE].*|[-.]", "", value).lstrip("0")
+        whole = value.lstrip("-").isdigit()
+        if (whole and int(float(value)) != int(value)) or (
+            not whole
+            and len(digits) > (15 if abs(float(value)) >= SMALL else DIGITS)
+            and f"{Decimal(float(value)):.{len(digits) - 1}e}"
+            != f"{Decimal(value):.{len(digits) - 1}e}"
+        ):
+            yield value
