@@ -51,7 +51,9 @@ _CLOCK = "[0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]{1,6})?)?"
 _DAY = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
 _ANY_DAY = "[0-9]+[-/][0-9]+[-/][0-9]+"
 _ZONE = " ?(Z|[+-][0-9]{2}(:?[0-9]{2})?)"
-_INTEGERS = tuple(f"{u}{one}" for one in ("TINYINT", "SMALLINT", "BIGINT", "HUGEINT") for u in ("", "U"))
+_INTEGERS = tuple(
+    f"{u}{one}" for one in ("TINYINT", "SMALLINT", "BIGINT", "HUGEINT") for u in ("", "U")
+)
 _INTEGERS += ("INTEGER", "UINTEGER")
 _FRACTION = {"TIMESTAMP_S": 0, "TIMESTAMP_MS": 3, "TIMESTAMP_NS": 9}
 
@@ -78,7 +80,9 @@ def exact_sql(text: str, kind: str, value: str = "") -> str:
         case "DOUBLE":
             return exact_double_sql(text, value)
         case "TIMESTAMP" | "TIMESTAMPTZ" | "TIME":
-            day = f"{_DAY}[ T]{_CLOCK}{_ZONE}" if kind == "TIMESTAMPTZ" else f"{_DAY}([ T]{_CLOCK})?"
+            day = (
+                f"{_DAY}[ T]{_CLOCK}{_ZONE}" if kind == "TIMESTAMPTZ" else f"{_DAY}([ T]{_CLOCK})?"
+            )
             form = _CLOCK if kind == "TIME" else day
             # what is written as it is shown needs no second look; 24:00 is the next day's
             return (
@@ -101,7 +105,8 @@ def exact_double_sql(text: str, value: str) -> str:
     written = f"format('{{:.' || greatest(length({digits}) - 1, 0) || 'e}}', abs({value}))"
     written = f"replace(split_part({written}, 'e', 1), '.', '')"
     return (
-        f"CASE WHEN isfinite({value}) IS NOT TRUE THEN false WHEN NOT regexp_full_match({text},"
+        f"CASE WHEN {value} IS NULL OR isinf({value}) THEN false WHEN isnan({value}) THEN"
+        f" lower({text}) = 'nan' WHEN NOT regexp_full_match({text},"
         f" '{_NUMBER}') THEN false WHEN {value} = 0 THEN regexp_full_match({text}, '{_ZERO}') WHEN"
         f" strlen({text}) <= 15 THEN true WHEN {own} THEN true WHEN {value}::VARCHAR = {text} THEN"
         f" true WHEN"
@@ -110,18 +115,20 @@ def exact_double_sql(text: str, value: str) -> str:
 
 
 def given_sql(text: str, kind: str, options: Mapping[str, Any], value: str = "") -> str:
-    """SQL, true where a text has a value of a type that the user gave: ``007`` is a number then,
-    and 19.99 no whole one; arguments as of :func:`exact_sql`."""
+    """SQL, true where a text has a value of a type that the user gave: ``+7``, ``1e3`` and ``31 ``
+    are whole numbers then, 19.99 and ``007`` are none; arguments as of :func:`exact_sql`."""
     value, bare = value or f"TRY_CAST({text} AS {kind})", f"trim({text})"
     number = f"regexp_full_match({bare}, '[+-]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][+-]?[0-9]+)?')"
-    whole = f"regexp_full_match({bare}, '[+-]?[0-9]+')"
+    whole = f"regexp_full_match({bare}, '[+-]?(0|[1-9][0-9]*)')"
     form = options.get("dateformat" if kind == "DATE" else "timestampformat")
     if kind == "VARCHAR":
         return "true"
     if form and kind in ("DATE", "TIMESTAMP"):
         return f"(try_strptime({text}, '{form.replace(chr(39), chr(39) * 2)}') IS NOT NULL)"
     if kind in _INTEGERS:
+        # a zero in front is of a name
         fits = f"{number} AND TRY_CAST({bare} AS DECIMAL(38, 9)) = {value}"
+        fits += f" AND NOT regexp_matches({bare}, '^[+-]?0[0-9]')"
         fits = f"WHEN {value}::VARCHAR = {text} THEN true WHEN {whole} THEN true ELSE {fits}"
     elif kind in ("FLOAT", "DOUBLE"):
         same = f"TRY_CAST({bare} AS HUGEINT) = TRY_CAST({value} AS HUGEINT)"
@@ -277,7 +284,9 @@ class CsvTypes:
             SourceError: one lacks a column, or has another; or the first was cut.
         """
         options = self._call.options
-        heads = [self._head(file) for file in (self.files if self._is_compared() else self.files[:1])]
+        heads = [
+            self._head(file) for file in (self.files if self._is_compared() else self.files[:1])
+        ]
         first = heads[0]
         if first is None:
             return
@@ -317,7 +326,9 @@ class CsvTypes:
         lines = _lines(file, self._call.options)
         if lines is None:
             # what Python does not read, DuckDB does
-            whole = {k: v for k, v in self._call.options.items() if k in ("compression", "encoding")}
+            whole = {
+                k: v for k, v in self._call.options.items() if k in ("compression", "encoding")
+            }
             read = ReaderCall("read_csv", (_escaped(file),), whole).sql(
                 columns={"l": "VARCHAR"}, delim="\x01", quote="", escape="", header=False,
                 auto_detect=False,
@@ -407,9 +418,7 @@ class CsvTypes:
         texts = ", ".join(quoted(n) for n in types)
         read = f"(SELECT {texts}, {casts} FROM {self._as_text()})"
         found = self._database.query(f"SELECT {counts} FROM {read}").to_pylist()[0]
-        return [
-            Misfit(name, *types[name], count) for name, count in found.items() if count
-        ]
+        return [Misfit(name, *types[name], count) for name, count in found.items() if count]
 
     def _narrowest(self, columns: Sequence[str]) -> dict[str, str]:
         """Column → the narrowest type that all of its values have."""
@@ -419,11 +428,11 @@ class CsvTypes:
         counts = ", ".join(
             [
                 f"count(*) FILTER ({quoted(name)} IS NOT NULL AND {self._fits(name, kind, False)}"
-                f" IS NOT TRUE) AS \"{at} {kind}\""
+                f' IS NOT TRUE) AS "{at} {kind}"'
                 for at, name in enumerate(columns)
                 for kind in kinds
             ]
-            + [f"count({quoted(name)}) AS \"{at} values\"" for at, name in enumerate(columns)]
+            + [f'count({quoted(name)}) AS "{at} values"' for at, name in enumerate(columns)]
         )
         found = self._database.query(f"SELECT {counts} FROM {self._as_text()}").to_pylist()[0]
         return {

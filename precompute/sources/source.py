@@ -210,7 +210,7 @@ class Source:
             if self._types[column] == "JSON":
                 raise ConfigError(
                     f"entity: key column {column!r} is JSON, of texts and numbers or of objects, so"
-                    f' that "7" and 7 are two keys: {column}->>\'$\' AS {column} makes texts of both'
+                    f" that \"7\" and 7 are two keys: {column}->>'$' AS {column} makes texts of both"
                 )
             if self.schema.field(column).type not in KEY_TYPES:
                 raise ConfigError(
