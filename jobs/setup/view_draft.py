@@ -132,8 +132,8 @@ class _Shape:
         self.notes.append(
             f"several rows have the same {' and '.join(repr(c.name) for c in self.keys)}, such as"
             f" ({one}) and ({two}): a run refuses them until you choose. At the end of the SQL,"
-            f" QUALIFY row_number() OVER (PARTITION BY {of} ORDER BY {order}) = 1 takes the {first};"
-            f" SELECT any_value(…) and GROUP BY {of} take any; init with --key"
+            f" QUALIFY row_number() OVER (PARTITION BY {of} ORDER BY {order}) = 1 takes the"
+            f" {first}; SELECT any_value(…) and GROUP BY {of} take any; init with --key"
             f" {','.join(c.name for c in self.keys)},… makes another key"
         )
 

@@ -1,9 +1,9 @@
 """CSV types: the type of each column by all values of all files, none of which a cast may change;
 and where a value stands that does not fit.
 
-DuckDB itself types a CSV by its first lines, and casts what comes later: 19.99 to 20, ``0025002`` to
-25002. Here all values are read once as text, by all threads, and each is held against the sampled
-type; ``sample_size = -1`` would read them in one thread, at several times the cost.
+DuckDB itself types a CSV by its first lines, and casts what comes later: 19.99 to 20, ``0025002``
+to 25002. Here all values are read once as text, by all threads, and each is held against the
+sampled type; ``sample_size = -1`` would read them in one thread, at several times the cost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from precompute.sources.database import Database, quoted
 from precompute.sources.file_names import is_remote
-from precompute.sources.reader_call import ReaderCall, is_named, literal
+from precompute.sources.reader_call import OF_ROWS, ReaderCall, is_named, literal
 from precompute.store.errors import ConfigError, SourceError
 
 CANDIDATES = ("BOOLEAN", "BIGINT", "DOUBLE", "TIME", "DATE", "TIMESTAMP", "TIMESTAMPTZ")
@@ -30,10 +30,6 @@ or later."""
 
 SAMPLED = 20_480
 """Lines that DuckDB types a file by."""
-
-_OF_ROWS = ("filename", "hive_partitioning", "hive_types", "hive_types_autocast")
-_OF_ROWS += ("file_row_number", "allow_empty")
-"""Options that add columns that are not in the file, or concern no column."""
 
 _OF_TYPES = ("types", "columns", "auto_type_candidates", "sample_size", "all_varchar")
 _OF_MANY = ("union_by_name", "files_to_sniff", "names")
@@ -233,7 +229,7 @@ class CsvTypes:
                 narrow = self._narrowest([misfit.column])[misfit.column]
                 raise self._error(misfit, "the type that its call gives", narrow)
         again = [m.column for m in misfits] + [n for n, k in guesses.items() if not k]
-        self.types = {n: "VARCHAR" for n in names} | given
+        self.types = dict.fromkeys(names, "VARCHAR") | given
         self.types |= {n: k or "VARCHAR" for n, k in guesses.items()} | self._narrowest(again)
         self._proven = {
             n: (k, n in given) for n, k in self.types.items() if n in wanted and k != "VARCHAR"
@@ -244,12 +240,13 @@ class CsvTypes:
         options, first = self._call.options, self.files[0]
         sniffing = self._call.over(
             (_escaped(first),),
-            (*_OF_ROWS, *_OF_TYPES, *_OF_MANY, "auto_detect"),
+            (*OF_ROWS, *_OF_TYPES, *_OF_MANY, "auto_detect"),
             name="sniff_csv",
             sample_size=SAMPLED,
         )
         found = self._database.query(
-            f"SELECT Delimiter, Quote, Escape, SkipRows, HasHeader, Comment, Columns FROM {sniffing}"
+            "SELECT Delimiter, Quote, Escape, SkipRows, HasHeader, Comment, Columns FROM"
+            f" {sniffing}"
         ).to_pylist()[0]
         self._sniffed = {one["name"]: _candidate(one["type"]) for one in found["Columns"]}
         if (chosen := options.get("auto_type_candidates")) is not None:
@@ -284,16 +281,15 @@ class CsvTypes:
             SourceError: one lacks a column, or has another; or the first was cut.
         """
         options = self._call.options
-        heads = [
-            self._head(file) for file in (self.files if self._is_compared() else self.files[:1])
-        ]
+        compared = self.files if self._is_compared() else self.files[:1]
+        heads = [self._head(file) for file in compared]
         first = heads[0]
         if first is None:
             return
         names = self._cells(first)
-        if len(self._sniffed) == 1 and "delim" not in options and re.search(r"[,;\t|]", first):
-            if line := ragged(self.files[0], options):
-                raise SourceError(f"{self.files[0]}: {line}")
+        alone = len(self._sniffed) == 1 and "delim" not in options
+        if alone and re.search(r"[,;\t|]", first) and (line := ragged(self.files[0], options)):
+            raise SourceError(f"{self.files[0]}: {line}")
         columns = options.get("columns")
         if columns and "header" not in options and self._has_head and names != list(columns):
             raise SourceError(
@@ -347,13 +343,13 @@ class CsvTypes:
         if columns:
             return self._call.over(
                 files,
-                (*_OF_ROWS, *_OF_TYPES),
+                (*OF_ROWS, *_OF_TYPES),
                 **self._pins,
                 columns=dict.fromkeys(columns, "VARCHAR"),
                 hive_partitioning=False,
             )
         return self._call.over(
-            files, (*_OF_ROWS, *_OF_TYPES), **self._pins, all_varchar=True, hive_partitioning=False
+            files, (*OF_ROWS, *_OF_TYPES), **self._pins, all_varchar=True, hive_partitioning=False
         )
 
     def _given(self, names: Sequence[str]) -> dict[str, str]:
@@ -371,10 +367,11 @@ class CsvTypes:
 
     def _empty(self, columns: Sequence[str]) -> set[str]:
         """Those of some columns of which the first lines have no value to type them by."""
+        columns = [name for name in columns if name in self._sniffed]
         if not columns:
             return set()
         counts = ", ".join(f"count({quoted(n)}) AS {quoted(n)}" for n in columns)
-        few = f"SELECT * FROM {self._as_text()} LIMIT {SAMPLED}"
+        few = f"SELECT * FROM {self._as_text((_escaped(self.files[0]),))} LIMIT {SAMPLED}"
         found = self._database.query(f"SELECT {counts} FROM ({few})").to_pylist()[0]
         return {name for name, count in found.items() if not count}
 
@@ -448,8 +445,8 @@ class CsvTypes:
         bad = f"{name} IS NOT NULL AND {self._fits(misfit.column, misfit.type, given)} IS NOT TRUE"
         for file in self.files:
             rows = self._database.query_aside(
-                f"SELECT n, v FROM (SELECT row_number() OVER () AS n, {name} AS v, {bad} AS bad FROM"
-                f" {self._as_text((_escaped(file),))}) WHERE bad ORDER BY n LIMIT 1"
+                f"SELECT n, v FROM (SELECT row_number() OVER () AS n, {name} AS v, {bad} AS bad"
+                f" FROM {self._as_text((_escaped(file),))}) WHERE bad ORDER BY n LIMIT 1"
             ).to_pylist()
             if rows:
                 break

@@ -239,7 +239,8 @@ _BAD_SQL = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogExcept
 
 
 _LINE = re.compile(
-    r"CSV Error on Line: (\d+)\s+Original Line: (.*?)\s+Expected Number of Columns: (\d+) Found: (\d+)",
+    r"CSV Error on Line: (\d+)\s+Original Line: (.*?)\s+Expected Number of Columns: (\d+)"
+    r" Found: (\d+)",
     re.DOTALL,
 )
 """What DuckDB says of a line of a CSV with more or fewer values than others."""

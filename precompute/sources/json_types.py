@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -14,17 +14,17 @@ import duckdb
 
 from precompute.sources.csv_types import SMALL, exact_sql, given_sql, shown
 from precompute.sources.database import Database, quoted
-from precompute.sources.reader_call import ReaderCall, is_named
+from precompute.sources.reader_call import OF_ROWS, ReaderCall, is_named
 from precompute.store.errors import ConfigError, SourceError
 
 _ALL = 2**31 - 1
-_OF_ROWS = ("filename", "hive_partitioning", "hive_types", "hive_types_autocast")
-_OF_ROWS += ("file_row_number", "allow_empty")
-_OF_TYPES = ("columns", "sample_size", "maximum_sample_files", "union_by_name")
-_OF_TYPES += ("field_appearance_threshold", "map_inference_threshold", "maximum_depth")
-_OF_TYPES += ("convert_strings_to_integers", "schema")
-_TIMES = ("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE", "TIMESTAMP_NS")
-_UNPROVEN = ("DOUBLE", "UUID", *_TIMES)
+_OF_TYPES = (
+    *("columns", "sample_size", "maximum_sample_files", "union_by_name", "schema"),
+    *("field_appearance_threshold", "map_inference_threshold", "maximum_depth"),
+    "convert_strings_to_integers",
+)
+_TIMES: tuple[str, ...] = ("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE", "TIMESTAMP_NS")
+_UNPROVEN: tuple[str, ...] = ("DOUBLE", "UUID", *_TIMES)
 """Types that DuckDB gives values, all of which it saw, that it would yet change."""
 
 _INTEGER = re.compile(r"(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER)")
@@ -93,16 +93,19 @@ class JsonTypes:
             nulls = ", ".join(f"NULL::{k} AS {quoted(n)}" for n, k in self._given.items())
             return self._database.described(f"SELECT {nulls}")[0]
         read = self._call.sql(
-            _OF_ROWS, sample_size=-1, maximum_sample_files=_ALL, hive_partitioning=False
+            OF_ROWS, sample_size=-1, maximum_sample_files=_ALL, hive_partitioning=False
         )
         found = self._database.described(f"SELECT * FROM {read}")[0]
         # inside of others a time or an id stays the text that it is
-        return {n: k if k in (*_TIMES, "UUID") else _as_text(_type(k)) for n, k in found.items()}
+        texts = (*_TIMES, "UUID")
+        return {
+            n: k if k in texts else _as_text(_type(k), texts.__contains__) for n, k in found.items()
+        }
 
     def _as_json(self, names: Iterable[str], **options: Any) -> str:
         columns = dict.fromkeys(names, "JSON")
         return self._call.sql(
-            (*_OF_ROWS, *_OF_TYPES), columns=columns, hive_partitioning=False, **options
+            (*OF_ROWS, *_OF_TYPES), columns=columns, hive_partitioning=False, **options
         )
 
     def _prove(self, settled: bool) -> None:
@@ -144,8 +147,8 @@ class JsonTypes:
             value = f"TRY_CAST({raw} AS {kind})"
             whole = f"TRY_CAST({raw} AS HUGEINT) = TRY_CAST({value} AS HUGEINT)"
             return (
-                f"CASE WHEN {is_text} OR isfinite({value}) IS NOT TRUE THEN false WHEN strlen({raw})"
-                f" <= 15 OR regexp_matches({raw}, '[.eE]') THEN true ELSE {whole} END"
+                f"CASE WHEN {is_text} OR isfinite({value}) IS NOT TRUE THEN false WHEN"
+                f" strlen({raw}) <= 15 OR regexp_matches({raw}, '[.eE]') THEN true ELSE {whole} END"
             )
         if kind == "BOOLEAN":
             return f"({raw} IN ('true', 'false'))"
@@ -163,9 +166,10 @@ class JsonTypes:
             # their numbers are looked at in _check_long, and what a cast of them would change here
             if not self._given:
                 return ""
-            flat = f"regexp_replace({raw}, '\\s', '', 'g')"
-            made = f"regexp_replace(to_json(TRY_CAST({quoted(column)} AS {kind}))::VARCHAR, '\\s', '', 'g')"
-            return f"({made} = {flat})"
+            # whole numbers as they are written, beside what becomes of them
+            as_written = _as_text(_type(kind), _INTEGER.fullmatch)
+            value = f"TRY_CAST({quoted(column)} AS {kind})"
+            return f"({value}::{as_written} = TRY_CAST({quoted(column)} AS {as_written}))"
         return f"({given_sql(text, kind, {})})"
 
     def _check_long(self) -> None:
@@ -204,16 +208,16 @@ class JsonTypes:
         column, kind = quoted(name), self.types[name]
         read = self._as_json([name], filename="precompute_file")
         found = self._database.query_aside(
-            f"SELECT f, v, n FROM (SELECT precompute_file AS f, {column}::VARCHAR AS v, row_number()"
-            f" OVER () AS n, {fits} AS fits FROM {read}) WHERE v IS NOT NULL AND v <> 'null' AND"
-            " fits IS NOT TRUE ORDER BY n LIMIT 1"
+            f"SELECT f, v, n FROM (SELECT precompute_file AS f, {column}::VARCHAR AS v,"
+            f" row_number() OVER () AS n, {fits} AS fits FROM {read}) WHERE v IS NOT NULL AND"
+            " v <> 'null' AND fits IS NOT TRUE ORDER BY n LIMIT 1"
         ).to_pylist()
         if not found:
             return SourceError(f"{self._call.files[0]} changed while it was read: run again")
         row = found[0]
         before = self._database.query_aside(
-            f"SELECT count(*) AS n FROM (SELECT precompute_file AS f, row_number() OVER () AS n FROM"
-            f" {read}) WHERE f = $file AND n <= $n",
+            "SELECT count(*) AS n FROM (SELECT precompute_file AS f, row_number() OVER () AS n"
+            f" FROM {read}) WHERE f = $file AND n <= $n",
             {"file": row["f"], "n": row["n"]},
         ).to_pylist()[0]["n"]
         others = f" ({count:,} such values)" if count > 1 else ""
@@ -225,8 +229,8 @@ class JsonTypes:
             f" columns = {{…, '{name}': 'JSON'}}"
         )
         return SourceError(
-            f"{row['f']}, record {before}: {name} is {shown(row['v'])}, and {whose} is {kind}, which"
-            f" would change it{others}: {remedy}"
+            f"{row['f']}, record {before}: {name} is {shown(row['v'])}, and {whose} is {kind},"
+            f" which would change it{others}: {remedy}"
         )
 
 
@@ -245,17 +249,16 @@ def _children(kind: Any) -> Mapping[str, Any]:
     return dict(kind.children) if kind.id in ("struct", "list", "map", "array") else {}
 
 
-def _as_text(kind: Any) -> str:
-    """A type with text in place of the times and UUIDs inside."""
-    children = _children(kind)
+def _as_text(kind: Any, wanted: Callable[[str], object]) -> str:
+    """A type with text in place of those inside that are ``wanted``, by their names."""
+    inner = {n: _as_text(k, wanted) for n, k in _children(kind).items()}
     if kind.id == "struct":
-        inner = ", ".join(f"{quoted(n)} {_as_text(k)}" for n, k in children.items())
-        return f"STRUCT({inner})"
+        return f"STRUCT({', '.join(f'{quoted(n)} {k}' for n, k in inner.items())})"
     if kind.id == "list":
-        return f"{_as_text(children['child'])}[]"
+        return f"{inner['child']}[]"
     if kind.id == "map":
-        return f"MAP({_as_text(children['key'])}, {_as_text(children['value'])})"
-    return "VARCHAR" if str(kind) in (*_TIMES, "UUID") else str(kind)
+        return f"MAP({inner['key']}, {inner['value']})"
+    return "VARCHAR" if wanted(str(kind)) else str(kind)
 
 
 def _changed(value: Any, kind: Any) -> Iterator[str]:

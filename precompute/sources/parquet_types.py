@@ -7,13 +7,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from precompute.sources.database import Database, quoted
-from precompute.sources.reader_call import ReaderCall, is_named, literal
+from precompute.sources.reader_call import OF_ROWS, ReaderCall, is_named, literal
 from precompute.store.errors import SourceError
 
-_OF_ROWS = ("filename", "hive_partitioning", "hive_types", "hive_types_autocast")
-_OF_ROWS += ("file_row_number", "allow_empty", "union_by_name", "schema", "explicit_cardinality")
+_OF_MANY = ("union_by_name", "schema", "explicit_cardinality")
 
 _BITS = {"TINYINT": 7, "SMALLINT": 15, "INTEGER": 31, "BIGINT": 63, "HUGEINT": 127}
 _BITS |= {"UTINYINT": 8, "USMALLINT": 16, "UINTEGER": 32, "UBIGINT": 64, "UHUGEINT": 128}
@@ -84,8 +84,8 @@ class ParquetTypes:
         self._types = result
 
     def _described(self, by_name: bool) -> dict[str, str]:
-        union = {"union_by_name": True} if by_name else {}
-        return self._database.described(f"SELECT * FROM {self._call.sql(**union)}")[0]
+        union: dict[str, Any] = {"union_by_name": True} if by_name else {}
+        return self._database.described(f"SELECT * FROM {self._call.sql((), **union)}")[0]
 
     def _schemas(self, files: Sequence[str]) -> list[_Schema]:
         """The files by their columns, in the files' order; footers that are alike are told by
@@ -109,7 +109,9 @@ class ParquetTypes:
                 tuple(same),
                 self._database.described(
                     "SELECT * FROM "
-                    + self._call.over((_escaped(same[0]),), _OF_ROWS, hive_partitioning=False)
+                    + self._call.over(
+                        (_escaped(same[0]),), (*OF_ROWS, *_OF_MANY), hive_partitioning=False
+                    )
                 )[0],
             )
             for same in by_kind.values()

@@ -43,6 +43,12 @@ _OF_FILE = (
 )
 """What DuckDB reads ``FROM 'x.csv'`` by."""
 
+OF_ROWS = (
+    *("filename", "file_row_number", "hive_partitioning", "hive_types", "hive_types_autocast"),
+    "allow_empty",
+)
+"""Options that add columns that are not in the files, or concern no column."""
+
 _SAME = {
     "sep": "delim",
     "delimiter": "delim",

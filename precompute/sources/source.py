@@ -209,8 +209,8 @@ class Source:
         for column in self.entity:
             if self._types[column] == "JSON":
                 raise ConfigError(
-                    f"entity: key column {column!r} is JSON, of texts and numbers or of objects, so"
-                    f" that \"7\" and 7 are two keys: {column}->>'$' AS {column} makes texts of both"
+                    f'entity: key column {column!r} is JSON, of texts and numbers, so that "7"'
+                    f" and 7 are two keys: {column}->>'$' AS {column} makes texts of both"
                 )
             if self.schema.field(column).type not in KEY_TYPES:
                 raise ConfigError(
