@@ -55,6 +55,10 @@ class ExactTypes:
         self._database, self._calls, self._lock = database, calls, threading.Lock()
         self._stamps = self._now()
 
+    def mixed(self) -> set[str]:
+        """Columns of JSON files that hold texts and numbers, or objects."""
+        return {n for one in self.types if isinstance(one, JsonTypes) for n in one.mixed()}
+
     def settle(self) -> None:
         """See that the files are those whose types are known; where they are others, that they fit
         these.

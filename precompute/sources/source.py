@@ -207,7 +207,7 @@ class Source:
                 " with AS"
             )
         for column in self.entity:
-            if self._types[column] == "JSON":
+            if self._types[column] == "JSON" and column in self._exact.mixed():
                 raise ConfigError(
                     f'entity: key column {column!r} is JSON, of texts and numbers, so that "7"'
                     f" and 7 are two keys: {column}->>'$' AS {column} makes texts of both"

@@ -261,7 +261,8 @@ def test_a_late_line_is_seen_in_types_and_keys(tmp_path: Path, capsys: Captured)
     text = (tmp_path / "p" / "views" / "sku_features.yaml").read_text()
     assert "types = {'sku': 'VARCHAR', 'price': 'DOUBLE'}" in text
     assert main(["-c", str(tmp_path / "p"), "run", "sku_features", "--json"]) == 0
-    with Lookup.open(tmp_path / "p") as lookup:
+    project = Project(tmp_path / "p")
+    with contextlib.closing(Lookup.open(project.online, root=project.root)) as lookup:
         found = lookup.get("sku_features", ["7", "30000", "0000007"])
     assert found["price"].to_pylist() == [17.0, 19.99, 5.0]
 

@@ -133,8 +133,12 @@ JSON: dict[str, tuple[str, str, str, Any, Any]] = {
     "a truth": ("7", "true", "JSON", "7", "true"),
     "beyond 64 bits": ("7", "18446744073709551615", "HUGEINT", 7, 18446744073709551615),
     "a time of a date": (
-        *('"2024-01-01"', '"2024-01-01 10:30:00"', "TIMESTAMP"),
-        *(dt.datetime(2024, 1, 1), dt.datetime(2024, 1, 1, 10, 30)),
+        *('"2024-01-01"', '"2024-01-01 10:30:00"', "VARCHAR"),
+        *("2024-01-01", "2024-01-01 10:30:00"),
+    ),
+    "a time of times": (
+        *('"2024-01-01T10:30:00"', '"2024-01-01 10:30:00.5"', "TIMESTAMP"),
+        *(dt.datetime(2024, 1, 1, 10, 30), dt.datetime(2024, 1, 1, 10, 30, 0, 500_000)),
     ),
     "a date written otherwise": ('"2024-01-01"', '"2024-1-2"', "VARCHAR", "2024-01-01", "2024-1-2"),
     "a UUID in capitals": (
