@@ -210,6 +210,11 @@ def content_sql(key_columns: Mapping[str, str]) -> str:
     return f"sum(hash({_parts(key_columns)}, input_hash))::VARCHAR"
 
 
+def type_of(name: str) -> Any:
+    """A type of DuckDB's, by its name: ``id``, and ``children`` of one that has some."""
+    return duckdb.sqltype(name)
+
+
 def quoted(name: str) -> str:
     """A name in SQL."""
     return '"' + name.replace('"', '""') + '"'

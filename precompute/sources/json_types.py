@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-import duckdb
-
 from precompute.sources.csv_types import SMALL, exact_sql, given_sql, shown
-from precompute.sources.database import Database, quoted
+from precompute.sources.database import Database, quoted, type_of
 from precompute.sources.reader_call import OF_ROWS, ReaderCall, is_named
 from precompute.store.errors import ConfigError, SourceError
 
@@ -103,7 +101,8 @@ class JsonTypes:
         # inside of others a time or an id stays the text that it is
         texts = (*_TIMES, "UUID")
         return {
-            n: k if k in texts else _as_text(_type(k), texts.__contains__) for n, k in found.items()
+            n: k if k in texts else _as_text(type_of(k), texts.__contains__)
+            for n, k in found.items()
         }
 
     def _as_json(self, names: Iterable[str], **options: Any) -> str:
@@ -124,7 +123,7 @@ class JsonTypes:
         if checks:
             counts = ", ".join(
                 f"count(*) FILTER ({quoted(n)} IS NOT NULL AND {quoted(n)}::VARCHAR <> 'null' AND"
-                f" {fits} IS NOT TRUE) AS {quoted(n)}"
+                f" {fits} IS NOT TRUE){_two_forms(n, self.types[n])} AS {quoted(n)}"
                 for n, fits in checks.items()
             )
             found = self._database.query(
@@ -173,7 +172,7 @@ class JsonTypes:
             if not self._given:
                 return ""
             # whole numbers as they are written, beside what becomes of them
-            as_written = _as_text(_type(kind), _INTEGER.fullmatch)
+            as_written = _as_text(type_of(kind), _INTEGER.fullmatch)
             value = f"TRY_CAST({quoted(column)} AS {kind})"
             return f"({value}::{as_written} = TRY_CAST({quoted(column)} AS {as_written}))"
         return f"({given_sql(text, kind, {})})"
@@ -204,7 +203,7 @@ class JsonTypes:
                 record = json.loads(row["json"], parse_float=_Text, parse_int=_Text)
                 for column, kind in floats.items():
                     if isinstance(record, dict) and column in record:
-                        for number in _changed(record[column], _type(kind)):
+                        for number in _changed(record[column], type_of(kind)):
                             raise SourceError(
                                 f"{row['filename']}: {column} has the number {number}, and a"
                                 f" {kind} would change it: write it as a text in the file"
@@ -243,12 +242,18 @@ class JsonTypes:
 _OF_OBJECTS = ("format", "compression", "maximum_object_size")
 
 
+def _two_forms(column: str, kind: str) -> str:
+    """SQL that adds one where timestamps have two forms (a T or a space, with or without digits of
+    a second): of both DuckDB makes timestamps or texts, as its threads meet them."""
+    if kind != "TIMESTAMP":
+        return ""
+    raw = f"{quoted(column)}::VARCHAR"
+    form = f"CASE WHEN {raw} <> 'null' THEN substr({raw}, 12, 1) || strlen({raw}) END"
+    return f" + coalesce((min({form}) <> max({form}))::BIGINT, 0)"
+
+
 class _Text(str):
     """A number as it is written."""
-
-
-def _type(kind: str) -> Any:
-    return duckdb.sqltype(kind)
 
 
 def _children(kind: Any) -> Mapping[str, Any]:

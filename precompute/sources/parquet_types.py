@@ -152,6 +152,13 @@ class ParquetTypes:
         """Whether the footers say that a column has only nulls, or whole numbers that a float can
         be."""
         listed = literal([_escaped(file) for file in schema.files])
+        empty = self._database.query_aside(
+            f"SELECT count(*) AS n FROM parquet_schema({listed}) WHERE lower(name) ="
+            " lower($column) AND logical_type = 'NullType()'",
+            {"column": column},
+        ).to_pylist()[0]["n"]
+        if empty == len(schema.files):
+            return True
         found = self._database.query_aside(
             "SELECT sum(num_values) AS n, sum(stats_null_count) AS nulls, count(*) FILTER"
             " (stats_null_count IS NULL) AS unknown, min(TRY_CAST(coalesce(stats_min_value,"
