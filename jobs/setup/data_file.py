@@ -3,8 +3,6 @@ key, and what the others hold; or a folder of pictures, or a few made-up ones.""
 
 from __future__ import annotations
 
-import csv
-import gzip
 import math
 import os
 import re
@@ -19,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from precompute.models.image_file import check_installed
+from precompute.sources.csv_types import CsvTypes, ragged
 from precompute.sources.database import Database, quoted
+from precompute.sources.reader_call import CSV, ReaderCall, literal
 from precompute.sources.source import RESERVED as SOURCE_RESERVED
 from precompute.store.errors import ConfigError, SourceError, did_you_mean
 from precompute.store.feature_view import RESERVED
@@ -170,6 +170,20 @@ class DataFile:
             )
         return join_key(found[0], [column.alias for column in columns]) if found else ""
 
+    def doubled(self, columns: Sequence[Column]) -> tuple[list[str], list[str]] | None:
+        """Two rows, their values as texts in the order of :attr:`columns`, that have one key and
+        differ; None where no two do."""
+        key = ", ".join(quoted(column.name) for column in columns)
+        there = " AND ".join(f"{quoted(column.name)} {is_key(column)}" for column in columns)
+        texts = ", ".join(f"CAST({quoted(column.name)} AS VARCHAR)" for column in self.columns)
+        with closing(Database(1024, 2)) as database:
+            found = database.query(
+                f"SELECT min(v) AS a, max(v) AS b FROM (SELECT {key}, [{texts}] AS v FROM"
+                f" {self._from} WHERE {there}) GROUP BY {key} HAVING min(v) <> max(v) ORDER BY"
+                f" {key} LIMIT 1"
+            ).to_pylist()
+        return (found[0]["a"], found[0]["b"]) if found else None
+
     def key(self) -> Column | None:
         """The column that is most likely the key of a row: one that is called so, or else the first
         whose values are all different; None without any. One that is called so and comes twice now
@@ -210,75 +224,45 @@ def look_at(path: Path, project: Path) -> DataFile:
     """
     suffix = _checked(path)
     name = name_from(path, project)
-    options = (
-        [""]
-        if suffix == ".parquet"
-        else [", header = true, skip = 0", ", header = true, skip = 0, sample_size = -1"]
-    )
     # DuckDB would take a folder like day=1 for a column
-    more = ", hive_partitioning = false" if "=" in str(path.absolute()) else ""
-    for option in options:
-        call = f"{READERS[suffix]}({{}}{option}{more})"
-        try:
-            found = _looked(
-                path, call.format(literal(name)), call.format(literal(str(path.absolute())))
-            )
-            if suffix != ".parquet" and len(found.columns) == 1 and (line := _ragged(path)):
-                raise ConfigError(line)
-            if (
-                any(0 < column.commas == column.written for column in found.columns)
-                and suffix != ".parquet"
-            ):
-                call = call.removesuffix(")") + ", decimal_separator = ',')"
-                other = _looked(
-                    path, call.format(literal(name)), call.format(literal(str(path.absolute())))
-                )
-                # where some columns have points, the comma is the others' and theirs would be texts
-                if {c.name for c in found.columns if c.is_number} < {
-                    c.name for c in other.columns if c.is_number
-                }:
-                    return other
+    options: dict[str, Any] = {"hive_partitioning": False} if "=" in str(path.absolute()) else {}
+    if suffix != ".parquet":
+        options = {"header": True, "skip": 0} | options
+    call = ReaderCall(READERS[suffix], (str(path.absolute()),), options)
+    try:
+        found = _looked(path, name, call)
+        if suffix == ".parquet":
             return found
-        except (SourceError, ConfigError) as exc:
-            # of a CSV, a value far down may not be of the type that those above have
-            if option != options[-1] and isinstance(exc, SourceError):
-                continue
-            if "utf-8" in str(exc).lower():
-                raise ConfigError(
-                    f"{path}: is not UTF-8: convert it, as in iconv -f latin1 -t utf-8 FILE > NEW"
-                ) from exc
+        if len(found.columns) == 1 and (line := ragged(str(path), {})):
+            raise ConfigError(line)
+        if any(0 < column.commas == column.written for column in found.columns):
+            commas = ReaderCall(call.name, call.files, options | {"decimal_separator": ","})
+            other = _looked(path, name, commas)
+            # where some columns have points, the comma is the others' and theirs would be texts
+            if {c.name for c in found.columns if c.is_number} < {
+                c.name for c in other.columns if c.is_number
+            }:
+                return other
+        return found
+    except (SourceError, ConfigError) as exc:
+        if "utf-8" in str(exc).lower():
             raise ConfigError(
-                f"{path}: {('' if suffix == '.parquet' else _ragged(path)) or exc}"
+                f"{path}: is not UTF-8: convert it, as in iconv -f latin1 -t utf-8 FILE > NEW"
             ) from exc
-    raise AssertionError("there is an option")
+        line = "" if suffix == ".parquet" else ragged(str(path), {})
+        raise ConfigError(f"{path}: {line or exc}") from exc
 
 
-def _ragged(path: Path) -> str:
-    """The first line of a CSV that has more or fewer values than its header; empty where all have
-    as many."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
-        head = file.readline()
-        file.seek(0)
-        rows = csv.reader(file, delimiter=max(",;\t|", key=head.count))
-        wanted = len(next(rows, []))
-        for row in rows:
-            if row and len(row) != wanted:
-                return (
-                    f"the row that ends on line {rows.line_num} has {len(row)} values, and the"
-                    f" header {wanted}: mend that line"
-                )
-    return ""
-
-
-def _looked(path: Path, read: str, absolute: str) -> DataFile:
+def _looked(path: Path, name: str, call: ReaderCall) -> DataFile:
     with closing(Database(1024, 2)) as database:
+        if call.format == CSV:
+            # those of all lines, which the view's file then says
+            seen = CsvTypes(database, call, None).types
+            named = {"types": {n: k for n, k in seen.items() if _is_usable(n)}}
+            call = ReaderCall(call.name, call.files, {**call.options, **named})
+        read, absolute = call.over((name,)), call.sql()
         types, _ = database.described(f"SELECT * FROM {absolute}")
-        usable = {
-            name: kind
-            for name, kind in types.items()
-            if name.isprintable() and "${" not in name and name.strip()
-        }
+        usable = {name: kind for name, kind in types.items() if _is_usable(name)}
         unusable = {
             repr(name): "its name cannot stand in SQL here" for name in types if name not in usable
         }
@@ -306,6 +290,15 @@ def _looked(path: Path, read: str, absolute: str) -> DataFile:
     if not columns:
         raise ConfigError("no column has a value: there is nothing to compute from")
     return DataFile(path, read, of_all["rows"], tuple(columns), unusable, absolute)
+
+
+def is_key(column: Column) -> str:
+    """SQL, after a column's name: whether a row has a key there."""
+    return "<> ''" if column.type == "VARCHAR" else "IS NOT NULL"
+
+
+def _is_usable(name: str) -> bool:
+    return name.isprintable() and "${" not in name and bool(name.strip())
 
 
 def _sums(name: str, kind: str) -> str:
@@ -430,11 +423,6 @@ def name_from(path: Path, project: Path) -> str:
             " elsewhere"
         )
     return name
-
-
-def literal(text: str) -> str:
-    """A text as SQL has it."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 def number_text(value: Any) -> str:

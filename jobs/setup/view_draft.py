@@ -15,6 +15,7 @@ from precompute.jobs.setup.data_file import (
     Column,
     DataFile,
     PictureFolder,
+    is_key,
     number_text,
     slug_of,
 )
@@ -36,6 +37,8 @@ SAMPLES = {"pairs": "readings.csv"}
 
 MOST_WEIGHTS = 8
 MOST_RELATED = 10
+MOST_TOLD = 4
+"""Columns that are told of two rows with one key."""
 
 _TITLE = re.compile(r"(?i).*(title|titel|name|subject|headline|heading|label)")
 
@@ -85,7 +88,7 @@ class _Shape:
 
     def select(self, columns: Mapping[str, str], wanted: str | None = None) -> str:
         """The SELECT: the key and ``columns``, name → SQL, of the rows for which ``wanted`` is
-        true; one row of each key."""
+        true."""
         keys = [_as(quoted(column.name), column.alias, column.name) for column in self.keys]
         if self.made_key:
             keys = [
@@ -96,7 +99,7 @@ class _Shape:
         lines = ["SELECT", ",\n".join(f"  {one}" for one in selected), f"FROM {self.data.read}"]
         # of a text that is empty there is no key either
         there = [
-            f"{quoted(c.name)} {_is_key(c)}"
+            f"{quoted(c.name)} {is_key(c)}"
             for c in self.keys
             if c.values < self.data.rows or c.is_empty_somewhere
         ]
@@ -106,25 +109,33 @@ class _Shape:
             )
         conditions = [*there, *([wanted] if wanted else [])]
         lines += [f"WHERE {' AND '.join(conditions)}"] if conditions else []
-        if self.keys and self.data.distinct(self.keys) < self._rows_with_key:
-            of = ", ".join(quoted(column.name) for column in self.keys)
-            lines.append(
-                f"QUALIFY row_number() OVER (PARTITION BY {of} ORDER BY {self._order()}) = 1    --"
-                " of several rows of one key, one"
-            )
-            self.notes.append(
-                f"several rows have the same {' and '.join(repr(c.name) for c in self.keys)}: one"
-                " of them is taken, see QUALIFY"
-            )
+        self._note_doubled()
         return "\n".join(lines)
 
-    @property
-    def _rows_with_key(self) -> int:
-        return min(column.values for column in self.keys)
-
-    def _order(self) -> str:
-        """SQL that makes the choice of a row the same in every run."""
-        return ", ".join(quoted(c.name) for c in self.data.columns if c not in self.keys) or "1"
+    def _note_doubled(self) -> None:
+        """A note on two rows of one key, of which a run would have to choose one: which, the user
+        says."""
+        pair = self.data.doubled(self.keys) if self.keys else None
+        if pair is None:
+            return
+        # the key, and where they differ
+        columns = self.data.columns
+        told = [at for at, column in enumerate(columns) if column in self.keys]
+        told += [at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b]
+        one, two = (
+            ", ".join(f"{columns[at].name} {_short(row[at])}" for at in told[:MOST_TOLD])
+            for row in pair
+        )
+        of = ", ".join(quoted(column.name) for column in self.keys)
+        time = next((column.name for column in columns if column.type in _TIMES), None)
+        order, first = (f"{quoted(time)} DESC", "newest") if time else ("…", "first in that order")
+        self.notes.append(
+            f"several rows have the same {' and '.join(repr(c.name) for c in self.keys)}, such as"
+            f" ({one}) and ({two}): a run refuses them until you choose. At the end of the SQL,"
+            f" QUALIFY row_number() OVER (PARTITION BY {of} ORDER BY {order}) = 1 takes the"
+            f" {first}; SELECT any_value(…) and GROUP BY {of} take any; init with --key"
+            f" {','.join(c.name for c in self.keys)},… makes another key"
+        )
 
     @property
     def summary(self) -> list[str]:
@@ -591,8 +602,10 @@ def _singular(stem: str) -> str:
     return stem.removesuffix("s") if len(stem) > 3 and not stem.endswith("ss") else stem
 
 
-def _is_key(column: Column) -> str:
-    return "<> ''" if column.type == "VARCHAR" else "IS NOT NULL"
+def _short(value: str | None) -> str:
+    """A value in a note, on one line."""
+    text = json.dumps(value, ensure_ascii=False)
+    return (text if len(text) <= 30 else f"{text[:29]}…").replace("${", "$ {")
 
 
 def _as(sql: str, name: str, own: str | None = None) -> str:

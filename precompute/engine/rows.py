@@ -321,7 +321,7 @@ def _vectors(feature: Feature, kind: pa.DataType, values: Any) -> pa.Array:
         )
     if (
         feature.dtype.startswith("float")
-        and values.dtype.kind in "fiu"
+        and values.dtype.kind == "f"
         and values.dtype != feature.dtype
     ):
         # what does not fit becomes infinite, and is rejected as such
@@ -358,7 +358,17 @@ def _as(kind: pa.DataType, column: pa.Array) -> pa.Array:
         raise Misfit(
             f"the model returned {column.type}, declared {kind}; correct `dtype` or the model"
         )
-    return column.cast(kind)
+    cast, item = column.cast(kind), _item(kind)
+    # what Arrow does not look at: 2 is true to it, and 2049 as float16 is 2048
+    unlike = pa.types.is_boolean(item) or (
+        pa.types.is_float16(item) and pa.types.is_integer(_item(column.type))
+    )
+    if unlike and not cast.cast(column.type).equals(column):
+        raise Misfit(
+            f"the model returned {column.type} with values that are none of {kind}; correct `dtype`"
+            " or the model"
+        )
+    return cast
 
 
 def _item(kind: pa.DataType) -> pa.DataType:

@@ -210,6 +210,11 @@ def content_sql(key_columns: Mapping[str, str]) -> str:
     return f"sum(hash({_parts(key_columns)}, input_hash))::VARCHAR"
 
 
+def type_of(name: str) -> Any:
+    """A type of DuckDB's, by its name: ``id``, and ``children`` of one that has some."""
+    return duckdb.sqltype(name)
+
+
 def quoted(name: str) -> str:
     """A name in SQL."""
     return '"' + name.replace('"', '""') + '"'
@@ -237,6 +242,13 @@ CLOSE_TRIES = 500
 
 _BAD_SQL = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
 
+
+_LINE = re.compile(
+    r"CSV Error on Line: (\d+)\s+Original Line: (.*?)\s+Expected Number of Columns: (\d+)"
+    r" Found: (\d+)",
+    re.DOTALL,
+)
+"""What DuckDB says of a line of a CSV with more or fewer values than others."""
 
 NO_SETUP = Setup()
 
@@ -434,6 +446,20 @@ class Database:
             except OSError as exc:
                 raise SourceError(str(exc)) from exc
 
+    def tag_of(self, file: str) -> str:
+        """What changes with the content of a file in an object store; empty of what is no file
+        there.
+
+        Raises:
+            SourceError: it is not there, or the object store gives no answer.
+        """
+        if self._remote is None or not file.startswith(REMOTE):
+            return ""
+        try:
+            return str(self._remote.tag(file))
+        except OSError as exc:
+            raise SourceError(str(exc)) from exc
+
     def interrupt(self) -> None:
         """End the queries that are going on, if there are any."""
         for connection in (self._connection, *self._cursors):
@@ -498,6 +524,13 @@ def _translated() -> Iterator[None]:
         raise ConfigError(f"the source SQL cannot be run: {first_line(exc)}") from exc
     except duckdb.InvalidInputException as exc:
         hint = ""
+        if line := _LINE.search(str(exc)):
+            file = re.search(r"file = (.+)", str(exc))
+            raise SourceError(
+                f"{file[1] if file else 'a CSV'}, line {line[1]}: {line[4]} values, where there are"
+                f" {line[3]} columns ({line[2].strip()[:80]!r}): mend that line; if it is the last,"
+                " the file was cut"
+            ) from exc
         if file := re.search(r'Error when sniffing file "(.+?)"', str(exc)):
             raise SourceError(
                 f"{file[1]} is no CSV as it stands: its rows have different numbers of values, a"
@@ -505,6 +538,8 @@ def _translated() -> Iterator[None]:
                 " For the line give its form, as in read_csv(…, header = true, delim = ',', quote"
                 " = '\"')"
             ) from exc
+        if "Malformed JSON" in str(exc) and "unexpected end" in str(exc):
+            hint = "; was the file cut? Its last record is not whole"
         if "UTF" in str(exc).upper() or "unicode" in str(exc):
             hint = (
                 "; read the column as BLOB (a Parquet file without the UTF8 annotation, or"

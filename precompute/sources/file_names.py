@@ -104,13 +104,13 @@ def absolute_sql(
     """
     ctes = {
         entry["key"].lower()
-        for node in _nodes(tree)
+        for node in nodes_of(tree)
         if "cte_map" in node
         for entry in node["cte_map"]["map"]
     }
     changed, files = False, list[str]()
     # what stands in an argument first: the argument may be evaluated
-    for node in reversed(list(_nodes(tree))):
+    for node in reversed(list(nodes_of(tree))):
         if node.get("type") == "BASE_TABLE":
             of_node, read = _absolute_table(node, ctes, folder)
         elif node.get("type") == "TABLE_FUNCTION":
@@ -124,7 +124,7 @@ def absolute_sql(
 
 def _absolute_table(node: dict[str, Any], ctes: set[str], folder: Path) -> tuple[bool, list[str]]:
     """:func:`absolute_sql` of ``FROM 'books.csv'``."""
-    path = _path_of(node)
+    path = path_of(node)
     name = _file_of_table(path, ctes)
     if name is None:
         of_ours = path[0].lower() == "live" or (len(path) == 1 and path[0].lower() in ctes)
@@ -146,7 +146,7 @@ def _absolute_call(
     constant: Callable[[Any], Any],
 ) -> tuple[bool, list[str]]:
     """:func:`absolute_sql` of ``FROM read_csv('books.csv')``."""
-    name, arguments = str(function["function_name"]).lower(), _arguments(function)
+    name, arguments = str(function["function_name"]).lower(), arguments_of(function)
     if name in _HIDING:
         raise ConfigError(
             f"{name}(…) hides which files and views are read: write the SELECT itself"
@@ -250,7 +250,7 @@ def _is_unpartitioned(arguments: Sequence[tuple[str, Mapping[str, Any]]]) -> boo
     return False
 
 
-def _path_of(node: Mapping[str, Any]) -> list[str]:
+def path_of(node: Mapping[str, Any]) -> list[str]:
     """Catalog, schema and name of a table, as far as it is written with them."""
     if "qualified_name" in node:
         return [str(part) for part in node["qualified_name"]["path"]]
@@ -259,7 +259,7 @@ def _path_of(node: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in names if name]
 
 
-def _arguments(function: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def arguments_of(function: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The arguments of a function: the name of each, where it has one, and its expression."""
     if "arguments" in function:
         return [(one["name"], one["expression"]) for one in function["arguments"]]
@@ -287,7 +287,7 @@ def _literal(node: Mapping[str, Any]) -> str | list[str] | None:
             return str(value.get("text", value.get("value")))
     if node.get("function_name") != "list_value":
         return None
-    items = [_literal(expression) for _, expression in _arguments(node)]
+    items = [_literal(expression) for _, expression in arguments_of(node)]
     texts = [item for item in items if isinstance(item, str)]
     return texts if len(texts) == len(items) else None
 
@@ -296,7 +296,8 @@ def _texts(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
+def nodes_of(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every node of a syntax tree."""
     todo: list[Any] = [tree]
     while todo:
         node = todo.pop()

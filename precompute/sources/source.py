@@ -31,6 +31,7 @@ from precompute.sources.database import (
     quoted,
     statement,
 )
+from precompute.sources.exact_types import ExactTypes, exact_statement
 from precompute.sources.file_names import absolute_statement
 from precompute.sources.session import Setup
 from precompute.store.errors import ConfigError, SourceError, nearest_or_all
@@ -103,9 +104,9 @@ class Source:
             else {n: at.replace(tzinfo=None) for n, at in zip(BOUNDS, bounds, strict=True)}
         )
         try:
-            self._sql, self._files = self._absolute(sql)
-            self._given = self._taken(self._sql)
             self._show_live(live)
+            self._sql, self._files, self._exact = self._absolute(sql)
+            self._given = self._taken(self._sql)
             self._whole: str | None = None
             if chunk is not None:
                 self._cut(chunk)
@@ -116,15 +117,15 @@ class Source:
             self.close()
             raise
 
-    def _absolute(self, sql: str) -> tuple[str, list[str]]:
-        """The one statement, its relative paths made absolute, and the files it reads; none known
-        without a folder."""
-        only = statement(sql)
-        if self._folder is None:
-            return only, []
-        sql, files = absolute_statement(self.database, only, self._folder, self._taken)
-        self.database.read_remote(files)
-        return sql, files
+    def _absolute(self, sql: str) -> tuple[str, list[str], ExactTypes]:
+        """The one statement, its relative paths made absolute and its readers with exact types, the
+        files it reads (none known without a folder), and the types."""
+        sql, files = statement(sql), list[str]()
+        if self._folder is not None:
+            sql, files = absolute_statement(self.database, sql, self._folder, self._taken)
+            self.database.read_remote(files)
+        sql, exact = exact_statement(self.database, sql, self._taken)
+        return sql, files, exact
 
     def _taken(self, sql: str) -> dict[str, datetime]:
         names = parameters(sql)
@@ -206,6 +207,11 @@ class Source:
                 " with AS"
             )
         for column in self.entity:
+            if self._types[column] == "JSON" and column in self._exact.mixed():
+                raise ConfigError(
+                    f'entity: key column {column!r} is JSON, of texts and numbers, so that "7"'
+                    f" and 7 are two keys: {column}->>'$' AS {column} makes texts of both"
+                )
             if self.schema.field(column).type not in KEY_TYPES:
                 raise ConfigError(
                     f"entity: key column {column!r} is {self.schema.field(column).type}: a key is"
@@ -244,11 +250,13 @@ class Source:
                 are named), or a row lies outside.
         """
         columns = ", ".join(quoted(name) for name in self.schema.names)
+        self._exact.settle()
         self.database.execute(
             f"CREATE TEMP TABLE input AS SELECT {columns}, {self._hash_sql()} AS input_hash FROM"
             f" ({self._sql}\n)",
             self._given,
         )
+        self._exact.check_same()
         if within is not None:
             self._check_within(within)
         self._check_moves()
@@ -466,7 +474,15 @@ class Source:
         sql = f'SELECT {key} AS "key", {hashed}* FROM ({source}\n) WHERE {where}'
         added = ["key", *["input_hash"] * with_hash, *["input_group"] * bool(grouped_by)]
         # DuckDB 1.5 renames a column of the source that is named as the group is
-        return self.database.query_aside(sql, given).rename_columns([*added, *self.schema.names])
+        return self._read(sql, given).rename_columns([*added, *self.schema.names])
+
+    def _read(self, sql: str, given: Mapping[str, Any]) -> pa.Table:
+        """What SQL over the source yields now, from any thread, if its files still fit the
+        source's types."""
+        self._exact.settle()
+        found = self.database.query_aside(sql, given)
+        self._exact.check_same()
+        return found
 
     def cached(self) -> CachedSource:
         """The cache that may have rows by key without DuckDB; of chunks none, since all texts would
@@ -501,7 +517,7 @@ class Source:
         if self.loaded:
             names = ", ".join(map(quoted, self.schema.names))
             return self.database.query(f"SELECT {names} FROM input {by_hash}")
-        return self.database.query_aside(f"SELECT * FROM ({self._sql}\n) {by_hash}", self._given)
+        return self._read(f"SELECT * FROM ({self._sql}\n) {by_hash}", self._given)
 
     def extremes(self, rows: int) -> pa.Table:
         """The loaded rows, or else the SQL's, at the ends of each input: ``rows`` of the longest
@@ -531,8 +547,7 @@ class Source:
         sized = f"SELECT {key} AS key, {', '.join(sizes)} FROM {source}"
         sql = f"WITH _precompute_sizes AS MATERIALIZED ({sized}) SELECT {names} FROM {source}"
         sql += f" WHERE {key} IN ({ends}) ORDER BY {key}"
-        database = self.database
-        return database.query(sql) if self.loaded else database.query_aside(sql, self._given)
+        return self.database.query(sql) if self.loaded else self._read(sql, self._given)
 
     def with_nulls(self, rows: int) -> pa.Table:
         """Loaded rows that have a null among their inputs, at most so many: those whose keys hash
@@ -555,9 +570,7 @@ class Source:
         Raises:
             SourceError: the source cannot be read.
         """
-        return self.database.query_aside(
-            f"SELECT * FROM ({self._sql}\n) LIMIT {int(rows)}", self._given
-        )
+        return self._read(f"SELECT * FROM ({self._sql}\n) LIMIT {int(rows)}", self._given)
 
     def table(self, sql: str) -> pa.Table:
         """A whole query, for a model's ``{sql: …}`` argument; it must fit in memory.
@@ -566,8 +579,10 @@ class Source:
             ConfigError: the SQL is wrong.
             SourceError: a file cannot be read.
         """
-        absolute, _ = self._absolute(sql)
-        return self.database.query(absolute, self._taken(absolute))
+        absolute, _, exact = self._absolute(sql)
+        found = self.database.query(absolute, self._taken(absolute))
+        exact.check_same()
+        return found
 
     def close(self) -> None:
         """Drop all that was loaded; a thread that still reads is interrupted."""

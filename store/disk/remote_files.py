@@ -102,6 +102,11 @@ class RemoteFiles(AbstractFileSystem):  # type: ignore[misc]
         written: datetime = self.meta(path)["last_modified"]
         return written
 
+    def tag(self, path: str) -> str:
+        """The object's entity tag and size: those of another content are others."""
+        meta = self.meta(path)
+        return f"{meta['e_tag']} {meta['size']}"
+
     # ---- requests
 
     def meta(self, path: str) -> Any:

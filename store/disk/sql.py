@@ -77,6 +77,9 @@ _SETTINGS = (
     "TimeZone = 'UTC'",
 )
 """Settings that are made before :data:`_LOCKED`."""
+_BEFORE_2 = ("enable_external_file_cache = false",)
+"""DuckDB 1.5 takes a file that is replaced within a second for the one before, and reads the new
+one's bytes by the old one's footer."""
 _LOCKED = "lock_configuration = true"
 """Nothing in a source's SQL can change the settings."""
 
@@ -110,7 +113,7 @@ def open_duckdb(
             connection = duckdb.connect(
                 config=config if threads is None else config | {"threads": threads}
             )
-            for setting in _SETTINGS:
+            for setting in (*_SETTINGS, *(_BEFORE_2 if duckdb.__version__ < "2" else ())):
                 connection.execute(f"SET {setting}")
             prepare(connection)
             connection.execute(f"SET {_LOCKED}")
@@ -173,6 +176,9 @@ class RemoteReader(Protocol):
 
     def modified(self, path: str) -> datetime:
         """When a file was last written."""
+
+    def tag(self, path: str) -> str:
+        """What changes with a file's content."""
 
 
 def read_remote_files(

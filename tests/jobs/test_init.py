@@ -154,7 +154,8 @@ def test_a_view_says_what_it_was_made_of(
         "SELECT",
         '  "item_id",',
         '  "title" AS text',
-        "FROM read_csv('../items.csv', header = true, skip = 0)",
+        "FROM read_csv('../items.csv', header = true, skip = 0, types = {'user_id': 'VARCHAR',"
+        " 'item_id': 'BIGINT', 'title': 'VARCHAR', 'price': 'DOUBLE', 'notes': 'VARCHAR'})",
         "WHERE trim(coalesce(\"title\", '')) <> ''",
         "",
     ]
@@ -192,7 +193,8 @@ def test_a_view_says_what_it_was_made_of(
             ["id"],
         ),
         (
-            {"name": ["a", "b", "b"], "number_of": [3, 4, 5], "sku": ["x", "y", "y"]},
+            # rows that are one are folded
+            {"name": ["a", "b", "b"], "number_of": [3, 4, 4], "sku": ["x", "y", "y"]},
             "scores",
             ["sku"],
         ),
@@ -223,17 +225,46 @@ def test_the_template_and_the_key_are_found(
     assert main(["-c", str(tmp_path / "p"), "run", made["views"][-1], "--json"]) == 0
 
 
-def test_of_rows_with_one_key_one_is_taken(tmp_path: Path, capsys: Captured) -> None:
+def test_of_rows_with_one_key_the_user_chooses_one(tmp_path: Path, capsys: Captured) -> None:
     table = {"id": ["a", "a", "b", None, ""], "x": [1.0, 2.0, 3.0, 4.0, 5.0]}
     path = written("given.parquet", table)(tmp_path)
     made = init(capsys, tmp_path / "p", "--from", str(path), "--template", "scores")
     assert made["notes"] == [
         "2 columns: the key: id; a number of the score: x",
         "rows without 'id' are left out",
-        "several rows have the same 'id': one of them is taken, see QUALIFY",
+        'several rows have the same \'id\', such as (id "a", x "1.0") and (id "a", x "2.0"): a run'
+        " refuses them until you choose. At the end of the SQL, QUALIFY row_number() OVER (PARTITION"
+        ' BY "id" ORDER BY …) = 1 takes the first in that order; SELECT any_value(…) and GROUP BY'
+        ' "id" take any; init with --key id,… makes another key',
     ]
+    view = tmp_path / "p" / "views" / "given_score.yaml"
+    assert "QUALIFY" not in yaml.safe_load(view.read_text())["source"]["sql"]
+    assert main(["-c", str(tmp_path / "p"), "run", "given_score", "--json"]) == 1
+    assert "keys with more than one row and different values" in capsys.readouterr().out
+    # as the note says
+    lines = view.read_text().split("\n")
+    (last,) = (at for at, line in enumerate(lines) if line.lstrip().startswith("WHERE"))
+    lines[last] += ' QUALIFY row_number() OVER (PARTITION BY "id" ORDER BY x DESC) = 1'
+    view.write_text("\n".join(lines))
     assert main(["-c", str(tmp_path / "p"), "run", "given_score", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["counts"]["written"] == 2
+
+
+def test_a_late_line_is_seen_in_types_and_keys(tmp_path: Path, capsys: Captured) -> None:
+    """Beyond the lines that DuckDB types a file by: a price with cents, and a number with zeros in
+    front, which is another one's without them."""
+    path = tmp_path / "prices.csv"
+    rows = "".join(f"{i},{i % 90 + 10}\n" for i in range(1, 20_500))
+    path.write_text(f"sku,price\n{rows}30000,19.99\n0000007,5\n")
+    made = init(capsys, tmp_path / "p", "--from", str(path), "--template", "features")
+    assert made["notes"] == ["2 columns: the key: sku; a feature: price"]
+    text = (tmp_path / "p" / "views" / "sku_features.yaml").read_text()
+    assert "types = {'sku': 'VARCHAR', 'price': 'DOUBLE'}" in text
+    assert main(["-c", str(tmp_path / "p"), "run", "sku_features", "--json"]) == 0
+    project = Project(tmp_path / "p")
+    with contextlib.closing(Lookup.open(project.online, root=project.root)) as lookup:
+        found = lookup.get("sku_features", ["7", "30000", "0000007"])
+    assert found["price"].to_pylist() == [17.0, 19.99, 5.0]
 
 
 REFUSED: dict[str, tuple[str, bytes | None, list[str], str]] = {
