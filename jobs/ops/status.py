@@ -19,7 +19,7 @@ from precompute.store.account.account import BEHIND_S, read_account, read_follow
 from precompute.store.account.checker import LOOK_S, check_live
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import Record, plain
-from precompute.store.disk.storage import read_record_file
+from precompute.store.disk.storage import StorageError, read_record_file
 from precompute.store.errors import OnlineStoreError, PrecomputeError, SnapshotError
 from precompute.store.feature_view import status_of
 from precompute.store.offline.gc import damage
@@ -445,7 +445,7 @@ def project_status(project: Project) -> list[dict[str, Any]]:
                 line = _NOTHING | {"view": name, "status": "unreadable"}
                 line["ttl_s"] = _ttl_s(project, name)
                 # an object store that gave no answer
-                line |= _served(online, name) if isinstance(exc, OSError) else {}
+                line |= _served(online, name) if isinstance(exc, StorageError) else {}
                 line["attention"] = [str(exc), *_behind_root(offline.view(name), why=False)]
             if name in waited:
                 line["attention"].append(

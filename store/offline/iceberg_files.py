@@ -53,6 +53,7 @@ from pyiceberg.types import (
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.part_file import read_deletes, write_part_file
 from precompute.store.offline.snapshot import Part, Snapshot
+from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
 
 _PATH_ID, _POSITION_ID = 2147483546, 2147483545
@@ -168,10 +169,8 @@ def _columns(store: ViewStore, snapshot: Snapshot) -> pa.Schema:
 
 
 def _reading(read: Callable[[Path], Any], path: Path) -> Any:
-    try:
+    with parsing(path):
         return read(path)
-    except (pa.ArrowException, OSError) as exc:
-        raise SnapshotError(f"{path} cannot be read ({exc}): it is damaged") from exc
 
 
 def _list_name(number: int) -> str:
@@ -200,7 +199,7 @@ def _deletes(store: ViewStore, table: str, snapshot: Snapshot) -> list[DataFile]
     """The file of a snapshot's position deletes, written; none where it deletes nothing."""
     if snapshot.deletes is None or not snapshot.deletes.rows:
         return []
-    found = read_deletes(store.checked_path(snapshot, snapshot.deletes))
+    found = read_deletes(store.whole_path(snapshot, snapshot.deletes))
     view = store.folder.absolute()
     shown = {store.storage.shown(view / part): rows for part, rows in found.items()}
     # in the order that the format requires: by path, then by position

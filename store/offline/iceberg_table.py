@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from precompute.store.disk.durable_file import disk_message
-from precompute.store.errors import ConfigError, SnapshotError
+from precompute.store.errors import ConfigError, SnapshotError, UnreadableError
 from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def keep_table(store: ViewStore, wanted: bool) -> list[str]:
             return table.write()
         if table.exists():
             store.storage.delete_all(table.folder)
-    except (ConfigError, SnapshotError, OSError) as exc:
+    except (ConfigError, SnapshotError, UnreadableError, OSError) as exc:
         return [f"the Iceberg table is behind until the next run: {exc}"]
     return []
 
@@ -69,7 +69,7 @@ def follow(store: ViewStore, gone: Collection[int] = ()) -> None:
     try:
         if table.exists():
             wrong = table.write(gone)
-    except (ConfigError, SnapshotError) as exc:
+    except (ConfigError, SnapshotError, UnreadableError) as exc:
         wrong = [f"it is behind until the next run: {exc}"]
     for sentence in wrong:
         log.warning("view %r: its Iceberg table: %s", store.name, sentence)

@@ -143,6 +143,7 @@ def compacted(store: ViewStore, opened: OpenView, draft: Snapshot) -> Snapshot:
     Raises:
         SnapshotError: a file of the chain is missing or damaged, or the file system failed.
     """
+    store.compare_parts(draft)
     copies = _Copies(store, draft)
     for batch in store.batches(draft):
         copies.add(batch)
