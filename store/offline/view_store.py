@@ -362,9 +362,15 @@ class ViewStore:
         name = self.name
         which = f"snapshot {snapshot.number}" if snapshot.number else "what this run writes"
         return (
-            f"{which} of {name!r} cannot be used; publish another one: `precompute run {name}`"
-            f" builds on what is whole, `precompute rollback {name}` goes back"
+            f"{which} of {name!r} cannot be used; publish another one: {self._run_again(snapshot)},"
+            f" it builds on what is whole, or go back: precompute rollback {name}"
         )
+
+    def _run_again(self, snapshot: Snapshot) -> str:
+        if snapshot.partition is None:
+            return f"run the view again (precompute run {self.name})"
+        start = snapshot.partition.partition("/")[0]
+        return f"run its partition again (precompute run {self.name} --partition {start})"
 
     def batches(
         self,
@@ -480,7 +486,7 @@ class ViewStore:
                 self.mark_bad(layer.number, f"damaged: {wrong}", rows=False)
             for number in layer.members.values():
                 self._mark_writer(number, part, f"damaged: {wrong}")
-            raise SnapshotError(f"{wrong}; run the view again, it builds on what is whole")
+            raise SnapshotError(f"{wrong}; {self._run_again(layer)}, it builds on what is whole")
 
     def check_beside(self, part: Part) -> None:
         """Compare a file that the next run reads beside the parts, read again: the rejected rows,

@@ -381,7 +381,8 @@ def members_of(
     is served was computed by the new one; if ``forced``, those that were not are dropped.
 
     Raises:
-        SnapshotError: a partition that is served has no good snapshot any more.
+        SnapshotError: a partition that is served has no good snapshot any more, or only one that
+            was replaced.
     """
     standing, keep_s = Standing(store), None if partitions is None else partitions.keep
     every = _retained(keep_s, standing.newest_of_each())
@@ -393,6 +394,8 @@ def members_of(
         if all(are_alike(newest, s) for s in every.values())
         else _retained(keep_s, standing.newest_of_each(like=newest))
     )
+    if not forced:
+        _check_none_comes_back(store, standing, members)
     served = set() if live is None else set(_retained(keep_s, live.members, members))
     if live is None or forced or not served.difference(members):
         return members, _left_out(every, members, newest)
@@ -415,6 +418,29 @@ def members_of(
         " partitions still have the old one; the live snapshot stays until all are recomputed:"
         f" precompute backfill {store.name} --reprocess stale --from … --to …"
     ]
+
+
+def _check_none_comes_back(
+    store: ViewStore, standing: Standing, members: Mapping[str, Snapshot]
+) -> None:
+    """Raises:
+    SnapshotError: the snapshot of a partition that is served is damaged, and an older one would
+        bring rows back that it replaced, as if they were fresh.
+    """
+    ref, entries = store.refs.readable_live(), store.catalog().entries
+    if ref is None or ref.snapshot not in entries:
+        return
+    for number in entries[ref.snapshot].members:
+        partition = entries[number].partition if number in entries else None
+        older = None if partition is None else members.get(partition)
+        if older is not None and older.number < number and number not in standing.left:
+            raise SnapshotError(
+                f"snapshot {number} of partition {partition} is served and damaged; snapshot"
+                f" {older.number}, the one before it, would bring rows back that were replaced, so"
+                f" what is live stays. Compute the partition again: precompute run {store.name}"
+                f" --partition {str(partition).partition('/')[0]}; or go back to those rows: precompute publish"
+                f" {store.name} --accept rows"
+            )
 
 
 def _left_out(
@@ -476,6 +502,7 @@ def _assembled(
                 partition: known.get(number) or store.snapshot(number)
                 for partition, number in live.members.items()
             }
+            store.compare_parts(live, *before.values())
         except SnapshotError as exc:
             log.warning("%s; all is assembled again", exc)
         else:
