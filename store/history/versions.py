@@ -13,6 +13,7 @@ import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from precompute.store.disk.durable_file import limit_of
 from precompute.store.disk.sql import SpillFolder, open_duckdb, parquet_sql
@@ -26,7 +27,7 @@ from precompute.store.offline.refs import Publishing
 from precompute.store.offline.selection import reading_file
 from precompute.store.offline.snapshot import Part, Snapshot
 from precompute.store.offline.standing import Standing, keeps_live
-from precompute.store.offline.stored_file import BROKEN
+from precompute.store.offline.stored_file import BROKEN, parsing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition, Sighting, as_us, microseconds
 
@@ -469,8 +470,8 @@ def _chain(
 
 def key_kinds(path: Path, entity: Sequence[str]) -> tuple[str, ...]:
     """The types of the key's columns in a file, as DuckDB names them."""
-    with reading_file(path, entity) as opened:
-        schema = opened.schema_arrow
+    with parsing(path):
+        schema = pq.read_schema(path)
     return tuple(
         "BIGINT" if pa.types.is_integer(schema.field(column).type) else "VARCHAR"
         for column in entity

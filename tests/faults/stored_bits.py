@@ -1,6 +1,6 @@
-"""A bit flipped in any Parquet file beside the parts (deletes, rejected rows, given frames) of small
-views, one after the other: each is told, no wrong row is served or committed, no command ends with
-a traceback, no other view is stopped, and there is a way out.
+"""A bit flipped in any Parquet file beside the parts (deletes, rejected rows) of small views, one
+after the other: each is told, no wrong row is served or committed, no command ends with a
+traceback, no other view is stopped, and there is a way out.
 
     python -m tests.faults.stored_bits [--most 500] [--seed 1]
 
@@ -48,6 +48,7 @@ TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
 DAYS = [TODAY - timedelta(days=n) for n in (3, 2, 1)]
 VIEWS = ("deltas", "days", "spoilt")
 KEYS = range(60)
+LAST_DAY = {0: 3.0, 11: 33.0}
 UNGATED: dict[str, Any] = {
     name: None
     for name, of in GatesConfig.model_fields.items()
@@ -66,7 +67,7 @@ class Doubles:
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
         x = np.asarray(batch.column("x"))
-        return {row: "x is negative" for row in np.flatnonzero(x < 0).tolist()}
+        return dict.fromkeys(np.flatnonzero(x < 0).tolist(), "x is negative")
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
         return {"double": 2 * np.asarray(batch.column("x"))}
@@ -151,7 +152,7 @@ class Stored:
         # what the next run of each is to find
         self.write("deltas", without | {3: 302.0, 5: 500.0, 50: 51.0, 9: 9.5})
         self.write("spoilt", spoilt | {1: 101.0, 2: -2.0, 3: 300.0, 4: 400.0})
-        self.write_days([first, {**second, 1: 22.0, 2: 23.0}, {0: 3.0, 11: 33.0}])
+        self.write_days([first, {**second, 1: 22.0, 2: 23.0}, LAST_DAY])
         return self
 
     def _run_day(self, number: int) -> None:
@@ -195,8 +196,12 @@ class Stored:
             return None
 
     def wanted(self, name: str) -> list[dict[int, float]]:
-        """What a view may serve: of each of its states, key → double."""
-        return [{key: 2 * x for key, x in state.items()} for state in self.states[name]]
+        """What a view may serve: of each of its states, key → double; of ``days`` also what it was
+        before, after a rollback, with the day that is computed next."""
+        states = list(self.states[name])
+        if name == "days":
+            states[:-1] += [state | LAST_DAY for state in states[:-1]]
+        return [{key: 2 * x for key, x in state.items()} for state in states]
 
     def served(self, name: str) -> dict[int, float]:
         """What it serves."""

@@ -434,12 +434,12 @@ def _check_none_comes_back(
         partition = entries[number].partition if number in entries else None
         older = None if partition is None else members.get(partition)
         if older is not None and older.number < number and number not in standing.left:
+            again = f"precompute run {store.name} --partition {str(partition).partition('/')[0]}"
             raise SnapshotError(
                 f"snapshot {number} of partition {partition} is served and damaged; snapshot"
                 f" {older.number}, the one before it, would bring rows back that were replaced, so"
-                f" what is live stays. Compute the partition again: precompute run {store.name}"
-                f" --partition {str(partition).partition('/')[0]}; or go back to those rows: precompute publish"
-                f" {store.name} --accept rows"
+                f" what is live stays. Compute the partition again: {again}; or go back to those"
+                f" rows: precompute publish {store.name} --accept rows"
             )
 
 
