@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +58,11 @@ from precompute.store.offline.snapshot import Part, Snapshot
 from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
 
+_REFUSED = (
+    *(ValueError, TypeError, KeyError, IndexError, OverflowError),
+    *(NotImplementedError, AssertionError, EOFError, zlib.error, struct.error),
+)
+"""What pyiceberg raises of a type that it has not, and of a damaged list of its own."""
 _PATH_ID, _POSITION_ID = 2147483546, 2147483545
 """Columns of a file of position deletes, as the format numbers them."""
 
@@ -125,7 +132,7 @@ def write_version(store: ViewStore, table: str, snapshot: Snapshot) -> Written:
     """
     try:
         return _written(store, table, snapshot)
-    except (ValueError, TypeError, KeyError, NotImplementedError) as exc:
+    except _REFUSED as exc:
         raise SnapshotError(f"pyiceberg cannot write it: {type(exc).__name__}: {exc}") from exc
 
 

@@ -211,12 +211,15 @@ class _Versions:
     ) -> None:
         self._store, self.wrong = store, list[str]()
         names = {n for part in ("metadata", "data") for n in store.storage.names(folder / part)}
-        schemas = {one["schema-id"]: one for one in before.get("schemas", ())}
-        had = {
-            one["snapshot-id"]: (one, schemas[one["schema-id"]])
-            for one in before.get("snapshots", ())
-            if names.issuperset(one.get("summary", {}).get("files", "?").split())
-        }
+        had = dict[int, tuple[dict[str, Any], dict[str, Any]]]()
+        # what is damaged is written again
+        with contextlib.suppress(KeyError, TypeError, AttributeError):
+            schemas = {one["schema-id"]: one for one in before.get("schemas", ())}
+            had = {
+                one["snapshot-id"]: (one, schemas[one["schema-id"]])
+                for one in before.get("snapshots", ())
+                if names.issuperset(one.get("summary", {}).get("files", "?").split())
+            }
         self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         """Number → what the metadata says of it, and its columns."""
         # a parent's number is lower

@@ -24,12 +24,10 @@ from precompute.store.errors import PrecomputeError, SnapshotError, UnreadableEr
 from precompute.store.offline.part_file import dead_rows
 from precompute.store.offline.snapshot import Part
 from precompute.store.offline.stored_file import check_file
-from tests.conftest import MakeProject
 from tests.faults import nth_reads, stored_bits
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import VIEW, FaultScene, act, check_readers, recover
 from tests.faults.stored_bits import Stored
-from tests.scene import Scene
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +132,7 @@ def test_damaged_rejected_rows_are_tried_again(stored: tuple[Stored, Path]) -> N
     assert project is not None
     # nothing changed since
     rows = scene.states["spoilt"][-2]
-    spoilt = {key: -1.0 for key in range(0, 40, 4)} | {2: -2.0}
+    spoilt = dict.fromkeys(range(0, 40, 4), -1.0) | {2: -2.0}
     keys = sorted({*rows, *spoilt})
     scene._write("spoilt", keys, [(rows | spoilt)[key] for key in keys])
     report = project.run("spoilt")

@@ -302,7 +302,7 @@ def test_files_that_cannot_be_made_written_or_read_are_an_error(tmp_path: Path) 
     assert not is_held(folder, "run")
     take(folder, "other", "me").release()
     (folder / ".lease-other.1.held").mkdir()
-    with pytest.raises(SnapshotError, match=r"\.lease-other\.1\.held"):
+    with pytest.raises(UnreadableError, match=r"\.lease-other\.1\.held"):
         is_held(folder, "other")
 
 
