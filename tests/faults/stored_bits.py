@@ -2,7 +2,7 @@
 after the other: each is told, no wrong row is served or committed, no command ends with a
 traceback, no other view is stopped, and there is a way out.
 
-    python -m tests.faults.stored_bits [--most 500] [--seed 1]
+    python -m tests.faults.stored_bits [--most 500] [--seed 1] [--parts]
 
 For each bit the commands that read are called, then one of the ways on: the nightly run twice, a
 run of every row, a rollback, a publishing, a reconciliation. After each, what every view serves is
@@ -55,7 +55,7 @@ UNGATED: dict[str, Any] = {
     if type(None) in get_args(of.annotation)
 }
 SOURCE = "SELECT id, x FROM read_parquet('${{data}}/{}.parquet')"
-State = Mapping[int, float]
+State = dict[int, float]
 """Key → x: all that a view serves is made of it."""
 
 
@@ -159,17 +159,19 @@ class Stored:
         assert self.project is not None
         self.project.run("days", partition=containing("day", DAYS[number]))
 
-    def beside(self) -> list[Path]:
+    def beside(self, *, parts: bool = False) -> list[Path]:
         """The Parquet files beside the parts that what is live is made of, or the next snapshot
-        would be built on."""
+        would be built on; or the ``parts`` themselves."""
         assert self.project is not None
         found = set[str]()
         for name in VIEWS:
             store = self.project.offline.view(name)
             live = self.project.live_snapshot(name)
             for of in (live, *map(store.snapshot, live.members.values())):
-                parts = [layer.deletes for layer in store.chain(of)] + [of.rejected]
-                found |= {f"{name}/{part.path}" for part in parts if part is not None}
+                beside = [layer.deletes for layer in store.chain(of)] + [of.rejected]
+                own = [part for layer in store.chain(of) for part in layer.parts]
+                files = own if parts else [part for part in beside if part is not None]
+                found |= {f"{name}/{part.path}" for part in files}
         return sorted(self.folder / "var" / path for path in found)
 
     def copied(self, folder: Path) -> Stored:
@@ -226,6 +228,7 @@ class Stored:
             if name == "days" and not snapshot.members:
                 continue
             try:
+                store.compare_parts(snapshot)
                 rows = [row for batch in store.batches(snapshot) for row in batch.to_pylist()]
             except PrecomputeError:
                 continue
@@ -341,13 +344,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--parts", action="store_true", help="of the parts, in their stead")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     began = time.monotonic()
     counts, wrong = collections.Counter[str](), list[str]()
     with tempfile.TemporaryDirectory() as name, every_look_reads_all():
         prepared, stage = prepare(Path(name))
-        for path, at, bit, way in drawn(prepared.beside(), arguments.most, arguments.seed):
+        files = prepared.beside(parts=arguments.parts)
+        for path, at, bit, way in drawn(files, arguments.most, arguments.seed):
             counts[f"{path.relative_to(prepared.folder / 'var').parts[0]}: {path.name}"] += 1
             wrong += try_bit(prepared, stage, path, at, bit, way).wrong
     for kind, number in sorted(counts.items()):

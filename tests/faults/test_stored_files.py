@@ -448,7 +448,7 @@ def test_a_rollback_whose_online_store_refuses_marks_nothing(
     assert scene.store.refs.bad() == {}
 
 
-def test_a_rollback_to_what_builds_on_what_is_left_is_refused_and_marks_nothing(
+def test_a_rollback_to_what_builds_on_what_is_left_marks_nothing(
     unread: Path,
 ) -> None:
     scene = nth_reads.copied(unread)

@@ -147,7 +147,6 @@ def test_a_rollback_of_a_partition_goes_to_no_later_one(tmp_path: Path) -> None:
         Standing(store).before(LiveRef(4, 1, 2, "", "", Place(4, 1)))
 
 
-
 def test_a_snapshot_that_nobody_can_read_stands_for_nothing(store: ViewStore) -> None:
     (store.manifest_path(BAD)).unlink()
     on_bad, known = store.snapshot(ON_BAD), snapshots(store)
