@@ -94,17 +94,28 @@ def rollback(
             # the last rollback was killed half-way, and is finished now
             report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
         else:
-            target, marks = _target(store, ref, to)
-            report.snapshot = target
-            reason = f"rollback from {ref.snapshot}"
-            publisher.publish(
-                target,
-                reason=reason,
-                suspended=f"{reason}, with --hold" if hold else ref.held,
-                moving=lambda: _marking(store, ref, marks),
-            )
+            _go_back(store, publisher, report, ref, to, hold=hold)
         notify(project.settings.notify, report, project.home)
     return report
+
+
+def _go_back(
+    store: ViewStore,
+    publisher: Publisher,
+    report: Report,
+    ref: LiveRef,
+    to: int | None,
+    *,
+    hold: bool,
+) -> None:
+    target, marks = _target(store, ref, to)
+    report.snapshot, reason = target, f"rollback from {ref.snapshot}"
+    publisher.publish(
+        target,
+        reason=reason,
+        suspended=f"{reason}, with --hold" if hold else ref.held,
+        moving=lambda: _marking(store, ref, marks),
+    )
 
 
 def _marks_of(store: ViewStore, number: int, target: int) -> dict[int, BadMark]:
