@@ -20,7 +20,12 @@ from precompute.store.account.checker import LOOK_S, check_live
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import Record, plain
 from precompute.store.disk.storage import StorageError, read_record_file
-from precompute.store.errors import OnlineStoreError, PrecomputeError, SnapshotError
+from precompute.store.errors import (
+    OnlineStoreError,
+    PrecomputeError,
+    SnapshotError,
+    UnreadableError,
+)
 from precompute.store.feature_view import status_of
 from precompute.store.offline.gc import damage
 from precompute.store.offline.refs import LiveRef
@@ -418,7 +423,7 @@ def never_began(project: Project) -> dict[str, str]:
         record = read_record_file(Waiting, path, "remove it")
         if record is None or is_held(path.parent, path.stem):
             return {}
-    except SnapshotError as exc:
+    except (SnapshotError, UnreadableError) as exc:
         log.warning("%s", exc)
         return {}
     last = {
