@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RowsLostError,
         SnapshotError,
         SourceError,
+        UnreadableError,
         VectorIndexError,
     )
 
@@ -56,6 +57,7 @@ __all__ = [
     "ServicePart",
     "SnapshotError",
     "SourceError",
+    "UnreadableError",
     "VectorIndexError",
     "ViewLookupRequest",
     "digest",
