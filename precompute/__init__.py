@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RowsLostError,
         SnapshotError,
         SourceError,
+        UnreadableError,
         VectorIndexError,
     )
 
@@ -57,6 +58,7 @@ __all__ = [
     "SnapshotError",
     "SourceError",
     "Tls",
+    "UnreadableError",
     "VectorIndexError",
     "ViewLookupRequest",
     "digest",

@@ -20,7 +20,7 @@ class PrecomputeError(Exception):
     ├── RejectedError
     ├── GateError
     ├── SnapshotError
-    │   └── UnreadableError
+    ├── UnreadableError
     ├── ConflictError
     │   └── FencedError
     ├── OnlineStoreError
@@ -66,9 +66,10 @@ class SnapshotError(PrecomputeError):
     """A snapshot is missing, incomplete or damaged."""
 
 
-class UnreadableError(SnapshotError):
-    """A file of a snapshot cannot be read by this process, which is short of rights, handles,
-    threads or memory: nothing is known of the file."""
+class UnreadableError(PrecomputeError):
+    """A file or record cannot be read now: this process is short of rights, handles, threads or
+    memory, or the disk or object store gives no answer. Nothing is known of it, so nothing is
+    decided by it: it is not damaged, and not missing."""
 
 
 class ConflictError(PrecomputeError):

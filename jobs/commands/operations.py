@@ -31,8 +31,9 @@ from precompute.jobs.run.command_process import (
     say,
     show,
 )
+from precompute.store.account.account import read_account
 from precompute.store.disk.record import plain
-from precompute.store.errors import ConfigError, PrecomputeError
+from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
 from precompute.store.times import shown_time
 
 if TYPE_CHECKING:
@@ -378,11 +379,13 @@ def _reconcile(arguments: argparse.Namespace) -> int:
         before = len(documents)
         try:
             if reconcile(project, view, progress_for(arguments.json), finished=finished) is None:
-                documents.append({"view": project.stored(view).name, "status": "current"})
+                store = project.stored(view)
+                documents.append({"view": store.name, "status": "current"})
+                if trouble := read_account(store.refs.folder, store.name).trouble:
+                    raise SnapshotError("; ".join(trouble))
                 if not arguments.json:
                     print(
-                        f"{documents[-1]['view']}: nothing that is live is missing from the online"
-                        " store",
+                        f"{store.name}: nothing that is live is missing from the online store",
                         flush=True,
                     )
         except PrecomputeError as exc:

@@ -245,7 +245,7 @@ def _log(arguments: argparse.Namespace) -> int:
     from precompute.jobs.ops.history import find_run, rejections
 
     store, report = find_run(project_of(arguments), arguments.run)
-    rejected = rejections(store, report.run)
+    rejected = rejections(store, report)
     return answer(
         arguments, plain(report) | {"rejections": rejected}, "\n".join(_log_lines(report, rejected))
     )

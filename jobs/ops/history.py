@@ -26,8 +26,8 @@ from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.history import snapshot_at
 from precompute.store.history.changes import Beside, Joined, beside, joined_rows
-from precompute.store.history.versions import reading
 from precompute.store.offline.runs import Report
+from precompute.store.offline.selection import reading_file
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import parsed_time
@@ -138,7 +138,7 @@ def find_run(project: Project, run: str | None) -> tuple[ViewStore, Report]:
     return store, with_real_status(store, store.runs.read(name))
 
 
-def rejections(store: ViewStore, run: str) -> dict[str, Any] | None:
+def rejections(store: ViewStore, report: Report) -> dict[str, Any] | None:
     """The rows a run rejected: how many ``rows``, the ``path`` of the file with all of them, the
     commonest ``reasons`` (stage and error → rows), and the ``first`` of them with key, stage and
     error. None without any, and where the file is gone.
@@ -146,11 +146,12 @@ def rejections(store: ViewStore, run: str) -> dict[str, Any] | None:
     Raises:
         SnapshotError: the file is damaged.
     """
-    path = store.data / run / "rejected.parquet"
-    if not store.is_here(path):
+    part = report.files.get("rejected")
+    path = None if part is None else store.file(part)
+    if path is None:
         return None
     rows: list[dict[str, Any]] = []
-    with reading(store.name), pq.ParquetFile(path) as file:
+    with reading_file(path) as file:
         for batch in file.iter_batches(MOST_REJECTED, columns=["key", "stage", "error"]):
             rows += batch.to_pylist()
             if len(rows) >= MOST_REJECTED:
@@ -437,6 +438,7 @@ def export(
         (".parquet", ".csv"),
         replace,
     )
+    store.compare_parts(snapshot)
     write = _write_parquet if path.suffix == ".parquet" else _write_csv
     try:
         with replacing(path) as temporary:
@@ -469,7 +471,7 @@ def checked_target(path: Path, kinds: Sequence[str], replace: bool, option: str 
 
 def _schema(store: ViewStore, snapshot: Snapshot) -> pa.Schema:
     view = snapshot.view
-    read = pq.read_schema(store.part_paths(snapshot)[0])
+    read = store.schema(snapshot)
     names = [*view.entity, *view.feature_names, "computed_at", "input_hash"]
     return pa.schema([read.field(name) for name in names if name in read.names])
 

@@ -24,6 +24,7 @@ from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
     SnapshotError,
+    UnreadableError,
     nearest_or_all,
 )
 from precompute.store.feature_view import NAME, FeatureView
@@ -227,7 +228,7 @@ def gc(
                         report=failures.append,
                     )
                 failures += damage(store)
-            except (ConflictError, SnapshotError) as exc:
+            except (ConflictError, SnapshotError, UnreadableError) as exc:
                 failures.append(str(exc))
     return garbage, list(dict.fromkeys(failures))
 

@@ -248,7 +248,7 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
         live,
         None if other is None else other.number,
         compared_as,
-        rejections(store, report.run),
+        rejections(store, report),
         features,
         maps,
         _index(store, report, snapshot),

@@ -19,8 +19,13 @@ from precompute.store.account.account import BEHIND_S, read_account, read_follow
 from precompute.store.account.checker import LOOK_S, check_live
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import Record, plain
-from precompute.store.disk.storage import read_record_file
-from precompute.store.errors import OnlineStoreError, PrecomputeError, SnapshotError
+from precompute.store.disk.storage import StorageError, read_record_file
+from precompute.store.errors import (
+    OnlineStoreError,
+    PrecomputeError,
+    SnapshotError,
+    UnreadableError,
+)
 from precompute.store.feature_view import status_of
 from precompute.store.offline.gc import damage
 from precompute.store.offline.refs import LiveRef
@@ -422,7 +427,7 @@ def never_began(project: Project) -> dict[str, str]:
         record = read_record_file(Waiting, path, "remove it")
         if record is None or is_held(path.parent, path.stem):
             return {}
-    except SnapshotError as exc:
+    except (SnapshotError, UnreadableError) as exc:
         log.warning("%s", exc)
         return {}
     last = {
@@ -449,7 +454,7 @@ def project_status(project: Project) -> list[dict[str, Any]]:
                 line = _NOTHING | {"view": name, "status": "unreadable"}
                 line["ttl_s"] = _ttl_s(project, name)
                 # an object store that gave no answer
-                line |= _served(online, name) if isinstance(exc, OSError) else {}
+                line |= _served(online, name) if isinstance(exc, StorageError) else {}
                 line["attention"] = [str(exc), *_behind_root(offline.view(name), why=False)]
             if name in waited:
                 line["attention"].append(

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Iterator
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from precompute.engine.ahead import Ahead, StageTime
 from precompute.jobs.run.command_process import Progress
@@ -17,6 +16,7 @@ from precompute.store.errors import OnlineStoreError, PrecomputeError
 from precompute.store.history.changes import Changes
 from precompute.store.offline.refs import Place
 from precompute.store.offline.runs import Report
+from precompute.store.offline.selection import reading_file
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import RowCodec
@@ -90,15 +90,16 @@ class Loader:
         names = {f.name for f in snapshot.view.features if is_variable(f)}
         size_bytes = rows = 0
         for path in self._store.part_paths(snapshot) if names else ():
-            metadata = pq.read_metadata(path)
-            rows += metadata.num_rows
-            for group in map(metadata.row_group, range(metadata.num_row_groups)):
-                columns = map(group.column, range(group.num_columns))
-                size_bytes += sum(
-                    c.total_uncompressed_size
-                    for c in columns
-                    if c.path_in_schema.partition(".")[0] in names
-                )
+            with reading_file(path) as opened:
+                metadata = opened.metadata
+                rows += metadata.num_rows
+                for group in map(metadata.row_group, range(metadata.num_row_groups)):
+                    columns = map(group.column, range(group.num_columns))
+                    size_bytes += sum(
+                        c.total_uncompressed_size
+                        for c in columns
+                        if c.path_in_schema.partition(".")[0] in names
+                    )
         return size_bytes / max(1, rows)
 
     def load(

@@ -41,9 +41,13 @@ from precompute.jobs.run.rows.open_view import (
 from precompute.jobs.run.rows.plan import Job, Plan, Planner, mark_if_damaged, now_us, recipe_of
 from precompute.jobs.run.shards.coordinator import attempts_of, compute_in_shards, shards_of
 from precompute.sources.frame import write_frame
-from precompute.store.disk.durable_file import disk_message, make_folder, replacing_durably
+from precompute.store.disk.durable_file import (
+    disk_message,
+    make_folder,
+    replacing_durably,
+    sha256_of,
+)
 from precompute.store.disk.record import plain, replace
-from precompute.store.disk.storage import storage_of
 from precompute.store.errors import (
     ConfigError,
     GateError,
@@ -125,7 +129,8 @@ def _open(job: Job, report: Report) -> OpenView:
     """The view with its source, not loaded yet, and its model in float32."""
     project, options = job.project, job.options
     with report.stage("open"):
-        _take_frame(job.config, options.frame, project.folder, job.store.data / report.run / FRAME)
+        given = _take_frame(job, report.run)
+        report.files |= {} if given is None else {"frame": given}
         opened = open_view(
             job.config.feature_view(),
             job.store.offline,
@@ -146,16 +151,17 @@ def _open(job: Job, report: Report) -> OpenView:
     return opened
 
 
-def _take_frame(config: ViewConfig, frame: object, project: Path, path: Path) -> None:
+def _take_frame(job: Job, run: str) -> Part | None:
     """Store the rows that a program gave to a run, where the view's SQL reads them. Each run has a
     file of its own, named by its snapshot: what is live still reads the one before."""
-    name, columns = config.name, config.source.frame
+    frame, project, store = job.options.frame, job.project.folder, job.store
+    name, columns = job.config.name, job.config.source.frame
     if columns is None and frame is None:
-        return
+        return None
     if columns is None:
         raise ConfigError(
             f"view {name!r} reads SQL, so it takes no frame: leave it out, or write source:"
-            f" {{frame: [{', '.join(config.entity)}, …]}} in place of sql in"
+            f" {{frame: [{', '.join(job.config.entity)}, …]}} in place of sql in"
             f" {project / 'views' / name}.yaml"
         )
     if frame is None:
@@ -164,13 +170,16 @@ def _take_frame(config: ViewConfig, frame: object, project: Path, path: Path) ->
             f" Python gives one: precompute.open({str(project)!r}).run({name!r},"
             " frame=df). What a schedule or the command line is to run reads source: {sql: …}"
         )
+    path = store.data / run / FRAME
     try:
         make_folder(path.parent)
         with replacing_durably(path) as temporary:
-            write_frame(frame, columns, config.entity, temporary)
-        storage_of(path).put([path])
+            rows = write_frame(frame, columns, job.config.entity, temporary)
+            size_bytes, sha256 = temporary.stat().st_size, sha256_of(temporary)
+        store.storage.put([path])
     except OSError as exc:
         raise SnapshotError(disk_message(path, exc)) from exc
+    return Part(f"data/{run}/{FRAME}", rows, size_bytes, sha256)
 
 
 # ---- load
@@ -447,6 +456,7 @@ def _draft_snapshot(
         deletes=deletes.part,
         own_deletes=deletes.own,
         frame=None if config.source.frame is None else f"data/{report.run}/{FRAME}",
+        frame_file=report.files.get("frame"),
         recipe=plan.recipe,
         computation=recipe_of(opened, hashed=False),
         content=plan.content,

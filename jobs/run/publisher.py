@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 
 from precompute.jobs.run.command_process import Progress
@@ -31,6 +32,7 @@ from precompute.store.errors import (
     OnlineStoreError,
     RowsLostError,
     SnapshotError,
+    UnreadableError,
     VectorIndexError,
 )
 from precompute.store.history.changes import Changes
@@ -105,6 +107,7 @@ class Publisher:
         reason: str = "publish",
         suspended: str | None = None,
         reload: bool = False,
+        moving: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> Pointer:
         """Make a snapshot live.
 
@@ -114,6 +117,7 @@ class Publisher:
             reason: stored in the live pointer.
             suspended: why scheduled runs publish nothing after this; None: they publish.
             reload: load it again, though the online store seems to hold it.
+            moving: what is to be done around the move of the live pointer, when all is loaded.
 
         Returns:
             the pointer that is live now; nothing was loaded if the snapshot was live already.
@@ -160,7 +164,7 @@ class Publisher:
             # what failed publishings had loaded
             self._drop_unused(ref, current)
             place = self._load(snapshot, ref, epoch, reload or damaged)
-        ref = self._flip(snapshot, expected, epoch, place, reason, suspended)
+        ref = self._flip(snapshot, expected, epoch, place, reason, suspended, moving)
         self._drop_unused(ref, current)
         if damaged:
             check_live(store, online, budget_s=0.0, publishing=True)
@@ -172,7 +176,7 @@ class Publisher:
         differs from there."""
         try:
             self._replica.follow(again=again)
-        except SnapshotError as exc:
+        except (SnapshotError, UnreadableError) as exc:
             # what is not here is loaded
             log.warning("%s", exc)
 
@@ -336,19 +340,21 @@ class Publisher:
         place: Place,
         reason: str,
         suspended: str | None,
+        moving: Callable[[], AbstractContextManager[None]],
     ) -> LiveRef:
         refs, lease = self._store.refs, self._lease
         with self._report.stage("flip"):
             try:
-                ref = refs.move_live(
-                    snapshot.number,
-                    expected_epoch=expected,
-                    epoch=epoch,
-                    reason=reason,
-                    place=place,
-                    held=suspended,
-                    lease=lease,
-                )
+                with moving():
+                    ref = refs.move_live(
+                        snapshot.number,
+                        expected_epoch=expected,
+                        epoch=epoch,
+                        reason=reason,
+                        place=place,
+                        held=suspended,
+                        lease=lease,
+                    )
             except ConflictError:
                 # another run was first: what was loaded here will never be read, unless the reply
                 # to the move was lost and a later pointer names it as what was before

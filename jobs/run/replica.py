@@ -32,6 +32,7 @@ from precompute.store.errors import (
     OnlineStoreError,
     PrecomputeError,
     SnapshotError,
+    UnreadableError,
 )
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.online_store import OnlineStore, Pointer, check_taken
@@ -180,7 +181,7 @@ class Replica:
         with self._lock:
             try:
                 return self._follow(again)
-            except SnapshotError:
+            except (SnapshotError, UnreadableError):
                 # of the object store, which says where
                 raise
             except FileNotFoundError as exc:

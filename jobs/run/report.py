@@ -40,6 +40,7 @@ from precompute.store.errors import (
     PrecomputeError,
     RejectedError,
     SnapshotError,
+    UnreadableError,
 )
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
@@ -57,7 +58,7 @@ PUBLISHING = ("publish", "rollback", "reconcile")
 OPERATOR_COMMANDS = ("publish", "rollback")
 """Commands of operators: one that is refused before it changes anything leaves no report."""
 
-_REFUSALS = (ConflictError, GateError, SnapshotError)
+_REFUSALS = (ConflictError, GateError, SnapshotError, UnreadableError)
 
 VERSIONED = ("precompute-store", "torch", "pyarrow", "duckdb", "transformers", "faiss-cpu", "numpy")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from precompute.jobs.config.project import Project
@@ -21,8 +21,8 @@ from precompute.store.account.account import ROWS, Act, State
 from precompute.store.account.checker import check_live
 from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.lease import take
-from precompute.store.errors import ConflictError, SnapshotError
-from precompute.store.offline.refs import PUBLISH_LEASE, LiveRef
+from precompute.store.errors import ConflictError, PrecomputeError, SnapshotError
+from precompute.store.offline.refs import PUBLISH_LEASE, BadMark, LiveRef
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
@@ -94,19 +94,34 @@ def rollback(
             # the last rollback was killed half-way, and is finished now
             report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
         else:
-            target = report.snapshot = _target(store, ref, to)
-            _mark_left(store, ref.snapshot, target)
-            reason = f"rollback from {ref.snapshot}"
-            publisher.publish(
-                target, reason=reason, suspended=f"{reason}, with --hold" if hold else ref.held
-            )
+            _go_back(store, publisher, report, ref, to, hold=hold)
         notify(project.settings.notify, report, project.home)
     return report
 
 
-def _mark_left(store: ViewStore, number: int, target: int) -> None:
-    """Mark the snapshot that is rolled back from bad. For one of all partitions, mark the snapshots
-    of those partitions that differ from the target's, so that the next one is not made of them."""
+def _go_back(
+    store: ViewStore,
+    publisher: Publisher,
+    report: Report,
+    ref: LiveRef,
+    to: int | None,
+    *,
+    hold: bool,
+) -> None:
+    target, marks = _target(store, ref, to)
+    report.snapshot, reason = target, f"rollback from {ref.snapshot}"
+    publisher.publish(
+        target,
+        reason=reason,
+        suspended=f"{reason}, with --hold" if hold else ref.held,
+        moving=lambda: _marking(store, ref, marks),
+    )
+
+
+def _marks_of(store: ViewStore, number: int, target: int) -> dict[int, BadMark]:
+    """The marks of the snapshot that is rolled back from. For one of all partitions, also those of
+    the snapshots of its partitions that differ from the target's, so that the next one is not made
+    of them."""
     entries = store.catalog().entries
 
     def members(of: int) -> dict[str | None, int]:
@@ -123,21 +138,42 @@ def _mark_left(store: ViewStore, number: int, target: int) -> None:
         for partition, n in left.items()
         if back and back.get(partition) != n
     }
-    for entry in entries.values():
-        if (
-            entry.partition in at_fault
-            and (at_fault[entry.partition] or 0) < entry.number <= number
-        ):
-            store.mark_bad(
-                entry.number,
-                f"rolled back from, in snapshot {number}",
-                back_to=at_fault[entry.partition],
-            )
-    store.mark_bad(number, "rolled back from", rows=not at_fault, back_to=target)
+    marks = {
+        entry.number: store.bad_mark(
+            entry.number,
+            f"rolled back from, in snapshot {number}",
+            back_to=at_fault[entry.partition],
+        )
+        for entry in entries.values()
+        if entry.partition in at_fault and (at_fault[entry.partition] or 0) < entry.number <= number
+    }
+    marks[number] = store.bad_mark(number, "rolled back from", rows=not at_fault, back_to=target)
+    return marks
 
 
-def _target(store: ViewStore, ref: LiveRef, to: int | None) -> int:
-    """Number of the snapshot to go back to, after a check that it may be published."""
+@contextlib.contextmanager
+def _marking(store: ViewStore, ref: LiveRef, marks: Mapping[int, BadMark]) -> Iterator[None]:
+    """Mark what is rolled back from just before the pointer moves; where it does not move, the
+    marks are as they were: what is live is good to build on."""
+    refs = store.refs
+    before = {number: refs.read_mark(number) for number in marks}
+    try:
+        for number, mark in marks.items():
+            refs.mark_bad(number, mark)
+        yield
+    except BaseException:
+        # what cannot be read now, or written, stays marked: a rollback that is done again ends that
+        with contextlib.suppress(PrecomputeError):
+            now = refs.readable_live()
+            if now is None or now.snapshot == ref.snapshot:
+                for number, mark_before in before.items():
+                    refs.restore_mark(number, mark_before)
+        raise
+
+
+def _target(store: ViewStore, ref: LiveRef, to: int | None) -> tuple[int, dict[int, BadMark]]:
+    """Number of the snapshot to go back to, after a check that it may be published, and the marks
+    that this gives."""
     standing, name = Standing(store), store.name
     target = standing.before(ref) if to is None else to
     snapshot = store.snapshot(target)
@@ -146,8 +182,11 @@ def _target(store: ViewStore, ref: LiveRef, to: int | None) -> int:
             f"snapshot {target} of view {name!r} is live already; name another one (there are:"
             f" {standing.numbers_text()}; `precompute snapshots {name}` shows more)"
         )
+    marks = _marks_of(store, ref.snapshot, target)
+    # nor what builds on what is left
+    standing.marks.update({n: mark for n, mark in marks.items() if n not in standing.marks})
     standing.check_publishable(snapshot)
-    return target
+    return target, marks
 
 
 def reconcile(

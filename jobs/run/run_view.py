@@ -43,6 +43,7 @@ from precompute.store.errors import (
     PrecomputeError,
     RequestError,
     SnapshotError,
+    UnreadableError,
 )
 from precompute.store.offline.gc import SWEPT_FOLDERS, collect
 from precompute.store.offline.iceberg_table import keep_table
@@ -382,7 +383,7 @@ def _collect(
             swept=SWEPT_FOLDERS,
             report=report.attention.append,
         )
-    except SnapshotError as exc:
+    except (SnapshotError, UnreadableError) as exc:
         # what was published stays published; the next run collects again
         log.warning("%s", exc)
 
@@ -420,7 +421,7 @@ def find_late_rows(job: Job, made: Snapshot, stages_s: Mapping[str, float]) -> d
             if late is not None:
                 found[partition] = late
             slowest_s = max(slowest_s, time.monotonic() - begun)
-    except SnapshotError as exc:
+    except (SnapshotError, UnreadableError) as exc:
         log.info(
             "view %r: whether its other partitions have late rows is not known: %s",
             job.config.name,

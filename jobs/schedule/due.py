@@ -429,10 +429,7 @@ class Ledger:
 
     def _read(self, view: str, fresh: bool = False) -> list[Report]:
         runs = self._offline.view(view).runs
-        try:
-            changed_ns = storage_of(runs.folder).changed_ns(runs.folder)
-        except OSError as exc:
-            raise SnapshotError(f"{runs.folder} cannot be read: {exc.strerror or exc}") from exc
+        changed_ns = storage_of(runs.folder).changed_ns(runs.folder)
         if changed_ns is None:
             return []
         if fresh or view not in self._cached or self._cached[view][0] != changed_ns:
@@ -458,8 +455,8 @@ class Ledger:
                 return parsed_time(settled.since), frozenset(settled.ignored)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError) as exc:
-            log.warning("%s cannot be read (%s); the schedule of %r begins again", path, exc, view)
+        except ValueError as exc:
+            log.warning("%s is damaged (%s); the schedule of %r begins again", path, exc, view)
         return None, frozenset()
 
     def settle(self, view: str, since: datetime, ignored: Collection[str] | None = None) -> None:

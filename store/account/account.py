@@ -34,6 +34,8 @@ class State(StrEnum):
     DAMAGED = "damaged"
     MISSING = "missing"
     FOREIGN = "foreign"
+    UNREADABLE = "unreadable"
+    """It cannot be read now: nothing is known of it."""
 
 
 class Act(StrEnum):

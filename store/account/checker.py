@@ -51,10 +51,11 @@ from precompute.store.errors import (
     PrecomputeError,
     RowsLostError,
     SnapshotError,
+    UnreadableError,
 )
 from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
 from precompute.store.offline.selection import Selection, all_rows
-from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.snapshot import Part, Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.codec import State as RowState
@@ -122,7 +123,8 @@ def check_live(
 
     Raises:
         OnlineStoreError: the store does not answer, so that nothing new is known.
-        SnapshotError: the refs cannot be read, or not written.
+        SnapshotError: the refs cannot be written.
+        UnreadableError: pointer or manifest cannot be read now: likewise.
     """
     refs = store.refs.folder
     if not refs.is_dir():
@@ -153,10 +155,13 @@ def _alone(refs: Path, wait: bool) -> Iterator[bool]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            alone = True
         except BlockingIOError:
-            yield False
-        else:
-            yield True
+            alone = False
+        except OSError:
+            # a file system without locks, or one that fails: likewise
+            alone = True
+        yield alone
 
 
 class _Look:
@@ -183,7 +188,6 @@ class _Look:
         try:
             ref = self._store.refs.live()
         except SnapshotError as exc:
-            _check_answered(exc)
             self._add("pointer", State.DAMAGED, Act.LOAD, str(exc))
             return self._written(replace(before, snapshot=self._last_live() or before.snapshot))
         if ref is None:
@@ -198,7 +202,6 @@ class _Look:
         try:
             snapshot = self._store.snapshot(ref.snapshot)
         except SnapshotError as exc:
-            _check_answered(exc)
             self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
             return self._written(before)
         account = replace(
@@ -296,13 +299,14 @@ class _Look:
             for path in paths:
                 try:
                     content_of(self._store.storage.read(path))
+                except FileNotFoundError:
+                    continue
                 except ValueError as exc:
                     self._add(str(path), State.DAMAGED, act, f"{path} is damaged ({exc}); {remedy}")
-                except OSError as exc:
-                    if not isinstance(exc, FileNotFoundError):
-                        _check_answered(exc)
-                        found = f"{path} cannot be read: {exc.strerror or exc}"
-                        self._add(str(path), State.DAMAGED, Act.PERSON, found)
+                except UnreadableError as exc:
+                    if self._store.storage is not LOCAL:
+                        raise
+                    self._add(str(path), State.UNREADABLE, Act.PERSON, str(exc))
 
     def _last_live(self) -> int | None:
         """The snapshot that the log of publishings says is live; None where there is none, or the
@@ -432,7 +436,13 @@ class _Look:
             ):
                 self._findings += [damaged[check.path]] if check.path in damaged else []
                 continue
-            damage, read = check.damage(), read + check.size_bytes
+            read += check.size_bytes
+            try:
+                damage = check.damage()
+            except UnreadableError as exc:
+                self._add(check.path, State.UNREADABLE, Act.PERSON, str(exc))
+                files[check.path] = 0
+                continue
             files[check.path] = self._now_us if damage is None else 0
             if damage is not None:
                 self._add(check.path, State.DAMAGED, act, damage)
@@ -449,23 +459,37 @@ class _Look:
                 yield from self._index_checks(self._store.offline.root / folder)
 
     def _part_checks(self, snapshot: Snapshot) -> Iterator[tuple[FileCheck, Act]]:
+        """The checks of the files that a snapshot is made of, and the next one would be built on:
+        of one of all partitions those of its members, too."""
         store = self._store
         try:
-            for layer in () if self._publishing else store.chain(snapshot):
-                for part in (*layer.parts, *((layer.deletes,) if layer.deletes else ())):
-                    if store.storage is not LOCAL and not (store.folder / part.path).is_file():
-                        # compared when it is fetched
-                        continue
-                    yield (
-                        FileCheck(
-                            part.path,
-                            part.size_bytes,
-                            partial(_message, partial(store.check_part, layer, part)),
-                        ),
-                        Act.RUN,
-                    )
+            for layer, part in () if self._publishing else self._built_on(snapshot):
+                if store.storage is not LOCAL and not (store.folder / part.path).is_file():
+                    # compared when it is fetched
+                    continue
+                beside = part in (layer.rejected, layer.frame_file)
+                check = store.check_beside if beside else partial(store.check_part, layer)
+                yield (
+                    FileCheck(part.path, part.size_bytes, partial(_message, partial(check, part))),
+                    Act.RUN,
+                )
         except SnapshotError as exc:
             self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
+
+    def _built_on(self, snapshot: Snapshot) -> Iterator[tuple[Snapshot, Part]]:
+        """The snapshots and their files, each once."""
+        store, members = self._store, snapshot.members.values()
+        # elsewhere each manifest is a request, and their files are compared before they are parsed
+        chains = [] if store.storage is not LOCAL else [store.snapshot(n) for n in members]
+        named: dict[str, tuple[Snapshot, Part]] = {}
+        for layer in (layer for of in (snapshot, *chains) for layer in store.chain(of)):
+            for part in layer.files:
+                named.setdefault(part.path, (layer, part))
+        for layer in (snapshot, *chains):
+            for beside in (layer.rejected, layer.frame_file):
+                if beside is not None:
+                    named.setdefault(beside.path, (layer, beside))
+        yield from named.values()
 
     def _index_checks(self, folder: Path) -> Iterator[tuple[FileCheck, Act]]:
         name = self._store.name
@@ -478,14 +502,6 @@ class _Look:
                 f" publish {name} --reload builds it again"
             )
             self._add("index", State.DAMAGED, Act.LOAD, found)
-
-
-def _check_answered(exc: Exception) -> None:
-    """Raises:
-    SnapshotError: an object store gave no answer, so that nothing is known.
-    """
-    if isinstance(exc, SnapshotError) and isinstance(exc, OSError):
-        raise exc
 
 
 def _message(check: Callable[[], None]) -> str | None:

@@ -231,13 +231,20 @@ _locked = threading.local()
 
 
 def limit_of(exc: BaseException) -> str | None:
-    """What this process is short of, and what to do, where that is why a file could not be read;
-    None where the file is at fault."""
+    """What this process is short of, or that the disk gives no answer, and what to do, where that
+    is why a file could not be read now; None where the file is at fault."""
     if isinstance(exc, MemoryError):
         return _LIMITS[errno.ENOMEM]
     if isinstance(exc, RuntimeError) and "start new thread" in str(exc):
         return _LIMITS[errno.EAGAIN]
-    return _LIMITS.get(exc.errno or 0) if isinstance(exc, OSError) else None
+    number = (exc.errno or 0) if isinstance(exc, OSError) else 0
+    if number in _NO_ANSWER:
+        return (
+            f"{os.strerror(number)}: the disk gives no answer; look at it (dmesg), and try again."
+            " Where it stays so, put a copy of the file in its place, or move it away: then it"
+            " counts as lost"
+        )
+    return _LIMITS.get(number)
 
 
 _LIMITS = {
@@ -256,6 +263,26 @@ _LIMITS = {
         " container's pids)"
     ),
 }
+
+_NO_ANSWER = frozenset(
+    {
+        errno.EIO,
+        errno.ENXIO,
+        errno.ENODEV,
+        errno.EBUSY,
+        errno.EINTR,
+        errno.EBADMSG,
+        errno.ENOLCK,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+    }
+)
+"""What a disk, or a file system on a network, that fails says of any file."""
 
 
 def disk_message(path: Path, exc: OSError, state: str = "the live snapshot is untouched") -> str:

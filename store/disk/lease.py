@@ -18,8 +18,19 @@ from pathlib import Path
 
 from precompute.store.disk.durable_file import disk_message, locked, make_folder, replace_durably
 from precompute.store.disk.record import Record, replace, sealed, whole_record
-from precompute.store.disk.storage import LOCAL, Storage, read_record_file, storage_of
-from precompute.store.errors import ConflictError, FencedError, SnapshotError
+from precompute.store.disk.storage import (
+    LOCAL,
+    Storage,
+    no_answer,
+    read_record_file,
+    storage_of,
+)
+from precompute.store.errors import (
+    ConflictError,
+    FencedError,
+    SnapshotError,
+    UnreadableError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -211,6 +222,7 @@ def take(
     Raises:
         ConflictError: it is held.
         SnapshotError: the file system failed.
+        UnreadableError: who holds it cannot be read now.
     """
     assert re.fullmatch(r"[A-Za-z0-9_-]+", name), name
     limit = time.monotonic() + wait_s
@@ -244,6 +256,8 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
             # files.
             if last is not None:
                 _held_path(folder, name, last.fence).unlink(missing_ok=True)
+    except UnreadableError:
+        raise
     except OSError as exc:
         raise SnapshotError(disk_message(path, exc)) from exc
     return Lease(folder, name, record, sign)
@@ -348,11 +362,8 @@ def is_held(folder: Path, name: str) -> bool:
     """Whether a process holds the lease now; of a holder on another host, as far as clocks tell."""
     storage, path = storage_of(folder), _record_path(folder, name)
     if storage is not LOCAL:
-        try:
-            sign = whole_record(_Sign, _read_or_none(storage, path))
-            item = None if sign is None or sign.free else storage.stat(path)
-        except OSError as exc:
-            raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        sign = whole_record(_Sign, _read_or_none(storage, path))
+        item = None if sign is None or sign.free else storage.stat(path)
         if sign is None or item is None or _is_dead(sign):
             return False
         return time.time() < item.modified_ns / 1e9 + sign.holder.ttl_s
@@ -375,7 +386,7 @@ def _is_held(folder: Path, name: str, last: Holder) -> bool:
     except BlockingIOError:
         return True
     except OSError as exc:
-        raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        raise no_answer(path, exc) from exc
 
 
 def holder(folder: Path, name: str) -> Holder | None:
@@ -389,8 +400,6 @@ def holder(folder: Path, name: str) -> Holder | None:
             return None if sign is None else sign.holder
         return read_record_file(Holder, path, remedy)
     except SnapshotError as exc:
-        if not isinstance(exc.__cause__, ValueError):
-            raise
         log.warning("%s", exc)
         fences = [path.name.split(".")[2] for path in folder.glob(f".lease-{name}.*.held")]
         # past any that was given, where no lock says so

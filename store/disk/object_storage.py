@@ -37,7 +37,7 @@ from obstore.store import from_url
 
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import restore
-from precompute.store.disk.storage import File, Item
+from precompute.store.disk.storage import File, Item, StorageError
 from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
 
 log = logging.getLogger(__name__)
@@ -66,13 +66,6 @@ have."""
 
 _NONCE = b'{"nonce": "%s"}\n'
 _NONCE_BYTES = len(_NONCE % uuid.uuid4().hex.encode())
-
-
-class StorageError(SnapshotError, OSError):
-    """The object store refused, or gave no answer; ``strerror`` is the message."""
-
-    def __str__(self) -> str:
-        return self.strerror or ""
 
 
 _forked = False

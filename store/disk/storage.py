@@ -8,6 +8,7 @@ of a root there, laid out alike. What is done to a path is done by the storage t
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -21,6 +22,7 @@ from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import (
     create_once,
     disk_message,
+    limit_of,
     locked,
     make_folder,
     replace_durably,
@@ -28,7 +30,7 @@ from precompute.store.disk.durable_file import (
     sync_folder,
 )
 from precompute.store.disk.record import Record, read_record, sealed
-from precompute.store.errors import SnapshotError
+from precompute.store.errors import SnapshotError, UnreadableError
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +60,24 @@ class File(NamedTuple):
     sha256: str
 
 
+class StorageError(UnreadableError, OSError):
+    """What a root lies in does not give a file or a listing now, or gave no answer to a write:
+    nothing is known of it. ``strerror`` is the message."""
+
+    def __str__(self) -> str:
+        return self.strerror or str(self.args[0])
+
+
+def no_answer(path: Path, exc: OSError) -> StorageError:
+    """The error for what a file system refuses to read, or to list, of a path that may be there."""
+    why = limit_of(exc) or exc.strerror or exc
+    return StorageError(exc.errno or errno.EIO, f"{path} cannot be read: {why}", str(path))
+
+
 class Storage(Protocol):
-    """What a root needs of the file system or object store that it lies in. Each method may raise
-    an OSError whose ``strerror`` says what failed; folders come into being by what is written
-    there."""
+    """What a root needs of the file system or object store that it lies in. What reads or lists
+    raises :class:`StorageError` where no answer came; what writes may raise an OSError whose
+    ``strerror`` says what failed. Folders come into being by what is written there."""
 
     def read(self, path: Path, *, immutable: bool = False) -> bytes:
         """A record, whole; ``immutable`` where it is created once and never changed.
@@ -171,7 +187,12 @@ class LocalStorage:
     """A file system: flock(2), link(2), rename(2) and fsync(2)."""
 
     def read(self, path: Path, *, immutable: bool = False) -> bytes:
-        return path.read_bytes()
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            raise
+        except OSError as exc:
+            raise no_answer(path, exc) from exc
 
     def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:
         try:
@@ -226,6 +247,8 @@ class LocalStorage:
             return os.listdir(folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as exc:
+            raise no_answer(folder, exc) from exc
 
     def items(self, folder: Path) -> list[Item]:
         found = []
@@ -242,6 +265,8 @@ class LocalStorage:
                         continue
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as exc:
+            raise no_answer(folder, exc) from exc
         return found
 
     def stat(self, path: Path) -> Item | None:
@@ -249,6 +274,8 @@ class LocalStorage:
             stat = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as exc:
+            raise no_answer(path, exc) from exc
         return Item(path, stat.st_size, stat.st_mtime_ns)
 
     def changed_ns(self, folder: Path) -> int | None:
@@ -256,6 +283,8 @@ class LocalStorage:
             return folder.stat().st_mtime_ns
         except FileNotFoundError:
             return None
+        except OSError as exc:
+            raise no_answer(folder, exc) from exc
 
     def size_bytes(self, folder: Path) -> int:
         total = 0
@@ -289,15 +318,19 @@ class LocalStorage:
                 os.fsync(file.fileno())
 
     def appended(self, path: Path, *, first: bool = False) -> bytes:
-        return path.read_bytes()
+        return self.read(path)
 
     def logs(self, folder: Path, name: str) -> list[Item]:
         # a glob, with a Path for each of a thousand folders, takes ten times as long
         found = []
         for below in sorted(self.names(folder)):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            try:
                 stat = os.stat(f"{folder}/{below}/{name}")
                 found.append(Item(folder / below / name, stat.st_size, stat.st_mtime_ns))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as exc:
+                raise no_answer(folder / below / name, exc) from exc
         return found
 
     def end_log(self, path: Path) -> None:
@@ -336,17 +369,13 @@ def read_record_file(kind: type[_R], path: Path, remedy: str) -> _R | None:
         remedy: what to do where it is damaged, as the end of a sentence.
 
     Raises:
-        SnapshotError: it cannot be read, or is damaged: then the cause is a ValueError.
+        SnapshotError: it is damaged.
+        UnreadableError: it cannot be read now.
     """
     try:
         return read_record(kind, storage_of(path).read(path))
     except FileNotFoundError:
         return None
-    except SnapshotError:
-        # of an object store, which says where
-        raise
-    except OSError as exc:
-        raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
     except ValueError as exc:
         raise SnapshotError(f"{path} is damaged ({exc}); {remedy}") from exc
 
@@ -369,14 +398,13 @@ def known_identity(folder: Path) -> str:
 
     Raises:
         SnapshotError: it is damaged.
+        UnreadableError: it cannot be read now.
     """
     damage: SnapshotError | None = None
     for name in IDENTITIES:
         try:
             known = read_record_file(_Identity, folder / name, _REMEDY)
         except SnapshotError as exc:
-            if not isinstance(exc.__cause__, ValueError):
-                raise
             log.warning("%s", exc)
             damage = exc
         else:

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from precompute.store.disk.sql import SpillFolder, open_duckdb, parquet_sql
 from precompute.store.feature_view import Feature
@@ -119,7 +118,7 @@ class Changes:
 
     def _read(self, layer: Snapshot, columns: list[str] | None) -> pa.Table:
         assert layer.deletes is not None
-        with reading_file(self._store.checked_path(layer, layer.deletes)) as file:
+        with reading_file(self._store.whole_path(layer, layer.deletes)) as file:
             return file.read(columns)
 
 
@@ -210,6 +209,8 @@ def newest_rows(
     """
     ordered = [members[partition] for partition in sorted(members)]
     entity = ordered[-1].view.entity
+    # a key that is another decides which partition's row is served, and rows are copied
+    store.compare_parts(*ordered, *(before or {}).values(), *([] if served is None else [served]))
     with reading(store.name), _Rows(store, ordered, served, entity, memory_mb) as rows:
         if served is not None and before is not None:
             changed = {
@@ -328,7 +329,9 @@ class _Rows(Tables):
             return pa.table({})
         used, position = np.unique(file, return_inverse=True)
         paths = [self._files.path(int(number)) for number in used]
-        return rows_at(paths, position.astype(np.int32), row, pq.read_schema(paths[-1]))
+        with reading_file(paths[-1]) as opened:
+            schema = opened.schema_arrow
+        return rows_at(paths, position.astype(np.int32), row, schema)
 
     def _table(self, sql: str) -> pa.Table:
         """As ``deletes.parquet`` has it."""
@@ -399,6 +402,7 @@ def joined_rows(
     Raises:
         SnapshotError: a file is missing or damaged.
     """
+    store.compare_parts(first, second)
     layers = [store.layers(snapshot) for snapshot in (first, second)]
     sides = (rows_beside(layers[0], layers[1]), rows_beside(layers[1], layers[0]))
     with (

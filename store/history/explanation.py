@@ -27,8 +27,9 @@ from precompute.store.history.versions import (
 )
 from precompute.store.keys import key_text, split_key
 from precompute.store.offline.runs import run_of_folder
-from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.snapshot import Part, Snapshot
 from precompute.store.offline.standing import Standing
+from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import as_datetime, iso, microseconds
 
@@ -266,20 +267,19 @@ def _rejections(
 ) -> Iterator[Rejection]:
     """Where the newest failed run, the newest snapshot and the live one rejected the key."""
     newest = manifests[max(manifests)]
-    files: dict[str, tuple[str, int | None, str | None]] = {}
+    files: dict[Part, tuple[str, int | None, str | None]] = {}
     for report in store.runs.reports():
         if report.status == "rejected" and report.finished_at > newest.created_at:
-            files[f"data/{report.run}/rejected.parquet"] = (report.run, None, report.partition)
+            if "rejected" in report.files:
+                files[report.files["rejected"]] = (report.run, None, report.partition)
             break
     for snapshot in (newest, manifests.get(live or 0)):
         if snapshot is not None and snapshot.rejected is not None:
-            files.setdefault(
-                snapshot.rejected.path, (snapshot.run, snapshot.number, snapshot.partition)
-            )
-    for relative, (run, number, partition) in files.items():
-        path = store.folder / relative
-        if store.is_here(path):
-            with reading(store.name):
+            files.setdefault(snapshot.rejected, (snapshot.run, snapshot.number, snapshot.partition))
+    for part, (run, number, partition) in files.items():
+        path = store.file(part)
+        if path is not None:
+            with parsing(path, f"precompute run {store.name} tries these rows again"):
                 rows = pq.read_table(
                     path, columns=["key", "stage", "error"], filters=[("key", "=", text)]
                 ).to_pylist()

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from precompute.store.answers.plan import fits
 from precompute.store.answers.service import Service, column_of
@@ -82,9 +81,8 @@ def read(store: ViewStore, as_of: datetime | None = None, *, values: Values = "s
     period, snapshot = (
         (None, snapshot_at(store)) if as_of is None else _answering(store, as_of, values)
     )
-    with reading(store.name):
-        schema = pq.read_schema(store.part_paths(snapshot)[0])
-    rows = pa.Table.from_batches(store.batches(snapshot), schema)
+    store.compare_parts(snapshot)
+    rows = pa.Table.from_batches(store.batches(snapshot), store.schema(snapshot))
     if period is None or as_of is None or period.longest_s is None:
         return rows
     computed_us = np.asarray(rows.column("computed_at").cast(pa.int64()))

@@ -15,11 +15,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from precompute.store.disk.durable_file import limit_of
 from precompute.store.disk.sql import SpillFolder, open_duckdb, parquet_sql
-from precompute.store.errors import RequestError, SnapshotError
+from precompute.store.errors import (
+    PrecomputeError,
+    RequestError,
+    SnapshotError,
+    UnreadableError,
+)
 from precompute.store.offline.refs import Publishing
+from precompute.store.offline.selection import reading_file
 from precompute.store.offline.snapshot import Part, Snapshot
 from precompute.store.offline.standing import Standing, keeps_live
+from precompute.store.offline.stored_file import BROKEN, parsing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition, Sighting, as_us, microseconds
 
@@ -305,6 +313,8 @@ class Versions(Tables):
         self._order = order
         self.entity = order[0].view.entity
         parts, deletes = _held(store, order, manifests)
+        # a key that is another is a row that is not found, or found in its stead
+        store.compare_parts(*order)
         checked = {path: store.checked_path(held.writer, held.part) for path, held in parts.items()}
         kinds = {path: key_kinds(file, self.entity) for path, file in checked.items()}
         names = sorted(parts, key=lambda path: kinds[path])
@@ -315,7 +325,7 @@ class Versions(Tables):
         self._deaths = [held.positions for held in deletes.values()]
         self._keys = key_names(self.entity)
         self._listed = ", ".join(self._keys)
-        delete_paths = [store.checked_path(held.writer, held.part) for held in deletes.values()]
+        delete_paths = [store.whole_path(held.writer, held.part) for held in deletes.values()]
         super().__init__(memory_mb)
         try:
             self._load_rows(requested)
@@ -480,7 +490,8 @@ def _chain(
 
 def key_kinds(path: Path, entity: Sequence[str]) -> tuple[str, ...]:
     """The types of the key's columns in a file, as DuckDB names them."""
-    schema = pq.read_schema(path)
+    with parsing(path):
+        schema = pq.read_schema(path)
     return tuple(
         "BIGINT" if pa.types.is_integer(schema.field(column).type) else "VARCHAR"
         for column in entity
@@ -522,7 +533,7 @@ def rows_at(
 def _rows_of(path: Path, rows: npt.NDArray[np.int64], schema: pa.Schema) -> Iterator[pa.Table]:
     """The rows (ascending) of one file, with the columns of ``schema``: null where the file has
     none of that name and type."""
-    with pq.ParquetFile(path) as parquet:
+    with reading_file(path) as parquet:
         have = [
             f.name
             for f in schema
@@ -550,15 +561,23 @@ def _rows_of(path: Path, rows: npt.NDArray[np.int64], schema: pa.Schema) -> Iter
 @contextlib.contextmanager
 def reading(view: str) -> Iterator[None]:
     """What goes wrong while a view's history is read, as a
-    :class:`precompute.store.errors.SnapshotError`."""
+    :class:`precompute.store.errors.SnapshotError`, or an
+    :class:`precompute.store.errors.UnreadableError` where this process is short of something."""
     try:
         yield
+    except PrecomputeError:
+        raise
     except duckdb.OutOfMemoryException as exc:
         raise SnapshotError(
             f"the history of view {view!r} does not fit into DuckDB's memory: raise memory_mb"
             f" ({exc})"
         ) from exc
-    except (duckdb.Error, pa.ArrowException, OSError) as exc:
+    except (duckdb.Error, *BROKEN) as exc:
+        limit = limit_of(exc)
+        if limit is not None:
+            raise UnreadableError(
+                f"the history of view {view!r} cannot be read ({exc}): {limit}"
+            ) from exc
         raise SnapshotError(
             f"the history of view {view!r} cannot be read: {str(exc).strip()[:300]}"
         ) from exc

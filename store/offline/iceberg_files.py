@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,8 +55,14 @@ from pyiceberg.types import (
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.part_file import read_deletes, write_part_file
 from precompute.store.offline.snapshot import Part, Snapshot
+from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
 
+_REFUSED = (
+    *(ValueError, TypeError, KeyError, IndexError, OverflowError),
+    *(NotImplementedError, AssertionError, EOFError, zlib.error, struct.error),
+)
+"""What pyiceberg raises of a type that it has not, and of a damaged list of its own."""
 _PATH_ID, _POSITION_ID = 2147483546, 2147483545
 """Columns of a file of position deletes, as the format numbers them."""
 
@@ -124,7 +132,7 @@ def write_version(store: ViewStore, table: str, snapshot: Snapshot) -> Written:
     """
     try:
         return _written(store, table, snapshot)
-    except (ValueError, TypeError, KeyError, NotImplementedError) as exc:
+    except _REFUSED as exc:
         raise SnapshotError(f"pyiceberg cannot write it: {type(exc).__name__}: {exc}") from exc
 
 
@@ -168,10 +176,8 @@ def _columns(store: ViewStore, snapshot: Snapshot) -> pa.Schema:
 
 
 def _reading(read: Callable[[Path], Any], path: Path) -> Any:
-    try:
+    with parsing(path):
         return read(path)
-    except (pa.ArrowException, OSError) as exc:
-        raise SnapshotError(f"{path} cannot be read ({exc}): it is damaged") from exc
 
 
 def _list_name(number: int) -> str:
@@ -200,7 +206,7 @@ def _deletes(store: ViewStore, table: str, snapshot: Snapshot) -> list[DataFile]
     """The file of a snapshot's position deletes, written; none where it deletes nothing."""
     if snapshot.deletes is None or not snapshot.deletes.rows:
         return []
-    found = read_deletes(store.checked_path(snapshot, snapshot.deletes))
+    found = read_deletes(store.whole_path(snapshot, snapshot.deletes))
     view = store.folder.absolute()
     shown = {store.storage.shown(view / part): rows for part, rows in found.items()}
     # in the order that the format requires: by path, then by position

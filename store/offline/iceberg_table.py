@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from precompute.store.disk.durable_file import disk_message
-from precompute.store.errors import ConfigError, SnapshotError
+from precompute.store.errors import ConfigError, SnapshotError, UnreadableError
 from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def keep_table(store: ViewStore, wanted: bool) -> list[str]:
             return table.write()
         if table.exists():
             store.storage.delete_all(table.folder)
-    except (ConfigError, SnapshotError, OSError) as exc:
+    except (ConfigError, SnapshotError, UnreadableError, OSError) as exc:
         return [f"the Iceberg table is behind until the next run: {exc}"]
     return []
 
@@ -69,7 +69,7 @@ def follow(store: ViewStore, gone: Collection[int] = ()) -> None:
     try:
         if table.exists():
             wrong = table.write(gone)
-    except (ConfigError, SnapshotError) as exc:
+    except (ConfigError, SnapshotError, UnreadableError) as exc:
         wrong = [f"it is behind until the next run: {exc}"]
     for sentence in wrong:
         log.warning("view %r: its Iceberg table: %s", store.name, sentence)
@@ -211,12 +211,15 @@ class _Versions:
     ) -> None:
         self._store, self.wrong = store, list[str]()
         names = {n for part in ("metadata", "data") for n in store.storage.names(folder / part)}
-        schemas = {one["schema-id"]: one for one in before.get("schemas", ())}
-        had = {
-            one["snapshot-id"]: (one, schemas[one["schema-id"]])
-            for one in before.get("snapshots", ())
-            if names.issuperset(one.get("summary", {}).get("files", "?").split())
-        }
+        had = dict[int, tuple[dict[str, Any], dict[str, Any]]]()
+        # what is damaged is written again
+        with contextlib.suppress(KeyError, TypeError, AttributeError):
+            schemas = {one["schema-id"]: one for one in before.get("schemas", ())}
+            had = {
+                one["snapshot-id"]: (one, schemas[one["schema-id"]])
+                for one in before.get("snapshots", ())
+                if names.issuperset(one.get("summary", {}).get("files", "?").split())
+            }
         self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         """Number → what the metadata says of it, and its columns."""
         # a parent's number is lower

@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.durable_file import limit_of, make_folder, sha256_of, sync_folder
-from precompute.store.disk.storage import File, storage_of
-from precompute.store.errors import SnapshotError, UnreadableError
+from precompute.store.disk.durable_file import make_folder, sync_folder
+from precompute.store.errors import SnapshotError
 from precompute.store.offline.snapshot import Part
+from precompute.store.offline.stored_file import parsing
 
 ROW_GROUP_BYTES = 2 * 2**20
 """Bytes in memory of a row group, about: what is read for a row that is drawn or looked up. DuckDB
@@ -224,40 +224,39 @@ Deletes = Mapping[str, Numbers]
 
 
 def read_deletes(path: Path) -> Deletes:
-    """Which rows of which parts a ``deletes.parquet`` names.
+    """Which rows of which parts a ``deletes.parquet`` names, which was compared with its checksum.
 
     Raises:
-        SnapshotError: it cannot be read.
+        SnapshotError: it cannot be parsed.
+        UnreadableError: it cannot be read now.
     """
-    try:
-        # not read_table, which imports pyarrow.dataset: 20 to 40 ms
+    # not read_table, which imports pyarrow.dataset: 20 to 40 ms
+    with parsing(path):
         with pq.ParquetFile(path) as file:
             table = file.read(["part", "row"])
-    except (pa.ArrowException, OSError) as exc:
-        raise SnapshotError(
-            f"{path} cannot be read ({exc}): {limit_of(exc) or 'publish another snapshot'}"
-        ) from exc
-    names = table.column("part").combine_chunks().dictionary_encode()
-    codes, rows = np.asarray(names.indices), np.asarray(table.column("row"))
-    order = np.argsort(codes, kind="stable")
-    ends = np.cumsum(np.bincount(codes, minlength=len(names.dictionary)))
-    return dict(zip(names.dictionary.to_pylist(), np.split(rows[order], ends[:-1]), strict=True))
+        names = table.column("part").combine_chunks().dictionary_encode()
+        codes, rows = np.asarray(names.indices), np.asarray(table.column("row"))
+        order = np.argsort(codes, kind="stable")
+        ends = np.cumsum(np.bincount(codes, minlength=len(names.dictionary)))
+        pieces = np.split(rows[order], ends[:-1])
+        return dict(zip(names.dictionary.to_pylist(), pieces, strict=True))
 
 
 def dead_rows(
-    parts: Sequence[str], deletes: Sequence[Path], read: Callable[[Path], Deletes] = read_deletes
+    parts: Sequence[Part], deletes: Sequence[Path], read: Callable[[Path], Deletes] = read_deletes
 ) -> dict[int, Numbers]:
     """Position of a part → numbers of its dead rows, ascending int64.
 
     Args:
-        parts: paths as manifests name them.
+        parts: of a chain.
         deletes: ``deletes.parquet`` of the chain.
         read: as :func:`read_deletes`; one that remembers saves reading what chains share.
 
     Raises:
-        SnapshotError: a file cannot be read, or names another part.
+        SnapshotError: a file cannot be parsed, or names another part, or a row that a part has not.
+        UnreadableError: a file cannot be read now.
     """
-    position = {path: number for number, path in enumerate(parts)}
+    position = {part.path: number for number, part in enumerate(parts)}
     gathered: dict[int, list[Numbers]] = {}
     for path in deletes:
         for name, rows in read(path).items():
@@ -265,6 +264,12 @@ def dead_rows(
                 raise SnapshotError(
                     f"{path} names part {name}, which no manifest of its chain does; publish"
                     " another snapshot"
+                )
+            most = parts[position[name]].rows
+            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < most:
+                raise SnapshotError(
+                    f"{path} names a row of part {name}, which has {most}, that is none of them;"
+                    " publish another snapshot"
                 )
             gathered.setdefault(position[name], []).append(rows)
     return {number: _ascending(np.concatenate(pieces)) for number, pieces in gathered.items()}
@@ -299,43 +304,13 @@ def living(batches: Iterator[pa.RecordBatch], dead: Numbers | None) -> Iterator[
 # ---- whether a file is what its manifest says
 
 
-def how_damaged(path: Path, part: Part) -> str | None:
-    """How a file differs from its manifest; in an object store it is fetched again first.
-
-    Raises:
-        SnapshotError: it cannot be read at all, for now.
-    """
-    try:
-        digest = sha256_of(path)
-        file = File(path, part.size_bytes, part.sha256)
-        if digest != part.sha256 and storage_of(path).fetch([file], again=True):
-            digest = sha256_of(path)
-    except OSError as exc:
-        raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-    if digest != part.sha256:
-        return f"{path} differs from its checksum in the manifest: the file was damaged or changed"
-    try:
-        check_rows(path, part)
-    except UnreadableError:
-        raise
-    except SnapshotError as exc:
-        return str(exc)
-    return None
-
-
 def check_rows(path: Path, part: Part) -> None:
     """Raises:
     SnapshotError: the file cannot be read back, or has another number of rows.
+    UnreadableError: it cannot be read now.
     """
-    try:
+    with parsing(path):
         rows = pq.read_metadata(path).num_rows
-    except (pa.ArrowException, OSError) as exc:
-        limit = limit_of(exc)
-        if limit is not None:
-            raise UnreadableError(f"{path} cannot be read back ({exc}): {limit}") from exc
-        raise SnapshotError(
-            f"{path} cannot be read back ({exc}); publish another snapshot"
-        ) from exc
     if rows != part.rows:
         raise SnapshotError(
             f"{path} holds {rows} rows, its manifest says {part.rows}; publish another snapshot"

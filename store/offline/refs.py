@@ -75,7 +75,8 @@ class PublishingLog:
         """All that was written, the oldest first.
 
         Raises:
-            SnapshotError: the log cannot be read, or a line is damaged.
+            SnapshotError: a file of the log is gone, or a line is damaged.
+            UnreadableError: the log cannot be read now.
         """
         lines = _lines(self._read(self._path))
         older = _older(lines)
@@ -94,11 +95,6 @@ class PublishingLog:
             if path == self._path:
                 return b""
             raise SnapshotError(f"{path} is not there: restore it; it has what was live") from exc
-        except SnapshotError:
-            # of an object store, which says where
-            raise
-        except OSError as exc:
-            raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
 
     def _parsed(self, number: int, lines: list[bytes]) -> Iterator[Publishing]:
         """The entries of a file's lines; ``number`` 0 is the newest file."""
@@ -324,6 +320,7 @@ class Refs:
 
         Raises:
             SnapshotError: the pointer file is damaged.
+            UnreadableError: it cannot be read now.
         """
         return read_record_file(
             LiveRef, self.folder / "live.json", "publish the view again to rewrite it"
@@ -331,13 +328,15 @@ class Refs:
 
     def readable_live(self) -> LiveRef | None:
         """As :meth:`live`, and None for a damaged pointer too: what a writer needs, who will
-        replace it."""
+        replace it.
+
+        Raises:
+            UnreadableError: it cannot be read now.
+        """
         try:
             return self.live()
-        except SnapshotError as exc:
-            if isinstance(exc.__cause__, ValueError):
-                return None
-            raise
+        except SnapshotError:
+            return None
 
     def publishings(self) -> list[Publishing]:
         """What readers were served: each publishing, renewal and drop in the order of its epoch,
@@ -531,12 +530,18 @@ class Refs:
     # ---- marks
 
     def bad(self) -> dict[int, BadMark]:
-        """Numbers of the snapshots that are never to be published → why."""
+        """Numbers of the snapshots that are never to be published → why. A mark that is damaged
+        counts, for rows at fault.
+
+        Raises:
+            UnreadableError: a mark cannot be read now.
+        """
         marks = {}
         for number in self.marked("bad"):
-            marks[number] = BadMark("its mark cannot be read")
-            with contextlib.suppress(OSError, ValueError):
-                marks[number] = read_record(BadMark, self._storage.read(self.bad_path(number)))
+            # else removed meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                mark = whole_record(BadMark, self._storage.read(self.bad_path(number)))
+                marks[number] = mark or BadMark("its mark is damaged")
         return marks
 
     def bad_path(self, number: int) -> Path:
@@ -560,6 +565,32 @@ class Refs:
             first = whole_record(BadMark, self._storage.read(path))
             if mark.rows and (first is None or not first.rows):
                 self._storage.write(path, sealed(mark))
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+
+    def read_mark(self, number: int) -> bytes | None:
+        """The bytes of a snapshot's mark, for :meth:`restore_mark`; None without one.
+
+        Raises:
+            UnreadableError: it cannot be read now.
+        """
+        try:
+            return self._storage.read(self.bad_path(number))
+        except FileNotFoundError:
+            return None
+
+    def restore_mark(self, number: int, mark: bytes | None) -> None:
+        """Have a mark be what :meth:`read_mark` found.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        path = self.bad_path(number)
+        try:
+            if mark is None:
+                self._storage.delete(path)
+            else:
+                self._storage.write(path, mark)
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
 

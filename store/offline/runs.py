@@ -17,13 +17,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from precompute.store.disk.durable_file import disk_message, sha256_of
+from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.record import Record, content_of, field, read_record, record_of, sealed
-from precompute.store.disk.storage import File, Item, storage_of
+from precompute.store.disk.storage import Item, no_answer, storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import LibraryCheck
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.snapshot import Part, Verdict
+from precompute.store.offline.stored_file import check_file
 from precompute.store.times import AHEAD_US
 
 log = logging.getLogger(__name__)
@@ -148,9 +149,9 @@ class Journals:
         away = [part for chunk in chunks for part in chunk.files if not self._is_there(part)]
         if not away:
             return list(chunks)
-        missing = [File(self._folder / part.path, part.size_bytes, part.sha256) for part in away]
-        # what cannot be had is computed again
-        with contextlib.suppress(OSError, SnapshotError):
+        missing = [part.in_folder(self._folder) for part in away]
+        # what is gone, or damaged there, is computed again
+        with contextlib.suppress(FileNotFoundError, SnapshotError):
             self._storage.fetch(missing)
         return [chunk for chunk in chunks if all(self._is_there(part) for part in chunk.files)]
 
@@ -163,39 +164,32 @@ class Journals:
         try:
             # A Path costs three times as much, 10,000 times.
             return os.stat(f"{self._folder}/{part.path}").st_size == part.size_bytes
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError as exc:
+            raise no_answer(self._folder / part.path, exc) from exc
 
     def _is_whole(self, part: Part) -> bool:
-        path = self._folder / part.path
         try:
-            if sha256_of(path) == part.sha256:
-                return True
+            check_file(part.in_folder(self._folder))
+            return True
+        except SnapshotError as exc:
             log.warning(
-                "%s, which an interrupted run finished, differs from its checksum: its rows are"
-                " computed once more",
-                path,
+                "%s: an interrupted run finished it, and its rows are computed once more", exc
             )
-        except OSError as exc:
-            log.warning(
-                "%s, which an interrupted run finished, cannot be read (%s): its rows are computed"
-                " once more",
-                path,
-                exc,
-            )
-        return False
+            return False
 
     def _items(self) -> list[Item]:
         return self._storage.logs(self._folder / "data", NAME)
 
     def _partition(self, path: Path) -> str | None:
         """The partition its run was for; None of a view that has none, and of a journal whose first
-        line is torn."""
+        line is torn, or that was removed meanwhile."""
         try:
             line, _, _ = self._storage.appended(path, first=True).partition(b"\n")
             partition: str | None = content_of(line)["partition"]
             return partition
-        except (OSError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
     def _chunks(
@@ -205,7 +199,7 @@ class Journals:
         ``full`` is wanted."""
         try:
             lines = self._storage.appended(path).split(b"\n")
-        except OSError:
+        except FileNotFoundError:
             return
         for number, line in enumerate(lines):
             try:
@@ -332,6 +326,9 @@ class Report(Record):
     late: list[str] = field(default_factory=list)
     """Those of them whose source yields other rows than they were computed from."""
     error: str | None = None
+    files: dict[str, Part] = field(default_factory=dict)
+    """Its files that no other record may name: ``rejected``, the rows that it rejected, and
+    ``frame``, those that it was given."""
     attention: list[str] = field(default_factory=list)
     """What an operator should look at though the run went well."""
     library: LibraryCheck | None = None
@@ -448,7 +445,7 @@ class Runs:
             except FileNotFoundError:
                 # About to be written, or never was.
                 continue
-            except (OSError, ValueError) as exc:
+            except ValueError as exc:
                 log.warning("the report of run %s cannot be read (%s)", name, exc)
                 continue
             if report.status == "running":
@@ -473,7 +470,10 @@ class Runs:
                 break
             try:
                 reports.append(read_record(Report, self._storage.read(self.folder / name)))
-            except (OSError, ValueError) as exc:
+            except FileNotFoundError:
+                # Removed meanwhile.
+                continue
+            except ValueError as exc:
                 log.warning(
                     "the run's report %s cannot be read (%s); remove the file",
                     self.folder / name,
@@ -485,11 +485,12 @@ class Runs:
         """One run's report.
 
         Raises:
-            SnapshotError: there is none, or it cannot be read.
+            SnapshotError: there is none, or it is damaged.
+            UnreadableError: it cannot be read now.
         """
         try:
             return read_record(Report, self._storage.read(self.path(run)))
-        except (OSError, ValueError) as exc:
+        except (FileNotFoundError, ValueError) as exc:
             raise SnapshotError(
                 f"the report of run {run!r} of view {self._view!r} cannot be read: {exc}"
             ) from exc

@@ -22,10 +22,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from precompute.store.disk.durable_file import limit_of
-from precompute.store.errors import SnapshotError
+from precompute.store.errors import PrecomputeError
 from precompute.store.keys import key_column
 from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, rare_rows
+from precompute.store.offline.stored_file import BROKEN, broken
 
 CLUSTERS = 64
 """Row groups that a draw of many rows reads: 64 places spread over all rows give a share of a third
@@ -318,8 +318,9 @@ class reading_file:
         columns: that are to be read of it.
 
     Raises:
-        SnapshotError: it cannot be read, or lacks a column: a bit of its footer is enough for
+        SnapshotError: it cannot be parsed, or lacks a column: a bit of its footer is enough for
             another name, and Parquet's readers leave out what is not there without a word.
+        UnreadableError: it cannot be read now.
     """
 
     def __init__(self, path: Path, columns: Sequence[str] = ()) -> None:
@@ -329,21 +330,20 @@ class reading_file:
         try:
             self._file = pq.ParquetFile(self._path)
             lacks = set(self._columns).difference(self._file.schema_arrow.names)
-        except (pa.ArrowException, OSError) as exc:
+        except BROKEN as exc:
             raise self._damaged(exc) from exc
         if lacks:
             self._file.close()
-            raise self._damaged(KeyError(f"no column {min(lacks)!r}"))
+            raise self._damaged(pa.ArrowKeyError(f"no column {min(lacks)!r}"))
         return self._file
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         self._file.close()
-        if isinstance(exc, (pa.ArrowException, OSError)):
+        if isinstance(exc, BROKEN) and not isinstance(exc, PrecomputeError):
             raise self._damaged(exc) from exc
 
-    def _damaged(self, exc: BaseException) -> SnapshotError:
-        remedy = limit_of(exc) or "its snapshot is damaged; publish another one"
-        return SnapshotError(f"{self._path} cannot be read ({exc}): {remedy}")
+    def _damaged(self, exc: BaseException) -> PrecomputeError:
+        return broken(self._path, exc, "its snapshot is damaged; publish another one")
 
 
 def _bounds(path: Path) -> Numbers:

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from precompute.store.disk.durable_file import replace_undurably
 from precompute.store.disk.record import Record, field, plain, record_of
-from precompute.store.disk.storage import LOCAL, storage_of
+from precompute.store.disk.storage import LOCAL, File, storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView, LibraryCheck, StudentUse
 from precompute.store.offline.row_figures import RowFigures
@@ -44,6 +44,10 @@ class Part(Record, frozen=True):
     rows: int
     size_bytes: int
     sha256: str
+
+    def in_folder(self, folder: Path) -> File:
+        """The file itself, in its view's folder, by its absolute path."""
+        return File((folder / self.path).absolute(), self.size_bytes, self.sha256)
 
 
 class Verdict(Record, frozen=True):
@@ -132,6 +136,8 @@ class Snapshot(Record, frozen=True):
     frame: str | None = None
     """The file, from the view's folder, of the rows that a program handed to its run; it lies there
     as long as the manifest."""
+    frame_file: Part | None = None
+    """That file's rows, size and checksum; None in manifests of earlier versions."""
     deletes: Part | None = None
     """Which rows of this and earlier parts are no rows of this snapshot: see
     :data:`DELETES_SCHEMA`."""
@@ -183,6 +189,11 @@ class Snapshot(Record, frozen=True):
     library: LibraryCheck | None = None
     """How the model compares with its own library; None of one that has none, and of a manifest
     that was written before that was asked."""
+
+    @property
+    def files(self) -> tuple[Part, ...]:
+        """Its parts, and the file of its deletes."""
+        return self.parts if self.deletes is None else (*self.parts, self.deletes)
 
     @property
     def losses(self) -> int | None:
@@ -379,6 +390,9 @@ def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> 
         path: of the catalog.
         before: what was read of it earlier: its lines are parsed again only when a manifest came or
             changed.
+
+    Raises:
+        UnreadableError: a manifest cannot be read now, so that it is not known what it says.
     """
     storage, stamps = storage_of(manifests), dict(sorted(_stamps(manifests)))
     entries: dict[int, Entry] = {}
@@ -407,9 +421,6 @@ def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> 
             )
         except FileNotFoundError:
             # Removed meanwhile.
-            continue
-        except OSError as exc:
-            damaged[number] = SnapshotError(f"{file} cannot be read: {exc.strerror or exc}")
             continue
         except SnapshotError as exc:
             damaged[number] = exc

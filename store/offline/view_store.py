@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.durable_file import disk_message, limit_of, sync_folder
+from precompute.store.disk.durable_file import disk_message, sync_folder
 from precompute.store.disk.lease import Lease, is_held
 from precompute.store.disk.record import replace
-from precompute.store.disk.storage import LOCAL, File, storage_of
+from precompute.store.disk.storage import LOCAL, File, no_answer, storage_of
 from precompute.store.errors import SnapshotError, UnreadableError
 from precompute.store.feature_view import NAME
 from precompute.store.offline.part_file import (
@@ -32,7 +33,6 @@ from precompute.store.offline.part_file import (
     Numbers,
     check_rows,
     dead_rows,
-    how_damaged,
     living,
     read_deletes,
     write_part_file,
@@ -41,10 +41,13 @@ from precompute.store.offline.refs import BadMark, Refs, run_lease
 from precompute.store.offline.runs import Journals, Runs
 from precompute.store.offline.selection import CLUSTERS, Selection, all_rows, seed_of
 from precompute.store.offline.snapshot import Catalog, Part, Snapshot, add_to_catalog, read_catalog
+from precompute.store.offline.stored_file import check_file, note_file, parsing
 from precompute.store.times import utc_now
 
 log = logging.getLogger(__name__)
 
+AT_ONCE = 4
+"""Files that are compared side by side: one core hashes 1.7 GB/s."""
 FRAME = "frame.parquet"
 """Among a run's files: the rows that a program handed to it."""
 
@@ -90,7 +93,7 @@ class ViewStore:
         self.journals = Journals(self.folder, self._committed)
         self._catalog: Catalog | None = None
         self._dead: dict[
-            tuple[tuple[str, ...], tuple[tuple[Path, int], ...]], Mapping[int, Numbers]
+            tuple[tuple[Part, ...], tuple[tuple[Path, int], ...]], Mapping[int, Numbers]
         ] = {}
         """Dead rows of the last two chains: a run needs those of its parent and of its result a
         dozen times, and they may be half of all rows."""
@@ -162,6 +165,7 @@ class ViewStore:
 
         Raises:
             SnapshotError: there is none of that number, or it is torn.
+            UnreadableError: it cannot be read now.
         """
         path = self.manifest_path(number)
         try:
@@ -172,11 +176,6 @@ class ViewStore:
                 f"view {self.name!r} has no snapshot {number} under {self.offline.root} (it has:"
                 f" {have})"
             ) from exc
-        except SnapshotError:
-            # of an object store, which says where
-            raise
-        except OSError as exc:
-            raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         return Snapshot.from_bytes(data, str(path))
 
     def frame(self, number: int | None = None) -> Path | None:
@@ -184,17 +183,36 @@ class ViewStore:
         itself; by default of those given last, whatever became of that run.
 
         Raises:
-            SnapshotError: there is no such snapshot, or its manifest is torn.
+            SnapshotError: there is no such snapshot, or its manifest is torn, or the file is
+                damaged.
+            UnreadableError: something cannot be read now.
         """
         if number is None:
             runs = (self.data / name / FRAME for name in self.storage.names(self.data))
             path = max((path for path in runs if self.storage.stat(path)), default=None)
+            part = None if path is None else self._frame_of(path.parent.name)
         else:
-            given = self.snapshot(number).frame
-            path = None if given is None else self.folder / given
-        if path is not None:
-            self.is_here(path)
+            snapshot = self.snapshot(number)
+            path = None if snapshot.frame is None else self.folder / snapshot.frame
+            part = snapshot.frame_file
+        if path is not None and self.is_here(path) and part is not None:
+            try:
+                self.file(part)
+            except SnapshotError as exc:
+                raise SnapshotError(
+                    f"{exc}: it has the rows that a run of {self.name!r} was given; give them"
+                    " again: precompute.open(…).run(view, frame=df), in Python"
+                ) from exc
         return path
+
+    def _frame_of(self, run: str) -> Part | None:
+        """The file of the rows that a run was given, by its report; None of one that goes on, or
+        did not write its end."""
+        try:
+            return self.runs.read(run).files.get("frame")
+        except SnapshotError as exc:
+            log.warning("%s", exc)
+            return None
 
     def is_here(self, path: Path) -> bool:
         """Whether a file is there; it is fetched where it lies elsewhere. It is checked by its name
@@ -216,29 +234,30 @@ class ViewStore:
         return layers[::-1]
 
     def layers(self, snapshot: Snapshot) -> Layers:
-        """Every file of the snapshot's chain with its dead rows; all checked to be there with the
-        size that the manifests have.
+        """Every file of the snapshot's chain with its dead rows. Those of deletes were compared
+        with their checksums; the parts are there with the size that the manifests have, and are
+        compared by :meth:`compare_parts` where their rows are copied or handed out.
 
         Raises:
-            SnapshotError: a file is missing or has another size.
+            SnapshotError: a file is missing or damaged, or a part has another size.
+            UnreadableError: one cannot be read now.
         """
         chain = self.chain(snapshot)
         self._fetch(chain)
-        parts = list(dict.fromkeys(part.path for layer in chain for part in layer.parts))
         deletes = [
-            self.checked_path(layer, layer.deletes) for layer in chain if layer.deletes is not None
+            self.whole_path(layer, layer.deletes) for layer in chain if layer.deletes is not None
         ]
-        sizes = {part.path: (part, layer) for layer in chain for part in layer.parts}
-        paths = [self.checked_path(layer, part) for part, layer in (sizes[path] for path in parts)]
-        rows = [sizes[path][0].rows for path in parts]
+        named = {part.path: (part, layer) for layer in chain for part in layer.parts}
+        paths = [self.checked_path(layer, part) for part, layer in named.values()]
+        parts = tuple(part for part, _ in named.values())
         files = tuple((path, path.stat().st_mtime_ns) for path in deletes)
-        dead = self._dead.get((tuple(parts), files))
+        dead = self._dead.get((parts, files))
         if dead is None:
             dead = self._dead_rows(parts, files)
-        return Layers(paths, rows, dead)
+        return Layers(paths, [part.rows for part in parts], dead)
 
     def _dead_rows(
-        self, parts: list[str], files: tuple[tuple[Path, int], ...]
+        self, parts: tuple[Part, ...], files: tuple[tuple[Path, int], ...]
     ) -> Mapping[int, Numbers]:
         """Position of a part → its dead rows, by ``files`` of deletes, each given with the time of
         its last change."""
@@ -249,7 +268,7 @@ class ViewStore:
         times = dict(files)
         dead = dead_rows(parts, [*times], lambda path: known[path, times[path]])
         self._deletes = known
-        self._dead = {chain: self._dead[chain] for chain in before} | {(tuple(parts), files): dead}
+        self._dead = {chain: self._dead[chain] for chain in before} | {(parts, files): dead}
         return dead
 
     def part_paths(self, snapshot: Snapshot) -> list[Path]:
@@ -261,45 +280,97 @@ class ViewStore:
         """Have all files of a chain here, where they may lie elsewhere; those that cannot be had
         are an error when they are read."""
         if self.storage is not LOCAL:
-            parts = [part for layer in chain for part in (*layer.parts, layer.deletes) if part]
-            files = [File(self.folder / p.path, p.size_bytes, p.sha256) for p in parts]
+            files = [part.in_folder(self.folder) for layer in chain for part in layer.files]
             with contextlib.suppress(FileNotFoundError):
                 self.storage.fetch(files)
 
-    def file(self, part: Part) -> Path:
-        """A file that a manifest or journal names, if it is there; fetched where it lies elsewhere.
+    def file(self, part: Part) -> Path | None:
+        """A file beside the parts that a manifest or journal names, such as the rejected rows,
+        compared with its checksum; None where it is gone.
 
         Raises:
-            OSError: it cannot be fetched, or differs from its checksum.
+            SnapshotError: it is damaged.
+            UnreadableError: it cannot be read now.
         """
-        path = self.folder / part.path
+        file = part.in_folder(self.folder)
         with contextlib.suppress(FileNotFoundError):
-            self.storage.fetch([File(path, part.size_bytes, part.sha256)])
-        return path
+            self.storage.fetch([file])
+        if not file.path.is_file():
+            return None
+        check_file(file)
+        return file.path
 
     def checked_path(self, snapshot: Snapshot, part: Part) -> Path:
-        """Absolute path of one file of a snapshot.
+        """Absolute path of one file of a snapshot, which is there with the size that the manifest
+        has. A file beside the parts is never parsed by it: see :meth:`whole_path`.
 
         Raises:
             SnapshotError: it is missing or has another size than in the manifest.
+            UnreadableError: it cannot be read now.
         """
-        path = (self.folder / part.path).absolute()
+        file = part.in_folder(self.folder)
+        path = file.path
         try:
-            self.file(part)
+            with contextlib.suppress(FileNotFoundError):
+                self.storage.fetch([file])
             size = path.stat().st_size if path.is_file() else None
+        except UnreadableError:
+            raise
         except OSError as exc:
-            raise UnreadableError(
-                f"{path} cannot be read: {limit_of(exc) or exc.strerror or exc}"
-            ) from exc
+            raise no_answer(path, exc) from exc
         if size != part.size_bytes:
             state = (
                 "is missing" if size is None else f"has {size} bytes instead of {part.size_bytes}"
             )
-            raise SnapshotError(
-                f"{path} {state}: snapshot {snapshot.number} of {self.name!r} cannot be used;"
-                " publish another one"
-            )
+            raise SnapshotError(f"{path} {state}: {self._way_out(snapshot)}")
+        note_file(file)
         return path
+
+    def whole_path(self, snapshot: Snapshot, part: Part) -> Path:
+        """Absolute path of one file of a snapshot, compared with its checksum, once in a process.
+
+        Raises:
+            SnapshotError: it is missing or damaged.
+            UnreadableError: it cannot be read now.
+        """
+        file = part.in_folder(self.folder)
+        try:
+            check_file(file)
+        except SnapshotError as exc:
+            raise SnapshotError(f"{exc}: {self._way_out(snapshot)}") from exc
+        return file.path
+
+    def compare_parts(self, *snapshots: Snapshot) -> None:
+        """Compare all files of the snapshots' chains with their checksums, once in a process,
+        before rows are copied from them, handed out, or computed from.
+
+        Raises:
+            SnapshotError: one is missing or damaged; it is marked by :meth:`check_parts` alone.
+            UnreadableError: one cannot be read now.
+        """
+        named = {
+            part.path: (layer, part)
+            for snapshot in snapshots
+            for layer in self.chain(snapshot)
+            for part in layer.files
+        }
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for done in [pool.submit(self.whole_path, *one) for one in named.values()]:
+                done.result()
+
+    def _way_out(self, snapshot: Snapshot) -> str:
+        name = self.name
+        which = f"snapshot {snapshot.number}" if snapshot.number else "what this run writes"
+        return (
+            f"{which} of {name!r} cannot be used; publish another one: {self._run_again(snapshot)},"
+            f" it builds on what is whole, or go back: precompute rollback {name}"
+        )
+
+    def _run_again(self, snapshot: Snapshot) -> str:
+        if snapshot.partition is None:
+            return f"run the view again (precompute run {self.name})"
+        start = snapshot.partition.partition("/")[0]
+        return f"run its partition again (precompute run {self.name} --partition {start})"
 
     def batches(
         self,
@@ -328,17 +399,27 @@ class ViewStore:
         batch_rows: int,
     ) -> Iterator[pa.RecordBatch]:
         path = layers.paths[number]
-        try:
-            with pq.ParquetFile(path) as file:
-                if lacks := set(columns or ()).difference(file.schema_arrow.names):
-                    raise pa.ArrowKeyError(f"no column {min(lacks)!r}")
-                batches = file.iter_batches(
-                    batch_rows, columns=None if columns is None else list(columns)
-                )
-                yield from living(batches, layers.dead.get(number))
-        except (pa.ArrowException, OSError) as exc:
-            remedy = limit_of(exc) or f"snapshot {snapshot.number} is damaged; publish another one"
-            raise SnapshotError(f"{path} cannot be read ({exc}): {remedy}") from exc
+        with parsing(path, self._way_out(snapshot)), pq.ParquetFile(path) as file:
+            if lacks := set(columns or ()).difference(file.schema_arrow.names):
+                raise pa.ArrowKeyError(f"no column {min(lacks)!r}")
+            batches = file.iter_batches(
+                batch_rows, columns=None if columns is None else list(columns)
+            )
+            yield from living(batches, layers.dead.get(number))
+
+    def schema(self, snapshot: Snapshot) -> pa.Schema:
+        """The columns of a snapshot's first part.
+
+        Raises:
+            SnapshotError: there is none, or it is missing or damaged.
+            UnreadableError: it cannot be read now.
+        """
+        for path in self.part_paths(snapshot):
+            with parsing(path, self._way_out(snapshot)):
+                return pq.read_schema(path)
+        raise SnapshotError(
+            f"snapshot {snapshot.number} of {self.name!r} has no part; publish another one"
+        )
 
     def sample(
         self,
@@ -378,12 +459,8 @@ class ViewStore:
             ) from exc
 
     def _no_rows(self, snapshot: Snapshot, columns: Sequence[str] | None) -> pa.Table:
-        for path in self.part_paths(snapshot):
-            table = pq.read_schema(path).empty_table()
-            return table if columns is None else table.select(list(columns))
-        raise SnapshotError(
-            f"snapshot {snapshot.number} of {self.name!r} has no part; publish another one"
-        )
+        table = self.schema(snapshot).empty_table()
+        return table if columns is None else table.select(list(columns))
 
     def check_parts(self, snapshot: Snapshot, layers: Sequence[Snapshot] | None = None) -> None:
         """Re-read every file of the chain, or of those ``layers`` of it, and compare its SHA-256
@@ -394,7 +471,7 @@ class ViewStore:
             SnapshotError: names the first file that differs.
         """
         for layer in self.chain(snapshot) if layers is None else layers:
-            for part in (*layer.parts, *((layer.deletes,) if layer.deletes else ())):
+            for part in layer.files:
                 self.check_part(layer, part)
 
     def check_part(self, layer: Snapshot, part: Part) -> None:
@@ -409,7 +486,26 @@ class ViewStore:
                 self.mark_bad(layer.number, f"damaged: {wrong}", rows=False)
             for number in layer.members.values():
                 self._mark_writer(number, part, f"damaged: {wrong}")
-            raise SnapshotError(f"{wrong}; run the view again, it builds on what is whole")
+            raise SnapshotError(f"{wrong}; {self._run_again(layer)}, it builds on what is whole")
+
+    def check_beside(self, part: Part) -> None:
+        """Compare a file that the next run reads beside the parts, read again: the rejected rows,
+        or those that a run was given. Nothing is marked: the rows of the snapshot are whole.
+
+        Raises:
+            SnapshotError: it is missing or damaged.
+            UnreadableError: it cannot be read now.
+        """
+        try:
+            check_file(part.in_folder(self.folder), again=True)
+        except SnapshotError as exc:
+            given = part.path.endswith(f"/{FRAME}")
+            remedy = (
+                "give a run its rows again: precompute.open(…).run(view, frame=df), in Python"
+                if given
+                else f"the next run of {self.name!r} tries these rows again"
+            )
+            raise SnapshotError(f"{exc}: {remedy}") from exc
 
     def _mark_writer(self, member: int, part: Part, why: str) -> None:
         """Mark those of the snapshots that a member of an assembled one builds on bad that name the
@@ -422,18 +518,18 @@ class ViewStore:
             log.warning("%s", exc)
 
     def _damage(self, layer: Snapshot, part: Part) -> str | None:
-        """How a file differs from its manifest.
+        """How a file differs from its manifest, read again; None where it is whole.
 
         Raises:
-            SnapshotError: it cannot be read at all, for now.
+            UnreadableError: it cannot be read now.
         """
+        file = part.in_folder(self.folder)
         try:
-            path = self.checked_path(layer, part)
-        except UnreadableError:
-            raise
+            check_file(file, again=True)
+            check_rows(file.path, part)
         except SnapshotError as exc:
             return str(exc)
-        return how_damaged(path, part)
+        return None
 
     # ---- writing
 
@@ -498,7 +594,7 @@ class ViewStore:
             FencedError: the lease was lost.
         """
         snapshot.check_counts(self.chain(snapshot)[:-1])
-        for part in (*snapshot.parts, *((snapshot.deletes,) if snapshot.deletes else ())):
+        for part in snapshot.files:
             check_rows(self.checked_path(snapshot, part), part)
         folder = self.folder / "manifests"
         try:
@@ -526,7 +622,17 @@ class ViewStore:
     def mark_bad(
         self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None
     ) -> None:
-        """Mark a snapshot bad, for good: see :meth:`Refs.mark_bad`.
+        """Mark a snapshot bad, for good: see :meth:`Refs.mark_bad`, and :meth:`bad_mark`.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        self.refs.mark_bad(number, self.bad_mark(number, reason, rows=rows, back_to=back_to))
+
+    def bad_mark(
+        self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None
+    ) -> BadMark:
+        """The mark of a bad snapshot.
 
         Args:
             number: of the snapshot.
@@ -534,9 +640,6 @@ class ViewStore:
             rows: its rows are at fault, so that the same rows once more are bad too; not only its
                 files.
             back_to: the snapshot that is gone back to: what both hold is not at fault.
-
-        Raises:
-            SnapshotError: the file system failed.
         """
         content = ""
         if rows:
@@ -545,7 +648,7 @@ class ViewStore:
             except SnapshotError as exc:
                 # Damaged besides.
                 log.warning("%s", exc)
-        self.refs.mark_bad(number, BadMark(reason, utc_now(), content, rows, back_to))
+        return BadMark(reason, utc_now(), content, rows, back_to)
 
     def pin(self, number: int, reason: str) -> None:
         """Keep a snapshot whatever its age; pinning it twice is no error.

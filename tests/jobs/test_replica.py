@@ -32,7 +32,13 @@ from precompute.store.answers.lookup import Lookup
 from precompute.store.disk import object_storage
 from precompute.store.disk.record import replace
 from precompute.store.disk.storage import unmount_all
-from precompute.store.errors import ConflictError, PrecomputeError, SnapshotError, VectorIndexError
+from precompute.store.errors import (
+    ConflictError,
+    PrecomputeError,
+    SnapshotError,
+    UnreadableError,
+    VectorIndexError,
+)
 from precompute.store.http.app import create_app
 from precompute.store.online.online_store import OnlineStore
 from tests.asgi import call
@@ -64,7 +70,7 @@ def test_a_replica_serves_what_is_published_and_what_it_has_when_cut_off(
         project = project_on(bucket, make_project, [(i, i * 10 + 1) for i in range(40)])
         project.run()
         bucket.fault = lambda _: "refuse"
-        with pytest.raises(SnapshotError, match="gave no answer"):
+        with pytest.raises(UnreadableError, match="gave no answer"):
             replica.follow()
         assert other.served([1, 39]) == (1, [20.0, 780.0])
         bucket.fault = lambda _: None

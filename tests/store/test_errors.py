@@ -14,7 +14,6 @@ from precompute.store.errors import (
     OnlineStoreError,
     PrecomputeError,
     RequestError,
-    SnapshotError,
     SourceError,
     did_you_mean,
     nearest_or_all,
@@ -43,7 +42,6 @@ def test_the_picture_of_the_tree_names_every_error() -> None:
         OnlineStoreError,
         NoAnswerError,
         RequestError,
-        SnapshotError,
         SourceError,
     }
 

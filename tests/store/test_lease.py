@@ -19,7 +19,7 @@ import pytest
 from precompute.store.disk.durable_file import replace_durably
 from precompute.store.disk.lease import Holder, holder, is_held, take
 from precompute.store.disk.record import sealed
-from precompute.store.errors import ConflictError, FencedError, SnapshotError
+from precompute.store.errors import ConflictError, FencedError, SnapshotError, UnreadableError
 from tests import REPOSITORY
 
 HOLD = """
@@ -293,7 +293,7 @@ def test_files_that_cannot_be_made_written_or_read_are_an_error(tmp_path: Path) 
     with pytest.raises(SnapshotError, match=r"cannot write .*lease-run.json"):
         take(tmp_path / "file" / "refs", "run", "me")
     (tmp_path / "refs" / "lease-run.json").mkdir(parents=True)
-    with pytest.raises(SnapshotError, match="cannot be read"):
+    with pytest.raises(UnreadableError, match="cannot be read"):
         take(tmp_path / "refs", "run", "me")
     folder = tmp_path / "held"
     (folder / ".lease-run.1.held").mkdir(parents=True)
@@ -302,7 +302,7 @@ def test_files_that_cannot_be_made_written_or_read_are_an_error(tmp_path: Path) 
     assert not is_held(folder, "run")
     take(folder, "other", "me").release()
     (folder / ".lease-other.1.held").mkdir()
-    with pytest.raises(SnapshotError, match=r"\.lease-other\.1\.held"):
+    with pytest.raises(UnreadableError, match=r"\.lease-other\.1\.held"):
         is_held(folder, "other")
 
 

@@ -29,6 +29,7 @@ from precompute.store.errors import (
     FencedError,
     RejectedError,
     SnapshotError,
+    UnreadableError,
 )
 from precompute.store.offline.gc import collect
 from precompute.store.offline.runs import NAME as JOURNAL
@@ -76,9 +77,9 @@ def test_a_write_that_is_done_after_its_writer_gave_up_is_done_once(
     bucket.at_first(1.3, lambda request: request.conditional)
     succeeded = 0
     for number in range(3):
-        with contextlib.suppress(SnapshotError):
+        with contextlib.suppress(UnreadableError):
             storage.create(folder / f"{number}.json", b"%d" % number)
-        with contextlib.suppress(SnapshotError):
+        with contextlib.suppress(UnreadableError):
             storage.update(folder / "count.json", counted)
             succeeded += 1
     time.sleep(0.5)
@@ -123,7 +124,7 @@ def test_a_store_that_lies_or_refuses_is_an_error(
     bucket: ObjectStore, storage: ObjectStorage, tmp_path: Path, fault: str, message: str
 ) -> None:
     bucket.fault = lambda _: fault
-    with pytest.raises((ConfigError, SnapshotError), match=message):
+    with pytest.raises((ConfigError, UnreadableError), match=message):
         storage.create(tmp_path / "cache" / "x.json", b"")
 
 

@@ -27,7 +27,7 @@ from precompute.store.disk.crashpoint import arm, disarm
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace
 from precompute.store.disk.storage import IDENTITIES, LOCAL, identity_of, known_identity
-from precompute.store.errors import ConflictError, FencedError, SnapshotError
+from precompute.store.errors import ConflictError, FencedError, SnapshotError, UnreadableError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.part_file import Layers, write_part_file
 from precompute.store.offline.refs import LiveRef, Place, run_lease
@@ -1010,7 +1010,7 @@ def test_a_root_that_cannot_be_a_folder_is_an_error_of_all_that_use_it(tmp_path:
     )
     assert store.journals.unfinished("recipe", None) == []
     for read in (lambda: store.snapshot(1), lambda: store.refs.live()):
-        with pytest.raises(SnapshotError):
+        with pytest.raises(UnreadableError, match="cannot be read: Not a directory"):
             read()
 
 

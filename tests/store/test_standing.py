@@ -135,6 +135,18 @@ def test_the_newest_by_what_it_is_wanted_for(store: ViewStore) -> None:
     assert Standing(store).newest_publishable(accept=["rows"]) == GOOD
 
 
+def test_a_rollback_of_a_partition_goes_to_no_later_one(tmp_path: Path) -> None:
+    """An operator published the first day again, by hand: a later day is no earlier state, though
+    it was made, and live, before."""
+    store = OfflineStore(tmp_path / "root").view("numbers")
+    for partition in (DAYS[0], DAYS[1], DAYS[0]):
+        commit(store, store.numbers()[-1] + 1 if store.numbers() else 1, partition=partition)
+    assert Standing(store).before(LiveRef(3, 3, 2, "", "", Place(3, 3))) == 1
+    assert Standing(store).before(LiveRef(3, 2, 3, "", "", Place(3, 2))) == 3
+    with pytest.raises(SnapshotError, match="no good snapshot before 1 to go back to"):
+        Standing(store).before(LiveRef(4, 1, 2, "", "", Place(4, 1)))
+
+
 def test_a_snapshot_that_nobody_can_read_stands_for_nothing(store: ViewStore) -> None:
     (store.manifest_path(BAD)).unlink()
     on_bad, known = store.snapshot(ON_BAD), snapshots(store)

@@ -265,16 +265,16 @@ def _whole_files(store: ViewStore, snapshot: Snapshot) -> Files:
     read, their rows count as alive."""
     chain = store.chain(snapshot)
     parts = {part.path: (layer, part) for layer in chain for part in layer.parts}
-    deletes: list[Path] = []
+    named, deletes = [part for _, part in parts.values()], list[Path]()
     for layer in chain:
         if layer.deletes is not None:
             try:
-                path = store.checked_path(layer, layer.deletes)
-                dead_rows(list(parts), [path])
+                path = store.whole_path(layer, layer.deletes)
+                dead_rows(named, [path])
                 deletes.append(path)
             except SnapshotError as exc:
                 log.warning("%s", exc)
-    dead = dead_rows(list(parts), deletes)
+    dead = dead_rows(named, deletes)
     whole: list[Path] = []
     dead_of_whole = {}
     for position, (layer, part) in enumerate(parts.values()):

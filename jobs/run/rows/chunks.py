@@ -134,7 +134,7 @@ class Rejections:
 
     Args:
         store: of the view.
-        run: its id.
+        report: of the run; the file is added to it.
         bad_rows: the view's policy.
         allowed: how many there may be.
 
@@ -143,8 +143,8 @@ class Rejections:
             ``rejected.parquet`` of the run has them; or ``bad_rows: fail`` and one is unusable.
     """
 
-    def __init__(self, store: ViewStore, run: str, bad_rows: str, allowed: int) -> None:
-        self._store, self._run, self._bad_rows, self._allowed = store, run, bad_rows, allowed
+    def __init__(self, store: ViewStore, report: Report, bad_rows: str, allowed: int) -> None:
+        self._store, self._report, self._bad_rows, self._allowed = store, report, bad_rows, allowed
         self.count = 0
         self.part: Part | None = None
         """The file of all of them, once written."""
@@ -228,7 +228,8 @@ class Rejections:
         """Write all of them to ``rejected.parquet`` of the run, if there are any."""
         if self._batches:
             table = pa.Table.from_batches(self._batches, _SCHEMA)
-            self.part = self._store.write_part(self._run, "rejected.parquet", table)
+            self.part = self._store.write_part(self._report.run, "rejected.parquet", table)
+            self._report.files["rejected"] = self.part
 
     @property
     def all_misfit(self) -> bool:
@@ -243,7 +244,7 @@ class Rejections:
     @property
     def path(self) -> str:
         """Where :meth:`write` writes them."""
-        return str(self._store.data / self._run / "rejected.parquet")
+        return str(self._store.data / self._report.run / "rejected.parquet")
 
     def reasons(self) -> str:
         """The commonest reasons, with counts."""
@@ -297,7 +298,7 @@ class Chunks:
         self._store, self._report, self._opened = store, report, opened
         self._wait_until_writable, self._on_batch = wait_until_writable, on_batch
         bad_rows = opened.view.definition.bad_rows
-        self.rejections = Rejections(store, report.run, bad_rows, max_rejected)
+        self.rejections = Rejections(store, report, bad_rows, max_rejected)
         self.parts: list[Part] = []
         self.figures: dict[str, RowFigures] = {}
         """Path of a part → the figures of all its rows."""

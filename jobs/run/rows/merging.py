@@ -143,6 +143,7 @@ def compacted(store: ViewStore, opened: OpenView, draft: Snapshot) -> Snapshot:
     Raises:
         SnapshotError: a file of the chain is missing or damaged, or the file system failed.
     """
+    store.compare_parts(draft)
     copies = _Copies(store, draft)
     for batch in store.batches(draft):
         copies.add(batch)
@@ -393,7 +394,8 @@ def members_of(
     is served was computed by the new one; if ``forced``, those that were not are dropped.
 
     Raises:
-        SnapshotError: a partition that is served has no good snapshot any more.
+        SnapshotError: a partition that is served has no good snapshot any more, or only one that
+            was replaced.
     """
     standing, keep_s = Standing(store), None if partitions is None else partitions.keep
     every = _retained(keep_s, standing.newest_of_each())
@@ -405,6 +407,8 @@ def members_of(
         if all(are_alike(newest, s) for s in every.values())
         else _retained(keep_s, standing.newest_of_each(like=newest))
     )
+    if not forced:
+        _check_none_comes_back(store, standing, members)
     served = set() if live is None else set(_retained(keep_s, live.members, members))
     if live is None or forced or not served.difference(members):
         return members, _left_out(every, members, newest)
@@ -427,6 +431,29 @@ def members_of(
         " partitions still have the old one; the live snapshot stays until all are recomputed:"
         f" precompute backfill {store.name} --reprocess stale --from … --to …"
     ]
+
+
+def _check_none_comes_back(
+    store: ViewStore, standing: Standing, members: Mapping[str, Snapshot]
+) -> None:
+    """Raises:
+    SnapshotError: the snapshot of a partition that is served is damaged, and an older one would
+        bring rows back that it replaced, as if they were fresh.
+    """
+    ref, entries = store.refs.readable_live(), store.catalog().entries
+    if ref is None or ref.snapshot not in entries:
+        return
+    for number in entries[ref.snapshot].members:
+        partition = entries[number].partition if number in entries else None
+        older = None if partition is None else members.get(partition)
+        if older is not None and older.number < number and number not in standing.left:
+            again = f"precompute run {store.name} --partition {str(partition).partition('/')[0]}"
+            raise SnapshotError(
+                f"snapshot {number} of partition {partition} is served and damaged; snapshot"
+                f" {older.number}, the one before it, would bring rows back that were replaced, so"
+                f" what is live stays. Compute the partition again: {again}; or go back to those"
+                f" rows: precompute publish {store.name} --accept rows"
+            )
 
 
 def _left_out(
@@ -488,6 +515,7 @@ def _assembled(
                 partition: known.get(number) or store.snapshot(number)
                 for partition, number in live.members.items()
             }
+            store.compare_parts(live, *before.values())
         except SnapshotError as exc:
             log.warning("%s; all is assembled again", exc)
         else:

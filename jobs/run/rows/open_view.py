@@ -434,7 +434,10 @@ def _setup(folder: Path) -> Setup:
 
 
 def _files(store: ViewStore, number: int) -> Files:
-    return files_of(store.layers(store.snapshot(number)))
+    snapshot = store.snapshot(number)
+    # what is computed from a damaged value would bear a checksum of its own
+    store.compare_parts(snapshot)
+    return files_of(store.layers(snapshot))
 
 
 def _table(view: FeatureView, source: Source, folder: Path, name: str, sql: str) -> pa.Table:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from precompute.jobs.config.project import Project
@@ -29,7 +30,7 @@ from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import StudentUse
 from precompute.store.offline.part_file import MOST_OVERLAYS, layers_that_stay
 from precompute.store.offline.runs import Finished
-from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.snapshot import Part, Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition
@@ -301,20 +302,20 @@ class Planner:
         expired_before_us: int | None,
     ) -> Diff:
         store, retry = self.store, self.options.retry_rejected
+        before = None if parent is None else parent.rejected
         rejected = [
-            store.folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None
+            path
+            for part in (*(chunk.rejected for chunk in finished), before)
+            if part is not None and (path := self._rejected(part)) is not None
         ]
-        if parent is not None and parent.rejected is not None:
-            path = store.file(parent.rejected)
-            rejected += [path] if path.is_file() else []
         parts = Files(
             [store.folder / chunk.part.path for chunk in finished if chunk.part is not None]
         )
         if parent is None and not parts.paths and not rejected:
             return Diff(new=source_rows)
-        before = None if parent is None else files_of(store.layers(parent))
+        known = None if parent is None else files_of(store.layers(parent))
         compare_source = partial(
-            compare, self.opened.source, before, parts, expired_before_us=expired_before_us
+            compare, self.opened.source, known, parts, expired_before_us=expired_before_us
         )
         try:
             return compare_source(rejected, retry_rejected=retry)
@@ -323,6 +324,14 @@ class Planner:
                 raise
             log.warning("%s; how often rejected rows were tried is counted again", exc)
             return compare_source()
+
+    def _rejected(self, part: Part) -> Path | None:
+        """A file of rejected rows; None where it is gone or damaged: they are tried again."""
+        try:
+            return self.store.file(part)
+        except SnapshotError as exc:
+            log.warning("%s; the rows that it has are tried again", exc)
+            return None
 
 
 def _are_same(before: StudentUse | None, now: StudentUse | None) -> bool:

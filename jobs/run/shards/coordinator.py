@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.engine.batches import WIDE_ROWS
@@ -47,6 +46,7 @@ from precompute.store.errors import (
     SnapshotError,
 )
 from precompute.store.offline.runs import Finished, Report, run_of_folder
+from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.table import REFERENCE
 from precompute.workers.process import installed_module
@@ -371,10 +371,9 @@ class _Coordinator:
     def _add_rejected(self, chunks: Sequence[Finished]) -> None:
         for chunk in chunks:
             if chunk.rejected is not None:
-                try:
-                    rows = pq.read_table(self._job.store.file(chunk.rejected))
-                except (OSError, pa.ArrowException) as exc:
-                    raise SnapshotError(f"{chunk.rejected.path} cannot be read: {exc}") from exc
+                path = shard_file_path(self._job.store, chunk.rejected)
+                with parsing(path, "run the view again"):
+                    rows = pq.read_table(path)
                 self._chunks.rejections.add_table(rows)
 
     def _report_figures(self, results: Mapping[int, ShardResult]) -> None:

@@ -25,6 +25,7 @@ from precompute.store.keys import key_column
 from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Finished
 from precompute.store.offline.snapshot import Part
+from precompute.store.offline.stored_file import check_file
 from precompute.store.offline.view_store import ViewStore
 
 ENDING = "-shards"
@@ -360,16 +361,14 @@ def shard_file_path(store: ViewStore, part: Part) -> Path:
 
     Raises:
         SnapshotError: it is gone, or damaged.
+        UnreadableError: it cannot be read now.
     """
+    file = part.in_folder(store.folder)
     try:
-        path = store.file(part)
-        if sha256_of(path) == part.sha256:
-            return path
-        raise SnapshotError(f"{path} is damaged: it differs from its checksum; run the view again")
-    except OSError as exc:
-        raise SnapshotError(
-            f"{store.folder / part.path} cannot be read: {exc.strerror or exc}"
-        ) from exc
+        check_file(file)
+    except SnapshotError as exc:
+        raise SnapshotError(f"{exc}; run the view again") from exc
+    return file.path
 
 
 def read_shard_table(path: Path) -> pa.Table:

@@ -57,6 +57,7 @@ from precompute.store.errors import (
 from precompute.store.keys import key_column
 from precompute.store.offline.runs import Finished, Journals, Report
 from precompute.store.offline.snapshot import Part
+from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.table import REFERENCE
 
@@ -438,7 +439,8 @@ class _Worker:
         for chunk in self._journals.whole(self._journals.here(found)):
             assert chunk.part is not None
             path = self._store.folder / chunk.part.path
-            table = pq.read_table(path, columns=[*entity, "computed_at"])
+            with parsing(path, "run the view again"):
+                table = pq.read_table(path, columns=[*entity, "computed_at"])
             keys = key_column(table, entity)
             # a worker that slept past its lease may note a chunk late, whose rows the next attempt
             # has computed meanwhile
