@@ -129,6 +129,7 @@ def _opened(project: Project, config: ViewConfig) -> OpenView:
         project.home,
         partition=config.partition_at(datetime.now(UTC)),
         memory_mb=project.settings.source_mb,
+        load_mb=project.settings.memory_mb,
     )
 
 
@@ -140,10 +141,12 @@ def _read(project: Project, config: ViewConfig) -> str:
         project.home,
         partition=config.partition_at(datetime.now(UTC)),
         memory_mb=project.settings.source_mb,
+        load_mb=project.settings.memory_mb,
     )
     with source:
         if config.source.updated_at is not None:
             source.check_time(config.source.updated_at, "source.updated_at")
+        source.fit()
         head = source.head(ROWS)
     columns = ", ".join(f"{field.name} {field.type}" for field in head.schema)
     if not head.num_rows and config.partition is None:
