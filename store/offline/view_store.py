@@ -35,6 +35,7 @@ from precompute.store.offline.part_file import (
     how_damaged,
     living,
     read_deletes,
+    row_bytes,
     write_part_file,
 )
 from precompute.store.offline.refs import BadMark, Refs, run_lease
@@ -44,6 +45,9 @@ from precompute.store.offline.snapshot import Catalog, Part, Snapshot, add_to_ca
 from precompute.store.times import utc_now
 
 log = logging.getLogger(__name__)
+
+BATCH_BYTES = 16 * 2**20
+"""Bytes of a batch that is read of a part, about: fewer rows come of larger ones."""
 
 FRAME = "frame.parquet"
 """Among a run's files: the rows that a program handed to it."""
@@ -310,7 +314,8 @@ class ViewStore:
         first: int = 0,
     ) -> Iterator[pa.RecordBatch]:
         """A snapshot's rows, part by part from the file numbered ``first``, in the order they were
-        written; memory holds one row group.
+        written, at most ``batch_rows`` and about :data:`BATCH_BYTES` of them at a time; memory holds
+        one row group.
 
         Raises:
             SnapshotError: a part is missing or damaged.
@@ -332,9 +337,9 @@ class ViewStore:
             with pq.ParquetFile(path) as file:
                 if lacks := set(columns or ()).difference(file.schema_arrow.names):
                     raise pa.ArrowKeyError(f"no column {min(lacks)!r}")
-                batches = file.iter_batches(
-                    batch_rows, columns=None if columns is None else list(columns)
-                )
+                names = None if columns is None else list(columns)
+                rows = max(1, min(batch_rows, BATCH_BYTES // row_bytes(file.metadata)))
+                batches = file.iter_batches(rows, columns=names)
                 yield from living(batches, layers.dead.get(number))
         except (pa.ArrowException, OSError) as exc:
             remedy = limit_of(exc) or f"snapshot {snapshot.number} is damaged; publish another one"

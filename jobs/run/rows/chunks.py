@@ -250,7 +250,8 @@ class Rejections:
 
 
 PART_BYTES = 64 * 2**20
-"""Size to which rows are gathered before a Parquet file is written, about."""
+"""Size to which rows are gathered before a Parquet file is written, about: an eighth of
+``memory_mb``, where that is less."""
 CHUNK_S = 15.0
 """Seconds after which a chunk is written at the latest. A killed run loses one chunk at most, and
 what the engine has computed and not handed on (a few seconds of work): together less than 30 s."""
@@ -305,7 +306,7 @@ class Chunks:
         self._pending: list[pa.Table] = []
         self._positions: list[npt.NDArray[np.int64]] = []
         """The position of each pending row in the source: window × 2³² + row."""
-        self._pending_bytes = 0
+        self._pending_bytes, self._part_bytes = 0, PART_BYTES
         self._began = time.monotonic()
         self._bad_keys: deque[tuple[pa.Array, list[str], pa.Array]] = deque()
 
@@ -341,6 +342,7 @@ class Chunks:
         """
         meter, began, report = Meter(), time.monotonic(), self._report
         usage, computing = report.usage, OverlappingCpu(report)
+        self._part_bytes = min(PART_BYTES, settings.memory_mb * 2**20 // 8)
         runner = engine_of(self._opened, settings.engine, meter)
         # workers share windows out
         rows = window_rows(self._opened.columns) if isinstance(runner, Runner) else WIDE_ROWS
@@ -400,7 +402,7 @@ class Chunks:
             self.rejections.add(keys, stages, errors, batch.column("input_hash").take(rows))
         if len(done.rows):
             self._gather(batch, done)
-        if self._pending_bytes >= PART_BYTES or time.monotonic() - self._began >= CHUNK_S:
+        if self._pending_bytes >= self._part_bytes or time.monotonic() - self._began >= CHUNK_S:
             self.finish()
 
     def _gather(self, batch: pa.RecordBatch, done: Outcome) -> None:
