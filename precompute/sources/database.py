@@ -286,6 +286,9 @@ class Database:
         self.project_mb = memory_mb if project_mb is None else project_mb
         self._spill, self._secrets = SpillFolder(), setup.secrets()
         self._connection = open_duckdb(self._spill, memory_mb, threads, setup.run)
+        self._own_settings = _own_settings(setup)
+        if "threads" in self._own_settings:
+            self.threads = self.number("SELECT current_setting('threads')")
         self._remote: RemoteReader | None = None
         self._lock, self._closed = threading.Lock(), False
         self._cursors = list[duckdb.DuckDBPyConnection]()
@@ -299,11 +302,20 @@ class Database:
             memory_mb: the limit.
             threads: of its own.
             prefetch: fetch column chunks of Parquet files as a whole, and not page by page.
+
+        What the project's setup sets itself stays as it is.
         """
-        self.execute(f"SET memory_limit = '{int(memory_mb)}MB'")
-        self.execute(f"SET threads = {int(threads)}")
-        self.execute(f"SET disable_parquet_prefetching = {str(not prefetch).lower()}")
-        self.memory_mb, self.threads = memory_mb, threads
+        settings = {
+            "memory_limit": f"'{int(memory_mb)}MB'",
+            "threads": str(int(threads)),
+            "disable_parquet_prefetching": str(not prefetch).lower(),
+        }
+        for name, value in settings.items():
+            if name not in self._own_settings:
+                self.execute(f"SET {name} = {value}")
+        self.memory_mb = memory_mb
+        if "threads" not in self._own_settings:
+            self.threads = threads
 
     def held_bytes(self) -> tuple[int, int]:
         """What it holds now in memory, and on disk since it did not fit there."""
@@ -533,6 +545,13 @@ class Database:
             f" memory_mb: {rounded_mb(wanted_mb)} in project.yaml, or read fewer columns or smaller"
             f" values ({text})"
         )
+
+
+def _own_settings(setup: Setup) -> frozenset[str]:
+    """Names of the settings that a project's setup sets."""
+    sets = (re.match(r"\s*SET\s+(?:GLOBAL\s+)?(\w+)", s, re.IGNORECASE) for s in setup.statements)
+    names = {found[1].lower() for found in sets if found}
+    return frozenset(names | {"memory_limit"} if "max_memory" in names else names)
 
 
 def rounded_mb(memory_mb: float) -> int:

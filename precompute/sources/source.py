@@ -112,7 +112,7 @@ class Source:
         setup: Setup = NO_SETUP,
     ) -> None:
         self.entity = tuple(entity)
-        self._share_mb, self._threads = memory_mb, threads
+        self._share_mb = memory_mb
         self._row_bytes, self._is_wide = 0, False
         self.database = Database(load_mb or memory_mb, threads, setup)
         self.hashed_by = hash_kind()
@@ -271,6 +271,7 @@ class Source:
             SourceError: the source cannot be read, a key has two rows with different values (some
                 are named), or a row lies outside.
         """
+        threads = self.database.threads
         self.fit()
         try:
             self._read_all()
@@ -287,7 +288,7 @@ class Source:
         self.rows_read = self.database.number("SELECT count(*) FROM input")
         self.ascends = len(self.entity) == 1 and self._ascending(keys)
         rows = self.rows_read if self.ascends else self._without_doubles(keys)
-        self._measure()
+        self._measure(threads)
         self.loaded = True
         return rows
 
@@ -309,8 +310,7 @@ class Source:
                 f"{need.file} takes {need.pages_bytes // 10**6:,} MB to read, most of it for column"
                 f" {need.column!r}, which has large row groups, and memory_mb is"
                 f" {self.database.project_mb}: set memory_mb: {rounded_mb(wanted_mb)} in"
-                " project.yaml, or write the file with fewer rows a row group (DuckDB:"
-                " ROW_GROUP_SIZE 2048)"
+                " project.yaml, or write the file with smaller row groups"
             )
         if threads * (need.pages_bytes + need.chunk_bytes) > room // 2:
             threads = max(1, min(threads, room // max(1, need.pages_bytes)))
@@ -329,8 +329,9 @@ class Source:
             self._given,
         )
 
-    def _measure(self) -> None:
-        """Find how large the loaded rows are, and give back what only loading them took.
+    def _measure(self, threads: int) -> None:
+        """Find how large the loaded rows are, and give back what only loading them took; so many
+        threads read them.
 
         Raises:
             OverMemoryError: one of them is too large.
@@ -360,7 +361,7 @@ class Source:
                     f" {vector_bytes // 10**6:,} MB of lists, and memory_mb is"
                     f" {database.project_mb}: set memory_mb: {rounded_mb(share_mb)} in project.yaml"
                 )
-        threads = 1 if self._is_wide else self._threads
+        threads = 1 if self._is_wide else threads
         database.fit(memory_mb=share_mb, threads=threads, prefetch=True)
 
     def _refuse_row(self) -> None:

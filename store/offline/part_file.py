@@ -117,12 +117,15 @@ def _row_group_rows(table: pa.Table) -> int:
 def row_bytes(metadata: pq.FileMetaData) -> int:
     """Bytes in memory of a row of a part, at most, about: what a text that is the same in all rows
     takes is no figure of the footer, but of how many rows its row groups were given."""
-    count = metadata.num_row_groups
-    groups = [metadata.row_group(number) for number in range(count)]
-    largest = max((group.num_rows for group in groups), default=1)
-    stored = sum(group.total_byte_size for group in groups) // max(1, metadata.num_rows)
-    of_group = MOST_GROUP_BYTES if largest <= 1024 else ROW_GROUP_BYTES
-    return max(1, stored, of_group // max(1, largest) if count > 1 else 0)
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    stored = int(sum(group.total_byte_size for group in groups) // max(1, metadata.num_rows))
+    columns = map(metadata.schema.column, range(metadata.num_columns))
+    if len(groups) < 2 or not any(one.physical_type == "BYTE_ARRAY" for one in columns):
+        return max(1, stored)
+    largest = max(group.num_rows for group in groups)
+    return max(
+        1, stored, (MOST_GROUP_BYTES if largest <= 1024 else ROW_GROUP_BYTES) // max(1, largest)
+    )
 
 
 class _HashingFile:

@@ -314,8 +314,8 @@ class ViewStore:
         first: int = 0,
     ) -> Iterator[pa.RecordBatch]:
         """A snapshot's rows, part by part from the file numbered ``first``, in the order they were
-        written, at most ``batch_rows`` and about :data:`BATCH_BYTES` of them at a time; memory holds
-        one row group.
+        written, at most ``batch_rows`` and about :data:`BATCH_BYTES` of them at a time; memory
+        holds one row group.
 
         Raises:
             SnapshotError: a part is missing or damaged.

@@ -234,7 +234,7 @@ def put_pieces(data: U1, starts: I8, pieces: U1, lengths: I8) -> None:
 
 
 def take_pieces(data: U1, starts: I8, lengths: I8) -> U1:
-    """The bytes ``data[starts[i]:starts[i] + lengths[i]]`` for all i, one after the other, uint8."""
+    """The bytes ``data[starts[i]:starts[i] + lengths[i]]`` for all i, one after the other."""
     pieces = np.empty(int(lengths.sum()), np.uint8)
     for where, into in _spans(starts, lengths):
         pieces[into] = data[where]
