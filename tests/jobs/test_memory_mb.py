@@ -91,9 +91,12 @@ def test_what_cannot_be_read_is_refused_with_what_would_do(
     with pytest.raises(SourceError) as refused:
         small.run()
     text = str(refused.value)
-    assert "items.parquet takes" in text and "column 'x'" in text and "memory_mb is 64" in text
+    assert "items.parquet takes" in text
+    assert "column 'x'" in text
+    assert "memory_mb is 64" in text
     found = re.search(r"set memory_mb: (\d+) in project.yaml", text)
-    assert found is not None and "SET threads" not in text
+    assert found is not None
+    assert "SET threads" not in text
     assert small.cli("validate") == 1
     assert found[0] in capsys.readouterr().out
     assert scene(tmp_path, int(found[1])).run().status == "published"
