@@ -122,10 +122,9 @@ def row_bytes(metadata: pq.FileMetaData) -> int:
     columns = map(metadata.schema.column, range(metadata.num_columns))
     if len(groups) < 2 or not any(one.physical_type == "BYTE_ARRAY" for one in columns):
         return max(1, stored)
-    largest = max(group.num_rows for group in groups)
-    return max(
-        1, stored, (MOST_GROUP_BYTES if largest <= 1024 else ROW_GROUP_BYTES) // max(1, largest)
-    )
+    largest: int = max(group.num_rows for group in groups)
+    of_group = MOST_GROUP_BYTES if largest <= 1024 else ROW_GROUP_BYTES
+    return max(1, stored, of_group // max(1, largest))
 
 
 class _HashingFile:

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from precompute.engine.ahead import Meter
 from precompute.engine.batches import WIDE_ROWS, WINDOW_ROWS, joined, window_rows
+from precompute.engine.resources import give_back
 from precompute.engine.rows import MISFIT, Outcome, in_order, with_null_rows
 from precompute.engine.runner import Runner
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
@@ -364,6 +365,8 @@ class Chunks:
             if self._opened.gpu is not None:
                 usage.device, usage.gpu_s = self._opened.gpu, meter.stage("model").busy_s
         self.finish()
+        # the stages' threads leave what they freed in arenas of their own
+        give_back()
 
     def _good_keys(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """The rows that have a usable key. The others are queued for :meth:`_add`: rows are
