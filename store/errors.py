@@ -48,6 +48,10 @@ class MissingFileError(SourceError):
     """A file that the source names is not there: of a wrong name, or late. Exit status 2."""
 
 
+class OverMemoryError(SourceError):
+    """A source takes more memory than ``memory_mb`` allows; the message says what to set."""
+
+
 class ModelError(PrecomputeError):
     """The model could not be loaded, or returned something other than its view declares."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from precompute.store.offline.selection import reading_file
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import RowCodec
-from precompute.store.online.kernels import U1, Packed, RowBatch, Rows
+from precompute.store.online.kernels import RowBatch, Rows, hash_of, hashes
 from precompute.store.online.online_store import Generation, OnlineStore, Terms
 from precompute.store.online.row_values import is_variable
 from precompute.store.times import microseconds
@@ -29,13 +30,26 @@ from precompute.store.vectors.index_choice import Limits
 from precompute.store.vectors.index_rows import index_columns
 
 LOAD_BATCH_ROWS = 8192
-"""Rows that are read from Parquet and encoded at a time."""
+"""Rows that are read from Parquet and encoded at a time, at most: see
+:data:`precompute.store.offline.view_store.BATCH_BYTES`."""
 VERIFY_ROWS = 2048
 """Rows that are read back from the online store before the flip, and compared, about."""
+VERIFY_BYTES = 8 * 2**20
+"""Bytes of those that are read back at a time, about; one row may have more."""
 KEY_BYTES = 16
 """Bytes of an entity key, for the estimate of a load's size."""
 AHEAD_BYTES = 64 * 2**20
-"""Encoded rows that may be ready while the store takes those before them."""
+"""Encoded rows that may be ready while the store takes those before them: an eighth of
+``memory_mb``, where that is less."""
+
+
+class _Sampled(NamedTuple):
+    """A loaded row, to be read back."""
+
+    key: bytes
+    size_bytes: int
+    hash: int
+    """xxh3_64 of the packed row."""
 
 
 class Loader:
@@ -48,7 +62,8 @@ class Loader:
         progress: called with every batch.
         owner: identity of the root that the view is loaded for; empty where another one is taken
             over.
-        memory_mb: what the vector index may keep in memory.
+        memory_mb: what the vector index may keep in memory; an eighth of it, at most, the rows that
+            are encoded ahead.
     """
 
     def __init__(
@@ -66,6 +81,7 @@ class Loader:
         self._progress = progress
         self._owner = owner
         self._limits = Limits(memory_mb=memory_mb)
+        self._ahead_bytes = min(AHEAD_BYTES, memory_mb * 2**20 // 8)
 
     def prepare(self, generation: Generation, snapshot: Snapshot, rows: int) -> Terms:
         """Get the store's terms before anything moves.
@@ -140,19 +156,19 @@ class Loader:
 
     def _load_rows(
         self, generation: Generation, snapshot: Snapshot, changes: Changes | None, rows_done: int
-    ) -> list[tuple[bytes, bytes]]:
-        """Load all rows; returns some of them, (key, row), to be read back."""
+    ) -> list[_Sampled]:
+        """Load all rows; returns some of them, to be read back."""
         name, online = self._store.name, self._online
         total = snapshot.rows if changes is None else changes.rows + len(changes.removed)
-        sample: list[tuple[bytes, bytes]] = []
+        sample = list[_Sampled]()
         step = max(1, total // VERIFY_ROWS)
 
         def sampled() -> Iterator[RowBatch]:
             # rows that an interrupted load had loaded are sampled, too
             for batch in self._row_batches(snapshot, changes):
-                sample.extend(
-                    (batch.keys.at(i), batch.rows.at(i)) for i in range(0, len(batch), step)
-                )
+                for i in range(0, len(batch), step):
+                    row = batch.rows.at(i)
+                    sample.append(_Sampled(batch.keys.at(i), len(row), hash_of(row)))
                 yield batch
 
         batches = _from_row(sampled(), rows_done)
@@ -161,7 +177,7 @@ class Loader:
             batches,
             StageTime(),
             lambda batch: batch.keys.size_bytes + batch.rows.size_bytes,
-            AHEAD_BYTES,
+            self._ahead_bytes,
         )
 
         usage = self._report.usage
@@ -205,20 +221,25 @@ class Loader:
         for batch in source:
             yield codec.row_batch(batch, view.entity, snapshot.number)
 
-    def _verify(self, generation: Generation, sample: list[tuple[bytes, bytes]]) -> None:
+    def _verify(self, generation: Generation, sample: list[_Sampled]) -> None:
         view = self._store.name
-        for start in range(0, len(sample), 1000):
-            part = sample[start : start + 1000]
-            found = self._online.read_generation(view, generation.number, [key for key, _ in part])
-            if _same(found.packed, Packed.of([row for _, row in part])):
-                continue
-            for (key, row), got in zip(part, found.values, strict=True):
-                if got is None or bytes(got) != row:
-                    what = "is missing" if got is None else "has other bytes"
-                    raise OnlineStoreError(
-                        f"read back from the online store, key {key.decode()!r} of view {view!r}"
-                        f" {what}; nothing was published"
-                    )
+        ends = np.cumsum([row.size_bytes for row in sample])
+        start = 0
+        while start < len(sample):
+            before = int(ends[start - 1]) if start else 0
+            stop = max(start + 1, int(np.searchsorted(ends, before + VERIFY_BYTES, side="right")))
+            part = sample[start : min(stop, start + 1000)]
+            found = self._online.read_generation(view, generation.number, [row.key for row in part])
+            same = (found.packed.sizes == [row.size_bytes for row in part]) & (
+                hashes(found.packed) == np.array([row.hash for row in part], np.uint64)
+            )
+            for i in np.flatnonzero(~same).tolist():
+                what = "is missing" if found.values[i] is None else "has other bytes"
+                raise OnlineStoreError(
+                    f"read back from the online store, key {part[i].key.decode()!r} of view"
+                    f" {view!r} {what}; nothing was published"
+                )
+            start += len(part)
 
     def _build(self, generation: Generation, snapshot: Snapshot, under: Place | None) -> None:
         store, view = self._store, snapshot.view
@@ -237,16 +258,6 @@ class Loader:
             )
         self._report.index = plain(figures)
         self._report.usage.written_bytes += figures.size_bytes
-
-
-def _same(found: Packed, expected: Packed) -> bool:
-    return np.array_equal(found.sizes, expected.sizes) and np.array_equal(
-        _bytes(found), _bytes(expected)
-    )
-
-
-def _bytes(packed: Packed) -> U1:
-    return packed.data[packed.offsets[0] : packed.offsets[-1]]
 
 
 def _from_row(batches: Iterator[RowBatch], first: int) -> Iterator[RowBatch]:

@@ -137,6 +137,7 @@ def _open(job: Job, report: Report) -> OpenView:
             project.home,
             partition=options.partition,
             memory_mb=project.settings.source_mb,
+            load_mb=project.settings.memory_mb,
             load=job.load,
             gpu_reserved=True,
         )

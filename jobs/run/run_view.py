@@ -457,6 +457,7 @@ def _is_late(job: Job, partition: Partition, snapshot: Snapshot) -> bool | None:
             pinned=snapshot.inputs,
             partition=partition,
             memory_mb=job.project.settings.source_mb,
+            load_mb=job.project.settings.memory_mb,
         )
         with contextlib.closing(source):
             if not source.load(own.column) and own.empty != "publish":

@@ -385,6 +385,7 @@ class Recipes:
             self._project.home,
             partition=partition,
             memory_mb=self._project.settings.source_mb,
+            load_mb=self._project.settings.memory_mb,
             load=None if self._by_partition else self._load,
             gpu_reserved=True,
         )

@@ -142,6 +142,7 @@ def _opened(project: Project, config: ViewConfig, partition: Partition | None) -
         project.home,
         partition=partition,
         memory_mb=project.settings.source_mb,
+        load_mb=project.settings.memory_mb,
     )
 
 
@@ -186,10 +187,12 @@ def _head(project: Project, config: ViewConfig, partition: Partition | None) -> 
         project.home,
         partition=partition,
         memory_mb=project.settings.source_mb,
+        load_mb=project.settings.memory_mb,
     )
     with source:
         if config.source.updated_at is not None:
             source.check_time(config.source.updated_at, "source.updated_at")
+        source.fit()
         return source.head(ROWS)
 
 

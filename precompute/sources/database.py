@@ -26,6 +26,7 @@ from duckdb.func import FunctionNullHandling, PythonUDFType
 
 from precompute.sources.file_names import is_remote, no_file
 from precompute.sources.session import Setup, first_line, hiding
+from precompute.store.disk.durable_file import limit_of
 from precompute.store.disk.sql import (
     REMOTE,
     RemoteReader,
@@ -36,7 +37,12 @@ from precompute.store.disk.sql import (
     read_remote_files,
     without_data,
 )
-from precompute.store.errors import ConfigError, MissingFileError, SourceError
+from precompute.store.errors import (
+    ConfigError,
+    MissingFileError,
+    OverMemoryError,
+    SourceError,
+)
 
 BOUNDS = ("start", "end")
 """Parameters a partitioned view's SQL takes: TIMESTAMP, UTC, start included and end excluded."""
@@ -237,6 +243,9 @@ def _part(column: str, kind: str) -> str:
     return f"{text}, {shift} || {text}"
 
 
+FIRST_ROWS = 64
+"""Rows of a batch where only the first rows are wanted."""
+
 CLOSE_TRIES = 500
 """Tries of closing a connection that a thread still reads from, 10 ms apart."""
 
@@ -267,7 +276,9 @@ class Database:
 
     Args:
         memory_mb: its memory limit; it spills to a temporary folder beyond.
+        threads: of its own.
         setup: what is opened before the settings are locked.
+        project_mb: the project's ``memory_mb``, of which that is a share; all of it by default.
 
     Raises:
         ConfigError: the setup is wrong; (from every method that takes SQL) the SQL is.
@@ -275,13 +286,48 @@ class Database:
         SourceError: (so, too) what it reads cannot be read.
     """
 
-    def __init__(self, memory_mb: int, threads: int, setup: Setup = NO_SETUP) -> None:
+    def __init__(
+        self,
+        memory_mb: int,
+        threads: int,
+        setup: Setup = NO_SETUP,
+        *,
+        project_mb: int | None = None,
+    ) -> None:
+        self.memory_mb, self.threads = memory_mb, threads
+        self.project_mb = memory_mb if project_mb is None else project_mb
         self._spill, self._secrets = SpillFolder(), setup.secrets()
         self._connection = open_duckdb(self._spill, memory_mb, threads, setup.run)
+        self._own_settings = _own_settings(setup)
+        if "threads" in self._own_settings:
+            self.threads = self.number("SELECT current_setting('threads')")
         self._remote: RemoteReader | None = None
         self._lock, self._closed = threading.Lock(), False
         self._cursors = list[duckdb.DuckDBPyConnection]()
         _open.add(self)
+
+    def fit(self, *, memory_mb: int, threads: int, prefetch: bool) -> None:
+        """Take so much memory at most from now on, with so many threads. What it holds beyond goes
+        to disk now, and freed memory back to the system.
+
+        Args:
+            memory_mb: the limit.
+            threads: of its own.
+            prefetch: fetch column chunks of Parquet files as a whole, and not page by page.
+
+        What the project's setup sets itself stays as it is.
+        """
+        settings = {
+            "memory_limit": f"'{int(memory_mb)}MB'",
+            "threads": str(int(threads)),
+            "disable_parquet_prefetching": str(not prefetch).lower(),
+        }
+        for name, value in settings.items():
+            if name not in self._own_settings:
+                self.execute(f"SET {name} = {value}")
+        self.memory_mb = memory_mb
+        if "threads" not in self._own_settings:
+            self.threads = threads
 
     def held_bytes(self) -> tuple[int, int]:
         """What it holds now in memory, and on disk since it did not fit there."""
@@ -293,7 +339,8 @@ class Database:
     def execute(self, sql: str, parameters: Any = None) -> None:
         """Run a statement that yields nothing."""
         with self._translated():
-            self._connection.execute(sql, parameters or None)
+            # what is left unfinished would keep the connection busy
+            self._connection.execute(sql, parameters or None).fetchall()
 
     def query(self, sql: str, parameters: Mapping[str, Any] | None = None) -> pa.Table:
         """All that a SELECT yields."""
@@ -304,6 +351,20 @@ class Database:
         """Query from any thread, whatever is read from the database meanwhile."""
         with self._translated(), self._aside() as cursor:
             return cursor.sql(sql, params=parameters or None).to_arrow_table()
+
+    def first_aside(
+        self, sql: str, parameters: Mapping[str, Any] | None, most_bytes: int
+    ) -> pa.Table:
+        """As :meth:`query_aside`, only the first rows, which have so many bytes together, about."""
+        with self._translated(), self._aside() as cursor:
+            read = cursor.sql(sql, params=parameters or None).to_arrow_reader(FIRST_ROWS)
+            batches, size_bytes = list[pa.RecordBatch](), 0
+            for batch in read:
+                batches.append(batch)
+                size_bytes += batch.nbytes
+                if size_bytes >= most_bytes:
+                    break
+            return pa.Table.from_batches(batches, read.schema)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[duckdb.DuckDBPyConnection]:
@@ -488,9 +549,49 @@ class Database:
         with _translated():
             try:
                 yield
+            except duckdb.OutOfMemoryException as exc:
+                raise self._over_memory(hiding(exc, self._secrets)) from exc
             except duckdb.Error as exc:
                 # before any of it is cut off, and part of a secret left
                 raise hiding(exc, self._secrets) from None
+
+    def _over_memory(self, exc: duckdb.Error) -> SourceError:
+        """What to set in place of what DuckDB advises, which nobody can set here."""
+        text = first_line(exc).partition(" Possible solutions")[0]
+        wanted_mb = 2.0 * self.project_mb
+        if sizes := re.search(r"of size ([^(]+) \(([^/]+)/([^)]+) used\)", str(exc)):
+            size, used, most = map(_bytes_of, sizes.groups())
+            if size + used < 0.9 * most:
+                # not what it is allowed, but what this process can have
+                return SourceError(f"the source cannot be read: {text}: {limit_of(MemoryError())}")
+            share = self.project_mb / self.memory_mb
+            wanted_mb = max(wanted_mb, 1.25 * share * (size + used) / 1e6)
+        return OverMemoryError(
+            f"reading the source takes more than memory_mb: {self.project_mb} allows: set"
+            f" memory_mb: {rounded_mb(wanted_mb)} in project.yaml, or read fewer columns or smaller"
+            f" values ({text})"
+        )
+
+
+def _own_settings(setup: Setup) -> frozenset[str]:
+    """Names of the settings that a project's setup sets."""
+    sets = (re.match(r"\s*SET\s+(?:GLOBAL\s+)?(\w+)", s, re.IGNORECASE) for s in setup.statements)
+    names = {found[1].lower() for found in sets if found}
+    return frozenset(names | {"memory_limit"} if "max_memory" in names else names)
+
+
+def rounded_mb(memory_mb: float) -> int:
+    """A figure for ``memory_mb``: the next multiple of 64."""
+    return -(-int(memory_mb) // 64) * 64
+
+
+_UNITS = {"bytes": 1, "byte": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _bytes_of(size: str) -> float:
+    """Bytes of a size as DuckDB writes it, ``128.0 MiB``."""
+    number, _, unit = size.partition(" ")
+    return float(number) * _UNITS.get(unit, 2**20)
 
 
 _open: weakref.WeakSet[Database] = weakref.WeakSet()

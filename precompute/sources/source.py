@@ -8,12 +8,15 @@ own live snapshot is a table: ``SELECT … FROM live.item_vector``.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from precompute.model import starting_from
@@ -29,12 +32,14 @@ from precompute.sources.database import (
     hash_sql,
     parameters,
     quoted,
+    rounded_mb,
     statement,
 )
 from precompute.sources.exact_types import ExactTypes, exact_statement
-from precompute.sources.file_names import absolute_statement
+from precompute.sources.file_names import absolute_statement, is_remote
+from precompute.sources.scan_memory import VECTOR_ROWS, ScanMemory, read_columns, scan_memory
 from precompute.sources.session import Setup
-from precompute.store.errors import ConfigError, SourceError, nearest_or_all
+from precompute.store.errors import ConfigError, OverMemoryError, SourceError, nearest_or_all
 from precompute.store.feature_view import CHUNK, ChunkSpec
 
 KEY_TYPES = (
@@ -43,7 +48,7 @@ KEY_TYPES = (
     *(pa.uint8(), pa.uint16(), pa.uint32()),
 )
 
-RESERVED = ("key", "input_hash", "rowid")
+RESERVED = ("key", "input_hash", "input_bytes", "rowid")
 """Columns that are added to a source's own, so that it can have none of these names."""
 
 CHUNKS = "precompute_chunks"
@@ -51,6 +56,23 @@ CHUNKS = "precompute_chunks"
 
 FEW_ROWS = 4096
 """Rows that are looked at before all of them are."""
+
+BATCH_BYTES = 16 * 2**20
+"""Bytes of a batch of :meth:`Source.batches`, about: several lie between the stages of a run."""
+
+SAMPLE_BYTES = 32 * 2**20
+"""Bytes of the rows that :meth:`Source.sample` and :meth:`Source.head` return, about: fewer rows
+come of larger ones."""
+
+ROW_SHARE = 8
+"""What one row takes is at most this part of a run's memory: it is copied from stage to stage."""
+
+SCAN_MB = 24
+"""MB that DuckDB takes beside the pages it decodes."""
+
+WIDE_BYTES = 32 * 2**20
+"""Bytes of a vector of rows above which rows are read in ranges of their numbers, and by one
+thread."""
 
 
 class Source:
@@ -64,7 +86,9 @@ class Source:
         folder: where relative paths of files start from, absolute; by default the working
             directory.
         memory_mb: DuckDB's memory limit; it spills to a temporary folder beyond.
-        threads: DuckDB's threads.
+        load_mb: its limit until the rows are loaded, when nothing else of a run takes memory; the
+            project's ``memory_mb``. The same by default.
+        threads: DuckDB's threads, at most: fewer load row groups that are large.
         chunk: how a column of long texts is cut; the last of the key's columns is a chunk's number
             then.
         setup: what the project opens for all of its sources.
@@ -83,12 +107,15 @@ class Source:
         bounds: tuple[datetime, datetime] | None = None,
         folder: Path | None = None,
         memory_mb: int = 1024,
+        load_mb: int | None = None,
         threads: int = 2,
         chunk: ChunkSpec | None = None,
         setup: Setup = NO_SETUP,
     ) -> None:
         self.entity = tuple(entity)
-        self.database = Database(memory_mb, threads, setup)
+        self._share_mb = memory_mb
+        self._row_bytes, self._is_wide = 0, False
+        self.database = Database(load_mb or memory_mb, threads, setup)
         self.hashed_by = hash_kind()
         """The name of how rows are hashed."""
         self.loaded = False
@@ -113,6 +140,7 @@ class Source:
             self._types, self.schema = self.database.described(self._sql, self._given)
             self._check_entity()
             self._make_keys_plain()
+            self._fixed_bytes, self._bytes_sql = _bytes_of(self.schema, self._types)
         except BaseException:
             self.close()
             raise
@@ -249,22 +277,111 @@ class Source:
             SourceError: the source cannot be read, a key has two rows with different values (some
                 are named), or a row lies outside.
         """
-        columns = ", ".join(quoted(name) for name in self.schema.names)
+        threads = self.database.threads
         self._exact.settle()
-        self.database.execute(
-            f"CREATE TEMP TABLE input AS SELECT {columns}, {self._hash_sql()} AS input_hash FROM"
-            f" ({self._sql}\n)",
-            self._given,
-        )
+        self.fit()
+        try:
+            self._read_all()
+        except OverMemoryError:
+            if self.database.threads == 1:
+                raise
+            # each thread decodes a row group of its own, and sorts or joins what it has of it
+            self.database.fit(memory_mb=self.database.memory_mb, threads=1, prefetch=False)
+            self._read_all()
         self._exact.check_same()
         if within is not None:
             self._check_within(within)
         self._check_moves()
-        self.loaded = True
         keys = ", ".join(quoted(name) for name in self.entity)
         self.rows_read = self.database.number("SELECT count(*) FROM input")
         self.ascends = len(self.entity) == 1 and self._ascending(keys)
-        return self.rows_read if self.ascends else self._without_doubles(keys)
+        rows = self.rows_read if self.ascends else self._without_doubles(keys)
+        self._measure(threads)
+        self.loaded = True
+        return rows
+
+    def fit(self) -> None:
+        """Fit DuckDB to the Parquet files that the SQL reads: fewer threads, and page by page,
+        where their row groups are large.
+
+        Raises:
+            OverMemoryError: one thread takes more than the memory there is; nothing was read.
+        """
+        most_mb, threads = self.database.memory_mb, self.database.threads
+        local = [file for file in self._files if not is_remote(file)]
+        need = scan_memory(local, self._read_columns()) if local else ScanMemory()
+        room = (most_mb - SCAN_MB) * 10**6
+        if need.pages_bytes > room:
+            wanted_mb = SCAN_MB + 1.05 * (need.pages_bytes + need.rows_bytes) / 10**6
+            wanted_mb *= self.database.project_mb / most_mb
+            raise OverMemoryError(
+                f"{need.file} takes {need.pages_bytes // 10**6:,} MB to read, most of it for column"
+                f" {need.column!r}, which has large row groups, and memory_mb is"
+                f" {self.database.project_mb}: set memory_mb: {rounded_mb(wanted_mb)} in"
+                " project.yaml, or write the file with smaller row groups"
+            )
+        if threads * (need.pages_bytes + need.chunk_bytes) > room // 2:
+            threads = max(1, min(threads, room // max(1, need.pages_bytes)))
+            self.database.fit(memory_mb=most_mb, threads=threads, prefetch=len(local) == 0)
+
+    def _read_columns(self) -> set[str]:
+        plan = self.database.query(f"EXPLAIN (FORMAT json) {self._sql}", self._given)
+        return read_columns(json.loads(plan.column(1)[0].as_py()))
+
+    def _read_all(self) -> None:
+        columns = ", ".join(quoted(name) for name in self.schema.names)
+        sized = f", {self._bytes_sql} AS input_bytes" if self._bytes_sql else ""
+        self.database.execute(
+            f"CREATE TEMP TABLE input AS SELECT {columns}, {self._hash_sql()} AS input_hash{sized}"
+            f" FROM ({self._sql}\n)",
+            self._given,
+        )
+
+    def _measure(self, threads: int) -> None:
+        """Find how large the loaded rows are, and give back what only loading them took; so many
+        threads read them.
+
+        Raises:
+            OverMemoryError: one of them is too large.
+        """
+        database, vector_bytes = self.database, VECTOR_ROWS * self._fixed_bytes
+        self._row_bytes = self._fixed_bytes
+        if self._bytes_sql:
+            largest = database.query("SELECT max(input_bytes) AS b FROM input").to_pylist()[0]["b"]
+            self._row_bytes = largest or 0
+            vector_bytes = VECTOR_ROWS * self._row_bytes
+        if self._row_bytes * ROW_SHARE > database.project_mb * 2**20:
+            self._refuse_row()
+        self._is_wide = vector_bytes > WIDE_BYTES
+        share_mb = self._share_mb
+        if self._is_wide:
+            if self._bytes_sql:
+                vector_bytes = database.number(
+                    "SELECT max(b)::BIGINT FROM (SELECT sum(input_bytes) AS b FROM input GROUP BY"
+                    f" rowid // {VECTOR_ROWS})"
+                )
+            if any(map(_is_nested, self.schema.types)):
+                # the lists of a vector are decoded as a whole, whichever of its rows are wanted
+                share_mb = max(share_mb, SCAN_MB + int(3 * vector_bytes / 1e6))
+            if share_mb > max(self._share_mb, database.project_mb):
+                raise OverMemoryError(
+                    f"{VECTOR_ROWS} rows of the source, which are read at once, have up to"
+                    f" {vector_bytes // 10**6:,} MB of lists, and memory_mb is"
+                    f" {database.project_mb}: set memory_mb: {rounded_mb(share_mb)} in project.yaml"
+                )
+        threads = 1 if self._is_wide else threads
+        database.fit(memory_mb=share_mb, threads=threads, prefetch=True)
+
+    def _refuse_row(self) -> None:
+        size = "input_bytes" if self._bytes_sql else str(self._fixed_bytes)
+        row = self.database.query(
+            f"SELECT {self.key_text_sql()} AS key, {size} AS b FROM input ORDER BY b DESC LIMIT 1"
+        ).to_pylist()[0]
+        raise OverMemoryError(
+            f"the row of key {row['key']!r} has {row['b'] / 1e6:,.0f} MB, and one row may have an"
+            f" eighth of memory_mb, which is {self.database.project_mb}: cut it in the source, or"
+            f" set memory_mb: {rounded_mb(ROW_SHARE * row['b'] / 2**20 + 1)} in project.yaml"
+        )
 
     def _without_doubles(self, keys: str) -> int:
         """Fold exact repetitions of a row into one; returns the rows.
@@ -419,8 +536,40 @@ class Source:
         Raises:
             SourceError: reading failed on the way.
         """
-        wanted = " WHERE rowid IN (SELECT i FROM todo) ORDER BY rowid" if self.narrowed else ""
-        yield from self.database.stream(f"SELECT * FROM input{wanted}", batch_rows)
+        columns = ", ".join(map(quoted, (*self.schema.names, "input_hash")))
+        todo = "rowid IN (SELECT i FROM todo)"
+        batch_bytes = min(BATCH_BYTES, self.database.project_mb * 2**20 // 64)
+        rows = max(1, min(batch_rows, batch_bytes // max(1, self._row_bytes)))
+        if rows == batch_rows or not self._is_wide:
+            wanted = f" WHERE {todo} ORDER BY rowid" if self.narrowed else ""
+            yield from self.database.stream(f"SELECT {columns} FROM input{wanted}", rows)
+            return
+        wanted = f" AND {todo} ORDER BY rowid" if self.narrowed else ""
+        for first, end in self._ranges(batch_bytes, f" WHERE {todo}" if self.narrowed else ""):
+            among = f"rowid >= {first} AND rowid < {end}"
+            yield from self.database.stream(
+                f"SELECT {columns} FROM input WHERE {among}{wanted}", batch_rows
+            )
+
+    def _ranges(self, most_bytes: int, wanted: str) -> list[tuple[int, int]]:
+        """Numbers of the rows, from and until, of which those that are wanted have so many bytes
+        together, or one of them alone has more. They are read one range after the other: DuckDB
+        holds all rows of a vector at once otherwise, 2 GB where each has 1 MB."""
+        size = "input_bytes" if self._bytes_sql else f"{self._fixed_bytes}::BIGINT"
+        sizes = f"SELECT rowid AS r, {size} AS b FROM input{wanted} ORDER BY r"
+        starts, held = list[int](), most_bytes
+        for batch in self.database.stream(sizes, 1 << 16):
+            numbers, ends = np.asarray(batch.column(0)), np.cumsum(np.asarray(batch.column(1)))
+            at = 0
+            while at < len(ends):
+                before = int(ends[at - 1]) if at else 0
+                stop = int(np.searchsorted(ends, before + most_bytes - held, side="right"))
+                if stop > at:
+                    held, at = held + int(ends[stop - 1]) - before, stop
+                else:
+                    starts.append(int(numbers[at]))
+                    held, at = int(ends[at]) - before, at + 1
+        return list(itertools.pairwise([*starts, 1 << 62]))
 
     def _hash_sql(self) -> str:
         return hash_sql({name: self._types[name] for name in self.input_columns or self.entity})
@@ -476,11 +625,15 @@ class Source:
         # DuckDB 1.5 renames a column of the source that is named as the group is
         return self._read(sql, given).rename_columns([*added, *self.schema.names])
 
-    def _read(self, sql: str, given: Mapping[str, Any]) -> pa.Table:
+    def _read(self, sql: str, given: Mapping[str, Any], most_bytes: int | None = None) -> pa.Table:
         """What SQL over the source yields now, from any thread, if its files still fit the
-        source's types."""
+        source's types; only the first rows, of so many bytes together, where that is given."""
         self._exact.settle()
-        found = self.database.query_aside(sql, given)
+        found = (
+            self.database.query_aside(sql, given)
+            if most_bytes is None
+            else self.database.first_aside(sql, given, most_bytes)
+        )
         self._exact.check_same()
         return found
 
@@ -514,10 +667,26 @@ class Source:
             SourceError: the source cannot be read.
         """
         by_hash = f"ORDER BY hash({', '.join(map(quoted, self.entity))}) LIMIT {int(rows)}"
-        if self.loaded:
+        if not self.loaded:
+            return self._read(f"SELECT * FROM ({self._sql}\n) {by_hash}", self._given, SAMPLE_BYTES)
+        if rows * self._row_bytes <= SAMPLE_BYTES:
             names = ", ".join(map(quoted, self.schema.names))
             return self.database.query(f"SELECT {names} FROM input {by_hash}")
-        return self._read(f"SELECT * FROM ({self._sql}\n) {by_hash}", self._given)
+        size = "input_bytes" if self._bytes_sql else f"{self._fixed_bytes}::BIGINT"
+        drawn = self.database.query(f"SELECT rowid AS r, {size} AS b FROM input {by_hash}")
+        within = np.cumsum(np.asarray(drawn.column("b"))) <= SAMPLE_BYTES
+        within[:1] = True
+        return self._at(np.asarray(drawn.column("r"))[within].tolist())
+
+    def _at(self, numbers: Sequence[int]) -> pa.Table:
+        """Loaded rows by their numbers, in that order, one read after the other: of what lies
+        between them nothing is held."""
+        names = ", ".join(map(quoted, self.schema.names))
+        read = [
+            self.database.query(f"SELECT {names} FROM input WHERE rowid = {number}")
+            for number in numbers
+        ]
+        return pa.concat_tables(read) if read else self.schema.empty_table()
 
     def extremes(self, rows: int) -> pa.Table:
         """The loaded rows, or else the SQL's, at the ends of each input: ``rows`` of the longest
@@ -536,6 +705,8 @@ class Source:
         ]
         if not sizes:
             return self.head(0)
+        if self.loaded and self._is_wide:
+            return self._longest(rows)
         source = "input" if self.loaded else f"({self._sql}\n)"
         # max_by(…, n) takes others of equal sizes each time, and three times as long
         ends = " UNION ALL ".join(
@@ -563,6 +734,19 @@ class Source:
         by_hash = f"ORDER BY hash({', '.join(map(quoted, self.entity))}) LIMIT {int(rows)}"
         return self.database.query(f"SELECT {names} FROM input WHERE {null} {by_hash}")
 
+    def _longest(self, rows: int) -> pa.Table:
+        """The loaded rows of the most and of the fewest bytes, of rows too large to look at each of
+        their inputs."""
+        size = "input_bytes" if self._bytes_sql else "rowid"
+        ends = (
+            f"(SELECT rowid AS r, {size} AS b FROM input ORDER BY {size} {order}, r LIMIT {rows})"
+            for order in ("DESC", "ASC")
+        )
+        found = self.database.query(" UNION ALL ".join(ends))
+        within = np.cumsum(np.asarray(found.column("b"))) <= SAMPLE_BYTES
+        within[:1] = True
+        return self._at(sorted({*np.asarray(found.column("r"))[within].tolist()}))
+
     def head(self, rows: int) -> pa.Table:
         """The source's first rows, read now, and no more of it than they take: something to warm a
         model up with, or to show it its shapes.
@@ -570,7 +754,9 @@ class Source:
         Raises:
             SourceError: the source cannot be read.
         """
-        return self._read(f"SELECT * FROM ({self._sql}\n) LIMIT {int(rows)}", self._given)
+        return self._read(
+            f"SELECT * FROM ({self._sql}\n) LIMIT {int(rows)}", self._given, SAMPLE_BYTES
+        )
 
     def table(self, sql: str) -> pa.Table:
         """A whole query, for a model's ``{sql: …}`` argument; it must fit in memory.
@@ -605,6 +791,42 @@ class Source:
 
     def _is_integer(self, column: str) -> bool:
         return bool(pa.types.is_integer(self.schema.field(column).type))
+
+
+def _bytes_of(schema: pa.Schema, types: Mapping[str, str]) -> tuple[int, str]:
+    """Bytes of a row's columns that have one width, and SQL of the bytes of a whole row; empty
+    where all have.
+
+    Args:
+        schema: Arrow's.
+        types: DuckDB's names of the columns' types.
+    """
+    fixed, others = 0, list[str]()
+    for field in schema:
+        try:
+            fixed += -(-field.type.bit_width // 8)
+        except ValueError:
+            others.append(f"coalesce({_width_sql(quoted(field.name), field, types)}, 0)")
+    return fixed, f"({' + '.join([f'{fixed}::BIGINT', *others])})" if others else ""
+
+
+def _width_sql(column: str, field: pa.Field, types: Mapping[str, str]) -> str:
+    kind = field.type
+    if types.get(field.name) == "VARCHAR":
+        return f"strlen({column})"
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return f"octet_length({column})"
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        if pa.types.is_string(kind.value_type):
+            return f"list_sum(list_transform({column}, lambda v: strlen(v) + 4))::BIGINT"
+        with contextlib.suppress(ValueError):
+            return f"len({column}) * {-(-kind.value_type.bit_width // 8)}"
+    # as long as its text, about
+    return f"strlen({column}::VARCHAR)"
+
+
+def _is_nested(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_nested(kind))
 
 
 def _size_sql(name: str, kind: pa.DataType) -> str | None:

@@ -47,6 +47,8 @@ spread over all keys, and of what was loaded one after the other a sixteenth is 
 take 9 ms of CPU, and 64 places 20."""
 _BATCH_KEYS, _MAPPED_KEYS = 500, 8192
 """Keys of one read; of a store whose rows are mapped, many at once."""
+_BATCH_BYTES = 8 * 2**20
+"""Bytes of the rows that are compared at once, about; one may have more."""
 
 Times = npt.NDArray[np.int64]
 
@@ -130,7 +132,10 @@ def check_served(
     # one batch of what came from many row groups: one look at the store
     columns, places = (None, CLUSTERS) if values else (view.entity, KEY_PLACES)
     sample = store.sample(snapshot, rows, columns, places, turn).combine_chunks()
-    for batch in sample.to_batches(max_chunksize=_BATCH_KEYS):
+    row_bytes = max(1, sample.nbytes // max(1, sample.num_rows))
+    for batch in sample.to_batches(
+        max_chunksize=max(1, min(_BATCH_KEYS, _BATCH_BYTES // row_bytes))
+    ):
         keys = list(map(bytes, packed_strings(key_column(batch, view.entity)).strings()))
         wrong = _wrong(online, pointer, snapshot, keys, batch if values else None)
         if wrong is not None:

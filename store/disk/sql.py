@@ -75,6 +75,8 @@ _SETTINGS = (
     "autoload_known_extensions = false",
     # the hash of a time must not depend on the machine
     "TimeZone = 'UTC'",
+    # who opened it fits it to what is read; a source is one SELECT, which sets nothing
+    "allowed_configs = ['memory_limit', 'threads', 'disable_parquet_prefetching']",
 )
 """Settings that are made before :data:`_LOCKED`."""
 _BEFORE_2 = ("enable_external_file_cache = false",)

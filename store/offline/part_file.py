@@ -26,6 +26,9 @@ from precompute.store.offline.stored_file import parsing
 ROW_GROUP_BYTES = 2 * 2**20
 """Bytes in memory of a row group, about: what is read for a row that is drawn or looked up. DuckDB
 reads smaller ones more slowly."""
+MOST_GROUP_BYTES = 8 * 2**20
+"""Bytes in memory of a row group of fewer than 1,024 rows, at most; of one row that is larger, its
+own."""
 RARE_ROWS = 10_000
 """Rare rows of a part that its footer names, at most: beyond that, 70 kB of them, they are not
 rare."""
@@ -107,8 +110,21 @@ def rare_rows(file: pq.ParquetFile) -> npt.NDArray[np.int64] | None:
 
 
 def _row_group_rows(table: pa.Table) -> int:
-    row_bytes: int = table.nbytes // max(1, table.num_rows)
-    return max(1024, ROW_GROUP_BYTES // max(1, row_bytes))
+    row_bytes: int = max(1, table.nbytes // max(1, table.num_rows))
+    return max(min(1024, MOST_GROUP_BYTES // row_bytes), ROW_GROUP_BYTES // row_bytes, 1)
+
+
+def row_bytes(metadata: pq.FileMetaData) -> int:
+    """Bytes in memory of a row of a part, at most, about: what a text that is the same in all rows
+    takes is no figure of the footer, but of how many rows its row groups were given."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    stored = int(sum(group.total_byte_size for group in groups) // max(1, metadata.num_rows))
+    columns = map(metadata.schema.column, range(metadata.num_columns))
+    if len(groups) < 2 or not any(one.physical_type == "BYTE_ARRAY" for one in columns):
+        return max(1, stored)
+    largest: int = max(group.num_rows for group in groups)
+    of_group = MOST_GROUP_BYTES if largest <= 1024 else ROW_GROUP_BYTES
+    return max(1, stored, of_group // max(1, largest))
 
 
 class _HashingFile:

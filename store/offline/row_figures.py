@@ -6,6 +6,7 @@ type, too.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from precompute.store.feature_view import Feature, FeatureView
 SHIFT = 17
 """Bits of a float32 that a bucket does not look at: 64 buckets to each power of two, so that a
 quantile is within 0.8 %."""
+LONG_TEXT = 256
+"""Characters beyond which a text is counted by its beginning and its hash."""
 MOST_DISTINCT = 65_536
 """Values counted one by one; others are counted together."""
 COMMON_VALUES = 64
@@ -141,6 +144,14 @@ def _buckets_at(buckets: Mapping[int, int], shares: Sequence[float]) -> I8:
     return found
 
 
+def _short(value: Any) -> Any:
+    """A value to be counted: of a long text its beginning, and a hash of all of it."""
+    if not isinstance(value, str) or len(value) <= LONG_TEXT:
+        return value
+    digest = hashlib.blake2b(value.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"{value[:64]}… {digest}"
+
+
 def distance(a: Mapping[int, int], b: Mapping[int, int]) -> float:
     """The Kolmogorov–Smirnov distance of two sets of values by their buckets, 0 to 1: the largest
     difference of the shares below any value. 0 where either is empty."""
@@ -237,9 +248,10 @@ class ValueCounter:
             self._most_distinct = max(self._most_distinct, len(self._common))
             self._common = {value: times for value, times in self._common.items() if times > 1}
         known, full = self._common, len(self._common) >= MOST_DISTINCT
-        for value, times in zip(
+        for given, times in zip(
             found.field(0).to_pylist(), found.field(1).to_pylist(), strict=True
         ):
+            value = _short(given)
             if value in known:
                 known[value] += times
             elif not full:

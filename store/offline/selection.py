@@ -24,12 +24,18 @@ import pyarrow.parquet as pq
 
 from precompute.store.errors import PrecomputeError
 from precompute.store.keys import key_column
-from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, rare_rows
+from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, rare_rows, row_bytes
 from precompute.store.offline.stored_file import BROKEN, broken
 
 CLUSTERS = 64
 """Row groups that a draw of many rows reads: 64 places spread over all rows give a share of a third
 to ± 6 % when whole row groups are alike, and to ± 1 % of what begins or ends at one place."""
+
+MOST_DRAWN_BYTES = 64 * 2**20
+"""Bytes in memory of the rows that are drawn, at most, about."""
+
+LOOKED_AT = 8
+"""Files whose footers tell how large a row is, about."""
 
 MOST_READ_BYTES = CLUSTERS * ROW_GROUP_BYTES
 """Bytes of the files that a draw reads at most, unless so many row groups have more. The 3,000 rows
@@ -90,13 +96,15 @@ class Selection:
         the same chance. The same seed draws the same rows.
 
         Args:
-            rows: how many at most; fewer come where many row groups are of a few rows.
+            rows: how many at most; fewer come where many row groups are of a few rows, or where
+                they would have more than :data:`MOST_DRAWN_BYTES`.
             seed: not negative.
             places: how many they are drawn from, at least; each costs a row group that is read.
 
         Raises:
             SnapshotError: a file cannot be read.
         """
+        rows = min(rows, max(1, MOST_DRAWN_BYTES // self._row_bytes()))
         total, clusters = self.count, min(places, rows)
         if total <= rows and self._bytes_to_read() <= MOST_READ_BYTES:
             return self
@@ -109,6 +117,14 @@ class Selection:
             ):
                 return drawn
             clusters *= 4
+
+    def _row_bytes(self) -> int:
+        """Bytes of a row in memory, about, by the footers of some files."""
+        files = [file for file in self.files if file.count]
+        sizes = [
+            row_bytes(_metadata(file.path)) for file in files[:: max(1, len(files) // LOOKED_AT)]
+        ]
+        return max(1, sum(sizes) // max(1, len(sizes)))
 
     def _bytes_to_read(self) -> float:
         """Bytes of all row groups that hold one of these rows, about."""
@@ -346,16 +362,16 @@ class reading_file:
         return broken(self._path, exc, "its snapshot is damaged; publish another one")
 
 
+def _metadata(path: Path) -> pq.FileMetaData:
+    with reading_file(path) as opened:
+        return opened.metadata
+
+
 def _bounds(path: Path) -> Numbers:
     """Number of the first row of each row group, and of all rows."""
-    with reading_file(path) as opened:
-        metadata = opened.metadata
-        return np.concatenate(
-            [
-                [0],
-                np.cumsum([metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]),
-            ]
-        )
+    metadata = _metadata(path)
+    rows = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+    return np.concatenate([[0], np.cumsum(rows)])
 
 
 def _tables(

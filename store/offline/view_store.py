@@ -35,6 +35,7 @@ from precompute.store.offline.part_file import (
     dead_rows,
     living,
     read_deletes,
+    row_bytes,
     write_part_file,
 )
 from precompute.store.offline.refs import BadMark, Refs, run_lease
@@ -48,6 +49,9 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 4
 """Files that are compared side by side: one core hashes 1.7 GB/s."""
+BATCH_BYTES = 16 * 2**20
+"""Bytes of a batch that is read of a part, about: fewer rows come of larger ones."""
+
 FRAME = "frame.parquet"
 """Among a run's files: the rows that a program handed to it."""
 
@@ -381,7 +385,8 @@ class ViewStore:
         first: int = 0,
     ) -> Iterator[pa.RecordBatch]:
         """A snapshot's rows, part by part from the file numbered ``first``, in the order they were
-        written; memory holds one row group.
+        written, at most ``batch_rows`` and about :data:`BATCH_BYTES` of them at a time; memory
+        holds one row group.
 
         Raises:
             SnapshotError: a part is missing or damaged.
@@ -402,9 +407,9 @@ class ViewStore:
         with parsing(path, self._way_out(snapshot)), pq.ParquetFile(path) as file:
             if lacks := set(columns or ()).difference(file.schema_arrow.names):
                 raise pa.ArrowKeyError(f"no column {min(lacks)!r}")
-            batches = file.iter_batches(
-                batch_rows, columns=None if columns is None else list(columns)
-            )
+            names = None if columns is None else list(columns)
+            rows = max(1, min(batch_rows, BATCH_BYTES // row_bytes(file.metadata)))
+            batches = file.iter_batches(rows, columns=names)
             yield from living(batches, layers.dead.get(number))
 
     def schema(self, snapshot: Snapshot) -> pa.Schema:

@@ -18,6 +18,7 @@ from precompute.store.keys import key_column
 from precompute.store.online import kernels
 from precompute.store.online.kernels import I8, U1, U8, Buffer, Packed, RowBatch
 from precompute.store.online.row_values import (
+    LONG_BYTES,
     NUMPY_TYPES,
     STRUCT_TYPES,
     assembled,
@@ -30,10 +31,11 @@ from precompute.store.online.row_values import (
     one_value,
     packed_strings,
     packed_vectors,
-    ragged,
+    put_pieces,
     scattered,
     stored_layout,
     strings,
+    take_pieces,
     unpacked_vectors,
     variable_parts,
 )
@@ -217,10 +219,13 @@ class RowCodec:
         offsets = np.concatenate(([0], np.cumsum(sizes)))
         data = np.empty(int(offsets[-1]), np.uint8)
         starts = offsets[:-1]
-        data[(starts[:, None] + np.arange(width)).reshape(-1)] = fixed.data
+        if width < LONG_BYTES:
+            data[(starts[:, None] + np.arange(width)).reshape(-1)] = fixed.data
+        else:
+            put_pieces(data, starts, fixed.data, np.full(rows, width, np.int64))
         position = starts + width
         for blob, lengths in blobs:
-            data[ragged(position, lengths)] = blob
+            put_pieces(data, position, blob, lengths)
             position = position + lengths
         packed = Packed(data, offsets)
         checksums = kernels.hashes(packed, CHECKSUM_BYTES) ^ key_hashes
@@ -322,7 +327,7 @@ class RowCodec:
         for feature, name in self._slots:
             lengths = record[name].astype(np.int64)
             if feature == i:
-                parts.append((data[ragged(position, lengths)], scattered(lengths, present)))
+                parts.append((take_pieces(data, position, lengths), scattered(lengths, present)))
             position = position + lengths
         blob, sizes = parts[-1]
         mask = None if valid is None else pa.array(~valid)

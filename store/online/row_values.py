@@ -4,7 +4,7 @@ codec's part for each type. Vectors are packed as int8 or signs with a scale, an
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -219,6 +219,50 @@ def ragged(starts: I8, lengths: I8) -> I8:
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
+
+
+BLOCK_BYTES = 2**20
+"""Bytes that are copied by their indices at once, which are eight times as large."""
+LONG_BYTES = 64
+"""Mean bytes of pieces from which on each is copied by itself, which is quicker, too."""
+
+
+def put_pieces(data: U1, starts: I8, pieces: U1, lengths: I8) -> None:
+    """Copy pieces, which lie one after the other, to where each starts in ``data``."""
+    for into, taken in _spans(starts, lengths):
+        data[into] = pieces[taken]
+
+
+def take_pieces(data: U1, starts: I8, lengths: I8) -> U1:
+    """The bytes ``data[starts[i]:starts[i] + lengths[i]]`` for all i, one after the other."""
+    pieces = np.empty(int(lengths.sum()), np.uint8)
+    for where, into in _spans(starts, lengths):
+        pieces[into] = data[where]
+    return pieces
+
+
+def _spans(starts: I8, lengths: I8) -> Iterator[tuple[slice | I8, slice]]:
+    """Where pieces lie that start anywhere, and where they lie one after the other: some at a time,
+    by indices, or one of the long ones."""
+    count, ends = len(lengths), np.cumsum(lengths)
+    total = int(ends[-1]) if count else 0
+    if total < LONG_BYTES * count and total <= BLOCK_BYTES:
+        yield ragged(starts, lengths), slice(0, total)
+        return
+    if total >= LONG_BYTES * count:
+        end = 0
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            yield slice(start, start + length), slice(end, end := end + length)
+        return
+    at = end = 0
+    while end < total:
+        begin = end
+        stop = max(at + 1, int(np.searchsorted(ends, begin + BLOCK_BYTES, side="right")))
+        end = int(ends[stop - 1])
+        one = slice(int(starts[at]), int(starts[at]) + end - begin)
+        where = one if stop == at + 1 else ragged(starts[at:stop], lengths[at:stop])
+        yield where, slice(begin, end)
+        at = stop
 
 
 def scattered(values: npt.NDArray[Any], present: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:

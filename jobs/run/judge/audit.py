@@ -243,7 +243,7 @@ class Audit:
         return Verdict("accuracy", not reasons, judged[0].measured, judged[0].limit, message)
 
 
-SAMPLE_BYTES = 64 * 2**20
+SAMPLE_BYTES = 32 * 2**20
 """Bytes of the sample at most; of larger rows fewer are drawn."""
 TOGETHER_BYTES = 64 * 2**20
 """Windows are sampled together, up to so many bytes: beside threads that compute, the CPU's caches
@@ -390,16 +390,24 @@ class Sample:
     def _halve(self, end: int) -> None:
         """Drop every other row of the sample, and of the positions still to be drawn, from ``end``
         on."""
-        self._inputs, self._made = (
-            [pa.concat_batches(batches).take(pa.array(np.arange(0, sum(map(len, batches)), 2)))]
-            for batches in (self._inputs, self._made)
-        )
-        self._bytes = self._inputs[0].nbytes + self._made[0].nbytes
+        self._inputs, self._made = (_every_other(of) for of in (self._inputs, self._made))
+        self._bytes = sum(batch.nbytes for batch in (*self._inputs, *self._made))
         self._positions = [
             position
             for number, position in enumerate(self._positions)
             if position < end or number % 2
         ]
+
+
+def _every_other(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """The first row of them all, the third, and so on; each batch is let go as it is done with."""
+    taken, first = list[pa.RecordBatch](), 0
+    while batches:
+        batch = batches.pop(0)
+        if rows := list(range(first, len(batch), 2)):
+            taken.append(batch.take(pa.array(rows)))
+        first = (first - len(batch)) % 2
+    return taken
 
 
 class _Extremes:

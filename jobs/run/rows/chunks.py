@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from precompute.engine.ahead import Meter
 from precompute.engine.batches import WIDE_ROWS, WINDOW_ROWS, joined, window_rows
+from precompute.engine.resources import give_back
 from precompute.engine.rows import MISFIT, Outcome, in_order, with_null_rows
 from precompute.engine.runner import Runner
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
@@ -262,7 +263,8 @@ class Rejections:
 
 
 PART_BYTES = 64 * 2**20
-"""Size to which rows are gathered before a Parquet file is written, about."""
+"""Size to which rows are gathered before a Parquet file is written, about: an eighth of
+``memory_mb``, where that is less."""
 CHUNK_S = 15.0
 """Seconds after which a chunk is written at the latest. A killed run loses one chunk at most, and
 what the engine has computed and not handed on (a few seconds of work): together less than 30 s."""
@@ -317,7 +319,7 @@ class Chunks:
         self._pending: list[pa.Table] = []
         self._positions: list[npt.NDArray[np.int64]] = []
         """The position of each pending row in the source: window × 2³² + row."""
-        self._pending_bytes = 0
+        self._pending_bytes, self._part_bytes = 0, PART_BYTES
         self._began = time.monotonic()
         self._bad_keys: deque[tuple[pa.Array, list[str], pa.Array]] = deque()
 
@@ -355,6 +357,7 @@ class Chunks:
         """
         meter, began, report = Meter(), time.monotonic(), self._report
         usage, computing = report.usage, OverlappingCpu(report)
+        self._part_bytes = min(PART_BYTES, settings.memory_mb * 2**20 // 8)
         runner = engine_of(self._opened, settings.engine, meter, again)
         # workers share windows out
         rows = window_rows(self._opened.columns) if isinstance(runner, Runner) else WIDE_ROWS
@@ -376,6 +379,8 @@ class Chunks:
             if self._opened.gpu is not None:
                 usage.device, usage.gpu_s = self._opened.gpu, meter.stage("model").busy_s
         self.finish()
+        # the stages' threads leave what they freed in arenas of their own
+        give_back()
 
     def _good_keys(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """The rows that have a usable key. The others are queued for :meth:`_add`: rows are
@@ -414,7 +419,7 @@ class Chunks:
             self.rejections.add(keys, stages, errors, batch.column("input_hash").take(rows))
         if len(done.rows):
             self._gather(batch, done)
-        if self._pending_bytes >= PART_BYTES or time.monotonic() - self._began >= CHUNK_S:
+        if self._pending_bytes >= self._part_bytes or time.monotonic() - self._began >= CHUNK_S:
             self.finish()
 
     def _gather(self, batch: pa.RecordBatch, done: Outcome) -> None:

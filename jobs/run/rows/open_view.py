@@ -315,6 +315,7 @@ def open_view(
     snapshot: int | None = None,
     partition: Partition | None = None,
     memory_mb: int = 1024,
+    load_mb: int | None = None,
     load: Load | None = None,
     gpu_reserved: bool = False,
 ) -> OpenView:
@@ -331,6 +332,7 @@ def open_view(
             last frame.
         partition: of a partitioned view: what ``$start`` and ``$end`` stand for.
         memory_mb: DuckDB's memory.
+        load_mb: what it may take until its rows are loaded; the same by default.
         load: makes the model; in a server it shares models between views.
         gpu_reserved: the model must not use a GPU, since engine workers do
             (:mod:`precompute.jobs.run.rows.chunks`): a GPU context that breaks ends with its
@@ -349,6 +351,7 @@ def open_view(
         snapshot=snapshot,
         partition=partition,
         memory_mb=memory_mb,
+        load_mb=load_mb,
     )
     try:
         queries = model_queries(view.definition.model.args)
@@ -379,6 +382,7 @@ def open_source(
     snapshot: int | None = None,
     partition: Partition | None = None,
     memory_mb: int = 1024,
+    load_mb: int | None = None,
 ) -> tuple[Source, dict[str, int]]:
     """A view's source, which the caller closes, and the numbers of the snapshots that it and the
     model's tables read. Arguments as for :func:`open_view`.
@@ -407,6 +411,7 @@ def open_source(
                 bounds=bounds,
                 folder=folder,
                 memory_mb=memory_mb,
+                load_mb=load_mb,
                 chunk=chunk,
                 setup=_setup(folder),
             ),
