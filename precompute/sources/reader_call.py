@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from precompute.sources.database import Database, quoted
+from precompute.sources.database import Database
 from precompute.sources.file_names import (
     arguments_of,
     is_pattern,
@@ -237,8 +237,3 @@ def named_columns(tree: Any) -> frozenset[str] | None:
 def is_named(column: str, names: frozenset[str] | None) -> bool:
     """Whether the SQL may read a column, by :func:`named_columns`."""
     return names is None or column.lower() in names
-
-
-def list_of(columns: Mapping[str, str]) -> str:
-    """SQL of some columns, name → SQL."""
-    return ", ".join(f"{sql} AS {quoted(name)}" for name, sql in columns.items())
