@@ -199,7 +199,9 @@ class FaultScene:
         (self.folder / "views").mkdir(parents=True, exist_ok=True)
         # what is tried is what happens to rows, whatever their values become
         gates = dict.fromkeys(
-            name for name in GATES if name not in (*COMPUTING_GATES, "rejected", "coverage")
+            name
+            for name in GATES
+            if name not in (*COMPUTING_GATES, "library", "rejected", "coverage")
         )
         retention = {"keep": 1, "grace": "0s"}
         settings = {
