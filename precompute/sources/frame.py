@@ -139,7 +139,7 @@ def _reader(frame: Any, columns: Sequence[str]) -> pa.RecordBatchReader:
 
 def _column(name: str, values: Any) -> Any:
     """A column of a mapping; of what has a type of its own, itself."""
-    untyped = isinstance(values, (list, tuple)) or getattr(values, "dtype", None) == object
+    untyped = isinstance(values, (list, tuple)) or str(getattr(values, "dtype", "")) == "object"
     return column_of(name, values) if untyped else values
 
 

@@ -51,7 +51,7 @@ def check_values(name: str, values: Iterable[Any]) -> None:
     values = list(values)
     # by type, of which there are few: a look at each value takes ten times as long
     for kind in dict.fromkeys(map(type, values)):
-        of_kind = [value for value in values if type(value) is kind]
+        of_kind: list[Any] = [value for value in values if type(value) is kind]
         if kind.__name__ in _MISSING or (
             # what pandas has for nothing
             issubclass(kind, (float, np.floating)) and all(v != v for v in of_kind)
