@@ -17,6 +17,7 @@ from precompute.sources.file_names import is_remote
 from precompute.sources.hive_types import hive_types
 from precompute.sources.json_types import JsonTypes
 from precompute.sources.parquet_types import ParquetTypes
+from precompute.sources.postgres_types import check_postgres
 from precompute.sources.reader_call import (
     CSV,
     JSON,
@@ -122,10 +123,11 @@ def exact_statement(
 
     Raises:
         ConfigError: an option of a reader cannot be known, or drops values without a word.
-        SourceError: files whose columns do not fit each other, or a value that does not fit the
-            type that the SQL gives it.
+        SourceError: files whose columns do not fit each other, a value that does not fit the
+            type that the SQL gives it, or a column of Postgres that would be changed.
     """
     tree = database.syntax_tree(sql)
+    check_postgres(database, tree)
     written = list(reader_calls(database, tree, parameters))
     calls = [with_folders(database, call) for _, call in written]
     exact = ExactTypes(database, calls)

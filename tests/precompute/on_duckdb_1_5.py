@@ -170,6 +170,58 @@ def test_a_key_of_text_is_looked_up_by_the_database(shop: Postgres, tmp_path: Pa
     assert '"name" = \'item 3\' COLLATE "C"' in (shop.folder / "log").read_text(errors="replace")
 
 
+OF_POSTGRES: dict[str, tuple[str, str, str, Any]] = {
+    # type, value, DuckDB's type and the value as text; or the type that is refused
+    "digits": ("NUMERIC(20,4)", "1234.5678", "DECIMAL(20,4)", "1234.5678"),
+    "numeric": ("NUMERIC", "12345678901234567.12", "", "numeric"),
+    "45 digits": ("NUMERIC(45,2)", "1", "", r"numeric\(45,2\)"),
+    "hundreds": ("NUMERIC(3,-2)", "12300", "", r"numeric\(3,-2\)"),
+    "numerics": ("NUMERIC[]", "'{1.5}'", "", r"numeric\[\]"),
+    "a composite": ("pair", "'(1,2.5)'", "", "numeric"),
+    "a zone": (
+        *("TIMESTAMPTZ", "'2026-01-01 00:00:00.123456+02'"),
+        *("TIMESTAMP WITH TIME ZONE", "2025-12-31 22:00:00.123456+00"),
+    ),
+    "an id": ("UUID", "'3FA85F64-5717-4562-B3FC-2C963F66AFA6'", "UUID", "3fa85f64-5717-4562-b3fc-2c963f66afa6"),
+    "JSON": ("JSON", "'{\"a\": 1.10}'", "VARCHAR", '{"a": 1.10}'),
+    "money": ("MONEY", "12.34", "VARCHAR", "$12.34"),
+    "an interval": ("INTERVAL", "'1 mon 2 days 3.000004 s'", "INTERVAL", "1 month 2 days 00:00:03.000004"),
+    "integers": ("INT[]", "'{1,2}'", "INTEGER[]", "[1, 2]"),
+    "bits": ("BIT(3)", "B'101'", "VARCHAR", "101"),
+    "an hour of a zone": ("TIMETZ", "'10:00:00+02'", "TIME WITH TIME ZONE", "10:00:00+02"),
+    "an object": ("OID", "4000000000", "UINTEGER", "4000000000"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OF_POSTGRES)
+def test_a_type_of_postgres_is_read_as_it_is_or_refused(
+    what: str, shop: Postgres, tmp_path: Path
+) -> None:
+    kind, value, wanted, text = OF_POSTGRES[what]
+    shop.sql(
+        "DROP TABLE IF EXISTS typed; DROP TYPE IF EXISTS pair; CREATE TYPE pair AS (a INT, b"
+        f" NUMERIC); CREATE TABLE typed (id INT, v {kind}); INSERT INTO typed VALUES (1, {value})"
+    )
+    sql = "SELECT id, v FROM shop.public.typed"
+    if wanted:
+        with opened(sql, tmp_path, *SHOP) as source:
+            source.load()
+            found = source.database.query("SELECT v::VARCHAR AS v FROM input").to_pylist()
+            assert (source._types["v"], found) == (wanted, [{"v": text}])
+        return
+    for name in ("shop.public.typed", "shop.typed"):
+        with pytest.raises(
+            SourceError, match=rf"column 'v' of {name} is {text} in Postgres, .*floats: .*v::text"
+        ):
+            opened(f"SELECT id, v FROM {name}", tmp_path, *SHOP)
+    # what is not named is not read, and a text has all digits
+    opened("SELECT id FROM shop.typed", tmp_path, *SHOP).close()
+    exact = "SELECT * FROM postgres_query('shop', 'SELECT id, v::text AS v FROM typed')"
+    with opened(exact, tmp_path, *SHOP) as source:
+        source.load()
+        assert source._types["v"] == "VARCHAR"
+
+
 def test_a_database_that_was_away_is_read_again(shop: Postgres, tmp_path: Path) -> None:
     with opened("SELECT id, x FROM shop.items", tmp_path, *SHOP) as source:
         assert source.rows(["3"])["x"].to_pylist() == [1.5]
