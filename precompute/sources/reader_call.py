@@ -35,12 +35,19 @@ READERS = {
 """DuckDB's function → the format that it reads. Readers of whole files or of JSON as it stands type
 nothing, and are not here."""
 
+_BY_FIRST_LINES = "types its columns by the first lines, and would change later values: write"
+_FLOATS = (
+    "makes floats of numerics without digits: ATTACH the database, and write shop.public.items"
+)
+
 REFUSED = {
-    "read_single_csv_file": "read_csv",
-    "read_single_json_file": "read_json",
-    "read_single_parquet_file": "read_parquet",
+    "read_single_csv_file": f"{_BY_FIRST_LINES} read_csv(…)",
+    "read_single_json_file": f"{_BY_FIRST_LINES} read_json(…)",
+    "read_single_parquet_file": f"{_BY_FIRST_LINES} read_parquet(…)",
+    "postgres_scan": _FLOATS,
+    "postgres_scan_pushdown": _FLOATS,
 }
-"""DuckDB's function that types by the first lines, of few options → the one to write."""
+"""DuckDB's function that would change values → how, and what to write."""
 
 _OF_FILE = (
     (re.compile(r"\.(csv|tsv)(\.\w+)?$", re.IGNORECASE), "read_csv"),
@@ -161,10 +168,7 @@ def reader_calls(
         elif node.get("type") == "TABLE_FUNCTION":
             name = str(node["function"]["function_name"]).lower()
             if name in REFUSED:
-                raise ConfigError(
-                    f"{name}(…) types its columns by the first lines, and would change later"
-                    f" values: write {REFUSED[name]}(…)"
-                )
+                raise ConfigError(f"{name}(…) {REFUSED[name]}")
             if name in READERS:
                 yield node, _call_of(database, tree, name, node["function"], parameters)
 

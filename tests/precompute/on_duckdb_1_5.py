@@ -9,7 +9,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -266,19 +267,26 @@ def test_the_session_is_locked_and_shows_no_secret(shop: Postgres, tmp_path: Pat
             source.database.execute("SET allow_unredacted_secrets = true")
 
 
-def delta_table(folder: Path) -> Path:
-    """A Delta table of three rows, by its protocol's own JSON."""
+def delta_table(
+    folder: Path,
+    table: pa.Table | None = None,
+    kinds: Mapping[str, str] = {"id": "long", "x": "double"},
+    partition: Mapping[str, str] = {},
+) -> Path:
+    """A Delta table, by its protocol's own JSON, of one file, three rows by default: types of its
+    columns, and values of those that are partitions."""
     (folder / "_delta_log").mkdir(parents=True)
-    pq.write_table(pa.table({"id": [1, 2, 3], "x": [0.5, 1.0, 1.5]}), folder / "a.parquet")
+    table = table or pa.table({"id": [1, 2, 3], "x": [0.5, 1.0, 1.5]})
+    pq.write_table(table, folder / "a.parquet")
     columns = [
         {"name": name, "type": kind, "nullable": True, "metadata": {}}
-        for name, kind in (("id", "long"), ("x", "double"))
+        for name, kind in kinds.items()
     ]
     schema = json.dumps({"type": "struct", "fields": columns})
     actions: list[dict[str, Any]] = [
         {"protocol": {"minReaderVersion": 1, "minWriterVersion": 2}},
-        {"metaData": {"id": "t", "format": {"provider": "parquet", "options": {}}, "schemaString": schema, "partitionColumns": [], "configuration": {}, "createdTime": 0}},
-        {"add": {"path": "a.parquet", "partitionValues": {}, "size": (folder / "a.parquet").stat().st_size, "modificationTime": 0, "dataChange": True}},
+        {"metaData": {"id": "t", "format": {"provider": "parquet", "options": {}}, "schemaString": schema, "partitionColumns": [*partition], "configuration": {}, "createdTime": 0}},
+        {"add": {"path": "a.parquet", "partitionValues": {**partition}, "size": (folder / "a.parquet").stat().st_size, "modificationTime": 0, "dataChange": True}},
     ]  # fmt: skip
     log = folder / "_delta_log" / f"{0:020d}.json"
     log.write_text("\n".join(map(json.dumps, actions)))
@@ -299,6 +307,33 @@ def test_a_delta_table_is_read(tmp_path: Path, sql: str, setup: tuple[str, ...])
         # its folder says nothing of when, nor of whether, it changed
         assert source.modified_us() is None
         assert source.cached().rows(["1"]) is None
+
+
+def test_types_of_a_delta_table_are_those_of_its_schema(tmp_path: Path) -> None:
+    """Of columns of its files and of partitions, whose zeros stay."""
+    at = 1_700_000_000_123_456
+    values: dict[str, tuple[str, pa.DataType, Any, str, str]] = {
+        "id": ("long", pa.int64(), 2**53 + 1, "BIGINT", "9007199254740993"),
+        "b": ("byte", pa.int8(), -128, "TINYINT", "-128"),
+        "s": ("short", pa.int16(), 300, "SMALLINT", "300"),
+        "f": ("float", pa.float32(), 0.1, "FLOAT", "0.1"),
+        "n": ("decimal(38,10)", pa.decimal128(38, 10), Decimal("1234567890123456789.5"), "DECIMAL(38,10)", "1234567890123456789.5000000000"),
+        "d": ("date", pa.date32(), 1, "DATE", "1970-01-02"),
+        "t": ("timestamp", pa.timestamp("us", "UTC"), at, "TIMESTAMP WITH TIME ZONE", "2023-11-14 22:13:20.123456+00"),
+        "x": ("binary", pa.binary(), b"\x01", "BLOB", "\\x01"),
+    }  # fmt: skip
+    table = pa.table({n: pa.array([v], kind) for n, (_, kind, v, _, _) in values.items()})
+    kinds = {n: kind for n, (kind, *_) in values.items()} | {"day": "string", "number": "integer"}
+    delta_table(tmp_path / "items", table, kinds, {"day": "007", "number": "7"})
+    with opened("SELECT * FROM delta_scan('items')", tmp_path, "LOAD delta") as source:
+        source.load()
+        texts = ", ".join(f"{name}::VARCHAR AS {name}" for name in kinds)
+        row = source.database.query(f"SELECT {texts} FROM input").to_pylist()[0]
+        assert {n: (source._types[n], row[n]) for n in kinds} == {
+            **{n: (kind, text) for n, (*_, kind, text) in values.items()},
+            "day": ("VARCHAR", "007"),
+            "number": ("INTEGER", "7"),
+        }
 
 
 def test_our_iceberg_table_is_what_we_read_and_a_source(make_project: MakeProject) -> None:

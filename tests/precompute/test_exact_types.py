@@ -666,6 +666,7 @@ UNKNOWN = {
     "read_single_csv_file('x.csv')": r"types its columns by the first lines.*: write read_csv\(…\)",
     "read_single_json_file('x.csv')": r"by the first lines.*: write read_json\(…\)",
     "read_single_parquet_file('x.csv')": r"by the first lines.*: write read_parquet\(…\)",
+    "postgres_scan('host=x', 'public', 'items')": r"postgres_scan\(…\) makes floats of numerics",
     "histogram_values('x.csv', id)": r"histogram_values\(…\) hides which files",
     "query_table('x.csv')": r"query_table\(…\) hides which files",
     "read_csv('.')": r" is a folder: name its files, as in read_csv\('.*/\*\.csv'\)",
