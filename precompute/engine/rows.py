@@ -353,22 +353,38 @@ def _as(kind: pa.DataType, column: pa.Array) -> pa.Array:
     # even a cast to its own type takes 2 µs
     if column.type == kind:
         return column
-    if not pa.types.is_null(_item(column.type)) and _is_text(column.type) != _is_text(kind):
-        # Arrow would read the number in a text, and write a number as one
+    of, item = _item(column.type), _item(kind)
+    if pa.types.is_null(of):
+        return column.cast(kind)
+    if _is_text(column.type) != _is_text(kind) or pa.types.is_temporal(of):
+        # Arrow would read the number in a text, write a number as one, and count a time's units
+        # a text is of its row; of others every row has the same error, which are counted together
+        value = f" ({_first(column)})" if _is_text(column.type) else ""
         raise Misfit(
-            f"the model returned {column.type}, declared {kind}; correct `dtype` or the model"
+            f"the model returned {column.type}{value}, declared {kind}; correct `dtype` or the"
+            " model"
         )
-    cast, item = column.cast(kind), _item(kind)
-    # what Arrow does not look at: 2 is true to it, and 2049 as float16 is 2048
-    unlike = pa.types.is_boolean(item) or (
-        pa.types.is_float16(item) and pa.types.is_integer(_item(column.type))
+    cast = column.cast(kind)
+    # what Arrow does not look at: 2 is true to it, 2049 as float16 is 2048, and a whole number of
+    # more digits than a double has is rounded where it is a decimal
+    unlike = (
+        pa.types.is_boolean(item)
+        or (pa.types.is_float16(item) and pa.types.is_integer(of))
+        or (pa.types.is_floating(item) and pa.types.is_decimal(of) and of.scale <= 0)
     )
-    if unlike and not cast.cast(column.type).equals(column):
+    if unlike and not (back := cast.cast(column.type, safe=False)).equals(column):
         raise Misfit(
-            f"the model returned {column.type} with values that are none of {kind}; correct `dtype`"
-            " or the model"
+            f"the model returned {column.type} with values that are none of {kind}"
+            f" ({_first(column, back)}); correct `dtype` or the model"
         )
     return cast
+
+
+def _first(column: pa.Array, other: pa.Array | None = None) -> str:
+    """The first value of a column, that differs from another's, as messages quote it."""
+    values: Any = zip(column, column if other is None else other, strict=True)
+    found = (str(one) for one, two in values if one.is_valid and (other is None or one != two))
+    return next(found, "nothing")[:60]
 
 
 def _item(kind: pa.DataType) -> pa.DataType:

@@ -1,10 +1,12 @@
 """Exact types: the readers of a source's SQL, each with types that no cast of a value changes: of
-CSV and JSON by all of their values, of several Parquet files by all of their footers."""
+CSV and JSON by all of their values, of several Parquet files by all of their footers, of folders
+(``day=007/``) by all of their names."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,8 +14,10 @@ from precompute.registry import stamp_of
 from precompute.sources.csv_types import CsvTypes
 from precompute.sources.database import Database
 from precompute.sources.file_names import is_remote
+from precompute.sources.hive_types import hive_types
 from precompute.sources.json_types import JsonTypes
 from precompute.sources.parquet_types import ParquetTypes
+from precompute.sources.postgres_types import check_postgres
 from precompute.sources.reader_call import (
     CSV,
     JSON,
@@ -71,7 +75,9 @@ class ExactTypes:
                 now = self._now()
                 if now != self._stamps:
                     for types, call in zip(self.types, self._calls, strict=True):
-                        types.prove(call.files_of(self._database))
+                        files = call.files_of(self._database)
+                        types.prove(files)
+                        self._prove_folders(call, files)
                     self._stamps = now
                     self.check_same()
 
@@ -85,6 +91,17 @@ class ExactTypes:
         changed = (file for file in {**before, **now} if now.get(file) != before.get(file))
         if (file := next(changed, None)) is not None:
             raise SourceError(f"{file} changed while it was read: run again")
+
+    def _prove_folders(self, call: ReaderCall, files: Sequence[str]) -> None:
+        before = call.options.get("hive_types") or {}
+        # what was given all the same is looked at as it was
+        asked = replace(call, options={k: v for k, v in call.options.items() if k != "hive_types"})
+        for name, kind in hive_types(self._database, asked, files).items():
+            if before.get(name, kind) not in (kind, "VARCHAR"):
+                raise SourceError(
+                    f"{call.files[0]}: the folders' {name} is {kind} now, and was {before[name]}"
+                    " when the source was opened: run again"
+                )
 
     def _now(self) -> dict[str, Any]:
         return {
@@ -106,21 +123,29 @@ def exact_statement(
 
     Raises:
         ConfigError: an option of a reader cannot be known, or drops values without a word.
-        SourceError: files whose columns do not fit each other, or a value that does not fit the
-            type that the SQL gives it.
+        SourceError: files whose columns do not fit each other, a value that does not fit the
+            type that the SQL gives it, or a column of Postgres that would be changed.
     """
     tree = database.syntax_tree(sql)
-    calls = list(reader_calls(database, tree, parameters))
-    exact = ExactTypes(database, [call for _, call in calls])
+    check_postgres(database, tree)
+    written = list(reader_calls(database, tree, parameters))
+    calls = [with_folders(database, call) for _, call in written]
+    exact = ExactTypes(database, calls)
     names, changed = named_columns(tree), False
-    for node, call in calls:
+    for (node, as_written), call in zip(written, calls, strict=True):
         types: Types = _OF_FORMAT[call.format](database, call, names)
         exact.types.append(types)
-        if (typed := types.sql()) != call.sql():
+        if (typed := types.sql()) != as_written.sql():
             put_back(database, node, typed)
             changed = True
     exact.check_same()
     return database.sql_of(tree) if changed else sql, exact
+
+
+def with_folders(database: Database, call: ReaderCall) -> ReaderCall:
+    """A call with the types of the columns that folders make."""
+    types = hive_types(database, call, call.files_of(database))
+    return replace(call, options={**call.options, "hive_types": types}) if types else call
 
 
 _OF_FORMAT: Mapping[str, Callable[..., Types]] = {

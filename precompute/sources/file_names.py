@@ -33,7 +33,10 @@ _ELSEWHERE = "elsewhere:"
 """Prefix of the name of what is read and is no file: a table of an attached database, or a folder
 of an open table format, which may change with no file here that shows it."""
 
-_HIDING = ("query", "query_table", "json_execute_serialized_sql")
+_HIDING = (
+    *("query", "query_table", "json_execute_serialized_sql"),
+    *("histogram", "histogram_values"),
+)
 """Those that take SQL or the name of a table as a text."""
 
 

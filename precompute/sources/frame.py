@@ -5,6 +5,7 @@ behind misses like the rows of a file."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.sources.database import quoted
+from precompute.sources.frame_types import check_type, check_values, column_of
 from precompute.store.disk.sql import parquet_sql
 from precompute.store.errors import SourceError
 
@@ -65,7 +67,7 @@ def write_frame(frame: Any, columns: Sequence[str], entity: Sequence[str], path:
         the rows written.
 
     Raises:
-        SourceError: that is no frame, it lacks a column, or holds what Arrow has no type for.
+        SourceError: that is no frame, it lacks a column, or one holds what would be changed.
         OSError: the file cannot be written.
     """
     with _translated(), _reader(frame, columns) as reader:
@@ -78,7 +80,9 @@ def write_frame(frame: Any, columns: Sequence[str], entity: Sequence[str], path:
             with pq.ParquetWriter(file, schema) as writer:
                 for batch in reader:
                     waiting.append(
-                        pa.record_batch([_plain(batch.column(i)) for i in wanted], schema=schema)
+                        pa.record_batch(
+                            [_plain(names[i], batch.column(i)) for i in wanted], schema=schema
+                        )
                     )
                     rows += batch.num_rows
                     if sum(map(len, waiting)) >= GROUP_ROWS:
@@ -91,10 +95,12 @@ def write_frame(frame: Any, columns: Sequence[str], entity: Sequence[str], path:
 
 
 def _reader(frame: Any, columns: Sequence[str]) -> pa.RecordBatchReader:
+    if isinstance(frame, (list, tuple)) and all(isinstance(row, Mapping) for row in frame):
+        names = dict.fromkeys(itertools.chain.from_iterable(frame))
+        frame = {name: [row.get(name) for row in frame] for name in names}
     if isinstance(frame, Mapping):
-        frame = pa.table(dict(frame))
-    elif isinstance(frame, (list, tuple)):
-        frame = pa.Table.from_pylist(list(frame))
+        wanted = columns if columns and all(name in frame for name in columns) else frame
+        frame = pa.table({name: _column(name, frame[name]) for name in wanted})
     if not hasattr(frame, "__arrow_c_stream__"):
         lazy = ": collect() it first" if hasattr(frame, "collect") else ""
         raise SourceError(
@@ -111,15 +117,30 @@ def _reader(frame: Any, columns: Sequence[str]) -> pa.RecordBatchReader:
     ):
         # what is not wanted need not be anything that Arrow knows
         frame = frame[list(columns)]
-    for name, kind in zip(
-        getattr(frame, "columns", ()), getattr(frame, "dtypes", ()), strict=False
+    for at, (name, kind) in enumerate(
+        zip(getattr(frame, "columns", ()), getattr(frame, "dtypes", ()), strict=False)
     ):
         if str(kind) == "Object":
             # polars gives their addresses away for what they are
             raise SourceError(
                 f"column {name!r} of the frame holds Python objects: make it text or numbers"
             )
+        if str(kind) in ("Int128", "UInt128"):
+            raise SourceError(
+                f"column {name!r} of the frame is {kind}, for which Arrow has no type: make it"
+                " text, or a Decimal"
+            )
+        if str(kind) == "object":
+            check_values(name, frame.iloc[:, at])
+        elif str(kind) == "category":
+            check_values(name, frame.iloc[:, at].cat.categories)
     return pa.RecordBatchReader.from_stream(frame)
+
+
+def _column(name: str, values: Any) -> Any:
+    """A column of a mapping; of what has a type of its own, itself."""
+    untyped = isinstance(values, (list, tuple)) or str(getattr(values, "dtype", "")) == "object"
+    return column_of(name, values) if untyped else values
 
 
 def arrow_table(frame: Any) -> pa.Table:
@@ -133,16 +154,25 @@ def arrow_table(frame: Any) -> pa.Table:
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type that a column is stored in: of categories their own, and text that polars calls
-    string_view as any."""
+    """The type that a column is stored in: of categories their own, text that polars calls
+    string_view as any, and times of DuckDB's range."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if pa.types.is_date64(kind):
+        return pa.date32()
+    if pa.types.is_timestamp(kind) and kind.unit in ("s", "ms"):
+        return pa.timestamp("us", kind.tz)
     return pa.large_string() if pa.types.is_string_view(kind) else kind
 
 
-def _plain(column: pa.Array) -> pa.Array:
-    if not pa.types.is_dictionary(column.type):
-        return column.cast(_plain_type(column.type))
-    return column.dictionary.cast(_plain_type(column.type)).take(column.indices)
+def _plain(name: str, column: pa.Array) -> pa.Array:
+    try:
+        if not pa.types.is_dictionary(column.type):
+            return column.cast(_plain_type(column.type))
+        return column.dictionary.cast(_plain_type(column.type)).take(column.indices)
+    except pa.ArrowException as exc:
+        raise SourceError(
+            f"column {name!r} of the frame: {exc}: correct the value, or make the column text"
+        ) from exc
 
 
 def _check_columns(schema: pa.Schema, columns: Sequence[str], entity: Sequence[str]) -> None:
@@ -154,6 +184,7 @@ def _check_columns(schema: pa.Schema, columns: Sequence[str], entity: Sequence[s
             raise SourceError(
                 f"the frame {what} {column!r}, which source.frame names (it has: {have})"
             )
+        check_type(column, schema.field(column).type)
     for column in entity:
         kind = _plain_type(schema.field(column).type)
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
@@ -175,7 +206,7 @@ def _translated() -> Iterator[None]:
         yield
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
         # half of a character, say, would break the report as well
-        text = str(exc).encode(errors="replace").decode()
+        text = "; ".join(map(str, exc.args)).encode(errors="replace").decode()
         raise SourceError(
             f"the frame cannot be read as Arrow: {' '.join(text.split())[:300]}"
         ) from exc

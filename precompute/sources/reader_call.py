@@ -35,11 +35,25 @@ READERS = {
 """DuckDB's function → the format that it reads. Readers of whole files or of JSON as it stands type
 nothing, and are not here."""
 
+_BY_FIRST_LINES = "types its columns by the first lines, and would change later values: write"
+_FLOATS = (
+    "makes floats of numerics without digits: ATTACH the database, and write shop.public.items"
+)
+
+REFUSED = {
+    "read_single_csv_file": f"{_BY_FIRST_LINES} read_csv(…)",
+    "read_single_json_file": f"{_BY_FIRST_LINES} read_json(…)",
+    "read_single_parquet_file": f"{_BY_FIRST_LINES} read_parquet(…)",
+    "postgres_scan": _FLOATS,
+    "postgres_scan_pushdown": _FLOATS,
+}
+"""DuckDB's function that would change values → how, and what to write."""
+
 _OF_FILE = (
     (re.compile(r"\.(csv|tsv)(\.\w+)?$", re.IGNORECASE), "read_csv"),
     (re.compile(r"\.(jsonl|ndjson)(\.\w+)?$", re.IGNORECASE), "read_ndjson_auto"),
-    (re.compile(r"\.json(\.\w+)?$", re.IGNORECASE), "read_json_auto"),
-    (re.compile(r"\.parquet$", re.IGNORECASE), "read_parquet"),
+    (re.compile(r"\.(geo)?json(\.\w+)?$", re.IGNORECASE), "read_json_auto"),
+    (re.compile(r"\.parquet(\.\w+)?$", re.IGNORECASE), "read_parquet"),
 )
 """What DuckDB reads ``FROM 'x.csv'`` by."""
 
@@ -91,12 +105,22 @@ class ReaderCall:
         return f"{name or self.name}({', '.join([first, *map(_option, wanted.items())])})"
 
     def files_of(self, database: Database) -> list[str]:
-        """The files that there are now, in the order in which DuckDB reads them."""
+        """The files that there are now, in the order in which DuckDB reads them.
+
+        Raises:
+            ConfigError: a folder is named, of which DuckDB reads what it finds.
+        """
         found = list[str]()
         for pattern in self.files:
-            if not is_pattern(pattern) and not is_remote(pattern):
-                found += [pattern] if Path(pattern).exists() else []
+            if not is_pattern(pattern) and not is_remote(pattern) and Path(pattern).exists():
+                if Path(pattern).is_dir():
+                    raise ConfigError(
+                        f"{pattern} is a folder: name its files, as in"
+                        f" {self.name}('{pattern.rstrip('/')}/*.{self.format}')"
+                    )
+                found.append(pattern)
                 continue
+            # also of file:///… and ~/…
             rows = database.query_aside("SELECT file FROM glob($pattern)", {"pattern": pattern})
             found += rows.column(0).to_pylist()
         return found
@@ -124,7 +148,8 @@ def reader_calls(
     statement.
 
     Raises:
-        ConfigError: an option's value cannot be known from the SQL.
+        ConfigError: an option's value cannot be known from the SQL, or a reader is one of
+            :data:`REFUSED`.
     """
     ctes = {
         entry["key"].lower()
@@ -142,6 +167,8 @@ def reader_calls(
                         break
         elif node.get("type") == "TABLE_FUNCTION":
             name = str(node["function"]["function_name"]).lower()
+            if name in REFUSED:
+                raise ConfigError(f"{name}(…) {REFUSED[name]}")
             if name in READERS:
                 yield node, _call_of(database, tree, name, node["function"], parameters)
 

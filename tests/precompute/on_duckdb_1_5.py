@@ -9,7 +9,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,58 @@ def test_a_key_of_text_is_looked_up_by_the_database(shop: Postgres, tmp_path: Pa
     assert '"name" = \'item 3\' COLLATE "C"' in (shop.folder / "log").read_text(errors="replace")
 
 
+OF_POSTGRES: dict[str, tuple[str, str, str, Any]] = {
+    # type, value, DuckDB's type and the value as text; or the type that is refused
+    "digits": ("NUMERIC(20,4)", "1234.5678", "DECIMAL(20,4)", "1234.5678"),
+    "numeric": ("NUMERIC", "12345678901234567.12", "", "numeric"),
+    "45 digits": ("NUMERIC(45,2)", "1", "", r"numeric\(45,2\)"),
+    "hundreds": ("NUMERIC(3,-2)", "12300", "", r"numeric\(3,-2\)"),
+    "numerics": ("NUMERIC[]", "'{1.5}'", "", r"numeric\[\]"),
+    "a composite": ("pair", "'(1,2.5)'", "", "numeric"),
+    "a zone": (
+        *("TIMESTAMPTZ", "'2026-01-01 00:00:00.123456+02'"),
+        *("TIMESTAMP WITH TIME ZONE", "2025-12-31 22:00:00.123456+00"),
+    ),
+    "an id": ("UUID", "'3FA85F64-5717-4562-B3FC-2C963F66AFA6'", "UUID", "3fa85f64-5717-4562-b3fc-2c963f66afa6"),
+    "JSON": ("JSON", "'{\"a\": 1.10}'", "VARCHAR", '{"a": 1.10}'),
+    "money": ("MONEY", "12.34", "VARCHAR", "$12.34"),
+    "an interval": ("INTERVAL", "'1 mon 2 days 3.000004 s'", "INTERVAL", "1 month 2 days 00:00:03.000004"),
+    "integers": ("INT[]", "'{1,2}'", "INTEGER[]", "[1, 2]"),
+    "bits": ("BIT(3)", "B'101'", "VARCHAR", "101"),
+    "an hour of a zone": ("TIMETZ", "'10:00:00+02'", "TIME WITH TIME ZONE", "10:00:00+02"),
+    "an object": ("OID", "4000000000", "UINTEGER", "4000000000"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OF_POSTGRES)
+def test_a_type_of_postgres_is_read_as_it_is_or_refused(
+    what: str, shop: Postgres, tmp_path: Path
+) -> None:
+    kind, value, wanted, text = OF_POSTGRES[what]
+    shop.sql(
+        "DROP TABLE IF EXISTS typed; DROP TYPE IF EXISTS pair; CREATE TYPE pair AS (a INT, b"
+        f" NUMERIC); CREATE TABLE typed (id INT, v {kind}); INSERT INTO typed VALUES (1, {value})"
+    )
+    sql = "SELECT id, v FROM shop.public.typed"
+    if wanted:
+        with opened(sql, tmp_path, *SHOP) as source:
+            source.load()
+            found = source.database.query("SELECT v::VARCHAR AS v FROM input").to_pylist()
+            assert (source._types["v"], found) == (wanted, [{"v": text}])
+        return
+    for name in ("shop.public.typed", "shop.typed"):
+        with pytest.raises(
+            SourceError, match=rf"column 'v' of {name} is {text} in Postgres, .*floats: .*v::text"
+        ):
+            opened(f"SELECT id, v FROM {name}", tmp_path, *SHOP)
+    # what is not named is not read, and a text has all digits
+    opened("SELECT id FROM shop.typed", tmp_path, *SHOP).close()
+    exact = "SELECT * FROM postgres_query('shop', 'SELECT id, v::text AS v FROM typed')"
+    with opened(exact, tmp_path, *SHOP) as source:
+        source.load()
+        assert source._types["v"] == "VARCHAR"
+
+
 def test_a_database_that_was_away_is_read_again(shop: Postgres, tmp_path: Path) -> None:
     with opened("SELECT id, x FROM shop.items", tmp_path, *SHOP) as source:
         assert source.rows(["3"])["x"].to_pylist() == [1.5]
@@ -214,19 +267,26 @@ def test_the_session_is_locked_and_shows_no_secret(shop: Postgres, tmp_path: Pat
             source.database.execute("SET allow_unredacted_secrets = true")
 
 
-def delta_table(folder: Path) -> Path:
-    """A Delta table of three rows, by its protocol's own JSON."""
+def delta_table(
+    folder: Path,
+    table: pa.Table | None = None,
+    kinds: Mapping[str, str] = {"id": "long", "x": "double"},
+    partition: Mapping[str, str] = {},
+) -> Path:
+    """A Delta table, by its protocol's own JSON, of one file, three rows by default: types of its
+    columns, and values of those that are partitions."""
     (folder / "_delta_log").mkdir(parents=True)
-    pq.write_table(pa.table({"id": [1, 2, 3], "x": [0.5, 1.0, 1.5]}), folder / "a.parquet")
+    table = table or pa.table({"id": [1, 2, 3], "x": [0.5, 1.0, 1.5]})
+    pq.write_table(table, folder / "a.parquet")
     columns = [
         {"name": name, "type": kind, "nullable": True, "metadata": {}}
-        for name, kind in (("id", "long"), ("x", "double"))
+        for name, kind in kinds.items()
     ]
     schema = json.dumps({"type": "struct", "fields": columns})
     actions: list[dict[str, Any]] = [
         {"protocol": {"minReaderVersion": 1, "minWriterVersion": 2}},
-        {"metaData": {"id": "t", "format": {"provider": "parquet", "options": {}}, "schemaString": schema, "partitionColumns": [], "configuration": {}, "createdTime": 0}},
-        {"add": {"path": "a.parquet", "partitionValues": {}, "size": (folder / "a.parquet").stat().st_size, "modificationTime": 0, "dataChange": True}},
+        {"metaData": {"id": "t", "format": {"provider": "parquet", "options": {}}, "schemaString": schema, "partitionColumns": [*partition], "configuration": {}, "createdTime": 0}},
+        {"add": {"path": "a.parquet", "partitionValues": {**partition}, "size": (folder / "a.parquet").stat().st_size, "modificationTime": 0, "dataChange": True}},
     ]  # fmt: skip
     log = folder / "_delta_log" / f"{0:020d}.json"
     log.write_text("\n".join(map(json.dumps, actions)))
@@ -247,6 +307,33 @@ def test_a_delta_table_is_read(tmp_path: Path, sql: str, setup: tuple[str, ...])
         # its folder says nothing of when, nor of whether, it changed
         assert source.modified_us() is None
         assert source.cached().rows(["1"]) is None
+
+
+def test_types_of_a_delta_table_are_those_of_its_schema(tmp_path: Path) -> None:
+    """Of columns of its files and of partitions, whose zeros stay."""
+    at = 1_700_000_000_123_456
+    values: dict[str, tuple[str, pa.DataType, Any, str, str]] = {
+        "id": ("long", pa.int64(), 2**53 + 1, "BIGINT", "9007199254740993"),
+        "b": ("byte", pa.int8(), -128, "TINYINT", "-128"),
+        "s": ("short", pa.int16(), 300, "SMALLINT", "300"),
+        "f": ("float", pa.float32(), 0.1, "FLOAT", "0.1"),
+        "n": ("decimal(38,10)", pa.decimal128(38, 10), Decimal("1234567890123456789.5"), "DECIMAL(38,10)", "1234567890123456789.5000000000"),
+        "d": ("date", pa.date32(), 1, "DATE", "1970-01-02"),
+        "t": ("timestamp", pa.timestamp("us", "UTC"), at, "TIMESTAMP WITH TIME ZONE", "2023-11-14 22:13:20.123456+00"),
+        "x": ("binary", pa.binary(), b"\x01", "BLOB", "\\x01"),
+    }  # fmt: skip
+    table = pa.table({n: pa.array([v], kind) for n, (_, kind, v, _, _) in values.items()})
+    kinds = {n: kind for n, (kind, *_) in values.items()} | {"day": "string", "number": "integer"}
+    delta_table(tmp_path / "items", table, kinds, {"day": "007", "number": "7"})
+    with opened("SELECT * FROM delta_scan('items')", tmp_path, "LOAD delta") as source:
+        source.load()
+        texts = ", ".join(f"{name}::VARCHAR AS {name}" for name in kinds)
+        row = source.database.query(f"SELECT {texts} FROM input").to_pylist()[0]
+        assert {n: (source._types[n], row[n]) for n in kinds} == {
+            **{n: (kind, text) for n, (*_, kind, text) in values.items()},
+            "day": ("VARCHAR", "007"),
+            "number": ("INTEGER", "7"),
+        }
 
 
 def test_our_iceberg_table_is_what_we_read_and_a_source(make_project: MakeProject) -> None:

@@ -4,6 +4,7 @@ is read as it is, or is an error that names file, place and value. None is cast.
 from __future__ import annotations
 
 import datetime as dt
+import gzip
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.sources import csv_types
+from precompute.sources.database import quoted
+from precompute.sources.file_names import _HIDING
+from precompute.sources.reader_call import READERS
+from precompute.sources.reader_call import REFUSED as REFUSED_READERS
 from precompute.sources.source import Source
+from precompute.store.disk.sql import without_data
 from precompute.store.errors import ConfigError, PrecomputeError, SourceError
 
 LATE = 20_500
@@ -31,7 +37,8 @@ def read(
     """DuckDB's types of the columns, and key → values of the rows."""
     with Source(sql, entity, {}, folder=folder, memory_mb=512, threads=2) as source:
         source.load()
-        rows = source.database.query("SELECT * EXCLUDE (input_hash) FROM input").to_pylist()
+        names = ", ".join(map(quoted, source.schema.names))
+        rows = source.database.query(f"SELECT {names} FROM input").to_pylist()
         types = {n: source._types[n] for n in source.schema.names}
     return types, {row.pop("id"): tuple(row.values()) for row in rows}
 
@@ -340,16 +347,6 @@ READ: dict[str, tuple[Files, str, dict[Any, Any]]] = {
         "SELECT * FROM read_csv('*.csv', union_by_name = true)",
         {1: (2, None), 3: (None, "04")},
     ),
-    "folders with zeros": (
-        {"day=007/a.csv": "id\n1\n", "day=08/a.csv": "id\n2\n"},
-        "SELECT * FROM read_csv('*/*.csv')",
-        {1: ("007",), 2: ("08",)},
-    ),
-    "folders of which one is no day": (
-        {"day=2024-01-01/a.csv": "id\n1\n", "day=unknown/a.csv": "id\n2\n"},
-        "SELECT * FROM read_csv('*/*.csv')",
-        {1: ("2024-01-01",), 2: ("unknown",)},
-    ),
     "decimal commas": (
         {"x.csv": "id;v\n1;2,5\n2;10,25\n"},
         "SELECT * FROM read_csv('x.csv', decimal_separator = ',')",
@@ -508,6 +505,179 @@ def test_text_is_a_type_of_all_where_the_sql_says_so(tmp_path: Path) -> None:
     parquet(tmp_path, ([7], pa.int64()), (["007"], pa.string()), None)
     sql = "SELECT id, v FROM read_parquet('*/f.parquet', union_by_name = true)"
     assert read(sql, tmp_path)[1] == {0: ("7",), 1: ("007",), 2: (None,)}
+
+
+# ---- folders
+
+FOLDERS: dict[str, tuple[Sequence[str], str, Sequence[Any]]] = {
+    "zeros in front": (["day=007", "day=08"], "VARCHAR", ["007", "08"]),
+    "a month": (["day=01", "day=11"], "VARCHAR", ["01", "11"]),
+    "one that is no day": (
+        *(["day=2024-01-01", "day=unknown"], "VARCHAR", ["2024-01-01", "unknown"]),
+    ),
+    "days": (
+        *(["day=2024-01-01", "day=2024-01-02"], "DATE"),
+        [dt.date(2024, 1, 1), dt.date(2024, 1, 2)],
+    ),
+    "days written otherwise": (
+        *(["day=2024-1-1", "day=2024-01-02"], "VARCHAR", ["2024-1-1", "2024-01-02"]),
+    ),
+    "an infinite day": (
+        *(["day=infinity", "day=2024-01-02"], "VARCHAR", ["infinity", "2024-01-02"]),
+    ),
+    "whole numbers": (["day=1", "day=9007199254740993"], "BIGINT", [1, 2**53 + 1]),
+    "beyond 64 bits": (["day=1", f"day={2**64}"], "VARCHAR", ["1", str(2**64)]),
+    "a fraction": (["day=1", "day=1.5"], "VARCHAR", ["1", "1.5"]),
+    "a sign": (["day=1", "day=+2"], "VARCHAR", ["1", "+2"]),
+    "minus nought": (["day=1", "day=-0"], "VARCHAR", ["1", "-0"]),
+    "a space": (["day=1", "day= 2"], "VARCHAR", ["1", " 2"]),
+    "a zone": (
+        ["day=2024-01-01 10%3A00%3A00", "day=2024-01-01 10%3A00%3A00+02"],
+        *("VARCHAR", ["2024-01-01 10:00:00", "2024-01-01 10:00:00+02"]),
+    ),
+    "times": (
+        *(["day=2024-01-01 10:00:00", "day=2024-01-02 10:00:00"], "TIMESTAMP"),
+        [dt.datetime(2024, 1, 1, 10), dt.datetime(2024, 1, 2, 10)],
+    ),
+    "nothing": (["day=__HIVE_DEFAULT_PARTITION__", "day=1"], "BIGINT", [None, 1]),
+}
+
+READER = {"csv": "read_csv", "json": "read_json", "parquet": "read_parquet"}
+
+
+def in_folders(folder: Path, folders: Sequence[str], form: str) -> str:
+    """Write a file of one row into each; the reader's call, without its bracket."""
+    for number, name in enumerate(folders):
+        path = folder / name / f"f.{form}"
+        path.parent.mkdir()
+        if form == "parquet":
+            pq.write_table(pa.table({"id": [number]}), path)
+        else:
+            path.write_text(f"id\n{number}\n" if form == "csv" else f'{{"id":{number}}}\n')
+    return f"SELECT * FROM {READER[form]}('*/f.{form}'"
+
+
+@pytest.mark.parametrize("form", READER)
+@pytest.mark.parametrize("what", FOLDERS)
+def test_the_name_of_a_folder_is_read_as_it_is(what: str, form: str, tmp_path: Path) -> None:
+    folders, kind, values = FOLDERS[what]
+    sql = f"{in_folders(tmp_path, folders, form)})"
+    types, rows = read(sql, tmp_path)
+    assert (types["day"], [rows[n][0] for n in range(2)]) == (kind, values)
+
+
+@pytest.mark.parametrize("form", READER)
+def test_types_of_folders_that_the_sql_gives_change_none(form: str, tmp_path: Path) -> None:
+    sql = in_folders(tmp_path, ["day=007", "day=8"], form)
+    with pytest.raises(
+        SourceError,
+        match=r"a folder is day='007', and the type that hive_types gives day is BIGINT, which"
+        r" would change it: write hive_types = \{'day': 'VARCHAR'\}",
+    ):
+        read(f"{sql}, hive_types = {{'day': 'BIGINT'}})", tmp_path)
+    as_text = read(f"{sql}, hive_types = {{'day': 'VARCHAR'}})", tmp_path)[1]
+    assert as_text == {0: ("007",), 1: ("8",)}
+    assert read(f"{sql}, hive_partitioning = false)", tmp_path)[1] == {0: (), 1: ()}
+
+
+def test_a_folder_that_comes_later_keeps_its_name(tmp_path: Path) -> None:
+    sql = f"{in_folders(tmp_path, ['day=7', 'day=8'], 'csv')})"
+    with Source(sql, ("id",), {}, folder=tmp_path) as source:
+        (tmp_path / "day=009").mkdir()
+        (tmp_path / "day=009" / "f.csv").write_text("id\n2\n")
+        with pytest.raises(SourceError, match=r"day is VARCHAR now, and was BIGINT .*: run again"):
+            source.rows(["2"])
+
+
+# ---- readers
+
+AS_IT_STANDS = {
+    *("read_text", "read_blob", "read_json_objects", "read_json_objects_auto"),
+    *("read_ndjson_objects", "sniff_csv", "glob", "read_duckdb"),
+    *("parquet_metadata", "parquet_schema", "parquet_file_metadata", "parquet_full_metadata"),
+    *("parquet_kv_metadata", "parquet_bloom_probe"),
+}
+"""Readers that cast nothing: of whole files, of JSON as it is written, of what files say of
+themselves, of DuckDB's own tables."""
+
+NO_READERS = re.compile(
+    r"(duckdb|pragma|enable|disable|register|deregister|create|destroy|test)_\w+|checkpoint"
+    r"|force_checkpoint|range|generate_series|unnest|repeat|repeat_row|summary|json_each|json_tree"
+    r"|arrow_scan|arrow_scan_dumb|pandas_scan|python_arrow_scan|python_map_function|seq_scan"
+    r"|icu_calendar_names|pg_timezone_names|truncate_duckdb_logs|which_secret|from_substrait(_json)?"
+)
+"""Functions that read no file."""
+
+
+def test_each_reader_that_duckdb_has_is_known() -> None:
+    """A new DuckDB's reader is looked at before it is used: does it type a file by its first
+    lines?"""
+    found = without_data().execute(
+        "SELECT DISTINCT function_name FROM duckdb_functions() WHERE function_type IN ('table',"
+        " 'table_macro')"
+    )
+    known = {*READERS, *REFUSED_READERS, *AS_IT_STANDS, *_HIDING}
+    others = {name for (name,) in found.fetchall() if not NO_READERS.fullmatch(name)}
+    assert others - known == set()
+
+
+CALLS = {
+    **{f"{name}('x.csv')": "csv" for name in READERS if READERS[name] == "csv"},
+    **{f"{name}('x.json')": "json" for name in READERS if READERS[name] == "json"},
+    **{f"'x.{ending}'": "csv" for ending in ("csv", "CSV", "csv.gz", "tsv", "tsv.gz")},
+    **{f"'x.{ending}'": "json" for ending in ("json", "jsonl", "ndjson", "json.gz", "geojson")},
+    **{f"{schema}.read_csv('x.csv')": "csv" for schema in ("main", "system.main")},
+    "'file://FOLDER/x.csv'": "csv",
+    "read_csv('~/x.csv')": "csv",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_way_to_name_a_file_reads_all_of_it_first(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    values = [*["7"] * LATE, "19.99"]
+    separator = "\t" if "tsv" in call else ","
+    text = (
+        f"id{separator}v\n" + "".join(f"{n}{separator}{v}\n" for n, v in enumerate(values))
+        if CALLS[call] == "csv"
+        else "".join(f'{{"id":{n},"v":{v}}}\n' for n, v in enumerate(values))
+    )
+    name = re.search(r"x[.][\w.]+", call)
+    assert name is not None
+    packed = gzip.compress(text.encode()) if name[0].endswith(".gz") else text.encode()
+    (tmp_path / name[0]).write_bytes(packed)
+    types, rows = read(f"SELECT id, v FROM {call.replace('FOLDER', str(tmp_path))}", tmp_path)
+    assert (types["v"], rows[0], rows[LATE]) == ("DOUBLE", (7.0,), (19.99,))
+
+
+@pytest.mark.parametrize("name", ["parquet_scan('*.parquet')", "'*.parquet'", "'*.parquet.1'"])
+def test_every_way_to_name_parquet_compares_the_footers(name: str, tmp_path: Path) -> None:
+    ending = ".1" if ".1" in name else ""
+    for number, values in enumerate(([7], ["007"])):
+        table = pa.table({"id": [number], "v": values})
+        pq.write_table(table, tmp_path / f"{number}.parquet{ending}")
+    with pytest.raises(PrecomputeError, match=r"'v' is BIGINT in .* and VARCHAR in|no table"):
+        read(f"SELECT * FROM {name}", tmp_path)
+
+
+UNKNOWN = {
+    "read_single_csv_file('x.csv')": r"types its columns by the first lines.*: write read_csv\(…\)",
+    "read_single_json_file('x.csv')": r"by the first lines.*: write read_json\(…\)",
+    "read_single_parquet_file('x.csv')": r"by the first lines.*: write read_parquet\(…\)",
+    "postgres_scan('host=x', 'public', 'items')": r"postgres_scan\(…\) makes floats of numerics",
+    "histogram_values('x.csv', id)": r"histogram_values\(…\) hides which files",
+    "query_table('x.csv')": r"query_table\(…\) hides which files",
+    "read_csv('.')": r" is a folder: name its files, as in read_csv\('.*/\*\.csv'\)",
+}
+
+
+@pytest.mark.parametrize("call", UNKNOWN)
+def test_a_reader_that_would_cast_or_hide_is_refused(call: str, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("id\n1\n")
+    with pytest.raises(ConfigError, match=UNKNOWN[call]):
+        read(f"SELECT * FROM {call}", tmp_path)
 
 
 # ---- files that change
