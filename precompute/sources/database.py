@@ -611,6 +611,17 @@ def hash_kind() -> str:
         return named(without_data().execute(sample_sql()).fetchall())
 
 
+def _line_of(file: str, quoted_line: str, row: int) -> int:
+    """The line of a CSV that DuckDB quotes, which counts a row as one line whatever newlines its
+    values hold; its count where the file cannot be read here."""
+    begin = quoted_line.strip().partition("\n")[0].strip()
+    with contextlib.suppress(OSError), open(file, encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if number >= row and line.strip() == begin:
+                return number
+    return row
+
+
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
     try:
@@ -627,8 +638,9 @@ def _translated() -> Iterator[None]:
         hint = ""
         if line := _LINE.search(str(exc)):
             file = re.search(r"file = (.+)", str(exc))
+            number = _line_of(file[1], line[2], int(line[1])) if file else int(line[1])
             raise SourceError(
-                f"{file[1] if file else 'a CSV'}, line {line[1]}: {line[4]} values, where there are"
+                f"{file[1] if file else 'a CSV'}, line {number}: {line[4]} values, where there are"
                 f" {line[3]} columns ({line[2].strip()[:80]!r}): mend that line; if it is the last,"
                 " the file was cut"
             ) from exc
