@@ -653,6 +653,13 @@ def _translated() -> Iterator[None]:
             ) from exc
         if "Malformed JSON" in str(exc) and "unexpected end" in str(exc):
             hint = "; was the file cut? Its last record is not whole"
+        if (file := re.search(r"file = (.+)", str(exc))) and "not utf-8 encoded" in str(exc):
+            number = re.search(r"CSV Error on Line: (\d+)", str(exc))
+            raise SourceError(
+                f"{file[1]}{f', line {number[1]}' if number else ''}: a value is not UTF-8: convert"
+                " the file (iconv -f latin1 -t utf-8 FILE > NEW), or name its encoding in the"
+                " read_csv, as in encoding = 'latin-1'"
+            ) from exc
         if "UTF" in str(exc).upper() or "unicode" in str(exc):
             hint = (
                 "; read the column as BLOB (a Parquet file without the UTF8 annotation, or"

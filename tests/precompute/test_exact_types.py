@@ -31,8 +31,8 @@ def read(
     """DuckDB's types of the columns, and key → values of the rows."""
     with Source(sql, entity, {}, folder=folder, memory_mb=512, threads=2) as source:
         source.load()
-        rows = source.database.query("SELECT * EXCLUDE (input_hash) FROM input").to_pylist()
         types = {n: source._types[n] for n in source.schema.names}
+        rows = source.database.query("SELECT * FROM input").select(list(types)).to_pylist()
     return types, {row.pop("id"): tuple(row.values()) for row in rows}
 
 
@@ -247,6 +247,15 @@ REFUSED: dict[str, tuple[Files, str, str]] = {
         "SELECT * FROM '*.csv'",
         r"b\.csv has one more column, 'w'",
     ),
+    "a late letter of another encoding": (
+        {
+            "x.csv": ("id,v\n" + "".join(f"{i},7\n" for i in range(LATE)) + "9,é\n").encode(
+                "latin-1"
+            )
+        },
+        "SELECT * FROM read_csv('x.csv')",
+        rf"x\.csv, line {LATE + 2}: a value is not UTF-8: .*encoding = 'latin-1'",
+    ),
     "a last line that was cut": (
         {"x.csv": "id,v\n" + "".join(f"{i},7\n" for i in range(LATE)) + "9"},
         "SELECT * FROM read_csv('x.csv')",
@@ -320,6 +329,11 @@ def test_what_would_be_cast_or_dropped_is_refused(what: str, tmp_path: Path) -> 
 
 
 READ: dict[str, tuple[Files, str, dict[Any, Any]]] = {
+    "another encoding that the call names": (
+        {"x.csv": "id,v\n1,é\n".encode("latin-1")},
+        "SELECT * FROM read_csv('x.csv', encoding = 'latin-1')",
+        {1: ("é",)},
+    ),
     "a type of a later file": (
         {"a.csv": "id,v\n1,20\n", "b.csv": "id,v\n007,19.99\n"},
         "SELECT * FROM read_csv('*.csv')",
@@ -398,7 +412,7 @@ def test_files_are_read_as_they_are(what: str, tmp_path: Path) -> None:
     files, sql, rows = READ[what]
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(str(content))
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     assert read(sql, tmp_path)[1] == rows
 
 
