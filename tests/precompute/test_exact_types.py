@@ -262,7 +262,7 @@ REFUSED: dict[str, tuple[Files, str, str]] = {
         rf"x\.csv, line {LATE + 2}: 1 values, where there are 2 columns \('9'\): .*was cut",
     ),
     "a last line that was cut behind newlines in quotes": (
-        {"x.csv": 'id,v\n' + '0,"a\nb"\n' + "".join(f"{i},7\n" for i in range(LATE)) + "9"},
+        {"x.csv": "id,v\n" + '0,"a\nb"\n' + "".join(f"{i},7\n" for i in range(LATE)) + "9"},
         "SELECT * FROM read_csv('x.csv')",
         rf"x\.csv, line {LATE + 4}: 1 values, where there are 2 columns \('9'\): .*was cut",
     ),
