@@ -654,9 +654,9 @@ def _translated() -> Iterator[None]:
         if "Malformed JSON" in str(exc) and "unexpected end" in str(exc):
             hint = "; was the file cut? Its last record is not whole"
         if (file := re.search(r"file = (.+)", str(exc))) and "not utf-8 encoded" in str(exc):
-            number = re.search(r"CSV Error on Line: (\d+)", str(exc))
+            at = re.search(r"CSV Error on Line: (\d+)", str(exc))
             raise SourceError(
-                f"{file[1]}{f', line {number[1]}' if number else ''}: a value is not UTF-8: convert"
+                f"{file[1]}{f', line {at[1]}' if at else ''}: a value is not UTF-8: convert"
                 " the file (iconv -f latin1 -t utf-8 FILE > NEW), or name its encoding in the"
                 " read_csv, as in encoding = 'latin-1'"
             ) from exc
