@@ -57,7 +57,7 @@ SCALES: Mapping[str, str] = dict.fromkeys(
         "*quant_state*",
         "*nested_*",
     ),
-    f"a scale of weights that were quantized, and are others without it: {DEQUANTIZE}",
+    f"it belongs to weights that were quantized, and are others without it: {DEQUANTIZE}",
 )
 """Tensors that bitsandbytes, GPTQ, AWQ, compressed-tensors, FP8 and torchao store beside weights
 → the remedy."""
@@ -125,7 +125,9 @@ def _opened(file: Path, use: str) -> Iterator[Any]:
         with safe_open(str(file), framework="pt") as opened:
             yield opened
     except (SafetensorError, OSError, ValueError) as exc:
-        is_a = what_it_is(file)
+        if is_a := what_it_is(file):
+            raise ModelError(f"{use}: {file} is {is_a}") from exc
         raise ModelError(
-            f"{use}: {file} is {is_a}" if is_a else f"{use}: {file} does not load: {described(exc)}"
+            f"{use}: {file} does not load: {described(exc)}; was it fetched or copied to its end?"
+            " Fetch it again"
         ) from exc

@@ -117,7 +117,7 @@ def test_every_table_of_a_models_file_is_on_its_page() -> None:
     assert page.count("\n### ") == written > 20
     assert "| `linear.weight`, `linear.bias`, `residual.weight` | read |" in page
     assert "| `position_embedding_type` | only `'absolute'` is computed |" in page
-    assert "refused: a scale of weights that were quantized" in page
+    assert "refused: it belongs to weights that were quantized" in page
 
 
 def alike(value: str) -> Any:

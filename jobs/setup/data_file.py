@@ -255,12 +255,15 @@ def look_at(path: Path, project: Path) -> DataFile:
 
 def _looked(path: Path, name: str, call: ReaderCall) -> DataFile:
     with closing(Database(1024, 2)) as database:
+        absolute = call.sql()
         if call.format == CSV:
             # those of all lines, which the view's file then says
-            seen = CsvTypes(database, call, None).types
-            named = {"types": {n: k for n, k in seen.items() if _is_usable(n)}}
+            seen = CsvTypes(database, call, None)
+            named = {"types": {n: k for n, k in seen.types.items() if _is_usable(n)}}
             call = ReaderCall(call.name, call.files, {**call.options, **named})
-        read, absolute = call.over((name,)), call.sql()
+            # as a run reads it: a quote that comes late is one, too
+            absolute = seen.sql()
+        read = call.over((name,))
         types, _ = database.described(f"SELECT * FROM {absolute}")
         usable = {name: kind for name, kind in types.items() if _is_usable(name)}
         unusable = {

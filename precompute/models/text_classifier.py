@@ -128,21 +128,7 @@ class TextClassifier(TorchModel):
         device: str | None = None,
         prompt: str | None = None,
     ) -> None:
-        self._columns = (columns,) if isinstance(columns, str) else tuple(columns)
-        if len(self._columns) not in (1, 2) or not all(
-            isinstance(name, str) for name in self._columns
-        ):
-            raise ConfigError(
-                f"text_classifier: columns is a text column, or a list of two, got {columns!r}"
-            )
-        if activation not in (None, *ACTIVATIONS):
-            raise ConfigError(
-                f"text_classifier: activation is {', '.join(ACTIVATIONS)}, got {activation!r}"
-            )
-        if label == output:
-            raise ConfigError(
-                f"text_classifier: label and output are both {output!r}: give them two names"
-            )
+        self._columns = _checked_columns(columns, output, label, activation)
         folder = resolve_path(path)
         own = read_cross_encoder(folder)
         recipe = own or CrossEncoderFolder()
@@ -249,6 +235,30 @@ class TextClassifier(TorchModel):
 
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
         return self._flops(prepared.payload.lengths[rows])
+
+
+def _checked_columns(
+    columns: str | Sequence[str], output: str, label: str | None, activation: str | None
+) -> tuple[str, ...]:
+    """The text columns.
+
+    Raises:
+        ConfigError: an argument is out of bounds.
+    """
+    names = (columns,) if isinstance(columns, str) else tuple(columns)
+    if len(names) not in (1, 2) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"text_classifier: columns is a text column, or a list of two, got {columns!r}"
+        )
+    if activation not in (None, *ACTIVATIONS):
+        raise ConfigError(
+            f"text_classifier: activation is {', '.join(ACTIVATIONS)}, got {activation!r}"
+        )
+    if label == output:
+        raise ConfigError(
+            f"text_classifier: label and output are both {output!r}: give them two names"
+        )
+    return names
 
 
 def _is_cross_encoder(config: Any, own: CrossEncoderFolder | None) -> bool:

@@ -611,6 +611,17 @@ def hash_kind() -> str:
         return named(without_data().execute(sample_sql()).fetchall())
 
 
+def _line_of(file: str, quoted_line: str, row: int) -> int:
+    """The line of a CSV that DuckDB quotes, which counts a row as one line whatever newlines its
+    values hold; its count where the file cannot be read here."""
+    begin = quoted_line.strip().partition("\n")[0].strip()
+    with contextlib.suppress(OSError), open(file, encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if number >= row and line.strip() == begin:
+                return number
+    return row
+
+
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
     try:
@@ -627,8 +638,9 @@ def _translated() -> Iterator[None]:
         hint = ""
         if line := _LINE.search(str(exc)):
             file = re.search(r"file = (.+)", str(exc))
+            number = _line_of(file[1], line[2], int(line[1])) if file else int(line[1])
             raise SourceError(
-                f"{file[1] if file else 'a CSV'}, line {line[1]}: {line[4]} values, where there are"
+                f"{file[1] if file else 'a CSV'}, line {number}: {line[4]} values, where there are"
                 f" {line[3]} columns ({line[2].strip()[:80]!r}): mend that line; if it is the last,"
                 " the file was cut"
             ) from exc
@@ -641,6 +653,13 @@ def _translated() -> Iterator[None]:
             ) from exc
         if "Malformed JSON" in str(exc) and "unexpected end" in str(exc):
             hint = "; was the file cut? Its last record is not whole"
+        if (file := re.search(r"file = (.+)", str(exc))) and "not utf-8 encoded" in str(exc):
+            at = re.search(r"CSV Error on Line: (\d+)", str(exc))
+            raise SourceError(
+                f"{file[1]}{f', line {at[1]}' if at else ''}: a value is not UTF-8: convert"
+                " the file (iconv -f latin1 -t utf-8 FILE > NEW), or name its encoding in the"
+                " read_csv, as in encoding = 'latin-1'"
+            ) from exc
         if "UTF" in str(exc).upper() or "unicode" in str(exc):
             hint = (
                 "; read the column as BLOB (a Parquet file without the UTF8 annotation, or"

@@ -125,6 +125,8 @@ def _remedy(folder: Path, name: str) -> str:
             f"it has {PICKLES[0]}, a pickle, which runs code when it is read: load the model once"
             " where you trust it, and save it with safetensors (save_pretrained does)"
         )
+    if name == "config.json" and (found := sorted(folder.glob("snapshots/*/config.json"))):
+        return f"it is a hub's cache: give the folder of one version in it, {found[-1].parent}"
     return "give the folder of a model saved with safetensors"
 
 

@@ -202,6 +202,11 @@ def test_what_a_broken_service_answered_is_sent_again_once_it_is_mended(
         # neither computes again what is cached
         scene.reread().cli("run", "vectors", "--full")
         assert stand_in.seen.total() == 60
+        if vector is ZEROS:
+            capfd.readouterr()
+            assert scene.cli("explain", "vectors", "0") == 0
+            said = "all zeros (as answered before: run --retry-rejected sends it once more)"
+            assert said in capfd.readouterr().out
         options = ["--full", "--retry-rejected"] if gated else ["--retry-rejected"]
         assert scene.reread().cli("run", "vectors", *options) == 0
         assert {row["id"]: row["embedding"] for row in scene.rows(view="vectors")} == {

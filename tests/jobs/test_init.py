@@ -251,20 +251,22 @@ def test_of_rows_with_one_key_the_user_chooses_one(tmp_path: Path, capsys: Captu
 
 
 def test_a_late_line_is_seen_in_types_and_keys(tmp_path: Path, capsys: Captured) -> None:
-    """Beyond the lines that DuckDB types a file by: a price with cents, and a number with zeros in
-    front, which is another one's without them."""
+    """Beyond the lines that DuckDB types a file by: a price with cents, a number with zeros in
+    front, which is another one's without them, and a text in quotes, with a comma and a newline."""
     path = tmp_path / "prices.csv"
     rows = "".join(f"{i},{i % 90 + 10}\n" for i in range(1, 20_500))
-    path.write_text(f"sku,price\n{rows}30000,19.99\n0000007,5\n")
+    rows = rows.replace("\n", ",a lamp\n")
+    path.write_text(f'sku,price,title\n{rows}30000,19.99,"a ""big"" lamp,\nred"\n0000007,5,a\n')
     made = init(capsys, tmp_path / "p", "--from", str(path), "--template", "features")
-    assert made["notes"] == ["2 columns: the key: sku; a feature: price"]
+    assert made["notes"] == ["3 columns: the key: sku; a feature: price, title"]
     text = (tmp_path / "p" / "views" / "sku_features.yaml").read_text()
-    assert "types = {'sku': 'VARCHAR', 'price': 'DOUBLE'}" in text
+    assert "types = {'sku': 'VARCHAR', 'price': 'DOUBLE', 'title': 'VARCHAR'}" in text
     assert main(["-c", str(tmp_path / "p"), "run", "sku_features", "--json"]) == 0
     project = Project(tmp_path / "p")
     with contextlib.closing(Lookup.open(project.online, root=project.root)) as lookup:
         found = lookup.get("sku_features", ["7", "30000", "0000007"])
     assert found["price"].to_pylist() == [17.0, 19.99, 5.0]
+    assert found["title"].to_pylist() == ["a lamp", 'a "big" lamp,\nred', "a"]
 
 
 REFUSED: dict[str, tuple[str, bytes | None, list[str], str]] = {

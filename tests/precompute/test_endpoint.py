@@ -445,7 +445,11 @@ def test_a_service_that_misbehaves_is_understood_or_costs_one_row(labels: Any, n
         # nobody pays twice, and what an endpoint refused to compute costs nothing
         second = labels(stand_in)
         if rejected and paid:
-            assert compute(second, LABELS, batch).rejections == outcome.rejections
+            later = compute(second, LABELS, batch).rejections
+            assert [r.row for r in later] == [r.row for r in outcome.rejections]
+            for before, now in zip(outcome.rejections, later, strict=True):
+                assert now.error.startswith(before.error)
+                assert "run --retry-rejected sends it once more" in now.error
             assert second.figures()["requests"] == 0
         third = labels(stand_in)
         assert computed(again(third, LABELS, batch)) == good | {

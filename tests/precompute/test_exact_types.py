@@ -254,10 +254,24 @@ REFUSED: dict[str, tuple[Files, str, str]] = {
         "SELECT * FROM '*.csv'",
         r"b\.csv has one more column, 'w'",
     ),
+    "a late letter of another encoding": (
+        {
+            "x.csv": ("id,v\n" + "".join(f"{i},7\n" for i in range(LATE)) + "9,é\n").encode(
+                "latin-1"
+            )
+        },
+        "SELECT * FROM read_csv('x.csv')",
+        rf"x\.csv, line {LATE + 2}: a value is not UTF-8: .*encoding = 'latin-1'",
+    ),
     "a last line that was cut": (
         {"x.csv": "id,v\n" + "".join(f"{i},7\n" for i in range(LATE)) + "9"},
         "SELECT * FROM read_csv('x.csv')",
         rf"x\.csv, line {LATE + 2}: 1 values, where there are 2 columns \('9'\): .*was cut",
+    ),
+    "a last line that was cut behind newlines in quotes": (
+        {"x.csv": "id,v\n" + '0,"a\nb"\n' + "".join(f"{i},7\n" for i in range(LATE)) + "9"},
+        "SELECT * FROM read_csv('x.csv')",
+        rf"x\.csv, line {LATE + 4}: 1 values, where there are 2 columns \('9'\): .*was cut",
     ),
     "a last line of few": (
         {"x.csv": "id,v\n1,7\n2"},
@@ -322,6 +336,11 @@ def test_what_would_be_cast_or_dropped_is_refused(what: str, tmp_path: Path) -> 
 
 
 READ: dict[str, tuple[Files, str, dict[Any, Any]]] = {
+    "another encoding that the call names": (
+        {"x.csv": "id,v\n1,é\n".encode("latin-1")},
+        "SELECT * FROM read_csv('x.csv', encoding = 'latin-1')",
+        {1: ("é",)},
+    ),
     "a type of a later file": (
         {"a.csv": "id,v\n1,20\n", "b.csv": "id,v\n007,19.99\n"},
         "SELECT * FROM read_csv('*.csv')",
@@ -390,7 +409,7 @@ def test_files_are_read_as_they_are(what: str, tmp_path: Path) -> None:
     files, sql, rows = READ[what]
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(str(content))
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     assert read(sql, tmp_path)[1] == rows
 
 

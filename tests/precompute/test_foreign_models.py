@@ -280,7 +280,7 @@ def changes(kind: Kind) -> dict[str, tuple[Change, str]]:
         "a zero point": (added(f"{kind.tensor}.zero_point", one), "quantized"),
         "float8": (cast(kind.tensor, torch.float8_e4m3fn), "not a float: load the model"),
         "int32": (cast(kind.tensor, torch.int32), "not a float: load the model|no list of"),
-        "half a file": (content(kind.weights, lambda b: b[: len(b) // 2]), "does not load"),
+        "half a file": (content(kind.weights, lambda b: b[: len(b) // 2]), "Fetch it again"),
         "a pointer": (content(kind.weights, lambda _: POINTER), "git lfs pull"),
         "a page": (content(kind.weights, lambda _: b"<!DOCTYPE html>"), "a web page"),
         "gzip": (content(kind.weights, gzip.compress), "gzip"),

@@ -186,6 +186,15 @@ def test_a_missing_file_is_named(copied: Path, name: str) -> None:
         TextEncoder(str(copied))
 
 
+def test_of_a_hubs_cache_the_folder_of_the_model_is_named(copied: Path) -> None:
+    cache = copied.parent / "models--me--mini"
+    (cache / "snapshots").mkdir(parents=True)
+    version = copied.rename(cache / "snapshots" / "0a1b")
+    with pytest.raises(ConfigError, match=f"give the folder of one version in it, {version}"):
+        TextEncoder(str(cache))
+    TextEncoder(str(version))
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("cut", [0, 1, 0.5])
 def test_a_damaged_file_is_a_model_error(copied: Path, name: str, cut: float) -> None:

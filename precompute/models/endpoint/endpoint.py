@@ -567,7 +567,7 @@ class Endpoint:
             self._given_up += 1
         if self._given_up >= DOWN_AFTER or not outcome.connected:
             return ModelError(f"no answer from {self._url}: {outcome}, the last of {after}")
-        return NoAnswer(f"no answer in {after}: {outcome}")
+        return NoAnswer(f"no answer in {after}: {outcome} (the next run sends it again)")
 
     def _shown(self, text: str) -> str:
         text = text.replace(self._key, "***") if self._key else text

@@ -194,6 +194,13 @@ class AnswerCache:
             ) from exc
 
 
+def _remembered(wrong: str) -> str:
+    """What was wrong with an answer, for a row that nothing was sent for now."""
+    if "--retry-rejected" in wrong:
+        return wrong
+    return f"{wrong} (as answered before: run --retry-rejected sends it once more)"
+
+
 def _sum(key: bytes, tries: int, wrong: str | None, content: bytes) -> int:
     return zlib.crc32(content, zlib.crc32(f"{tries} {wrong}".encode(), zlib.crc32(key)))
 
@@ -386,7 +393,7 @@ class Session:
                 continue
             if wrong is None and answer.wrong not in (None, SHARED):
                 accepted[key] = Answer(answer.content)
-            known[key] = answer.content if answer.may_fit else BadAnswer(str(wrong))
+            known[key] = answer.content if answer.may_fit else BadAnswer(_remembered(str(wrong)))
         return known, accepted
 
     def _is_sent_again(self, answer: Answer, wrong: str | None, asking: Asking) -> bool:
