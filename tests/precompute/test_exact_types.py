@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.sources import csv_types
+from precompute.sources.database import quoted
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, PrecomputeError, SourceError
 
@@ -31,7 +32,8 @@ def read(
     """DuckDB's types of the columns, and key → values of the rows."""
     with Source(sql, entity, {}, folder=folder, memory_mb=512, threads=2) as source:
         source.load()
-        rows = source.database.query("SELECT * EXCLUDE (input_hash) FROM input").to_pylist()
+        columns = ", ".join(quoted(n) for n in source.schema.names)
+        rows = source.database.query(f"SELECT {columns} FROM input").to_pylist()
         types = {n: source._types[n] for n in source.schema.names}
     return types, {row.pop("id"): tuple(row.values()) for row in rows}
 
