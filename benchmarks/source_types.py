@@ -74,7 +74,9 @@ def footers(folder: Path, files: int) -> tuple[str, dict[str, float]]:
     began = time.perf_counter()
     compared = least(lambda: opened(folder / "*.parquet"))
     clock = (time.perf_counter() - began) / ROUNDS
-    line = f"parquet, {files:,} files: compared in {compared:.2f} s of CPU, {clock:.2f} by the clock"
+    line = (
+        f"parquet, {files:,} files: compared in {compared:.2f} s of CPU, {clock:.2f} by the clock"
+    )
     return line, {"files": files, "compared_s": compared, "clock_s": clock}
 
 
@@ -87,7 +89,9 @@ def main() -> None:
         for ending, rows in (("csv", csv_rows), ("jsonl", json_rows)):
             file = folder / f"rows.{ending}"
             kind = "csv" if ending == "csv" else "json"
-            duckdb.sql(f"COPY (SELECT {COLUMNS} FROM range({rows}) r(i)) TO '{file}' (FORMAT {kind})")
+            duckdb.sql(
+                f"COPY (SELECT {COLUMNS} FROM range({rows}) r(i)) TO '{file}' (FORMAT {kind})"
+            )
             line, figures[kind] = typing(file)
             lines.append(line)
             file.unlink()

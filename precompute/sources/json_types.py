@@ -228,9 +228,7 @@ class JsonTypes:
         name = objects.get(self._call.name, "read_ndjson_objects")
         kept = {k: v for k, v in self._call.options.items() if k in _OF_OBJECTS}
         read = ReaderCall(name, self._call.files, kept).sql(hive_partitioning=False, filename=True)
-        long = " ".join(
-            f"WHEN regexp_matches(json, '{one}') THEN true" for one in _LONG_NUMBERS
-        )
+        long = " ".join(f"WHEN regexp_matches(json, '{one}') THEN true" for one in _LONG_NUMBERS)
         # a fraction that DuckDB writes as it stands is a double's own; whole numbers that are a
         # column's are held against theirs already
         own = "WHEN replace(json(json)::VARCHAR, ' ', '') = replace(json, ' ', '') THEN false"
