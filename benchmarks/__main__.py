@@ -34,6 +34,7 @@ SCRIPTS = (
     "run_rows",
     "gates_cost",
     "backfill",
+    "source_types",
     "store_plan",
     "scale_plan",
     "scale_shards",

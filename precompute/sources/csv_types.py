@@ -72,7 +72,10 @@ def exact_sql(text: str, kind: str, value: str = "") -> str:
     value = value or f"TRY_CAST({text} AS {kind})"
     match kind:
         case "BOOLEAN":
-            return f"(lower({text}) IN ('true', 'false'))"
+            return (
+                f"CASE WHEN {text} IN ('true', 'false') THEN true ELSE"
+                f" lower({text}) IN ('true', 'false') END"
+            )
         case "DOUBLE":
             return exact_double_sql(text, value)
         case "TIMESTAMP" | "TIMESTAMPTZ" | "TIME":
@@ -100,13 +103,18 @@ def exact_double_sql(text: str, value: str) -> str:
     digits = f"ltrim(regexp_replace({text}, '[eE].*$|[-.]', '', 'g'), '0')"
     written = f"format('{{:.' || greatest(length({digits}) - 1, 0) || 'e}}', abs({value}))"
     written = f"replace(split_part({written}, 'e', 1), '.', '')"
+    # what the cast took has a number's form, but for spaces, underscores and how it begins
+    begun = (
+        f"CASE WHEN {text} >= '1' THEN {text} < ':' WHEN {text} >= '0.' AND {text} < '0/' THEN true"
+        f" WHEN {text} >= '-1' AND {text} < '-:' THEN true"
+        f" ELSE regexp_full_match({text}, '{_NUMBER}') END"
+    )
     return (
-        f"CASE WHEN {value} IS NULL OR isinf({value}) THEN false WHEN isnan({value}) THEN"
-        f" lower({text}) = 'nan' WHEN NOT regexp_full_match({text},"
-        f" '{_NUMBER}') THEN false WHEN {value} = 0 THEN regexp_full_match({text}, '{_ZERO}') WHEN"
-        f" strlen({text}) <= 15 THEN true WHEN {own} THEN true WHEN {value}::VARCHAR = {text} THEN"
-        f" true WHEN"
-        f" length({digits}) > 40 THEN false ELSE {written} = {digits} END"
+        f"CASE WHEN isfinite({value}) IS NOT TRUE THEN lower({text}) = 'nan' WHEN"
+        f" contains({text}, '_') OR ({text})[-1] < '.' THEN false WHEN NOT {begun} THEN false"
+        f" WHEN {value} = 0 THEN regexp_full_match({text}, '{_ZERO}')"
+        f" WHEN strlen({text}) <= 15 THEN true WHEN {own} THEN true WHEN {value}::VARCHAR = {text}"
+        f" THEN true WHEN length({digits}) > 40 THEN false ELSE {written} = {digits} END"
     )
 
 
@@ -404,8 +412,7 @@ class CsvTypes:
         # cast once, under a name that no column of a file has
         values = {n: quoted(f"precompute value {at}") for at, n in enumerate(types)}
         counts = ", ".join(
-            f"count(*) FILTER ({quoted(n)} IS NOT NULL AND ({self._fits(n, *of, values[n])}) IS NOT"
-            f" TRUE) AS {quoted(n)}"
+            f"count({quoted(n)}) - count(*) FILTER ({self._fits(n, *of, values[n])}) AS {quoted(n)}"
             for n, of in types.items()
         )
         casts = ", ".join(
