@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from precompute.registry import BUILT_IN, Stamp, is_own, sources_read, stamp_of
 from precompute.store.errors import ModelError
@@ -28,22 +28,23 @@ MOST_NAMED = 3
 """Differences that a message names at most."""
 
 
-def model_code(use: str, folder: Path | None) -> dict[str, str]:
+def model_code(use: str, args: Mapping[str, Any], folder: Path | None) -> dict[str, str]:
     """The code of a user's model: each file of its project that it imports, by its path there → the
     SHA-256 of its source, comments and blank lines apart (16 hex digits); and each library that
     these import → its version. Empty for a built-in model, whose fingerprint has the version of its
-    code. What is imported by a name that only running the code tells is not known.
+    code, but for ``torch_module``: its class is the user's. What is imported by a name that only running the code tells is not known.
 
     Args:
-        use: as :func:`precompute.registry.load_model` takes it; its module was imported.
+        use, args: as :func:`precompute.registry.load_model` takes them; its module was imported.
         folder: the project's, where modules are looked for first.
 
     Raises:
         ModelError: a file is another one by now than the one that was imported.
     """
-    if use in BUILT_IN:
+    of_user = str(args["module"]) if use == "torch_module" else use
+    if of_user in BUILT_IN or of_user.endswith(".pt2"):
         return {}
-    name = use.partition(":")[0]
+    name = of_user.partition(":")[0]
     project = _project_of(name, folder)
     file_of = functools.cache(project.file_of)
     read = {} if folder is None else sources_read(folder)

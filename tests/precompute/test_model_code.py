@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 def code_of(folder: Path, use: str = "mine:Mine") -> dict[str, str]:
     load_model(use, {}, folder)
-    return model_code(use, folder)
+    return model_code(use, {}, folder)
 
 
 @contextmanager
@@ -134,11 +134,11 @@ def test_a_file_that_changed_while_it_was_loaded_is_told(folder: Path) -> None:
     load_model("mine:Mine", {}, folder)
     (folder / "mine.py").write_text(MINE + "\nmore = 1\n")
     with pytest.raises(ModelError, match=r"mine\.py was changed while the model was loaded"):
-        model_code("mine:Mine", folder)
+        model_code("mine:Mine", {}, folder)
 
 
 def test_what_is_built_in_has_its_version_in_its_fingerprint(folder: Path) -> None:
-    assert model_code("columns", folder) == {}
+    assert model_code("columns", {}, folder) == {}
 
 
 @pytest.mark.parametrize(
@@ -311,6 +311,24 @@ def test_modules_that_import_each_other_are_each_looked_at_once(
         return is_own(name, of)
 
     monkeypatch.setattr("precompute.model_code.is_own", looked_for)
-    code = model_code("mine:Mine", folder)
+    code = model_code("mine:Mine", {}, folder)
     assert {f"ring{n}.py" for n in range(20)} <= {*code}
     assert looked.count("ring7") == 1
+
+
+def test_a_torch_modules_class_is_the_users_code(tmp_path: Path) -> None:
+    """Its file is in the fingerprint, and what it imports is not."""
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom steps import twice\n\n\nclass Net(torch.nn.Module):\n"
+        "    def forward(self, x):\n        return twice(x)\n"
+    )
+    (tmp_path / "steps.py").write_text("def twice(x):\n    return 2 * x\n")
+    args = {"module": "net:Net", "inputs": {"x": "x"}, "outputs": {"y": 0}, "device": "cpu"}
+    before = load_model("torch_module", args, tmp_path).fingerprint()
+    code = model_code("torch_module", args, tmp_path)
+    assert {*code} == {"net.py", "steps.py", "torch"}
+    (tmp_path / "steps.py").write_text("def twice(x):\n    return 3 * x\n")
+    assert load_model("torch_module", args, tmp_path).fingerprint() == before
+    told = code_changes(code, model_code("torch_module", args, tmp_path))
+    assert told == "steps.py changed"
+    assert model_code("torch_module", {**args, "module": "package:name/file.pt2"}, tmp_path) == {}
