@@ -32,7 +32,8 @@ def model_code(use: str, args: Mapping[str, Any], folder: Path | None) -> dict[s
     """The code of a user's model: each file of its project that it imports, by its path there → the
     SHA-256 of its source, comments and blank lines apart (16 hex digits); and each library that
     these import → its version. Empty for a built-in model, whose fingerprint has the version of its
-    code, but for ``torch_module``: its class is the user's. What is imported by a name that only running the code tells is not known.
+    code, but for ``torch_module``: its class is the user's. What is imported by a name that only
+    running the code tells is not known.
 
     Args:
         use, args: as :func:`precompute.registry.load_model` takes them; its module was imported.
