@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_is_named(lesson: Lesson, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 32, 40, 60, -1])
-def test_a_checkpoint_of_which_one_bit_differs_is_named_and_not_learned_from(
+def test_a_checkpoint_that_lost_a_bit_is_not_learned_from(
     lesson: Lesson, tmp_path: Path, place: int
 ) -> None:
     """In its checksum, the length of its head, its head, and a weight."""
