@@ -5,6 +5,7 @@ its author thought of it; the code says whether anything may have changed that i
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -13,10 +14,12 @@ import io
 import sys
 import sysconfig
 import tokenize
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from precompute.registry import BUILT_IN, Stamp, is_own, sources_read, stamp_of
 from precompute.store.errors import ModelError
@@ -25,33 +28,37 @@ MOST_NAMED = 3
 """Differences that a message names at most."""
 
 
-def model_code(use: str, folder: Path | None) -> dict[str, str]:
+def model_code(use: str, args: Mapping[str, Any], folder: Path | None) -> dict[str, str]:
     """The code of a user's model: each file of its project that it imports, by its path there → the
     SHA-256 of its source, comments and blank lines apart (16 hex digits); and each library that
     these import → its version. Empty for a built-in model, whose fingerprint has the version of its
-    code. What is imported by a name that only running the code tells is not known.
+    code, but for ``torch_module``: its class is the user's. What is imported by a name that only
+    running the code tells is not known.
 
     Args:
-        use: as :func:`precompute.registry.load_model` takes it; its module was imported.
+        use, args: as :func:`precompute.registry.load_model` takes them; its module was imported.
         folder: the project's, where modules are looked for first.
 
     Raises:
         ModelError: a file is another one by now than the one that was imported.
     """
-    if use in BUILT_IN:
+    of_user = str(args["module"]) if use == "torch_module" else use
+    if of_user in BUILT_IN or of_user.endswith(".pt2"):
         return {}
-    name = use.partition(":")[0]
+    name = of_user.partition(":")[0]
     project = _project_of(name, folder)
+    file_of = functools.cache(project.file_of)
     read = {} if folder is None else sources_read(folder)
     code, libraries, todo = dict[str, str](), set[str](), [name]
     seen = set[str]()
     while todo:
         module = todo.pop()
         for above in _with_packages(module):
-            file = project.file_of(above)
-            if above in seen or file is None:
+            if above in seen:
                 continue
             seen.add(above)
+            if (file := file_of(above)) is None:
+                continue
             source = _source_of(file, above, stamp_of(file))
             if read.get(file, source.content) != source.content:
                 raise ModelError(
@@ -59,7 +66,7 @@ def model_code(use: str, folder: Path | None) -> dict[str, str]:
                 )
             code[file.relative_to(project.root).as_posix()] = source.code
             for imported in source.imports:
-                if project.file_of(imported) is not None:
+                if file_of(imported) is not None:
                     todo.append(imported)
                 elif not project.is_its(imported):
                     libraries.add(imported.partition(".")[0])
@@ -90,10 +97,12 @@ def code_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 @dataclass(frozen=True, slots=True)
 class _Project:
     """The folder that a model's modules lie in. ``is_its`` says of a dotted name whether such a
-    module would be one of them."""
+    module would be one of them; ``suffixes`` are those of a module's file, the first that is there
+    being imported."""
 
     root: Path
     is_its: Callable[[str], bool]
+    suffixes: tuple[str, ...]
 
     def file_of(self, name: str) -> Path | None:
         """The file of a module, by its dotted name; None for one that is not the project's, or a
@@ -101,35 +110,38 @@ class _Project:
         if not self.is_its(name):
             return None
         stem = self.root.joinpath(*name.split("."))
-        built = sorted(stem.parent.glob(f"{stem.name}.*.so")) if stem.parent.is_dir() else []
-        files = (stem / "__init__.py", stem.with_name(f"{stem.name}.py"), *built)
-        return next((file for file in files if file.is_file()), None)
+        for place in (stem / "__init__", stem):
+            for suffix in self.suffixes:
+                file = place.with_name(place.name + suffix)
+                if file.is_file():
+                    return file
+        return None
 
 
 def _project_of(name: str, folder: Path | None) -> _Project:
     if folder is not None and is_own(name, folder):
-        return _Project(folder, lambda module: is_own(module, folder))
-    top = name.partition(".")[0]
-    spec = importlib.util.find_spec(top)
-    origin = None if spec is None else spec.origin
-    if origin is None and spec is not None and spec.submodule_search_locations:
-        # a package without a file of its own
-        origin = str(Path(next(iter(spec.submodule_search_locations))) / "__init__.py")
-    if origin is None:
-        return _Project(Path(), lambda module: False)
-    file = Path(origin)
-    root = file.parent.parent if file.stem == "__init__" else file.parent
-    if root in _INSTALLED:
-        return _Project(root, lambda module: module.partition(".")[0] == top)
+        # as the registry reads it: compiled only where there is no source
+        own = (*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
+        return _Project(folder, lambda module: is_own(module, folder), own)
+    suffixes = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES, *BYTECODE_SUFFIXES)
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.has_location or spec.origin is None:
+        return _Project(Path(), lambda module: False, suffixes)
+    file, top = Path(spec.origin), name.partition(".")[0]
+    is_package = file.name.partition(".")[0] == "__init__"
+    root = Path(*file.parts[: -1 - name.count(".") - is_package])
+    if root in _INSTALLED or root.name in ("site-packages", "dist-packages"):
+        return _Project(root, lambda module: module.partition(".")[0] == top, suffixes)
 
     def lies_beside(module: str) -> bool:
         first = module.partition(".")[0]
         # ours, which may lie beside it
         return first != "precompute" and (
-            (root / first).is_dir() or (root / f"{first}.py").is_file()
+            (root / first).is_dir()
+            or any((root / f"{first}{suffix}").is_file() for suffix in suffixes)
         )
 
-    return _Project(root, lies_beside)
+    return _Project(root, lies_beside, suffixes)
 
 
 _INSTALLED = {
@@ -154,18 +166,34 @@ class _Source(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _source_of(file: Path, module: str, stamp: Stamp | None) -> _Source:
-    """As a file is that has this stamp."""
-    data = file.read_bytes()
-    is_text = file.suffix == ".py"
-    code = hashlib.sha256(_without_comments(data) if is_text else data).hexdigest()[:16]
-    imports = tuple(dict.fromkeys(_imports(data, module, file))) if is_text else ()
+    """As a file is that has this stamp. One that Python could not read or parse either counts as
+    it is: what imports it never ran, or is left out where it fails."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        data = b""
+    stripped, imports = data, tuple[str, ...]()
+    if file.suffix == ".py":
+        with contextlib.suppress(*_UNPARSED), warnings.catch_warnings():
+            # said when it was imported
+            warnings.simplefilter("ignore")
+            imports = tuple(dict.fromkeys(_imports(data, module, file)))
+            stripped = _without_comments(data)
+    code = hashlib.sha256(stripped).hexdigest()[:16]
     return _Source(hashlib.sha256(data).hexdigest(), code, imports)
+
+
+_UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError)
+"""What parsing a module raises; a UnicodeDecodeError is a ValueError, and what is nested too deep
+for the parser a MemoryError."""
 
 
 def _without_comments(data: bytes) -> bytes:
     """A module's source without comments and blank lines; the same for every version of Python."""
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    lines = io.StringIO(data.decode(encoding).removeprefix("\ufeff")).read().splitlines()
+    text = io.StringIO(data.decode(encoding).removeprefix("\ufeff"), newline=None).read()
+    # a form feed, or another line end of Unicode's, ends no line of Python's
+    lines = text.split("\n")
     # lines that do not end inside of a text
     ended = set[int]()
     for token in tokenize.generate_tokens(io.StringIO("\n".join(lines) + "\n").readline):
@@ -196,7 +224,8 @@ def _imports(data: bytes, module: str, file: Path) -> Iterator[str]:
             base = ".".join(part for part in (above, node.module) if part)
             if base:
                 yield base
-            yield from (".".join(p for p in (base, alias.name) if p) for alias in node.names)
+            names = (alias.name for alias in node.names if alias.name != "*")
+            yield from (".".join(p for p in (base, name) if p) for name in names)
 
 
 def _versions(libraries: set[str]) -> dict[str, str]:

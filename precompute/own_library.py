@@ -29,6 +29,7 @@ from precompute.store.feature_view import FeatureView, LibraryCheck
 from precompute.techniques.row_errors import differing, largest_error
 from precompute.workers.process import (
     ChildProcess,
+    die_with_parent,
     end_all,
     python_module,
     read_frame,
@@ -81,7 +82,7 @@ def without_asking(own: OwnLibrary, memory_mb: int) -> LibraryCheck | None:
         return LibraryCheck("itself", own.name, f"computed by {own.name} itself")
     # its own module stands first of those that it needs
     absent = [name for name in own.needs if importlib.util.find_spec(name) is None]
-    if version_of(own) is None or absent[:1] == list(own.needs[:1]):
+    if version_of(own) is None or (absent and absent[0] == own.needs[0]):
         return unchecked(own, f"{own.name} is not installed")
     if absent:
         return unchecked(own, f"{absent[0]}, by which {own.name} is asked, is not installed")
@@ -221,7 +222,8 @@ def ask(own: OwnLibrary, rows: pa.RecordBatch) -> Answer:
 
 
 def main() -> None:
-    """Answer one question, in a process of its own."""
+    """Answer one question, in a process of its own, which ends with the one that asks."""
+    die_with_parent()
     source, sink = take_pipes()
     # what a library prints is of no use to anybody
     nothing = os.open(os.devnull, os.O_WRONLY)

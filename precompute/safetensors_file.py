@@ -99,10 +99,10 @@ def read_tensors(
         ModelError: the file is damaged, or no safetensors file.
     """
     check_floats(file, known, use, integers)
-    with _opened(file, use) as opened:
-        names = list(opened.keys())
+    with opened(file, use) as tensors:
+        names = list(tensors.keys())
         known.check(names, file, use)
-        return {name: opened.get_tensor(name) for name in names if not known.why_harmless(name)}
+        return {name: tensors.get_tensor(name) for name in names if not known.why_harmless(name)}
 
 
 def tensor_names(file: Path, use: str) -> list[str]:
@@ -114,20 +114,26 @@ def tensor_names(file: Path, use: str) -> list[str]:
     return list(_dtypes(file, use))
 
 
-def _dtypes(file: Path, use: str) -> dict[str, str]:
-    with _opened(file, use) as opened:
-        return {name: str(opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118
-
-
 @contextmanager
-def _opened(file: Path, use: str) -> Iterator[Any]:
+def opened(file: Path, use: str) -> Iterator[Any]:
+    """A file, as ``safetensors.safe_open`` gives it; what reading it raises within is translated.
+
+    Raises:
+        ModelError: the file is damaged, or no safetensors file.
+    """
     try:
-        with safe_open(str(file), framework="pt") as opened:
-            yield opened
+        with safe_open(str(file), framework="pt") as tensors:
+            yield tensors
     except (SafetensorError, OSError, ValueError) as exc:
-        if is_a := what_it_is(file):
+        is_a = "a folder: name the file in it" if file.is_dir() else what_it_is(file)
+        if is_a:
             raise ModelError(f"{use}: {file} is {is_a}") from exc
         raise ModelError(
             f"{use}: {file} does not load: {described(exc)}; was it fetched or copied to its end?"
             " Fetch it again"
         ) from exc
+
+
+def _dtypes(file: Path, use: str) -> dict[str, str]:
+    with opened(file, use) as tensors:
+        return {name: str(tensors.get_slice(name).get_dtype()) for name in tensors.keys()}  # noqa: SIM118

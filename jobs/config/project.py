@@ -100,7 +100,7 @@ def read_tuning(folder: Path, view: str, model: Mapping[str, Any]) -> dict[str, 
         body = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise ConfigError(
             f"{path}: cannot be read ({exc}); run `precompute tune {view}` again, or remove it"
         ) from exc

@@ -85,14 +85,15 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
     with _open(job, report) as opened:
         loaded = _load(job.config, job.store.offline, opened, report)
         plan = _plan(job, opened, loaded, report)
+        if plan.source_rows and not plan.nothing_to_do:
+            # in float32, which a conversion ends, that of the code's check, too
+            report.library = check_by_library(job, opened, plan.parent, report)
         with report.stage("code"):
             told = check_code(job, opened, plan)
             report.attention += [] if told is None else [told]
         if plan.nothing_to_do:
             return _reuse_parent(job, opened, loaded, plan, report)
         if plan.source_rows:
-            # in float32, which a conversion ends
-            report.library = check_by_library(job, opened, plan.parent, report)
             with report.stage("open"):
                 opened.convert()
                 if opened.student is not None:

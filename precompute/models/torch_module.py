@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model
 
 from precompute.engine.rows import side_by_side
-from precompute.foreign_file import KnownKeys, what_it_is
+from precompute.foreign_file import KnownKeys
 from precompute.model import Prepared, Verbatim, digest, plain_name, project_folder, resolve_path
 from precompute.models.device import Device, Fetch
 from precompute.models.exported_program import (
@@ -31,6 +30,7 @@ from precompute.models.exported_program import (
 )
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.registry import classes_of, described, import_module, modules_beside, unfit_argument
+from precompute.safetensors_file import SCALES, opened
 from precompute.store.errors import ConfigError, ModelError, did_you_mean, nearest_or_all
 
 CODE_VERSION = 2
@@ -46,23 +46,7 @@ TORCH_METADATA = KnownKeys(
 TORCH_WEIGHTS = KnownKeys(
     "a module's safetensors",
     used=("*",),
-    refused=dict.fromkeys(
-        (
-            "*SCB",
-            "*absmax",
-            "*g_idx",
-            "*qweight",
-            "*qzeros",
-            "*quant_map",
-            "*quant_state*",
-            "*scale",
-            "*scale_inv",
-            "*scales",
-            "*weight_format",
-            "*zero_point",
-        ),
-        _QUANTIZED,
-    ),
+    refused=dict.fromkeys((*SCALES, "*scale", "*scales", "*scale_inv"), _QUANTIZED),
 )
 """Of tensors that the module has not; those that it has are its own."""
 DTYPES = {
@@ -463,15 +447,12 @@ def _load_state(path: str, module: torch.nn.Module, weights: str | None) -> None
             )
         return
     file = resolve_path(weights)
+    _check_types(path, module, file)
     try:
-        _check_types(path, module, file)
         missing, unexpected = load_model(module, file, strict=False)
-    except (OSError, RuntimeError, SafetensorError) as exc:
-        # RuntimeError: weights of another shape, by name
-        is_a = what_it_is(file) if file.is_file() else "a folder: name the file in it"
-        raise ModelError(
-            f"torch_module: {file} does not load into {path}: {f'it is {is_a}' if is_a else exc}"
-        ) from exc
+    except RuntimeError as exc:
+        # weights of another shape, by name
+        raise ModelError(f"torch_module: {file} does not load into {path}: {exc}") from exc
     TORCH_WEIGHTS.check(unexpected, file, "torch_module")
     for names, what in (
         (missing, "has no weights for"),
@@ -489,9 +470,10 @@ def _check_types(path: str, module: torch.nn.Module, file: Path) -> None:
 
     Raises:
         ConfigError: a type that is not the module's, nor a narrower one of its kind.
+        ModelError: the file is damaged, or no safetensors file.
     """
     own = module.state_dict()
-    with safe_open(str(file), framework="pt") as weights:
+    with opened(file, "torch_module") as weights:
         TORCH_METADATA.check(weights.metadata() or {}, file, "torch_module")
         given = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     for name in sorted(given.keys() & own.keys()):

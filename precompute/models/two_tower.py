@@ -20,13 +20,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from precompute.foreign_file import KnownKeys, key_paths, parsed_json, what_it_is
+from precompute.foreign_file import KnownKeys, key_paths, parsed_json
 from precompute.model import Prepared, digest, resolve_path
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
+from precompute.registry import described
+from precompute.safetensors_file import opened
 from precompute.store.disk.durable_file import replace_durably
 from precompute.store.errors import ConfigError, ModelError
 
@@ -136,19 +137,8 @@ class TwoTower(TorchModel):
             dim, fields, state = _read(self._path, tower)
             module = Tower(fields, dim)
             module.load_state_dict(state)
-        except (
-            OSError,
-            KeyError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            RuntimeError,
-            SafetensorError,
-        ) as exc:
-            is_a = what_it_is(self._path)
-            raise ModelError(
-                f"two_tower: {self._path} does not load: {f'it is {is_a}' if is_a else exc}"
-            ) from exc
+        except (KeyError, TypeError, AttributeError, RuntimeError) as exc:
+            raise ModelError(f"two_tower: {self._path} does not load: {described(exc)}") from exc
         super().__init__(module, Device(device))
         self._tower, self._flops = module, 4.0 * float(dim) ** 2
 
@@ -178,10 +168,10 @@ def _read(path: Path, tower: str) -> tuple[int, list[Field], dict[str, torch.Ten
 
     Raises:
         ConfigError: it has no such tower, or has what is not known.
-        ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError: it is damaged, or
-            none that :func:`train_two_tower` wrote.
+        ModelError: it is damaged, or no safetensors file.
+        KeyError, TypeError, AttributeError: none that :func:`train_two_tower` wrote.
     """
-    with safe_open(str(path), framework="pt") as file:
+    with opened(path, "two_tower") as file:
         notes = file.metadata() or {}
         meta = parsed_json(notes["two_tower"].encode(), path, "two_tower")
         TWO_TOWER_METADATA.check(notes, path, "two_tower")

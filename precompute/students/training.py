@@ -8,6 +8,7 @@ and read it by torch.load, pickles, which nothing here reads; and they plan by e
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import statistics
@@ -20,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from precompute.model import Model, digest
 from precompute.store.disk.durable_file import disk_message, replace_durably
@@ -154,7 +155,7 @@ def course_of(
     course = Course(
         name,
         digest(**facts, steps=steps),
-        lesson.checkpoints / f"{name}.safetensors",
+        lesson.checkpoints / f"{name}.checkpoint",
         lesson.announce,
         min(lesson.until, time.monotonic() + longest_s),
         steps,
@@ -301,7 +302,9 @@ def half_products(device: str) -> Iterator[None]:
         yield
 
 
-# ---- Checkpoints
+# ---- Checkpoints: safetensors after their SHA-256, for safetensors have none of their own.
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def _save(
@@ -319,8 +322,9 @@ def _save(
         "progress": at.progress,
         "spent_s": at.spent_s,
     }
+    body = save(plain, {"training": json.dumps(about)})
     try:
-        replace_durably(course.checkpoint, save(plain, {"training": json.dumps(about)}))
+        replace_durably(course.checkpoint, hashlib.sha256(body).digest() + body)
     except OSError as exc:
         raise ModelError(
             disk_message(course.checkpoint, exc, "training continues from the last checkpoint")
@@ -335,9 +339,13 @@ def _restored(
     if not course.checkpoint.is_file():
         return None
     try:
-        with safe_open(course.checkpoint, "pt") as file:
-            about = json.loads((file.metadata() or {}).get("training", "{}"))
-        tensors = load_file(course.checkpoint)
+        data = course.checkpoint.read_bytes()
+        body = data[_DIGEST_BYTES:]
+        if hashlib.sha256(body).digest() != data[:_DIGEST_BYTES]:
+            raise ValueError("it differs from its checksum")
+        # safetensors' own loader of bytes gives no metadata
+        head = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+        about, tensors = json.loads(head["__metadata__"]["training"]), load(body)
         if about.get("digest") != course.digest:
             course.announce(f"{course.name}: {course.checkpoint} is of another training: left out")
             return None

@@ -414,7 +414,7 @@ def _check_fingerprint(
             f" {spec['fingerprint'][:12]} when the run began: its files changed during the run, so"
             " run again (or its fingerprint() is another one in each process)"
         )
-    if changes := code_changes(spec["code"], model_code(spec["use"], folder)):
+    if changes := code_changes(spec["code"], model_code(spec["use"], spec["args"], folder)):
         raise ConfigError(
             f"the code of the model {spec['use']!r} was changed during the run ({changes}): run"
             " again"

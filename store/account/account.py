@@ -261,7 +261,7 @@ def take_sightings(refs: Path) -> list[list[str]] | None:
         return None
     notes = []
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(line)
             if isinstance(found, list):
                 notes.append([key for key in found if isinstance(key, str)])

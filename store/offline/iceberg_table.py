@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from precompute.store.disk.durable_file import disk_message
+from precompute.store.disk.record import digest_of
 from precompute.store.errors import ConfigError, SnapshotError, UnreadableError
 from precompute.store.offline.view_store import ViewStore
 
@@ -30,6 +31,9 @@ MOST_METADATA = 10
 """The newest files of metadata that stay, for readers of an older version."""
 HINT = "version-hint.text"
 """Names the newest metadata, for readers without a catalog."""
+
+_SEAL = "precompute.digest"
+"""Property that vouches for the rest of the metadata, of which the next has its versions."""
 
 _METADATA = re.compile(r"v(\d+)\.metadata\.json")
 _OF_VERSION = re.compile(r"(\d{20})-\w+\.(?:avro|parquet)")
@@ -105,6 +109,7 @@ class _Table:
             body = self._body(versions, before)
             if _said(before) == _said(body):
                 break
+            body["properties"][_SEAL] = _seal_of(body)
             newest += 1
             # another process's version is of what there was then: compare again before the next try
             with contextlib.suppress(FileExistsError):
@@ -130,11 +135,12 @@ class _Table:
             return ""
 
     def _read(self, number: int) -> dict[str, Any]:
-        """The metadata of this number; empty where there is none, or one of another place: a root
-        that was moved."""
-        with contextlib.suppress(ValueError):
-            body = json.loads(self._text(self._path(number)))
-            if isinstance(body, dict) and body.get("location") == self._location:
+        """The metadata of this number; empty where there is none, one that is damaged, or one of
+        another place: a root that was moved."""
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            body: dict[str, Any] = json.loads(self._text(self._path(number)))
+            seal = body["properties"].pop(_SEAL)
+            if seal == _seal_of(body) and body["location"] == self._location:
                 return body
         return {}
 
@@ -211,15 +217,13 @@ class _Versions:
     ) -> None:
         self._store, self.wrong = store, list[str]()
         names = {n for part in ("metadata", "data") for n in store.storage.names(folder / part)}
-        had = dict[int, tuple[dict[str, Any], dict[str, Any]]]()
         # what is damaged is written again
-        with contextlib.suppress(KeyError, TypeError, AttributeError):
-            schemas = {one["schema-id"]: one for one in before.get("schemas", ())}
-            had = {
-                one["snapshot-id"]: (one, schemas[one["schema-id"]])
-                for one in before.get("snapshots", ())
-                if names.issuperset(one.get("summary", {}).get("files", "?").split())
-            }
+        schemas = {one["schema-id"]: one for one in before.get("schemas", ())}
+        had = {
+            one["snapshot-id"]: (one, schemas[one["schema-id"]])
+            for one in before.get("snapshots", ())
+            if names.issuperset(one["summary"]["files"].split())
+        }
         self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         """Number → what the metadata says of it, and its columns."""
         # a parent's number is lower
@@ -300,6 +304,10 @@ def _mapping(schemas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _said(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "last-updated-ms"}
+
+
+def _seal_of(body: Mapping[str, Any]) -> str:
+    return digest_of(json.dumps(body, sort_keys=True).encode())
 
 
 def _ms(at: str) -> int:

@@ -137,21 +137,37 @@ def test_what_is_collected_leaves_the_table_first(
     assert set(check(scene)) < set(scene.numbers())
 
 
-@pytest.mark.parametrize("lost", ["v*.metadata.json", "*.avro", "torn"])
+DAMAGE = {
+    "torn": lambda text: text[:100],
+    "a number": lambda text: text.replace('"rows": "3"', '"rows": "7"'),
+    "a column": lambda text: text.replace('"type": "double"', '"type": "float"'),
+    "no object": lambda text: "[]",
+    "nested": lambda text: "[" * 100_000,
+}
+"""What became of the newest metadata, of which the next is made."""
+
+
+@pytest.mark.parametrize("lost", ["v*.metadata.json", "*.avro", *DAMAGE])
 def test_a_table_that_is_lost_or_torn_is_made_again(make_project: MakeProject, lost: str) -> None:
     scene = make(make_project, [(1, 1.0), (2, 2.0), (3, 3.0)])
     scene.run()
     make(make_project, [(1, 1.0), (2, 5.0)]).run()
-    if lost == "torn":
+    if lost in DAMAGE:
         newest = max(
             metadata(scene).glob("v*.json"), key=lambda path: int(path.name[1:].split(".")[0])
         )
-        newest.write_bytes(newest.read_bytes()[:100])
+        whole = newest.read_text()
+        newest.write_text(DAMAGE[lost](whole))
+        assert newest.read_text() != whole
     else:
         for path in metadata(scene).glob(lost):
             path.unlink()
     make(make_project, [(1, 1.0), (2, 6.0)]).run()
     assert check(scene) == [1, 2, 3]
+    last = max(metadata(scene).glob("v*.json"), key=lambda path: int(path.name[1:].split(".")[0]))
+    said = json.loads(last.read_text())
+    assert [one["summary"]["rows"] for one in said["snapshots"]] == ["3", "2", "2"]
+    assert '"type": "float"' not in last.read_text()
 
 
 def test_a_killed_run_leaves_the_table_to_the_next(

@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -35,6 +37,7 @@ from tests.conftest import PROCESSES, MakeProject
 from tests.jobs.test_models_people_have import CASES as OTHERS
 from tests.jobs.test_models_people_have import Made, texts, view_of
 from tests.scene import Scene
+from tests.server import eventually
 
 # ---- models that their libraries saved
 
@@ -187,6 +190,32 @@ def test_the_precision_makes_no_difference(
     report = low.materialize(full=True)
     # both in float32: what bfloat16 makes of it, accuracy judges
     assert check_of(report) == exact
+    assert libraries.asked == ["sentence-transformers"] * 2
+
+
+@pytest.mark.skipif(not has_bf16(), reason="no such instructions here")
+def test_it_is_asked_in_float32_where_the_models_code_is_compared_too(
+    make_project: MakeProject,
+    tmp_path: Path,
+    libraries: Libraries,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unchanged rows are computed again in the view's precision, which ends float32."""
+    made = text_encoder(tmp_path / "project")
+    mine = "from precompute.models.text_encoder import TextEncoder\n\nclass Mine(TextEncoder):\n"
+    (tmp_path / "project/mine.py").write_text(f"{mine}    pass\n")
+    anything = {"cosine": 0.5, "recall_at_10": 0.0, "rows": {"bound": 9, "worst": 9, "median": 1}}
+    view = view_of("text_encoder", made) | {
+        "model": {"use": "mine:Mine", "args": made.args, "precision": "bf16"},
+        "accuracy": anything,
+    }
+    make_project(made.table, view=view).materialize()
+    (tmp_path / "project/mine.py").write_text(f"{mine}    another = 1\n")
+    monkeypatch.setattr(library, "version_of", lambda own: "9")
+    more = pa.table({"id": [1000], "text": ["a warm film"]}, made.table.schema)
+    report = make_project(pa.concat_tables([made.table, more]), view=view).materialize()
+    assert [said for said in report.attention if "mine.py changed" in said]
+    assert check_of(report).verdict == "equal"
     assert libraries.asked == ["sentence-transformers"] * 2
 
 
@@ -427,6 +456,7 @@ def test_why_a_library_is_not_asked(tmp_path: Path) -> None:
     weights.write_bytes(bytes(3_000_000))
     own = OwnLibrary("numpy", "m:f", {}, (weights,), ("numpy",))
     assert without_asking(own, 3) is None
+    assert without_asking(OwnLibrary("numpy", "m:f"), 3) is None
     found = without_asking(own, 2)
     assert found == LibraryCheck(
         "not checked",
@@ -463,7 +493,7 @@ def test_it_is_asked_in_a_process_of_its_own_which_says_nothing(
     some = asked("doubling", X.set_column(1, "x", pa.array([1.0, -1.0, 3.0])), factor=2.0)
     assert some.rows == (0, 2)
     none = asked("doubling", X.set_column(1, "x", pa.array([-1.0] * 3)), factor=2.0)
-    assert none.error == "raised ValueError: x is negative (library_models.py:28)"
+    assert none.error == "raised ValueError: x is negative (library_models.py:29)"
     assert capfd.readouterr() == ("", "")
     assert "sentence_transformers" not in vars(library_models)
 
@@ -471,7 +501,7 @@ def test_it_is_asked_in_a_process_of_its_own_which_says_nothing(
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("raising", "numpy 9 raised RuntimeError: no such file in 3.1 (library_models.py:35)"),
+        ("raising", "numpy 9 raised RuntimeError: no such file in 3.1 (library_models.py:36)"),
         ("sleeping", "numpy 9 took longer than 2 s"),
         ("dying", "numpy 9 ended its process: it was ended by signal 11 (SIGSEGV)"),
         ("nothing_of_this_name", "numpy 9 raised AttributeError: "),
@@ -486,6 +516,28 @@ def test_whatever_a_library_does_is_told(
     found = compared(own, "9", VIEW, made, ask(own, X), ["1"])
     assert (found.verdict, found.version) == ("not checked", "9")
     assert found.said.startswith(f"not checked: {said}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own means")
+def test_it_ends_with_a_process_that_is_killed_while_it_is_asked(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    asking = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import pyarrow as pa, sys; from precompute.model import OwnLibrary;"
+            " from precompute.own_library import ask;"
+            " own = OwnLibrary('numpy', 'tests.library_models:waiting', {'told': sys.argv[1]});"
+            " ask(own, pa.record_batch({'id': [1]}))",
+            str(told),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    eventually(told.is_file)
+    pid = int(told.read_text())
+    asking.kill()
+    asking.wait()
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_lightgbm_in_a_process_of_its_own(

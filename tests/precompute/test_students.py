@@ -95,7 +95,7 @@ class Killed(BaseException):
 
 
 def course(path: Path, steps: int | None = 12, **changes: object) -> Course:
-    return Course("tiny", "d", path / "c.safetensors", said, steps=steps, **changes)  # type: ignore[arg-type]
+    return Course("tiny", "d", path / "c.checkpoint", said, steps=steps, **changes)  # type: ignore[arg-type]
 
 
 def trained(lesson: Lesson, course: Course, dies_at: int = -1) -> dict[str, torch.Tensor]:
@@ -113,11 +113,11 @@ def trained(lesson: Lesson, course: Course, dies_at: int = -1) -> dict[str, torc
 
 def test_a_killed_training_ends_as_one_that_was_not(lesson: Lesson, tmp_path: Path) -> None:
     whole = trained(lesson, course(tmp_path, checkpoint_s=1e9))
-    assert not (tmp_path / "c.safetensors").exists()
+    assert not (tmp_path / "c.checkpoint").exists()
     for dies_at in (7, 10):
         with pytest.raises(Killed):
             trained(lesson, course(tmp_path, checkpoint_s=0), dies_at)
-        assert (tmp_path / "c.safetensors").exists()
+        assert (tmp_path / "c.checkpoint").exists()
     again = trained(lesson, course(tmp_path, checkpoint_s=1e9))
     assert {
         name: torch.equal(again[name], value) for name, value in whole.items()
@@ -125,8 +125,23 @@ def test_a_killed_training_ends_as_one_that_was_not(lesson: Lesson, tmp_path: Pa
 
 
 def test_a_damaged_checkpoint_is_named(lesson: Lesson, tmp_path: Path) -> None:
-    (tmp_path / "c.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ModelError, match=r"c\.safetensors is damaged .*: remove it"):
+    (tmp_path / "c.checkpoint").write_bytes(b"damaged")
+    with pytest.raises(ModelError, match=r"c\.checkpoint is damaged .*: remove it"):
+        trained(lesson, course(tmp_path))
+
+
+@pytest.mark.parametrize("place", [0, 32, 40, 60, -1])
+def test_a_checkpoint_that_lost_a_bit_is_not_learned_from(
+    lesson: Lesson, tmp_path: Path, place: int
+) -> None:
+    """In its checksum, the length of its head, its head, and a weight."""
+    with pytest.raises(Killed):
+        trained(lesson, course(tmp_path, checkpoint_s=0), 3)
+    file = tmp_path / "c.checkpoint"
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ModelError, match=r"c\.checkpoint is damaged \(it differs from its check"):
         trained(lesson, course(tmp_path))
 
 
@@ -146,7 +161,7 @@ def test_a_full_disk_is_named(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("precompute.store.disk.durable_file._write", full)
-    with pytest.raises(ModelError, match=r"no space left while writing .*/c\.safetensors: .* free"):
+    with pytest.raises(ModelError, match=r"no space left while writing .*/c\.checkpoint: .* free"):
         trained(lesson, course(tmp_path, checkpoint_s=0))
     recipe = FewerLayers(1, steps=1)
     with pytest.raises(ModelError, match=r"no space left while writing .*/model: .* free"):

@@ -211,7 +211,7 @@ def test_the_fingerprint_is_of_the_files_bytes_and_the_tower(trained: Path, tmp_
 @pytest.mark.parametrize("size", [0, 7, 100, -1])
 def test_a_file_cut_short_is_a_model_error(trained: Path, tmp_path: Path, size: int) -> None:
     (tmp_path / "cut").write_bytes(trained.read_bytes()[:size])
-    with pytest.raises(ModelError, match=r"two_tower: .*cut does not load"):
+    with pytest.raises(ModelError, match=r"two_tower: .*cut (does not load: |is empty: )"):
         TwoTower(str(tmp_path / "cut"), "user")
 
 
@@ -245,7 +245,7 @@ def test_weights_of_another_architecture_are_a_model_error(
 
 def test_a_pickle_is_not_loaded(tmp_path: Path) -> None:
     torch.save({"user.bags.0.weight": torch.zeros(1)}, tmp_path / "t.pt")
-    with pytest.raises(ModelError, match="does not load"):
+    with pytest.raises(ModelError, match=r"t\.pt is a zip archive, which is what torch\.save"):
         TwoTower(str(tmp_path / "t.pt"), "user")
 
 

@@ -27,7 +27,7 @@ from precompute.own_library import (
     without_asking,
 )
 from precompute.sources.source import Source
-from precompute.store.errors import ModelError, SnapshotError
+from precompute.store.errors import ModelError, SnapshotError, UnreadableError
 from precompute.store.feature_view import LibraryCheck
 from precompute.store.keys import key_column
 from precompute.store.offline.runs import Report
@@ -111,7 +111,7 @@ def _reports(store: ViewStore) -> Iterator[Report]:
     request."""
     for run in store.runs.ids()[:REPORTS]:
         # one that cannot be read tells nothing
-        with contextlib.suppress(SnapshotError):
+        with contextlib.suppress(SnapshotError, UnreadableError):
             yield store.runs.read(run)
 
 

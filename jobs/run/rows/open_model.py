@@ -240,7 +240,8 @@ class OpenModel:
         """The code of the model, which was loaded: see
         :func:`precompute.model_code.model_code`."""
         if self._code is None:
-            self._code = model_code(self.view.definition.model.use, self.folder)
+            model = self.view.definition.model
+            self._code = model_code(model.use, model.args, self.folder)
         return self._code
 
     def place(self, *key: str) -> str:
