@@ -412,7 +412,8 @@ class CsvTypes:
         # cast once, under a name that no column of a file has
         values = {n: quoted(f"precompute value {at}") for at, n in enumerate(types)}
         counts = ", ".join(
-            f"count({quoted(n)}) - count(*) FILTER ({self._fits(n, *of, values[n])}) AS {quoted(n)}"
+            f"count({quoted(n)}) - count({quoted(n)}) FILTER ({self._fits(n, *of, values[n])})"
+            f" AS {quoted(n)}"
             for n, of in types.items()
         )
         casts = ", ".join(
