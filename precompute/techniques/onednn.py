@@ -11,12 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from precompute.models.device import Device, PackedLinear
 from precompute.models.torch_model import TorchModel
-from precompute.store.errors import ConfigError
 from precompute.techniques.machine import (
     check_layers,
     computes_in,
@@ -142,12 +140,7 @@ class PerRow(Technique):
                 # by bytes: of a full disk the library raises an error of its own
                 lambda path: path.write_bytes(save(fitted(module, batches))),
             )
-            try:
-                divisors = load_file(file)
-            except SafetensorError as exc:
-                raise ConfigError(
-                    f"{file} is damaged ({exc}): remove it, and it is made again"
-                ) from exc
+            divisors = load_file(file)
         names = {id(part): name for name, part in module.named_modules()}
         return with_linear(module, lambda linear: rounded(linear, divisors.get(names[id(linear)])))
 

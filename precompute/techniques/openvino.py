@@ -338,16 +338,9 @@ def write(graph: Any, path: Path) -> None:
 
 
 def read(path: Path) -> Any:
-    """A graph that :func:`write` wrote; its file is not needed afterwards.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            structure, weights = (archive.read(name) for name in PARTS)
-    except zipfile.BadZipFile as exc:
-        raise ConfigError(f"{path} is damaged ({exc}): remove it, and it is made again") from exc
+    """A graph that :func:`write` wrote; its file is not needed afterwards."""
+    with zipfile.ZipFile(path) as archive:
+        structure, weights = (archive.read(name) for name in PARTS)
     return _openvino().Core().read_model(structure, weights)
 
 

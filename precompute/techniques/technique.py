@@ -241,7 +241,8 @@ CODE_VERSION = 1
 
 
 class Folder:
-    """Where files of converted models are. What lies there is trusted.
+    """Where files of converted models are. Each has the SHA-256 of its content in its name, and is
+    compared with it before it is read; a folder, to which its library adds, is trusted.
 
     Args:
         path: is made where it is not there.
@@ -268,31 +269,51 @@ class Folder:
 
         Raises:
             ModelError: it cannot be written.
+            ConfigError: it is damaged.
         """
-        path = self._path / f"{name}-{_facts(model, batches, runtime)[:16]}{suffix}"
+        begin = f"{name}-{_facts(model, batches, runtime)[:16]}"
         try:
-            if not path.exists():
-                self._written(path, write)
+            # two processes may have made it at once
+            found = min(self._path.glob(f"{begin}*{suffix}"), default=None)
+            if found is None:
+                return self._written(begin, suffix, write)
+            whole = found.is_dir() or found.name == f"{begin}-{_content_of(found)}{suffix}"
         except OSError as exc:
+            path = self._path / f"{begin}{suffix}"
             raise ModelError(disk_message(path, exc, "the model was not converted")) from exc
-        return path
+        if not whole:
+            # not made again by itself: scales of 8 bits come of other rows each time
+            raise ConfigError(
+                f"{found} differs from the checksum in its name: the converted model was damaged or"
+                " changed; remove it, and the next run converts the model again"
+            )
+        return found
 
-    def _written(self, path: Path, write: Callable[[Path], object]) -> None:
+    def _written(self, begin: str, suffix: str, write: Callable[[Path], object]) -> Path:
         self._path.mkdir(parents=True, exist_ok=True)
         # a file appears whole or not at all
         with tempfile.TemporaryDirectory(dir=self._path) as temporary:
-            made = Path(temporary) / path.name
+            made = Path(temporary) / f"{begin}{suffix}"
             write(made)
             for part in made.iterdir() if made.is_dir() else (made,):
                 with part.open("rb+") as file:
                     # a name without its bytes would be taken for the whole file, run after run
                     os.fsync(file.fileno())
+            content = "" if made.is_dir() else f"-{_content_of(made)}"
+            path = self._path / f"{begin}{content}{suffix}"
             try:
                 os.replace(made, path)
             except OSError:
                 # a folder takes no other's place: another process may have been quicker
                 if not path.is_dir():
                     raise
+            return path
+
+
+def _content_of(file: Path) -> str:
+    """The first 16 hex digits of a file's SHA-256."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
 
 
 @contextlib.contextmanager
