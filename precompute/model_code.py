@@ -18,12 +18,15 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, SOURCE_SUFFIXES
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from precompute.registry import BUILT_IN, Stamp, is_own, sources_read, stamp_of
 from precompute.store.errors import ModelError
 
+MOST_FILES = 200
+"""Files of an installed package of which each is looked at: to read torch's takes minutes."""
 MOST_NAMED = 3
 """Differences that a message names at most."""
 
@@ -47,6 +50,8 @@ def model_code(use: str, args: Mapping[str, Any], folder: Path | None) -> dict[s
         return {}
     name = of_user.partition(":")[0]
     project = _project_of(name, folder)
+    if project.is_large:
+        return _versions({name.partition(".")[0]})
     file_of = functools.cache(project.file_of)
     read = {} if folder is None else sources_read(folder)
     code, libraries, todo = dict[str, str](), set[str](), [name]
@@ -103,6 +108,9 @@ class _Project:
     root: Path
     is_its: Callable[[str], bool]
     suffixes: tuple[str, ...]
+    is_large: bool = False
+    """Whether it is an installed package of very many files, such as torch, which its version tells
+    from another."""
 
     def file_of(self, name: str) -> Path | None:
         """The file of a module, by its dotted name; None for one that is not the project's, or a
@@ -131,7 +139,9 @@ def _project_of(name: str, folder: Path | None) -> _Project:
     is_package = file.name.partition(".")[0] == "__init__"
     root = Path(*file.parts[: -1 - name.count(".") - is_package])
     if root in _INSTALLED or root.name in ("site-packages", "dist-packages"):
-        return _Project(root, lambda module: module.partition(".")[0] == top, suffixes)
+        files = (root / top).rglob("*.py")
+        is_large = next(islice(files, MOST_FILES, None), None) is not None
+        return _Project(root, lambda module: module.partition(".")[0] == top, suffixes, is_large)
 
     def lies_beside(module: str) -> bool:
         first = module.partition(".")[0]

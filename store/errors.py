@@ -15,7 +15,8 @@ class PrecomputeError(Exception):
     PrecomputeError
     ├── ConfigError
     ├── SourceError
-    │   └── MissingFileError
+    │   ├── MissingFileError
+    │   └── OverMemoryError
     ├── ModelError
     ├── RejectedError
     ├── GateError

@@ -88,9 +88,8 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
         if plan.source_rows and not plan.nothing_to_do:
             # in float32, which a conversion ends, that of the code's check, too
             report.library = check_by_library(job, opened, plan.parent, report)
-        with report.stage("code"):
-            told = check_code(job, opened, plan)
-            report.attention += [] if told is None else [told]
+        told = check_code(job, opened, plan, report)
+        report.attention += [] if told is None else [told]
         if plan.nothing_to_do:
             return _reuse_parent(job, opened, loaded, plan, report)
         if plan.source_rows:

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any
 
 from precompute.sources.database import Database, quoted
-from precompute.sources.file_names import is_remote
+from precompute.sources.file_names import escaped, is_remote
 from precompute.sources.reader_call import OF_ROWS, ReaderCall, is_named, literal
 from precompute.store.errors import ConfigError, SourceError
 
@@ -247,7 +247,7 @@ class CsvTypes:
         """The dialect of the first file and the types of its first lines."""
         options, first = self._call.options, self.files[0]
         sniffing = self._call.over(
-            (_escaped(first),),
+            (escaped(first),),
             (*OF_ROWS, *_OF_TYPES, *_OF_MANY, "auto_detect"),
             name="sniff_csv",
             sample_size=SAMPLED,
@@ -333,7 +333,7 @@ class CsvTypes:
             whole = {
                 k: v for k, v in self._call.options.items() if k in ("compression", "encoding")
             }
-            read = ReaderCall("read_csv", (_escaped(file),), whole).sql(
+            read = ReaderCall("read_csv", (escaped(file),), whole).sql(
                 columns={"l": "VARCHAR"}, delim="\x01", quote="", escape="", header=False,
                 auto_detect=False,
             )  # fmt: skip
@@ -379,7 +379,7 @@ class CsvTypes:
         if not columns:
             return set()
         counts = ", ".join(f"count({quoted(n)}) AS {quoted(n)}" for n in columns)
-        few = f"SELECT * FROM {self._as_text((_escaped(self.files[0]),))} LIMIT {SAMPLED}"
+        few = f"SELECT * FROM {self._as_text((escaped(self.files[0]),))} LIMIT {SAMPLED}"
         found = self._database.query(f"SELECT {counts} FROM ({few})").to_pylist()[0]
         return {name for name, count in found.items() if not count}
 
@@ -410,7 +410,7 @@ class CsvTypes:
         if not types:
             return []
         # cast once, under a name that no column of a file has
-        values = {n: quoted(f"precompute value {at}") for at, n in enumerate(types)}
+        values = {n: quoted(f"value {at} of precompute") for at, n in enumerate(types)}
         counts = ", ".join(
             f"count({quoted(n)}) - count({quoted(n)}) FILTER ({self._fits(n, *of, values[n])})"
             f" AS {quoted(n)}"
@@ -454,7 +454,7 @@ class CsvTypes:
         for file in self.files:
             rows = self._database.query_aside(
                 f"SELECT n, v FROM (SELECT row_number() OVER () AS n, {name} AS v, {bad} AS bad"
-                f" FROM {self._as_text((_escaped(file),))}) WHERE bad ORDER BY n LIMIT 1"
+                f" FROM {self._as_text((escaped(file),))}) WHERE bad ORDER BY n LIMIT 1"
             ).to_pylist()
             if rows:
                 break
@@ -540,8 +540,3 @@ def shown(value: str) -> str:
 
 def _candidate(kind: str) -> str:
     return {"TIMESTAMP WITH TIME ZONE": "TIMESTAMPTZ"}.get(kind, kind)
-
-
-def _escaped(file: str) -> str:
-    """A file's name as the pattern that only it matches."""
-    return re.sub(r"[*?\[]", r"[\g<0>]", file)

@@ -184,6 +184,12 @@ def is_pattern(file: str) -> bool:
     return _PATTERN.search(file) is not None
 
 
+def escaped(file: str) -> str:
+    """A file's name as the pattern that only it matches; below a folder with a backslash, where
+    DuckDB finds nothing by a pattern, as it is."""
+    return file if "\\" in file else re.sub(r"[*?\[]", r"[\g<0>]", file)
+
+
 def no_file(name: str) -> str:
     """The message for a file, or a pattern, that nothing matches: with what there is in the deepest
     folder of it that exists."""

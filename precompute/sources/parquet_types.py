@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from precompute.sources.database import Database, quoted
+from precompute.sources.file_names import escaped
 from precompute.sources.reader_call import OF_ROWS, ReaderCall, is_named, literal
 from precompute.store.errors import SourceError
 
@@ -92,7 +93,7 @@ class ParquetTypes:
         DuckDB, and each kind is described once."""
         if not files:
             return []
-        listed = literal([_escaped(file) for file in files])
+        listed = literal([escaped(file) for file in files])
         found = self._database.query_aside(
             "SELECT file_name, md5(string_agg(concat_ws('|', name, type, type_length, scale,"
             " precision, num_children, converted_type, logical_type,"
@@ -110,7 +111,7 @@ class ParquetTypes:
                 self._database.described(
                     "SELECT * FROM "
                     + self._call.over(
-                        (_escaped(same[0]),), (*OF_ROWS, *_OF_MANY), hive_partitioning=False
+                        (escaped(same[0]),), (*OF_ROWS, *_OF_MANY), hive_partitioning=False
                     )
                 )[0],
             )
@@ -151,7 +152,7 @@ class ParquetTypes:
     def _holds(self, schema: _Schema, column: str, kind: str, wanted: str) -> bool:
         """Whether the footers say that a column has only nulls, or whole numbers that a float can
         be."""
-        listed = literal([_escaped(file) for file in schema.files])
+        listed = literal([escaped(file) for file in schema.files])
         empty = self._database.query_aside(
             f"SELECT count(*) AS n FROM parquet_schema({listed}) WHERE lower(name) ="
             " lower($column) AND logical_type = 'NullType()'",
@@ -218,7 +219,3 @@ def is_wider(kind: str, wanted: str) -> bool:
         whole = int(one[1]) - int(one[2]) <= int(two[1]) - int(two[2])
         return whole and int(one[2]) <= int(two[2])
     return False
-
-
-def _escaped(file: str) -> str:
-    return re.sub(r"[*?\[]", r"[\g<0>]", file)

@@ -68,6 +68,7 @@ FULL = Snapshot(
         ModelUse("mine:Small", {"path": "./students/a"}), "a" * 64, {"vector": 0.75}
     ),
     fence=3,
+    code={"mine.py": "ab" * 8, "numpy": "2.0"},
     library=LibraryCheck("equal", "numpy", "equal to numpy 2.0 in 8 rows (3e-6)", "2.0", 8, 3e-6),
 )
 SMALL = Snapshot(VIEW, "r", "m", Counts(0, 0), (), None, "now", None, None)
@@ -107,7 +108,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT_VERSION == 1
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "f2039f087ce8a519a100382fccc597dbf33f6e7f111cdc519bd18461abf02b8e"
+        == "942fec7e2cca843a6d4583dcd9cd70eded8487e7fe48ce5c1896606a556626b8"
     )
 
 

@@ -12,6 +12,7 @@ from precompute.jobs.run.rows.plan import Job, Plan
 from precompute.model_code import code_changes
 from precompute.store.errors import GateError, SnapshotError
 from precompute.store.keys import key_column
+from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.times import Partition
 
@@ -19,7 +20,7 @@ DRAWN_ROWS, CODE_ROWS = 256, 64
 """Rows that are drawn, and how many of those with an unchanged input are computed again."""
 
 
-def check_code(job: Job, opened: OpenView, plan: Plan) -> str | None:
+def check_code(job: Job, opened: OpenView, plan: Plan, report: Report) -> str | None:
     """Compare the code of a user's model with the code that computed what the run builds on, or, of
     a partition that is new, what was computed last; where it is another one, compute unchanged rows
     again.
@@ -37,7 +38,8 @@ def check_code(job: Job, opened: OpenView, plan: Plan) -> str | None:
     changes = "" if before is None else code_changes(before.code, opened.code())
     if before is None or not changes:
         return None
-    rows, differs = _compared(job, opened, before)
+    with report.stage("code"):
+        rows, differs = _compared(job, opened, before)
     said = f"the code of the model changed ({changes}), and its fingerprint did not: "
     if not differs:
         again = (
