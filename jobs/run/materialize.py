@@ -407,6 +407,13 @@ def _check_fit(
     """Refuse a run in which the model's output fits the view for no row."""
     if chunks.fits or plan.diff.unchanged + plan.diff.resumed:
         return
+    if chunks.rejections.all_unanswered:
+        # an outage, and no row's fault
+        raise ModelError(
+            f"{opened.place('model', 'args')}: the service answered none of the rows"
+            f" ({chunks.rejections.reasons()}); nothing was published: look at the service, and run"
+            " again"
+        ) from cause
     reason = str(cause) if isinstance(cause, ModelError) else chunks.rejections.only_reason
     if reason is not None and (error := opened.lacks_column(reason)) is not None:
         raise ConfigError(error) from cause

@@ -260,3 +260,20 @@ def test_an_endpoint_that_is_down_changes_nothing_that_is_live(labels: MakeLabel
         with pytest.raises(ModelError, match=r"no such key.*it wants another key"):
             labels(stand_in, rows=30).run("labels")
         assert values(scene) == expected(20)
+
+
+def test_an_endpoint_that_answers_nothing_is_no_rows_fault(
+    labels: MakeLabels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of fewer rows than show that it is down."""
+    monkeypatch.setattr("precompute.models.endpoint.endpoint._pause_s", lambda tries: 0.0)
+    with StandIn() as stand_in:
+        stand_in.behave = lambda text, seen: Answer({"error": {"message": "down", "code": 502}})
+        with pytest.raises(
+            ModelError,
+            match=r"the service answered none of the rows \(.*502.*\); nothing was published",
+        ):
+            labels(stand_in, rows=3).run("labels")
+        assert labels(stand_in, rows=3).cli("run", "labels") == 1
+        stand_in.behave = lambda text, seen: None
+        assert labels(stand_in, rows=3).run("labels").status == "published"

@@ -238,6 +238,11 @@ class Rejections:
         return 0 < self.count == self._misfits
 
     @property
+    def all_unanswered(self) -> bool:
+        """Whether there are any, and an endpoint answered nothing to each of them."""
+        return bool(self._reasons) and all(r.startswith("NoAnswer: ") for r in self._reasons)
+
+    @property
     def only_reason(self) -> str | None:
         """Why all of them were rejected, where that is one reason."""
         return next(iter(self._reasons)) if len(self._reasons) == 1 else None
