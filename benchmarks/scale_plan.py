@@ -20,8 +20,8 @@ import yaml
 from benchmarks.common import child, report, run
 from benchmarks.store_plan import items
 from precompute.jobs.config.project import Project
-from precompute.jobs.ops.capacity import plan
 from precompute.jobs.run.report import OverlappingCpu, UsageMeter
+from precompute.plugins.capacity.plan import plan
 from precompute.store.disk.record import plain
 from precompute.store.offline.runs import Report
 

@@ -38,6 +38,7 @@ from precompute.jobs.run.command_process import (
     unfailing_output,
 )
 from precompute.store.disk.durable_file import limit_of
+from precompute.store.doors import COMMANDS
 from precompute.store.errors import (
     ConfigError,
     GateError,
@@ -45,31 +46,6 @@ from precompute.store.errors import (
     RejectedError,
     RequestError,
 )
-
-READS = frozenset(
-    {
-        "diff",
-        "drop",
-        "explain",
-        "export",
-        "gc",
-        "graph",
-        "history",
-        "log",
-        "lookup",
-        "pin",
-        "plan",
-        "report",
-        "resume",
-        "search",
-        "snapshots",
-        "status",
-        "training",
-    }
-)
-"""Commands that run no model, and so no code of the user's, but for a miss or a text's embedding
-where one is requested."""
-
 
 THREADS_END_S = 5.0
 """How long a process waits at its end for threads that a model left behind."""
@@ -116,6 +92,11 @@ def _main(argv: Sequence[str] | None) -> int:
             if "--json" in (sys.argv[1:] if argv is None else argv):
                 print(json.dumps(_refusal("BadUsage", exc.message, BAD_USAGE)))
             raise
+        except ConfigError as exc:  # of a command that comes in by a door
+            arguments = argparse.Namespace(
+                json="--json" in (sys.argv[1:] if argv is None else argv)
+            )
+            return _failed(arguments, exc)
         arguments.own_process = argv is None
         with (
             stdout_for_json_only(arguments.own_process)
@@ -128,7 +109,7 @@ def _main(argv: Sequence[str] | None) -> int:
 def _called(arguments: argparse.Namespace) -> int:
     computes = getattr(arguments, "fallback", False) or getattr(arguments, "text", None) is not None
     try:
-        if arguments.own_process and arguments.command in READS and not computes:
+        if arguments.own_process and arguments.reads and not computes:
             avoid_importing_pandas()
         with (
             contextlib.nullcontext()
@@ -238,7 +219,6 @@ def _parser() -> Parser:
         rows.add_training,
         review.add_verify,
         operations.add,
-        setup.add_plan,
         measure.add,
         measure.add_optimize,
         review.add_status,
@@ -246,6 +226,7 @@ def _parser() -> Parser:
         setup.add_completion,
     ):
         add(commands)
+    commands.add_doors(COMMANDS.known())
     return parser
 
 

@@ -12,8 +12,8 @@ import yaml
 from safetensors.torch import save_file
 
 from tests import REPOSITORY
-from tests.conftest import redis_binary
 from tests.documents import blocks
+from tests.fixtures import redis_binary
 from tests.jobs import test_endpoint_run
 from tests.journey import DOUBLED, Journey, Measured, service, write
 from tests.object_store import object_store

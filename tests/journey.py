@@ -32,7 +32,7 @@ import yaml
 from precompute.store.client.client import AsyncClient, Client
 from precompute.store.errors import PrecomputeError
 from tests import REPOSITORY
-from tests.conftest import redis_binary
+from tests.fixtures import redis_binary
 from tests.redis_process import RedisProcess
 
 ROWS = 400

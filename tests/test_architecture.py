@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -13,11 +14,15 @@ from tests import REPOSITORY
 from tests.slow import SLOW
 
 ROOMS = ("store", "precompute", "jobs")
-FILES = sorted(
+PLUGINS = "precompute/plugins/"
+FOUND = sorted(
     str(path.relative_to(REPOSITORY))
     for folder in (*ROOMS, "demo")
     for path in (REPOSITORY / folder).rglob("*.py")
 )
+FILES = [file for file in FOUND if not file.startswith(PLUGINS)]
+POWERS = [file for file in FOUND if file.startswith(PLUGINS) and "/tests/" not in file]
+"""The files of the rooms and the demo; those of the plug-ins, their tests apart."""
 
 SEAMS = {
     "torch": {
@@ -280,7 +285,7 @@ def room_of(module: str) -> str:
     return inner if first == "precompute" and inner in ("jobs", "store") else first
 
 
-MODULES = {module_of(file): file for file in FILES}
+MODULES = {module_of(file): file for file in (*FILES, *POWERS)}
 
 
 def imports(file: str) -> Iterator[Import]:
@@ -355,6 +360,26 @@ def check_imports(file: str) -> None:
             )
 
 
+def power_of(file: str) -> str:
+    """``capacity`` of a file of that power; an empty text for a room's."""
+    inner = file.removeprefix(PLUGINS)
+    return inner.partition("/")[0] if inner != file and "/" in inner else ""
+
+
+def test_a_power_is_imported_by_no_other_and_by_no_room() -> None:
+    """A power imports any room; doors open it by text, so that its folder can be deleted."""
+    libraries: dict[str, set[str]] = {}
+    for file in (*FILES, *POWERS):
+        for found in imports(file):
+            where = f"{file}:{found.line} imports {found.module}"
+            assert power_of(MODULES.get(found.module, "")) in ("", power_of(file)), where
+            if (room := room_of(found.module)) not in (*ROOMS, *sys.stdlib_module_names):
+                assert room not in ("tests", "benchmarks", "demo") or file in FILES, where
+                libraries.setdefault(found.module.partition(".")[0], set()).add(power_of(file))
+    shared = {library: by for library, by in libraries.items() if len(by) > 1 and "" not in by}
+    assert shared == {}, "a library that the rooms do without is one power's"
+
+
 def wing_of(file: str) -> str:
     """``precompute/engine`` of a file in there; an empty text for a door."""
     return "/".join(file.split("/")[:2]) if file.count("/") > 1 else ""
@@ -405,7 +430,8 @@ def too_long(file: str) -> Iterator[str]:
 
 
 def test_heads_and_functions_are_short() -> None:
-    found = {long for file in FILES if file.startswith(ROOMS) for long in too_long(file)}
+    files = [file for file in (*FILES, *POWERS) if file.startswith(ROOMS)]
+    found = {long for file in files for long in too_long(file)}
     assert found == set(), "more than one step"
 
 
@@ -443,7 +469,7 @@ def test_an_outside_library_is_imported_only_at_its_seam() -> None:
 
 
 def test_nothing_that_is_read_is_run() -> None:
-    for file in FILES:
+    for file in (*FILES, *POWERS):
         check_calls(file)
 
 
@@ -492,7 +518,8 @@ def test_what_the_fast_tests_leave_out_is_there() -> None:
 
 def test_a_tests_name_is_read_at_a_glance() -> None:
     """A sentence of more than 70 characters is two tests, or says how where it should say what."""
-    for path in (REPOSITORY / "tests").rglob("test_*.py"):
+    plugins = (REPOSITORY / PLUGINS).rglob("test_*.py")
+    for path in (*(REPOSITORY / "tests").rglob("test_*.py"), *plugins):
         long = [
             name
             for name in re.findall(

@@ -25,7 +25,7 @@ from precompute.registry import load_model
 from precompute.store.errors import ConfigError
 from precompute.techniques.row_errors import differing
 from tests import REPOSITORY
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 

@@ -23,7 +23,7 @@ from precompute.jobs.cli import _parser
 from precompute.jobs.config.project import Project
 from precompute.store.http.openapi import openapi_document
 from tests import REPOSITORY
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 
 DEPLOY = REPOSITORY / "examples/deploy"
 FILES = sorted(

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from tests.conftest import MakeProject
 from tests.faults.harness import Child, FaultScene, changed, recover, small_chunks
+from tests.fixtures import MakeProject
 from tests.jobs.test_bad_rows import VIEW as TEXTS
 from tests.scene import Scene
 from tests.store.test_history import ENTITIES, Made, build, histories

@@ -27,6 +27,7 @@ import precompute
 from precompute import foreign_file
 from precompute.foreign_file import KnownKeys
 from precompute.jobs.cli import _parser
+from precompute.jobs.commands.command import Parser
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.section import descriptions, parse_duration
 from precompute.jobs.config.serve import ServiceConfig
@@ -203,6 +204,8 @@ def _commands(
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, command in action.choices.items():
+                if isinstance(command, Parser):
+                    command.filled()  # what comes in by a door
                 yield f"{prefix}{name}", command
                 yield from _commands(command, f"{prefix}{name} ")
 

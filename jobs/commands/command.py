@@ -4,6 +4,8 @@ its exit status, tables on the terminal."""
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from precompute.jobs.run.command_process import say, show
+from precompute.store.doors import COMMANDS
 from precompute.store.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -38,13 +41,27 @@ class Parser(argparse.ArgumentParser):
     """As argparse's own, but that what is wrong can be reported to programs, too, and of an unknown
     word the nearest that is known is named."""
 
+    commands: Commands | None = None
+    """Of the parser of the whole command line."""
+    fill: Callable[[], None] | None = None
+    """Adds the options, of a command that comes in by a door: once, when it is needed."""
+
+    def filled(self) -> Parser:
+        """With all of its options."""
+        if (fill := self.fill) is not None:
+            self.fill = None
+            fill()
+        return self
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse's, which would say that something is missing before it says that an option is
         unknown.
 
         Raises:
             BadUsage: an option is unknown, or anything else is wrong.
+            ConfigError: what the command comes with is not installed, or broken.
         """
+        self.filled()
         words = list(sys.argv[1:] if args is None else args)
         for before, word in zip(
             ["", *words], words[: words.index("--") if "--" in words else None], strict=False
@@ -67,7 +84,15 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"no option {name!r}{near}")
         return super().parse_known_args(words, namespace)
 
+    def format_help(self) -> str:
+        """As argparse's, with the commands of other packages."""
+        if self.commands is not None:
+            self.commands.add_foreign()
+        return super().format_help()
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if self.commands is not None and value not in self.commands.named:
+            self.commands.add_foreign()
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             near = did_you_mean(str(value), known) or f" (there are: {', '.join(known)})"
@@ -96,6 +121,36 @@ class Commands:
         self.parser, self.named = parser, dict[str, Parser]()
         """The parser of the whole command line; command → its own parser."""
         self._parsers = parser.add_subparsers(metavar="COMMAND", required=True)
+        parser.commands = self
+
+    def add_doors(self, names: Iterable[str]) -> None:
+        """Add commands that come in by the door: what is behind one is imported when it is called,
+        or its options are needed. One that is not installed is not shown, and says so when it is
+        called."""
+        for name in names:
+            # without a text for the list of commands it does not stand there
+            shown: dict[str, Any] = {"help": COMMANDS.what(name)} if COMMANDS.is_here(name) else {}
+            command: Parser = self._parsers.add_parser(name, allow_abbrev=False, **shown)
+            command.fill = functools.partial(self._fill, name)
+            self.named[name] = command
+
+    def _fill(self, name: str) -> None:
+        COMMANDS.open(name)(self)
+
+    def add_foreign(self) -> None:
+        """Add the commands of other packages, which are looked for where none of ours is meant."""
+        self.add_doors(name for name in COMMANDS.foreign() if name not in self.named)
+
+    def shown(self) -> dict[str, Parser]:
+        """Every command that is installed, with its options; of one that is broken, without."""
+        self.add_foreign()
+        absent = {name for name in COMMANDS.known() if not COMMANDS.is_here(name)}
+        shown = {name: parser for name, parser in self.named.items() if name not in absent}
+        for parser in shown.values():
+            # it says so when it is called
+            with contextlib.suppress(ConfigError):
+                parser.filled()
+        return shown
 
     def add(
         self,
@@ -105,6 +160,7 @@ class Commands:
         *,
         view: bool = False,
         only: bool = False,
+        reads: bool = False,
     ) -> Parser:
         """Add one, for its own options to be added to.
 
@@ -115,11 +171,16 @@ class Commands:
             view: whether it takes the name of a view.
             only: whether that may be left out where the project has one view: of commands that
                 change nothing that is live.
+            reads: whether it runs no model, and so no code of the user's, but for a miss or a
+                text's embedding where one is requested.
         """
-        # an option's beginning would mean another one as soon as there is another that begins so
-        command: Parser = self._parsers.add_parser(
-            name, help=what, description=what, allow_abbrev=False
-        )
+        if name in self.named:
+            # came in by the door, and its options are needed
+            command = self.named[name]
+        else:
+            # an option's beginning would mean another one as soon as another begins so
+            command = self._parsers.add_parser(name, help=what, allow_abbrev=False)
+        command.description = what
         if view:
             optional: dict[str, Any] = (
                 {"nargs": "?", "help": "default: the project's only one"} if only else {}
@@ -132,7 +193,7 @@ class Commands:
         command.flag(
             "--json", "one machine-readable document on stdout, of a refusal too, and nothing else"
         )
-        command.set_defaults(call=call, command=name)
+        command.set_defaults(call=call, command=name, reads=reads)
         self.named[name] = command
         return command
 

@@ -184,11 +184,17 @@ def add(commands: Commands) -> None:
         _drop,
         "end a view: take it out of the online store and the index; lookups find no such view",
         view=True,
+        reads=True,
     )
     drop.flag("--data", "remove its snapshots and reports too, for good")
     drop.flag("--yes", "do not ask")
     drop.flag("--take-over", "though another project publishes it, which is gone")
-    gc = commands.add("gc", _gc, "remove snapshots and files that nothing can reach")
+    gc = commands.add(
+        "gc",
+        _gc,
+        "remove snapshots and files that nothing can reach",
+        reads=True,
+    )
     gc.flag("--dry-run", "only list them")
     gc.option(
         "--forget",
@@ -196,7 +202,13 @@ def add(commands: Commands) -> None:
         "first give up a snapshot whose manifest is damaged: it is never read again",
         nargs=2,
     )
-    pin = commands.add("pin", _pin, "keep a snapshot whatever its age", view=True)
+    pin = commands.add(
+        "pin",
+        _pin,
+        "keep a snapshot whatever its age",
+        view=True,
+        reads=True,
+    )
     pin.option("--snapshot", "N", "which one (default: the live one)", type=int)
     pin.flag("--remove", "remove the pin")
 
@@ -293,8 +305,15 @@ def add_rollback(commands: Commands) -> None:
         "a view's snapshots: when, how many rows, which model, live, bad, pinned",
         view=True,
         only=True,
+        reads=True,
     )
-    commands.add("resume", _resume, "let runs publish again after `rollback --hold`", view=True)
+    commands.add(
+        "resume",
+        _resume,
+        "let runs publish again after `rollback --hold`",
+        view=True,
+        reads=True,
+    )
     reconcile = commands.add(
         "reconcile", _reconcile, "load again what the online store lost of what is live"
     )

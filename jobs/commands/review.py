@@ -38,6 +38,7 @@ def add(commands: Commands) -> None:
         "what happened to a view: its snapshots, runs and moves of the live pointer",
         view=True,
         only=True,
+        reads=True,
     )
     history.option(
         "--limit", "N", f"how many events (default: {SHOWN_EVENTS})", type=int, default=SHOWN_EVENTS
@@ -49,6 +50,7 @@ def add(commands: Commands) -> None:
         " rows",
         view=True,
         only=True,
+        reads=True,
     )
     diff.option(
         "first",
@@ -62,6 +64,7 @@ def add(commands: Commands) -> None:
         "log",
         _log,
         "one run: what it did, stage by stage, its gates, what it rejected, and how it ended",
+        reads=True,
     )
     log.option(
         "run",
@@ -71,7 +74,12 @@ def add(commands: Commands) -> None:
         nargs="?",
     )
     export = commands.add(
-        "export", _export, "the live snapshot as one file, its deltas merged", view=True, only=True
+        "export",
+        _export,
+        "the live snapshot as one file, its deltas merged",
+        view=True,
+        only=True,
+        reads=True,
     )
     export.option(
         "--to", "FILE", "ends with .parquet or .csv (default: VIEW-SNAPSHOT.parquet)", type=Path
@@ -84,6 +92,7 @@ def add(commands: Commands) -> None:
         "one HTML file of a run: stages, rejections, figures beside what is live, a map",
         view=True,
         only=True,
+        reads=True,
     )
     report.option("--run", "RUN", "which (default: the last that did anything)")
     report.option(
@@ -338,7 +347,10 @@ def _report(arguments: argparse.Namespace) -> int:
 def add_status(commands: Commands) -> None:
     """The command ``status``."""
     commands.add(
-        "status", _status, "each view's live snapshot, its age against the TTL, and its last run"
+        "status",
+        _status,
+        "each view's live snapshot, its age against the TTL, and its last run",
+        reads=True,
     )
 
 

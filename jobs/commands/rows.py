@@ -36,12 +36,23 @@ DEADLINE_MS = 60_000
 
 def add(commands: Commands) -> None:
     """The commands ``lookup``, ``search`` and ``explain``."""
-    lookup = commands.add("lookup", _lookup, "look up rows by key, with their freshness", view=True)
+    lookup = commands.add(
+        "lookup",
+        _lookup,
+        "look up rows by key, with their freshness",
+        view=True,
+        reads=True,
+    )
     lookup.option("keys", "KEY", "entity keys; parts of a composite one separated by /", nargs="+")
     lookup.option("--features", "A,B", "only these")
     lookup.flag("--fallback", "load the model and run it for a miss")
     search = commands.add(
-        "search", _search, "the nearest rows of a view's vector index", view=True, only=True
+        "search",
+        _search,
+        "the nearest rows of a view's vector index",
+        view=True,
+        only=True,
+        reads=True,
     )
     what = search.add_mutually_exclusive_group(required=True)
     what.add_argument("--key", help="neighbours of this row")
@@ -68,6 +79,7 @@ def add(commands: Commands) -> None:
         _explain,
         "which run, snapshot, input and model made a row, and what it was before",
         view=True,
+        reads=True,
     )
     explain.option("key", "KEY", "entity key; parts of a composite one separated by /")
 
@@ -291,6 +303,7 @@ def add_training(commands: Commands) -> None:
         "training",
         _training,
         "what a service would have answered at the times of a table's rows: a training set",
+        reads=True,
     )
     training.add_argument("service", metavar="SERVICE")
     training.option(

@@ -546,7 +546,10 @@ def describe_summary(report: Mapping[str, Any]) -> str:
 def add_graph(commands: Commands) -> None:
     """The command ``graph``."""
     graph = commands.add(
-        "graph", _graph, "which views depend on which, by their schedule and by what they read"
+        "graph",
+        _graph,
+        "which views depend on which, by their schedule and by what they read",
+        reads=True,
     )
     graph.option(
         "view", "VIEW", "only these; VIEW+ and +VIEW as of `run` (default: all)", nargs="*"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MEMORY, keys_of, restore_keys
 from tests.faults.harness import FaultScene, changed, recover
+from tests.fixtures import MEMORY, keys_of, restore_keys
 
 ROWS = {key: key * 10 for key in range(200)}
 

@@ -38,7 +38,7 @@ from precompute.jobs.ops.verify import verify
 from precompute.jobs.schedule.scheduler import Reconciler
 from precompute.store.account import checker
 from precompute.store.errors import PrecomputeError
-from tests.conftest import PROCESSES
+from tests.fixtures import PROCESSES
 from tests.scene import Scene
 from tests.server import make_folder, write_numbers
 

@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import POINTS, InjectedError
 from precompute.store.errors import GateError, SnapshotError
-from tests.conftest import MEMORY
 from tests.faults.harness import (
     Child,
     FaultScene,
@@ -32,6 +31,7 @@ from tests.faults.harness import (
     small_chunks,
     state_of,
 )
+from tests.fixtures import MEMORY
 
 ROWS = {key: key * 10 for key in range(24)}
 

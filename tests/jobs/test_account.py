@@ -19,7 +19,7 @@ from precompute.store.account.account import Act, read_account, write_account
 from precompute.store.account.checker import Rounds, check_live, is_due, share_of
 from precompute.store.disk.record import replace
 from precompute.store.errors import PrecomputeError
-from tests.conftest import MakeProject, Prepared
+from tests.fixtures import MakeProject, Prepared
 from tests.scene import Scene
 
 ROWS = 40

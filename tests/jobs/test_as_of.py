@@ -16,7 +16,7 @@ from benchmarks.store_as_of import History
 from precompute.store.history import get_historical_features, read, snapshot_at
 from precompute.store.history.versions import Values
 from precompute.store.times import containing
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -16,7 +16,7 @@ from precompute.jobs.run.judge import audit as audit_module
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.errors import GateError
 from precompute.store.feature_view import Feature, FeatureView
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.jobs.test_tune import LOOSE, TorchDoubler, live_number, torch_model, torch_project
 from tests.scene import Scene
 

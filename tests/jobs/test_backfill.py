@@ -33,7 +33,7 @@ from precompute.store.offline.standing import Standing
 from precompute.store.times import Partition, containing
 from precompute.workers.process import ChildProcess
 from tests import REPOSITORY
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 from tests.server import eventually
 

@@ -16,7 +16,7 @@ from precompute.jobs.run.rows import chunks
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import ModelError, PrecomputeError, RejectedError, RequestError
 from precompute.store.offline.runs import Report
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.models import raised_at
 from tests.scene import Scene
 

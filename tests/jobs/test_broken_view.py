@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from precompute.jobs.cli import main
-from tests.conftest import MakeProject, Prepared
+from tests.fixtures import MakeProject, Prepared
 from tests.jobs.test_cli import INDEXED, ROWS, report_of
 from tests.scene import Scene
 from tests.server import Server

@@ -15,7 +15,7 @@ from precompute.jobs.serve.fallback import ViewFallback
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import ConfigError, RequestError
 from precompute.store.online.miss_cache import MissCacheFile, MissCacheLimits
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 MODEL = """

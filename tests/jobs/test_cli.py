@@ -39,7 +39,7 @@ from precompute.store.offline.snapshot import Verdict
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.times import shown_time
 from tests import REPOSITORY
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.models import Doubler
 from tests.scene import Scene
 

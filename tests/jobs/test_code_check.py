@@ -16,7 +16,7 @@ from precompute.jobs.run.shards.worker import work
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.store.errors import ConfigError, GateError
 from precompute.store.times import Partition
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 MODEL = """

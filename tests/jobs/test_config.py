@@ -24,7 +24,7 @@ from precompute.jobs.config.schedule import (
 from precompute.jobs.config.section import parse_duration, parse_time
 from precompute.jobs.config.view import ViewConfig
 from precompute.store.errors import ConfigError
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "movielens"
 TEXT = {"dtype": "string"}

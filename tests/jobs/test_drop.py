@@ -20,7 +20,7 @@ from precompute.store.errors import ConflictError, RequestError, RowsLostError
 from precompute.store.offline.refs import Refs, run_lease
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.redis import removal
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.jobs.test_run_all import view as doubled
 from tests.scene import Scene
 

@@ -30,7 +30,7 @@ from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Report, Runs
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.times import containing
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 
 DAILY = Schedule("0 2 * * *", "0 2 * * *", "UTC", (), "latest", 3, 60.0, 3600.0)
 AFTER = Schedule("after a, b", None, "UTC", ("a", "b"), "latest", 3, 60.0, 3600.0)

@@ -25,7 +25,7 @@ from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import ConfigError
 from precompute.store.offline.runs import Report
 from precompute.workers.worker_pool import WorkerPool
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.models import Doubler
 from tests.precompute.dying_models import Launching
 from tests.scene import Scene

@@ -15,8 +15,8 @@ import pyarrow as pa
 from demo.__main__ import VIEWS
 from precompute.techniques.row_errors import differing
 from tests import REPOSITORY
-from tests.conftest import MakeProject
 from tests.documents import printed_by
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 WORDS = [

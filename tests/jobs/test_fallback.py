@@ -35,7 +35,7 @@ from precompute.store.online.miss_cache import MissCacheFile, MissCacheLimits, i
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason
 from precompute.store.wire.lookup_options import LookupOptions
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.models import Counting, Doubler
 from tests.scene import Scene, values_of
 from tests.server import eventually

@@ -28,7 +28,7 @@ from precompute.store.offline.part_file import rare_rows
 from precompute.store.offline.row_figures import count
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.view_store import ViewStore
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 HERE = "tests.jobs.test_gates"

@@ -24,7 +24,7 @@ from precompute.store.offline import gc as gc_module
 from precompute.store.offline.gc import Garbage, collect
 from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
 from tests import REPOSITORY
-from tests.conftest import MakeProject, Prepared
+from tests.fixtures import MakeProject, Prepared
 from tests.jobs.test_run_all import view as doubled
 from tests.scene import Scene
 

@@ -22,7 +22,7 @@ from precompute.store.disk.storage import LocalStorage
 from precompute.store.errors import ConfigError
 from precompute.store.offline.iceberg_table import MOST_METADATA, follow, keep_table
 from tests import REPOSITORY
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.jobs.test_serve_all import Corpus
 from tests.object_store import KEYS, ObjectStore
 from tests.scene import Scene

@@ -18,7 +18,7 @@ from precompute.jobs.run.rows import open_model as known_model
 from precompute.models.two_tower import train_two_tower
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.store.errors import ModelError
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 TABLE = pa.table({"id": [1, 2]})

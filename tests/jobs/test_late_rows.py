@@ -13,7 +13,7 @@ import pytest
 import precompute.jobs.run.run_view
 from precompute.store.disk.record import replace
 from precompute.store.times import containing
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.jobs.test_serve_all import DAYS, SQL, Corpus, serving
 
 Captured = pytest.CaptureFixture[str]

@@ -15,7 +15,7 @@ from precompute.jobs.run.rollback import reconcile
 from precompute.store.errors import RequestError, RowsLostError
 from precompute.store.http.app import create_app
 from tests.asgi import call
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 ROWS = [(i, float(i)) for i in range(8)]

@@ -36,7 +36,7 @@ from precompute.store.feature_view import FeatureView
 from precompute.store.offline.runs import Journals, Report
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.standing import Standing
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.jobs.test_run_all import view as doubled
 from tests.models import REFUSED_AT, Doubler
 from tests.scene import Scene

@@ -19,7 +19,7 @@ import pytest
 from precompute.registry import BUILT_IN, load_model
 from precompute.store.errors import ConfigError, ModelError
 from precompute.techniques.row_errors import differing
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 
 ROWS = 40
 

@@ -15,7 +15,7 @@ from precompute.jobs.run import report as notify_module
 from precompute.jobs.run.report import notify
 from precompute.store.errors import GateError, RejectedError, SourceError
 from precompute.store.offline.runs import Report
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 NAMES = ("VIEW", "STATUS", "COMMAND", "RUN", "SNAPSHOT", "EPOCH", "ERROR")

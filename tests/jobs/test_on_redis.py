@@ -7,7 +7,7 @@ from typing import Any
 import redis
 
 from precompute.store.offline.refs import Place
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 UNJUDGED: dict[str, Any] = {

@@ -20,7 +20,7 @@ from precompute.jobs.notebook.open_project import OpenProject
 from precompute.jobs.notebook.rows import Rows
 from precompute.jobs.ops.run_all import Selection, selected
 from tests import REPOSITORY
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 from tests.test_packaging import ABSENT, declared
 

@@ -38,7 +38,7 @@ from precompute.students.student import (
     student_bytes,
 )
 from precompute.students.training import Lesson, Made, Recipe
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.precompute.sentence_models import WORDS, sentence_model
 from tests.scene import Scene
 

@@ -20,7 +20,7 @@ from precompute.store.online.codec import schema_tag
 from precompute.store.online.online_store import Generation, Terms
 from precompute.store.online.table_store import TableStore
 from precompute.store.vectors.vector_index import VectorIndex
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.jobs.test_materialize import interrupted
 from tests.scene import Scene
 

@@ -20,7 +20,7 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import ConfigError, DamagedPointerError
 from precompute.store.feature_view import Definition, FeatureView, ModelUse
 from precompute.store.online.online_store import Pointer
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 FALLBACK = {"fallback": {"enabled": True, "deadline": "20s", "keep": 0, "keep_missing": 0}}

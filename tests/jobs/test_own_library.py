@@ -33,7 +33,7 @@ from precompute.store.feature_view import Feature, FeatureView, LibraryCheck
 from precompute.store.offline.snapshot import Snapshot
 from precompute.techniques.machine import has_bf16
 from tests import library_models
-from tests.conftest import PROCESSES, MakeProject
+from tests.fixtures import PROCESSES, MakeProject
 from tests.jobs.test_models_people_have import CASES as OTHERS
 from tests.jobs.test_models_people_have import Made, texts, view_of
 from tests.scene import Scene

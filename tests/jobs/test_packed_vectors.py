@@ -18,7 +18,7 @@ from precompute.store.http.page.figures import Figures, ViewFigures
 from precompute.store.http.page.page import status_page
 from precompute.store.offline.refs import Place
 from precompute.store.online.row_values import packed_vectors, unpacked_vectors
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 HERE = "tests.jobs.test_packed_vectors"

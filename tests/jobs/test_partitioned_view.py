@@ -21,7 +21,7 @@ from precompute.store.errors import ConfigError, GateError, RejectedError, Sourc
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.times import Partition, containing
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)

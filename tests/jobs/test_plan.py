@@ -23,7 +23,7 @@ from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.errors import PrecomputeError, RejectedError, SnapshotError
 from precompute.store.offline.view_store import ViewStore
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.jobs.test_run_all import view as doubled
 from tests.models import Doubler
 from tests.scene import Scene

@@ -18,7 +18,7 @@ from precompute.store.errors import (
     OnlineStoreError,
     PrecomputeError,
 )
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.models import Doubler
 from tests.scene import Scene
 

@@ -19,7 +19,7 @@ from precompute.jobs.ops import tune as profile_module
 from precompute.jobs.ops.tune import profile
 from precompute.store.errors import ConfigError, SourceError
 from precompute.store.times import containing
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 
 ROWS = [(i, float(i)) for i in range(10)]
 STAGES = ["read", "prepare", "batch", "model", "check", "write"]

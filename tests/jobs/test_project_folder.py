@@ -20,7 +20,7 @@ from precompute.store.errors import ConfigError, SourceError
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.wire.lookup_options import LookupOptions
 from precompute.workers.process import ChildProcess
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.models import Doubler
 from tests.scene import Scene
 

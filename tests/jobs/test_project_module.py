@@ -19,7 +19,7 @@ from precompute import registry
 from precompute.model import digest, plain_name
 from precompute.registry import import_module, load_model, module_exists
 from precompute.store.errors import ConfigError, ModelError
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 MODEL = """

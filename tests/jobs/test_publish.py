@@ -32,7 +32,7 @@ from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.kernels import Rows
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.vectors.vector_index import VectorIndex
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.jobs.test_overlay import UNJUDGED
 from tests.memory_store import MemoryStore
 from tests.online import batch_of

@@ -32,7 +32,7 @@ from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import OnlineStore
-from tests.conftest import MakeProject, Prepared
+from tests.fixtures import MakeProject, Prepared
 from tests.scene import Scene
 
 ROWS = [(i, float(i)) for i in range(40)]

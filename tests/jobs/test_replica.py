@@ -42,7 +42,7 @@ from precompute.store.errors import (
 from precompute.store.http.app import create_app
 from precompute.store.online.online_store import OnlineStore
 from tests.asgi import call
-from tests.conftest import MakeProject, write_project
+from tests.fixtures import MakeProject, write_project
 from tests.memory_store import MemoryStore
 from tests.object_store import ObjectStore, host, project_on
 from tests.scene import Scene

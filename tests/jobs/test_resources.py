@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.store.errors import UnreadableError
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES, errno.EAGAIN])

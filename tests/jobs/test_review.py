@@ -22,7 +22,7 @@ from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.http.page.figures import REPORT, ViewFigures, graph, report_path
 from precompute.techniques.row_errors import MOST
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.models import Doubler
 from tests.scene import Scene
 from tests.store.test_page import DETAILS, Parsed, harmless, report

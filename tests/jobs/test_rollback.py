@@ -21,7 +21,7 @@ from precompute.store.disk.lease import Lease, take
 from precompute.store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.times import containing
-from tests.conftest import MakeProject, Prepared
+from tests.fixtures import MakeProject, Prepared
 from tests.scene import Scene
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}, "gates": {"rows": None}}

@@ -13,7 +13,7 @@ from precompute.store.errors import GateError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.times import containing
-from tests.conftest import MakeProject, Prepared
+from tests.fixtures import MakeProject, Prepared
 from tests.scene import Scene
 
 GATES = dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved"))

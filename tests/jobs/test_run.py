@@ -35,7 +35,7 @@ from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Journals
 from precompute.store.times import containing
 from tests import REPOSITORY
-from tests.conftest import MakeProject, Prepared
+from tests.fixtures import MakeProject, Prepared
 from tests.scene import Scene
 
 KEYS = (1, 2, 3, 4, 5)

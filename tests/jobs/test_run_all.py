@@ -22,7 +22,7 @@ from precompute.store.disk.lease import take
 from precompute.store.offline.refs import run_lease
 from precompute.store.times import shown_time
 from precompute.workers.process import ChildProcess
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 ROWS = [(1, 1.0), (2, 2.0), (3, 3.0)]

@@ -27,7 +27,7 @@ from precompute.jobs.schedule.scheduler import Scheduler
 from precompute.store.disk.lease import holder, is_held
 from precompute.store.times import iso
 from tests import REPOSITORY
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 from tests.server import eventually, state
 

@@ -29,7 +29,7 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.app import create_app
 from precompute.store.wire.lookup_options import CacheControl, LookupOptions
 from tests.asgi import call
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 HERE = "tests.jobs.test_semantic_cache"

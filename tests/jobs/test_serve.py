@@ -27,7 +27,7 @@ from precompute.store.online.redis.redis_store import KNOWN_S
 from precompute.store.wire import bodies
 from tests import REPOSITORY
 from tests.asgi import call
-from tests.conftest import redis_binary
+from tests.fixtures import redis_binary
 from tests.redis_process import RedisProcess, free_port
 from tests.server import Server, eventually, make_folder, read_reply, slow, write_numbers
 

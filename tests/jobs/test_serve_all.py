@@ -21,7 +21,7 @@ from precompute.store.history import explain, get_historical_features, read
 from precompute.store.offline.gc import collect
 from precompute.store.offline.runs import Report
 from precompute.store.times import containing
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)

@@ -36,7 +36,7 @@ from precompute.store.errors import (
 from precompute.store.offline.gc import collect
 from precompute.store.times import containing
 from tests import REPOSITORY
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.models import Doubler
 from tests.scene import Scene
 

@@ -20,7 +20,7 @@ from precompute.jobs.run.shards import worker as worker_module
 from precompute.jobs.run.shards.worker import WorkSummary, work
 from precompute.store.errors import ConfigError
 from precompute.store.offline.runs import Report
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.models import Doubler
 from tests.object_store import ObjectStore
 from tests.scene import Scene

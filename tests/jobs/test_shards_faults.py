@@ -33,8 +33,8 @@ from precompute.store.errors import (
 )
 from precompute.store.offline.gc import collect
 from precompute.store.offline.runs import Finished, Journals
-from tests.conftest import MakeProject
 from tests.faults.harness import small_chunks
+from tests.fixtures import MakeProject
 from tests.jobs.test_shards import (
     ROWS,
     Workers,

@@ -10,7 +10,7 @@ import pytest
 
 from precompute.jobs.commands.operations import describe_snapshots
 from precompute.jobs.ops.retention import list_snapshots
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 ROWS = 40

@@ -13,7 +13,7 @@ import pytest
 from precompute.sources.source import Source
 from precompute.store.offline.runs import Report
 from precompute.store.times import iso
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.jobs.test_run_all import view as doubled
 from tests.scene import Scene
 

@@ -46,7 +46,7 @@ from precompute.students.student import (
     student_bytes,
 )
 from tests.angles import Exact, angles
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.jobs.test_tune import LOOSE, expected, torch_model, torch_project
 from tests.jobs.test_warmer import Models
 from tests.scene import Scene

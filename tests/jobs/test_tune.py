@@ -44,7 +44,7 @@ from precompute.techniques.accuracy import compare
 from precompute.techniques.conversion import PROOF_ROWS, proof_rows
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import technique
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene, values_of
 
 HERE = "tests.jobs.test_tune"
@@ -100,7 +100,7 @@ def torch_project(
     view: dict[str, Any] | None = None,
     **options: Any,
 ) -> Scene:
-    """:func:`tests.conftest.make_project` with :class:`TorchDoubler` in the place of the arithmetic
+    """:func:`tests.fixtures.make_project` with :class:`TorchDoubler` in the place of the arithmetic
     model; ``view`` may hold ``precision``, ``backend`` and ``concurrent``."""
     view = dict(view or {})
     chosen = {key: view.pop(key) for key in ("precision", "backend", "concurrent") if key in view}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import MakeProject
 from tests.documents import PRECOMPUTE
+from tests.fixtures import MakeProject
 
 MODEL = """
 import sys

@@ -23,7 +23,7 @@ from precompute.jobs.setup import doctor
 from precompute.jobs.setup.doctor import Line, examine
 from precompute.jobs.setup.validate import validate
 from precompute.store.online import kernels
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 Captured = pytest.CaptureFixture[str]

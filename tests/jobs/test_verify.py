@@ -23,7 +23,7 @@ from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.table_file import TableWriter
 from precompute.store.online.url import open_online_store
-from tests.conftest import MakeProject, Prepared
+from tests.fixtures import MakeProject, Prepared
 from tests.online import batch_of, put_into_redis
 from tests.scene import Scene
 

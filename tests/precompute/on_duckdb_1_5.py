@@ -24,7 +24,7 @@ from precompute.sources.database import hash_kind
 from precompute.sources.session import Setup
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, PrecomputeError, SourceError
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.object_store import ObjectStore
 from tests.scene import Scene
 

@@ -22,7 +22,7 @@ from precompute.sources.source import Source
 from precompute.store.disk import remote_files
 from precompute.store.disk.remote_files import RemoteFileError, RemoteFiles
 from precompute.store.errors import ConfigError, MissingFileError, SourceError
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.object_store import ObjectStore
 from tests.scene import Scene
 

@@ -27,7 +27,7 @@ from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import technique
 from precompute.text.sentence_folder import DOCUMENTS
 from precompute.text.transformer import DECODERS, ENCODERS
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.precompute.sentence_models import (
     SHAPES,
     SentenceTransformer,

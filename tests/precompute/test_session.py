@@ -14,7 +14,7 @@ import pytest
 from precompute.sources.session import Setup
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, PrecomputeError, SourceError
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from precompute.store.errors import SnapshotError
 from precompute.store.history.changes import Changes
 from precompute.store.keys import key_column, key_text
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.scene import Scene
 
 Rows = Mapping[Any, float]

@@ -32,7 +32,7 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.times import as_us, containing
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 
 FEATURES = (
     Feature("double", "float64"),

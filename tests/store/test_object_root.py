@@ -34,7 +34,7 @@ from precompute.store.errors import (
 from precompute.store.offline.gc import collect
 from precompute.store.offline.runs import NAME as JOURNAL
 from tests import REPOSITORY
-from tests.conftest import MakeProject
+from tests.fixtures import MakeProject
 from tests.object_store import VIEW, ObjectStore, Request, project_on
 from tests.scene import Scene
 

@@ -1,4 +1,4 @@
-"""Capacity: what a view takes at another number of rows: seconds, CPU and GPU hours, bytes, memory
+"""Plan: what a view takes at another number of rows: seconds, CPU and GPU hours, bytes, memory
 and money, each a + b · rows, fitted to the view's own runs; and what would not fit.
 
 CPU seconds are fitted stage by stage, since elapsed time says as much of a machine's other work.

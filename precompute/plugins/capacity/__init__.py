@@ -1,0 +1,1 @@
+"""Capacity plan: what a view takes at another number of rows, fitted to its own runs."""

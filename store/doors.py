@@ -1,0 +1,180 @@
+"""Doors: every extension point on one page. A door is opened by a name that a user writes, and
+leads to the power that has it: a folder ``precompute/plugins/<power>``, or the installed package of
+somebody else, which names its own as entry points of ``precompute.plugins``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache, cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from precompute.store.errors import ConfigError, nearest_or_all
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+T = TypeVar("T")
+
+
+class Way(NamedTuple):
+    """Where a name leads."""
+
+    power: str
+    """The folder in ``precompute/plugins``."""
+    target: str
+    """``module:attribute``, of the folder's module."""
+    what: str = ""
+    """A line for people."""
+    extra: str = ""
+    """What is installed for it beside the engine: ``pip install 'precompute-store[extra]'``."""
+
+
+KNOWN: Mapping[str, Mapping[str, Way]] = {
+    "command": {
+        "plan": Way(
+            "capacity",
+            "command:add",
+            "what a view takes at another number of rows: time, CPU and GPU hours, bytes, memory"
+            " and money, fitted to its own runs; what will not fit is said first",
+        ),
+    },
+}
+"""Door → the name that a user writes → where it leads."""
+
+GROUP = "precompute.plugins"
+"""Of the entry points of other packages; each is named ``<door>.<name>``, as ``command.hello``."""
+
+FOLDER = Path(__file__).parents[1] / "plugins"
+"""``precompute/plugins``: this file lies in ``precompute/store``, by a link or as installed."""
+
+
+class Door(Generic[T]):
+    """One kind of extension, ``T`` being its contract. Nothing is imported before :meth:`open`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """As :data:`KNOWN` and entry points have it, such as ``command``."""
+        self._known = KNOWN[name]
+
+    @cached_property
+    def _foreign(self) -> dict[str, EntryPoint]:
+        if not _may_have_foreign():
+            return {}
+        from importlib.metadata import entry_points
+
+        own = f"{self.name.replace(' ', '-')}."
+        return {
+            point.name.removeprefix(own): point
+            for point in entry_points(group=GROUP)
+            if point.name.startswith(own)
+        }
+
+    def known(self) -> Iterator[str]:
+        """The names of this door that are ours, whether their folders are there or not."""
+        return iter(self._known)
+
+    def foreign(self) -> Iterator[str]:
+        """The names that other packages have."""
+        return (name for name in self._foreign if name not in self._known)
+
+    def has(self, name: str) -> bool:
+        """Whether a name is this door's, here or not."""
+        return name in self._known or name in self._foreign
+
+    def is_here(self, name: str) -> bool:
+        """Whether what a name of this door leads to is installed: a look at a folder."""
+        way = self._known.get(name)
+        return name in self._foreign if way is None else _is_here(way)
+
+    def what(self, name: str) -> str:
+        """A line for people about a name of this door."""
+        if name in self._known:
+            return self._known[name].what
+        distribution = self._foreign[name].dist
+        return f"of {distribution.name if distribution is not None else 'another package'}"
+
+    def absence(self, name: str) -> str:
+        """What is said to whoever names what is not here: one line."""
+        way = self._known[name]
+        return (
+            f"{self.name} {name!r} comes with the plug-in {way.power}, which is not installed here"
+            f" (no folder {os.path.join('precompute', 'plugins', way.power)}): install"
+            f" precompute-store with it, or do without {name!r}"
+        )
+
+    def open(self, name: str) -> T:
+        """What a name leads to, imported.
+
+        Raises:
+            ConfigError: no name of this door, its folder is not there, or what it needs is not
+                installed; a package of others fails while it is imported.
+        """
+        way = self._known.get(name)
+        if way is None:
+            return self._opened_foreign(name)
+        if not _is_here(way):
+            raise ConfigError(self.absence(name))
+        module, _, attribute = way.target.partition(":")
+        try:
+            found: T = getattr(import_module(f"{GROUP}.{way.power}.{module}"), attribute)
+        except ModuleNotFoundError as exc:
+            if not way.extra or (exc.name or "").partition(".")[0] == "precompute":
+                raise
+            raise ConfigError(
+                f"{self.name} {name!r} needs {exc.name}, which is not installed: pip install"
+                f" 'precompute-store[{way.extra}]'"
+            ) from exc
+        return found
+
+    def _opened_foreign(self, name: str) -> T:
+        point = self._foreign.get(name)
+        if point is None:
+            near = nearest_or_all(name, [*self._known, *self._foreign])
+            raise ConfigError(f"no {self.name} {name!r}{near}")
+        try:
+            found: T = point.load()
+        except Exception as exc:
+            raise ConfigError(
+                f"{self.name} {name!r} of {point.value} cannot be loaded: {type(exc).__name__}:"
+                f" {exc}; mend that package, or take it out"
+            ) from exc
+        return found
+
+    def all(self) -> Iterator[tuple[str, T]]:
+        """Every name whose power is here, and what it leads to."""
+        for name in (*self.known(), *self.foreign()):
+            if self.is_here(name):
+                yield name, self.open(name)
+
+
+@cache
+def _may_have_foreign() -> bool:
+    """Whether an installed distribution names our group. To import ``importlib.metadata`` and parse
+    them all took 60 ms with 195 of them, to look for the word in their files 3 ms."""
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")
+        except NotADirectoryError:
+            return True  # a ZIP archive
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info")):
+                with suppress(OSError), open(Path(folder, name, "entry_points.txt"), "rb") as file:
+                    if GROUP.encode() in file.read():
+                        return True
+    return False
+
+
+def _is_here(way: Way) -> bool:
+    # a folder of nothing but what was compiled once is none
+    return (FOLDER / way.power / "__init__.py").is_file()
+
+
+COMMANDS: Door[Callable[[Any], None]] = Door("command")
+"""A word after ``precompute`` → ``add(commands)``, which adds the one command of this name."""
