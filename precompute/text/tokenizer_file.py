@@ -186,6 +186,13 @@ def check_tokenizer_settings(folder: Path, tokenizer: Tokenizer, use: str) -> No
         if file.is_file():
             content = read_json(file, use, dict)
             known.check(content, file, use)
+            longest = content.get("model_max_length")
+            # 1e30 for none
+            if type(longest) not in (int, type(None)) and longest != 1e30:
+                raise ModelError(
+                    f"{use}: {file} is damaged: model_max_length is {str(longest)[:80]!r}, not an"
+                    " int"
+                )
             if "truncation_side" in content:
                 side, where = content["truncation_side"], f"{file}: truncation_side"
     # transformers takes that of tokenizer.json where its own file names none
