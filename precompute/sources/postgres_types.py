@@ -233,7 +233,7 @@ def _exact_query(
 
 def _guarded(column: str, is_nan: str, kind: str) -> str:
     """SQL of Postgres: the column, which is no number where it has a NaN, so that the query ends
-    with the words of :data:`precompute.sources.database.NAN`."""
+    with the words of :data:`precompute.sources.database.NAN_BEGINS`."""
     name, numeric = quoted(column), kind.replace("DECIMAL", "numeric")
     words = literal(f"{NAN_BEGINS}{column!r}{NAN_ENDS}")
     return (
