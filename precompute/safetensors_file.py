@@ -70,12 +70,14 @@ SAFETENSORS = KnownKeys(
 """What holds for the weights of every model here, before their names are looked at."""
 
 
-def check_floats(file: Path, known: KnownKeys, use: str, integers: Collection[str] = ()) -> None:
+def check_floats(
+    file: Path, known: KnownKeys, use: str, integers: Mapping[str, Collection[str]] = {}
+) -> None:
     """Refuse tensors that are scales or no floats, by the file's head alone.
 
     Args:
         known: names of its tensors; one that it calls harmless may have any dtype.
-        integers: names of tensors that are integers in this format.
+        integers: name → dtypes, of tensors that may be integers in this format.
 
     Raises:
         ConfigError: names the tensor and the remedy.
@@ -83,13 +85,13 @@ def check_floats(file: Path, known: KnownKeys, use: str, integers: Collection[st
     """
     for name, dtype in _dtypes(file, use).items():
         known.refuse(name, file, use)
-        allowed = (*FLOATS, *INTEGERS) if name in integers else FLOATS
+        allowed = (*FLOATS, *integers.get(name, ()))
         if dtype not in allowed and known.why_harmless(name) is None:
             raise ConfigError(f"{use}: {file}: {name} is {dtype}, not a float: {DEQUANTIZE}")
 
 
 def read_tensors(
-    file: Path, known: KnownKeys, use: str, integers: Collection[str] = ()
+    file: Path, known: KnownKeys, use: str, integers: Mapping[str, Collection[str]] = {}
 ) -> dict[str, torch.Tensor]:
     """The tensors of a file, on the CPU, without those that are harmless; see
     :func:`check_floats`.

@@ -26,7 +26,7 @@ from precompute.model import Features, OwnLibrary, Prepared, digest, resolve_pat
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.registry import described
-from precompute.safetensors_file import SCALES, read_tensors, tensor_names
+from precompute.safetensors_file import INTEGERS, SCALES, read_tensors, tensor_names
 from precompute.store.errors import ConfigError, ModelError
 from precompute.text.sentence_folder import (
     SETTINGS_FILE,
@@ -276,7 +276,8 @@ def _read(folder: Path) -> _Folder:
     windows = "table" in tensor_names(files["model.safetensors"], _USE)
     known = WINDOW_TENSORS if windows else MODEL2VEC_TENSORS
     # whole numbers of 8 bits are what model2vec's own quantizing leaves, and what it computes with
-    tensors = read_tensors(files["model.safetensors"], known, _USE, ("mapping", "embeddings"))
+    integers = {"mapping": INTEGERS, "embeddings": ("I8",)}
+    tensors = read_tensors(files["model.safetensors"], known, _USE, integers)
     tokenizer = read_tokenizer(files["tokenizer.json"], _USE)
     table = _table(tensors, "table" if windows else "embeddings", tokenizer, exactly=not windows)
     longest, normalize = config.get("max_length", MAX_LENGTH), config.get("normalize", False)
@@ -308,7 +309,7 @@ def _of_sentence_transformers(folder: Path) -> _Folder:
     no_settings(folder, _USE)
     for name, place in modules[1:]:
         read_layer(name, place, _USE)
-    tensors = read_tensors(files["model.safetensors"], STATIC_TENSORS, _USE, ("mapping",))
+    tensors = read_tensors(files["model.safetensors"], STATIC_TENSORS, _USE, {"mapping": INTEGERS})
     name = "embedding.weight" if "embedding.weight" in tensors else "embeddings"
     if name == "embedding.weight" and len(tensors) > 1:
         raise ValueError(f"it has two tables: {', '.join(sorted(tensors))}")

@@ -259,6 +259,12 @@ _LINE = re.compile(
 )
 """What DuckDB says of a line of a CSV with more or fewer values than others."""
 
+NAN_BEGINS = ": a value of Postgres' column "
+NAN_ENDS = " that has a NaN, of which DuckDB makes 0"
+"""What stands around a column's name in the error that Postgres is made to raise."""
+
+_NAN = re.compile(rf"[^']({re.escape(NAN_BEGINS)})(.+?){re.escape(NAN_ENDS)}")
+
 NO_SETUP = Setup()
 
 
@@ -667,6 +673,12 @@ def _translated() -> Iterator[None]:
             )
         raise SourceError(f"the source has unreadable data: {first_line(exc)}{hint}") from exc
     except duckdb.Error as exc:
+        # as a value, and not as the text in the query that is quoted
+        if nan := _NAN.search(str(exc)):
+            raise SourceError(
+                f"column {nan[2]} of postgres_query(…) has a NaN, of which DuckDB makes 0: leave"
+                " such rows out in its query, or write ::float8 or ::text after the column there"
+            ) from exc
         # what our own file system raised, in its words
         if remote := re.search(r"(RemoteFileError|FileNotFoundError): (.+)", str(exc)):
             is_there = remote[1] == "RemoteFileError"

@@ -17,7 +17,7 @@ from precompute.sources.file_names import is_remote
 from precompute.sources.hive_types import hive_types
 from precompute.sources.json_types import JsonTypes
 from precompute.sources.parquet_types import ParquetTypes
-from precompute.sources.postgres_types import check_postgres
+from precompute.sources.postgres_types import NumericTable, exact_postgres
 from precompute.sources.reader_call import (
     CSV,
     JSON,
@@ -51,12 +51,19 @@ class ExactTypes:
     Args:
         database: runs the SQL.
         calls: the readers.
+        numerics: the tables of Postgres that have some.
     """
 
-    def __init__(self, database: Database, calls: Sequence[ReaderCall] = ()) -> None:
+    def __init__(
+        self,
+        database: Database,
+        calls: Sequence[ReaderCall] = (),
+        numerics: Sequence[NumericTable] = (),
+    ) -> None:
         self.types = list[Types]()
         """Of each reader."""
         self._database, self._calls, self._lock = database, calls, threading.Lock()
+        self._numerics = numerics
         self._stamps = self._now()
 
     def mixed(self) -> set[str]:
@@ -80,6 +87,16 @@ class ExactTypes:
                         self._prove_folders(call, files)
                     self._stamps = now
                     self.check_same()
+
+    def check_values(self) -> None:
+        """See that no value that was read is one of which DuckDB makes another, which takes a scan
+        of each table of Postgres with numerics, and none of what else is read.
+
+        Raises:
+            SourceError: one is.
+        """
+        for table in self._numerics:
+            table.check(self._database)
 
     def check_same(self) -> None:
         """See that the files are as they were when their types were found.
@@ -127,11 +144,11 @@ def exact_statement(
             type that the SQL gives it, or a column of Postgres that would be changed.
     """
     tree = database.syntax_tree(sql)
-    check_postgres(database, tree)
+    changed, numerics = exact_postgres(database, tree, parameters)
     written = list(reader_calls(database, tree, parameters))
     calls = [with_folders(database, call) for _, call in written]
-    exact = ExactTypes(database, calls)
-    names, changed = named_columns(tree), False
+    exact = ExactTypes(database, calls, numerics)
+    names = named_columns(tree)
     for (node, as_written), call in zip(written, calls, strict=True):
         types: Types = _OF_FORMAT[call.format](database, call, names)
         exact.types.append(types)

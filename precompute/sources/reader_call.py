@@ -185,7 +185,7 @@ def _call_of(
         if expression.get("type") == "COMPARE_EQUAL":
             option = ".".join(expression["left"].get("column_names", []))
             expression = expression["right"]
-        value = _value(database, tree, expression, parameters)
+        value = value_of(database, tree, expression, parameters)
         if not option:
             found = value if isinstance(value, list) else [value]
             files += tuple(str(file) for file in found if file is not None)
@@ -197,12 +197,17 @@ def _call_of(
     return ReaderCall(name, files, options)
 
 
-def _value(
+def value_of(
     database: Database,
     tree: Any,
     expression: Any,
     parameters: Callable[[str], Mapping[str, Any]],
 ) -> Any:
+    """The value of an argument in a syntax tree.
+
+    Raises:
+        ConfigError: it cannot be known from the SQL.
+    """
     alone = copy.deepcopy(tree)
     node = database.syntax_tree("SELECT NULL")["statements"][0]["node"]
     alone["statements"][0]["node"] = node | {"select_list": [expression | {"alias": ""}]}

@@ -288,6 +288,7 @@ class Source:
             # each thread decodes a row group of its own, and sorts or joins what it has of it
             self.database.fit(memory_mb=self.database.memory_mb, threads=1, prefetch=False)
             self._read_all()
+        self._exact.check_values()
         self._exact.check_same()
         if within is not None:
             self._check_within(within)
@@ -767,6 +768,7 @@ class Source:
         """
         absolute, _, exact = self._absolute(sql)
         found = self.database.query(absolute, self._taken(absolute))
+        exact.check_values()
         exact.check_same()
         return found
 

@@ -166,13 +166,18 @@ def _lost(given: Any, written: Any, at: str = "") -> Iterator[tuple[str, Any]]:
             yield from _lost(value, again, f"{at}{number}.")
 
 
-def check_tokenizer_settings(folder: Path, use: str) -> None:
-    """Refuse what is not known in the files beside a ``tokenizer.json``.
+def check_tokenizer_settings(folder: Path, tokenizer: Tokenizer, use: str) -> None:
+    """Refuse what is not known in the files beside a ``tokenizer.json``, and a side to cut at that
+    is not followed.
+
+    Args:
+        tokenizer: what :func:`read_tokenizer` made of it.
 
     Raises:
         ConfigError: names the file, the key and the remedy.
         ModelError: a file is damaged.
     """
+    side, where = None, ""
     for name, known in (
         ("tokenizer_config.json", TOKENIZER_CONFIG),
         ("special_tokens_map.json", SPECIAL_TOKENS),
@@ -181,8 +186,21 @@ def check_tokenizer_settings(folder: Path, use: str) -> None:
         if file.is_file():
             content = read_json(file, use, dict)
             known.check(content, file, use)
-            if content.get("truncation_side", "right") != "right":
-                raise ConfigError(
-                    f"{use}: {file}: truncation_side is {content['truncation_side']}; only right"
-                    " is understood"
+            longest = content.get("model_max_length")
+            # 1e30 for none
+            if type(longest) not in (int, type(None)) and longest != 1e30:
+                raise ModelError(
+                    f"{use}: {file} is damaged: model_max_length is {str(longest)[:80]!r}, not an"
+                    " int"
                 )
+            if "truncation_side" in content:
+                side, where = content["truncation_side"], f"{file}: truncation_side"
+    # transformers takes that of tokenizer.json where its own file names none
+    if not where and tokenizer.truncation is not None:
+        side = tokenizer.truncation["direction"].lower()
+        where = f"{folder / 'tokenizer.json'}: truncation.direction"
+    if side not in (None, "right"):
+        raise ConfigError(
+            f"{use}: {where} is {side}; only right is understood: set it to right where texts that"
+            " are too long may lose their end"
+        )

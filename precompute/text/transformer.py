@@ -230,8 +230,8 @@ def _loaded(
     folder: Path, use: str, load: Callable[[Path], tuple[Any, Any, list[str]]]
 ) -> tuple[Any, Any]:
     # transformers makes up one from other files when this is damaged
-    read_tokenizer(folder / "tokenizer.json", use)
-    check_tokenizer_settings(folder, use)
+    written = read_tokenizer(folder / "tokenizer.json", use)
+    check_tokenizer_settings(folder, written, use)
     try:
         tokenizer, transformer, missing = load(folder)
     except PrecomputeError:

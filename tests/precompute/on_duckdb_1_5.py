@@ -171,14 +171,24 @@ def test_a_key_of_text_is_looked_up_by_the_database(shop: Postgres, tmp_path: Pa
     assert '"name" = \'item 3\' COLLATE "C"' in (shop.folder / "log").read_text(errors="replace")
 
 
+TYPES = (
+    "DROP TABLE IF EXISTS typed; DROP TYPE IF EXISTS pair, priced; DROP DOMAIN IF EXISTS price,"
+    " paid; CREATE DOMAIN price AS NUMERIC; CREATE DOMAIN paid AS NUMERIC(9,2); CREATE TYPE pair AS"
+    " (a INT, b NUMERIC); CREATE TYPE priced AS (name TEXT, b NUMERIC(9,2))"
+)
+
 OF_POSTGRES: dict[str, tuple[str, str, str, Any]] = {
     # type, value, DuckDB's type and the value as text; or the type that is refused
     "digits": ("NUMERIC(20,4)", "1234.5678", "DECIMAL(20,4)", "1234.5678"),
     "numeric": ("NUMERIC", "12345678901234567.12", "", "numeric"),
     "45 digits": ("NUMERIC(45,2)", "1", "", r"numeric\(45,2\)"),
     "hundreds": ("NUMERIC(3,-2)", "12300", "", r"numeric\(3,-2\)"),
-    "numerics": ("NUMERIC[]", "'{1.5}'", "", r"numeric\[\]"),
+    "more digits than there are": ("NUMERIC(3,5)", "0.00123", "", r"numeric\(3,5\)"),
+    "numerics": ("NUMERIC[]", "'{1.5}'", "", "numeric"),
+    "digits of a field": ("priced", "'(a,2.5)'", "", r"numeric\(9,2\)"),
     "a composite": ("pair", "'(1,2.5)'", "", "numeric"),
+    "composites": ("pair[]", "ARRAY['(1,2.5)'::pair]", "", "numeric"),
+    "a domain": ("price", "1234567890123456789.5", "VARCHAR", "1234567890123456789.5"),
     "a zone": (
         *("TIMESTAMPTZ", "'2026-01-01 00:00:00.123456+02'"),
         *("TIMESTAMP WITH TIME ZONE", "2025-12-31 22:00:00.123456+00"),
@@ -200,8 +210,7 @@ def test_a_type_of_postgres_is_read_as_it_is_or_refused(
 ) -> None:
     kind, value, wanted, text = OF_POSTGRES[what]
     shop.sql(
-        "DROP TABLE IF EXISTS typed; DROP TYPE IF EXISTS pair; CREATE TYPE pair AS (a INT, b"
-        f" NUMERIC); CREATE TABLE typed (id INT, v {kind}); INSERT INTO typed VALUES (1, {value})"
+        f"{TYPES}; CREATE TABLE typed (id INT, v {kind}); INSERT INTO typed VALUES (1, {value})"
     )
     sql = "SELECT id, v FROM shop.public.typed"
     if wanted:
@@ -210,9 +219,10 @@ def test_a_type_of_postgres_is_read_as_it_is_or_refused(
             found = source.database.query("SELECT v::VARCHAR AS v FROM input").to_pylist()
             assert (source._types["v"], found) == (wanted, [{"v": text}])
         return
-    for name in ("shop.public.typed", "shop.typed"):
+    for name in ("shop.public.typed", "shop.typed", "SHOP.Public.TYPED"):
         with pytest.raises(
-            SourceError, match=rf"column 'v' of {name} is {text} in Postgres, .*floats: .*v::text"
+            SourceError,
+            match=rf"column 'v' of shop.public.typed is {text} in Postgres, .*floats: .*v::text",
         ):
             opened(f"SELECT id, v FROM {name}", tmp_path, *SHOP)
     # what is not named is not read, and a text has all digits
@@ -221,6 +231,93 @@ def test_a_type_of_postgres_is_read_as_it_is_or_refused(
     with opened(exact, tmp_path, *SHOP) as source:
         source.load()
         assert source._types["v"] == "VARCHAR"
+
+
+@pytest.mark.parametrize(
+    ("query", "refused"),
+    [
+        ("SELECT 1 AS id, 0.1::numeric AS v", True),
+        ("SELECT 1 AS id, 0.1::numeric(45,2) AS v", True),
+        ("SELECT 1 AS id, 0.1::numeric(3,-2) AS v", True),
+        ("SELECT 1 AS id, 0.00123::numeric(3,5) AS v", True),
+        ("SELECT 1 AS id, sum(n) AS v FROM generate_series(1::numeric(9,2), 3) n;", True),
+        ("WITH a AS (SELECT 1 AS id) SELECT id, ARRAY[0.1] AS v FROM a ORDER BY id", True),
+        ("SELECT 1 AS id, 0.1::price AS v", True),
+        ("SELECT 1 AS id, '0.1'::float8 AS v, ARRAY[0.1::float8] AS w", False),
+        ("SELECT 1 AS id, 'NaN'::float8 AS v", False),
+        ('SELECT 1 AS id, (1, 0.1)::pair AS v, \'it\'\'s\' AS "Ein ""Wort"""', False),
+        ("VALUES (1, 2)", False),
+    ],
+)
+def test_a_query_of_postgres_yields_digits_or_is_refused(
+    query: str, refused: bool, shop: Postgres, tmp_path: Path
+) -> None:
+    shop.sql(TYPES)
+    text = query.replace("'", "''")
+    sql = f"SELECT * FROM postgres_query('shop', '{text}') AS q"
+    sql = sql.replace("*", "column1 AS id, column2 AS v") if "VALUES" in query else sql
+    if refused:
+        with pytest.raises(
+            SourceError,
+            match=r"column 'v' of postgres_query\('shop', …\) is a numeric .*\"v\"::text",
+        ):
+            opened(sql, tmp_path, *SHOP)
+        # a text put together, and a column that is not read
+        halves = f"'{text[:9]}' || '{text[9:]}'"
+        opened(f"SELECT id FROM postgres_query('shop', {halves})", tmp_path, *SHOP).close()
+    else:
+        with opened(sql, tmp_path, *SHOP) as source:
+            assert source.load() == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text", "nan"),
+    [
+        ("NUMERIC(9,2)", "1.5", "1.50", "'NaN'"),
+        ("NUMERIC(38,30)", "1.5", "1.5".ljust(32, "0"), "'NaN'"),
+        ("NUMERIC(9,2)[]", "'{1.5,null}'", "[1.50, NULL]", "'{1,NaN}'"),
+        ("paid", "1.5", "1.50", "'NaN'"),
+    ],
+)
+def test_a_nan_of_postgres_is_no_0(
+    kind: str, value: str, text: str, nan: str, shop: Postgres, tmp_path: Path
+) -> None:
+    shop.sql(
+        f'{TYPES}; CREATE TABLE typed (id INT, v {kind}, "it\'s" INT); INSERT INTO typed VALUES (1,'
+        f" {value}, 1), (2, NULL, 2)"
+    )
+    table = "SELECT id, v FROM shop.typed"
+    query = "SELECT id, v FROM postgres_query('shop', 'SELECT * FROM typed ORDER BY id;') AS p"
+    values = "SELECT v::VARCHAR AS v FROM input ORDER BY id"
+    for sql in (table, query):
+        with opened(sql, tmp_path, *SHOP) as source:
+            source.load()
+            assert source.database.query(values).to_pylist() == [{"v": text}, {"v": None}]
+    shop.sql(f"INSERT INTO typed VALUES (3, {nan}, 3)")
+    for sql in (table, query):
+        if kind == "paid" and sql == table:
+            # a text
+            with opened(sql, tmp_path, *SHOP) as source:
+                source.load()
+                assert source.database.query(values).to_pylist()[2] == {"v": "NaN"}
+            continue
+        place = "shop.public.typed" if sql == table else r"postgres_query\(…\)"
+        message = f"column 'v' of {place} has a NaN.*::float8"
+        with opened(sql, tmp_path, *SHOP) as source, pytest.raises(SourceError, match=message):
+            source.load()
+        one = opened("SELECT 1 AS id", tmp_path, *SHOP)
+        with one as source, pytest.raises(SourceError, match=message):
+            source.table(sql)
+        # of a column that is not read
+        with opened(sql.replace(", v", ', "it\'s"'), tmp_path, *SHOP) as source:
+            assert source.load() == 3
+
+
+def test_a_table_that_a_search_path_finds_is_looked_at(shop: Postgres, tmp_path: Path) -> None:
+    shop.sql(f"{TYPES}; CREATE TABLE typed (id INT, v NUMERIC)")
+    for name in ("typed", "public.typed"):
+        with pytest.raises(SourceError, match=r"column 'v' of shop\.public\.typed is numeric"):
+            opened(f"SELECT id, v FROM {name}", tmp_path, *SHOP, "SET search_path = 'main,shop'")
 
 
 def test_a_database_that_was_away_is_read_again(shop: Postgres, tmp_path: Path) -> None:

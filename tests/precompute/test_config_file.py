@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 from transformers import CONFIG_MAPPING
 
 from precompute.models.image_encoder import KINDS as PICTURES
-from precompute.store.errors import ConfigError
+from precompute.store.errors import ConfigError, ModelError
 from precompute.text.bert import KINDS
 from precompute.text.config_file import check_config
 from precompute.text.tokenizer_file import check_tokenizer_settings
@@ -340,10 +341,36 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 def test_the_settings_of_an_ordinary_tokenizer_are_taken(name: str, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(TOKENIZERS[name]))
-    check_tokenizer_settings(tmp_path, "a model")
+    check_tokenizer_settings(tmp_path, Tokenizer(models.BPE()), "a model")
     file.write_text(json.dumps(TOKENIZERS[name] | {"surprise": 1}))
     with pytest.raises(ConfigError, match="has surprise, which is not known of tokenizer_config"):
-        check_tokenizer_settings(tmp_path, "a model")
+        check_tokenizer_settings(tmp_path, Tokenizer(models.BPE()), "a model")
+
+
+@pytest.mark.parametrize(
+    ("config", "side", "refused"),
+    [
+        ({}, "right", ""),
+        ({}, "left", r"tokenizer\.json: truncation\.direction is left; only right"),
+        ({"truncation_side": "right"}, "left", ""),
+        ({"truncation_side": "left"}, "right", r"config\.json: truncation_side is left; only"),
+        ({"model_max_length": 1e30}, "right", ""),
+        ({"model_max_length": "512"}, "right", "model_max_length is '512', not an int"),
+        ({"model_max_length": 12.5}, "right", "model_max_length is '12.5', not an int"),
+        ({"model_max_length": True}, "right", "model_max_length is 'True', not an int"),
+    ],
+)
+def test_where_a_text_is_cut_is_said_by_both_files(
+    tmp_path: Path, config: dict[str, Any], side: str, refused: str
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.enable_truncation(8, direction=side)
+    if not refused:
+        check_tokenizer_settings(tmp_path, tokenizer, "a model")
+        return
+    with pytest.raises((ConfigError, ModelError), match=refused):
+        check_tokenizer_settings(tmp_path, tokenizer, "a model")
 
 
 def test_a_model_of_its_own_code_is_refused_and_a_head_of_it_is_not(tmp_path: Path) -> None:

@@ -356,6 +356,7 @@ def renamed(module: int, **changes: Any) -> Change:
 SETTINGS, OWN = "config_sentence_transformers.json", "sentence_bert_config.json"
 DENSE, DENSE_TENSORS = "2_Dense/config.json", "2_Dense/model.safetensors"
 INDEX = "model.safetensors.index.json"
+LEFT = {"direction": "Left", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
 EMBEDDINGS, WORD = "embeddings.word_embeddings.weight", "bert.embeddings.word_embeddings.weight"
 TWICE = tensors(lambda found: found.update({WORD: found[EMBEDDINGS].clone()}))
 
@@ -413,6 +414,18 @@ REFUSED: list[tuple[str, str, Change, str]] = [
         "left",
         keys("tokenizer_config.json", truncation_side="left"),
         "only right is underst",
+    ),
+    (
+        "bert",
+        "left by tokenizer.json",
+        keys("tokenizer.json", truncation=LEFT),
+        r"tokenizer.json: truncation.direction is left; only right",
+    ),
+    (
+        "cross-encoder",
+        "left by tokenizer.json",
+        keys("tokenizer.json", truncation=LEFT),
+        r"tokenizer.json: truncation.direction is left; only right",
     ),
     ("bert", "requirements", keys(SETTINGS, surprise={"a": 1}), "has surprise, which is not known"),
     (

@@ -131,6 +131,16 @@ def test_a_table_in_8_bits_is_what_model2vec_computes_with(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize("kind", ["int16", "int32", "int64", "uint8", "bool"])
+def test_a_table_in_other_whole_numbers_is_refused(tmp_path: Path, kind: str) -> None:
+    """Of which model2vec makes something else."""
+    size = vocabulary("words").get_vocab_size()
+    saved(tmp_path)
+    save_file({"embeddings": np.ones((size, 6), kind)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"embeddings is [IUB]\w+, not a float"):
+        loaded(tmp_path)
+
+
 def test_a_text_without_a_known_token_is_a_bad_row(tmp_path: Path) -> None:
     model = loaded(saved(tmp_path), output="vector")
     rows = pa.record_batch({"text": ["€", "film", None]})
