@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from precompute.jobs.setup.validate import validate
 from precompute.model import OwnLibrary
 from precompute.own_library import Answer, ask, compared, telling_rows, without_asking
 from precompute.store.disk.record import plain, replace
+from precompute.store.errors import ModelError
 from precompute.store.feature_view import Feature, FeatureView, LibraryCheck
 from precompute.store.offline.snapshot import Snapshot
+from precompute.store.times import Partition, containing
 from precompute.techniques.machine import has_bf16
 from tests import library_models
 from tests.conftest import PROCESSES, MakeProject
@@ -98,13 +101,17 @@ LIBRARIES = {
 
 
 class Libraries:
-    """Asks in this process, and counts how often; a process of its own imports torch each time."""
+    """Asks in this process, and counts how often; a process of its own imports torch each time.
+    While there is an ``error`` that is the answer."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.error = ""
 
     def ask(self, own: OwnLibrary, rows: pa.RecordBatch) -> Answer:
         self.asked.append(own.name)
+        if self.error:
+            return Answer(error=self.error)
         module, _, function = own.by.partition(":")
         # as it goes through a pipe
         given = json.loads(json.dumps(dict(own.given)))
@@ -381,6 +388,99 @@ def test_it_is_asked_once_for_a_fingerprint_and_a_version(
     assert (again.version, len(libraries.asked)) == ("9.9", 3)
 
 
+TOO_LONG = "took longer than 300 s"
+
+
+def test_what_had_no_answer_is_asked_again_once_a_run(
+    make_project: MakeProject, tmp_path: Path, libraries: Libraries
+) -> None:
+    project = project_of(make_project, tmp_path, "lightgbm")
+    for n, error in enumerate((TOO_LONG, "ended its process: it was ended by signal 9 (SIGKILL)")):
+        libraries.error = error
+        found = check_of(project.materialize(full=True))
+        assert found.verdict == "not checked"
+        assert found.said.endswith(error)
+        assert len(libraries.asked) == n + 1
+    libraries.error = ""
+    for _ in range(2):
+        assert check_of(project.materialize(full=True)).verdict == "equal"
+        assert len(libraries.asked) == 3
+
+
+def test_a_backfill_waits_once_for_a_library_that_hangs(
+    make_project: MakeProject, tmp_path: Path, libraries: Libraries
+) -> None:
+    project = project_of(make_project, tmp_path, "lightgbm", partition=BY_DAY, source=DAYS)
+    libraries.error = TOO_LONG
+    found = [
+        check_of(project.materialize(partition=day(number), backfill=backfill))
+        for backfill, number in (("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5))
+    ]
+    assert {check.said for check in found} == {f"not checked: lightgbm {LIGHTGBM} {TOO_LONG}"}
+    assert len(libraries.asked) == 2
+    project.materialize(partition=day(6))
+    assert len(libraries.asked) == 3
+
+
+@pytest.mark.parametrize("without", ["answer", "library"])
+def test_what_differs_stays_refused_without_another_answer(
+    make_project: MakeProject,
+    tmp_path: Path,
+    libraries: Libraries,
+    monkeypatch: pytest.MonkeyPatch,
+    without: str,
+) -> None:
+    (tmp_path / "project").mkdir()
+    made = OTHERS["lightgbm"](tmp_path / "project")
+    view = view_of("lightgbm", made)
+    # a snapshot of this fingerprint from before the library was there
+    with monkeypatch.context() as before:
+        before.setattr(own_library, "version_of", lambda _: None)
+        make_project(made.table, view=view).run()
+    other_categories(monkeypatch)
+    view |= {"model": {"use": "lightgbm", "args": made.args}}
+    project = make_project(made.table, view=view)
+    with pytest.raises(ModelError, match="differs from lightgbm"):
+        project.materialize(full=True)
+    refused = check_of(project.report())
+    assert (refused.verdict, refused.accepted) == ("differs", False)
+    if without == "answer":
+        libraries.error = TOO_LONG
+    else:
+        monkeypatch.setattr(own_library, "version_of", lambda _: None)
+        monkeypatch.setattr(library, "version_of", lambda _: None)
+    for _ in range(2):
+        with pytest.raises(ModelError, match=re.escape(refused.said)):
+            project.materialize(full=True)
+        assert check_of(project.report()) == refused
+    accepted = check_of(project.run(full=True, accept=["library", "moved"]))
+    assert accepted == dataclasses.replace(refused, accepted=True)
+    assert project.live_snapshot().library == accepted
+    # nothing asks again the next night, whatever there is then
+    asked = len(libraries.asked)
+    if without == "answer":
+        assert check_of(project.run(full=True)) == accepted
+        assert len(libraries.asked) == asked
+
+
+def test_another_model_is_not_held_by_what_was_refused(
+    make_project: MakeProject,
+    tmp_path: Path,
+    libraries: Libraries,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "project").mkdir()
+    made = OTHERS["lightgbm"](tmp_path / "project")
+    with monkeypatch.context() as wrong:
+        other_categories(wrong)
+        with pytest.raises(ModelError, match="differs from lightgbm"):
+            make_project(made.table, view=view_of("lightgbm", made)).run()
+    libraries.error = TOO_LONG
+    raw = {"model": {"use": "lightgbm", "args": made.args | {"raw": True}}}
+    project = make_project(view=view_of("lightgbm", made, **raw))
+    assert check_of(project.run()).verdict == "not checked"
+
+
 def test_a_manifest_of_before_has_no_check_and_is_read(
     make_project: MakeProject, tmp_path: Path, libraries: Libraries
 ) -> None:
@@ -406,17 +506,22 @@ def test_a_manifest_of_before_has_no_check_and_is_read(
     assert known == [None, snapshot.library, None, snapshot.library]
 
 
+BY_DAY = {"by": "day", "start": "2026-03-01"}
+DAYS = {"sql": "SELECT * FROM read_parquet('${data}/data.parquet') WHERE $start < $end"}
+LIGHTGBM = importlib.metadata.version("lightgbm")
+
+
+def day(number: int) -> Partition:
+    """Of March 2026."""
+    return containing("day", datetime(2026, 3, number, tzinfo=UTC))
+
+
 def test_partitions_share_what_is_known(
     make_project: MakeProject, tmp_path: Path, libraries: Libraries
 ) -> None:
-    from precompute.store.times import containing
-
-    partition = {"by": "day", "start": "2026-03-01"}
-    source = {"sql": "SELECT * FROM read_parquet('${data}/data.parquet') WHERE $start < $end"}
-    project = project_of(make_project, tmp_path, "lightgbm", partition=partition, source=source)
-    for day in ("2026-03-01", "2026-03-02", "2026-03-03"):
-        at = containing("day", datetime.fromisoformat(f"{day}T00:00:00Z"))
-        assert check_of(project.materialize(partition=at)).verdict == "equal"
+    project = project_of(make_project, tmp_path, "lightgbm", partition=BY_DAY, source=DAYS)
+    for number in (1, 2, 3):
+        assert check_of(project.materialize(partition=day(number))).verdict == "equal"
     assert libraries.asked == ["lightgbm"]
 
 
@@ -504,6 +609,10 @@ def test_it_is_asked_in_a_process_of_its_own_which_says_nothing(
         ("raising", "numpy 9 raised RuntimeError: no such file in 3.1 (library_models.py:36)"),
         ("sleeping", "numpy 9 took longer than 2 s"),
         ("dying", "numpy 9 ended its process: it was ended by signal 11 (SIGSEGV)"),
+        ("killed", "numpy 9 ended its process: it was ended by signal 9 (SIGKILL)"),
+        ("leaving", "numpy 9 ended its process: it exited with status 0"),
+        ("exiting", "numpy 9 raised SystemExit: a license is missing"),
+        ("out_of_memory", "numpy 9 raised MemoryError: Unable to allocate 1.00 EiB"),
         ("nothing_of_this_name", "numpy 9 raised AttributeError: "),
     ],
 )
@@ -514,8 +623,8 @@ def test_whatever_a_library_does_is_told(
     own = OwnLibrary("numpy", f"tests.library_models:{function}")
     made = pa.record_batch({"double": [2.0], "vector": [[0.0] * 4]}, VIEW.feature_schema())
     found = compared(own, "9", VIEW, made, ask(own, X), ["1"])
-    assert (found.verdict, found.version) == ("not checked", "9")
-    assert found.said.startswith(f"not checked: {said}")
+    assert (found.verdict, found.version) == ("not checked", "")
+    assert found.said.startswith(f"not checked: {said}"), found.said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own means")
