@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -632,6 +633,79 @@ def test_partitions_share_what_is_known(
     assert libraries.asked == ["lightgbm"]
 
 
+def test_a_difference_is_accepted_for_all_partitions(
+    make_project: MakeProject,
+    tmp_path: Path,
+    libraries: Libraries,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other_categories(monkeypatch)
+    project = project_of(
+        make_project, tmp_path, "lightgbm", partition={**BY_DAY, "serve": "all"}, source=DAYS
+    )
+    for number in (1, 2):
+        with pytest.raises(ModelError, match="differs from lightgbm"):
+            project.run(partition=day(number))
+    accepted = check_of(project.run(partition=day(1), accept=["library"]))
+    assert (accepted.accepted, len(libraries.asked)) == (True, 3)
+    for number in (2, 3):
+        assert check_of(project.run(partition=day(number))) == accepted
+    assert len(libraries.asked) == 3
+    assert {project.snapshot(number).library for number in project.numbers()} == {accepted}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks": {"chunk": {"column": "text", "tokens": 8, "overlap": 2, "tokenizer": "./made/saved"}},
+    "a frame": {"source": {"frame": ["id", "text"]}},
+    "a join": {
+        "source": {
+            "sql": "WITH texts AS (SELECT * FROM read_parquet('${data}/data.parquet'))"
+            " SELECT texts.* FROM texts JOIN read_parquet('${data}/data.parquet') AS more USING"
+            " (id) WHERE more.text IS NOT NULL OR id > 0"
+        }
+    },
+    "a bad row is null": {"bad_rows": "null"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_however_rows_come_they_are_compared(
+    make_project: MakeProject, tmp_path: Path, libraries: Libraries, way: str
+) -> None:
+    (tmp_path / "project").mkdir()
+    made = text_encoder(tmp_path / "project")
+    project = make_project(made.table, view=view_of("text_encoder", made, **WAYS[way]))
+    given = {"frame": made.table.to_pandas()} if way == "a frame" else {}
+    found = check_of(project.run(**given))
+    assert found.said.startswith(f"equal to sentence-transformers {found.version} in 8 rows (")
+    assert check_of(project.run(full=True, **given)) == found
+    assert libraries.asked == ["sentence-transformers"]
+
+
+def test_a_source_that_breaks_off_is_told_by_validate(
+    make_project: MakeProject, tmp_path: Path, libraries: Libraries
+) -> None:
+    (tmp_path / "project").mkdir()
+    made = OTHERS["lightgbm"](tmp_path / "project")
+    # beyond the rows that are looked at first
+    columns = ", ".join(name for name in made.table.column_names if name != "id")
+    sql = (
+        "SELECT CASE WHEN id = 20 THEN error('row twenty is broken')::BIGINT ELSE id END AS id,"
+        f" {columns} FROM read_parquet('${{data}}/data.parquet')"
+    )
+    project = make_project(made.table, view=view_of("lightgbm", made, source={"sql": sql}))
+    checks = {check.check: check for check in validate(project)}
+    assert checks["source"].ok
+    assert not checks["model"].ok
+    assert "the source has unreadable data" in checks["model"].found
+    assert "row twenty is broken" in checks["model"].found
+    assert libraries.asked == []
+    (project.folder / "data.parquet").unlink()
+    checks = {check.check: check for check in validate(project)}
+    assert "there is no file" in checks["source"].found
+    assert "model" not in checks
+
+
 def test_a_users_own_model_and_a_model_of_ours_have_no_library(
     make_project: MakeProject, libraries: Libraries
 ) -> None:
@@ -820,5 +894,32 @@ def test_rows_that_tell_most_are_chosen() -> None:
     assert sorted(telling_rows(pool.slice(0, 3), ["text"], 8)) == [0, 1, 2]
 
 
-def test_workers_of_shards_ask_nobody() -> None:
+def test_of_shards_the_run_asks_once_and_no_worker(
+    make_project: MakeProject,
+    tmp_path: Path,
+    libraries: Libraries,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from precompute.jobs.run.shards import coordinator
+    from tests.jobs.test_shards import ELSEWHERE, workers
+
+    monkeypatch.setattr(coordinator, "FEW_ROWS", 1)
+    (tmp_path / "project").mkdir()
+    made = OTHERS["lightgbm"](tmp_path / "project")
+    view = view_of("lightgbm", made, shards=2)
+    project = make_project(made.table, view=view, project=ELSEWHERE)
+    with workers(project, 2):
+        report = project.run()
+    assert (report.engine["shards"], check_of(report).verdict) == (2, "equal")
+    assert libraries.asked == ["lightgbm"]
     assert not {"check_by_library", "own_library_of", "compare_rows"} & set(vars(worker))
+
+
+def test_a_gpu_computes_in_all_bits_while_it_is_compared() -> None:
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [one.fp32_precision for one in settings]
+    for is_cuda, wanted in ((False, before), (True, ["ieee"] * 2)):
+        model: Any = SimpleNamespace(device=SimpleNamespace(is_cuda=is_cuda))
+        with library._exactly(model):
+            assert [one.fp32_precision for one in settings] == wanted
+        assert [one.fp32_precision for one in settings] == before

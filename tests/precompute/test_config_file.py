@@ -79,7 +79,7 @@ QWEN = {
     "use_sliding_window": False,
     "vocab_size": 151669,
 }
-GENERATING = {
+GENERATING: dict[str, Any] = {
     "bos_token_id": 0,
     "do_sample": False,
     "eos_token_ids": 0,
