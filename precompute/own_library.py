@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,6 @@ from precompute.store.feature_view import FeatureView, LibraryCheck
 from precompute.techniques.row_errors import differing, largest_error
 from precompute.workers.process import (
     ChildProcess,
-    die_with_parent,
     end_all,
     python_module,
     read_frame,
@@ -96,9 +96,9 @@ def without_asking(own: OwnLibrary, memory_mb: int) -> LibraryCheck | None:
     return None
 
 
-def unchecked(own: OwnLibrary, why: str, version: str = "") -> LibraryCheck:
-    """The verdict that there is none."""
-    return LibraryCheck("not checked", own.name, f"not checked: {why}", version)
+def unchecked(own: OwnLibrary, why: str) -> LibraryCheck:
+    """The verdict that there is none, which holds for no version: another run may get an answer."""
+    return LibraryCheck("not checked", own.name, f"not checked: {why}")
 
 
 def version_of(own: OwnLibrary) -> str | None:
@@ -223,8 +223,10 @@ def ask(own: OwnLibrary, rows: pa.RecordBatch) -> Answer:
 
 def main() -> None:
     """Answer one question, in a process of its own, which ends with the one that asks."""
-    die_with_parent()
     source, sink = take_pipes()
+    # where memory runs out, the kernel ends this process and not the run that asks
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     # what a library prints is of no use to anybody
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
@@ -298,7 +300,7 @@ def compared(
     """
     library = f"{own.name} {version}"
     if answer.features is None:
-        return unchecked(own, f"{library} {answer.error}", version)
+        return unchecked(own, f"{library} {answer.error}")
     lacks, made = len(keys) - len(answer.rows), made.take(pa.array(answer.rows, pa.int64()))
     keys, rows = [keys[row] for row in answer.rows], len(answer.rows)
     try:

@@ -140,7 +140,7 @@ class LibraryCheck:
     """How a model's values compare with those of its own library, on a few rows of its view.
 
     ``verdict`` is ``equal``, ``differs``, ``itself`` (that library is what computes) or ``not
-    checked``; ``version`` is the library's, where it was asked, on ``rows`` rows, of which the
+    checked``; ``version`` is the library's, where it answered, on ``rows`` rows, of which the
     ``worst`` is off by so much of its size; ``said`` has all of it in words. ``accepted``: an
     operator let a difference pass.
     """

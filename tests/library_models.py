@@ -41,6 +41,27 @@ def sleeping() -> Predict:
     raise AssertionError
 
 
+def out_of_memory() -> Predict:
+    np.empty(2**60, np.uint8)
+    raise AssertionError
+
+
+def exiting() -> Predict:
+    sys.exit("a license is missing")
+
+
+def leaving() -> Predict:
+    """Ends without a word to anybody."""
+    os._exit(0)
+
+
+def killed() -> Predict:
+    """As by the kernel, where memory runs out: it is asked to take this process first."""
+    assert Path("/proc/self/oom_score_adj").read_text() == "1000\n"
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
 def dying() -> Predict:
     os.kill(os.getpid(), signal.SIGSEGV)
     raise AssertionError

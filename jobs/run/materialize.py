@@ -87,7 +87,7 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
         plan = _plan(job, opened, loaded, report)
         if plan.source_rows and not plan.nothing_to_do:
             # in float32, which a conversion ends, that of the code's check, too
-            report.library = check_by_library(job, opened, plan.parent, report)
+            check_by_library(job, opened, plan.parent, report)
         told = check_code(job, opened, plan, report)
         report.attention += [] if told is None else [told]
         if plan.nothing_to_do:

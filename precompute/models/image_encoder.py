@@ -691,7 +691,9 @@ def by_open_clip(
 
     @torch.inference_mode()
     def vectors(images: Sequence[Any]) -> torch.Tensor:
-        made: torch.Tensor = model.encode_image(torch.stack([preprocess(one) for one in images]))
+        found = model.encode_image(torch.stack([preprocess(one) for one in images]))
+        # with `output_tokens` what else is given out follows
+        made: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return made
 
     return _by_pictures(vectors, column, output, files, normalize)

@@ -52,10 +52,14 @@ PREPROCESSOR = KnownKeys(
         "_processor_class": "what stands beside it for texts",
     },
     fixed={
-        "image_processor_type": tuple(
-            f"{name}ImageProcessor{kind}"
-            for name in ("CLIP", "Siglip")
-            for kind in ("", "Fast", "Pil")
+        "image_processor_type": (
+            *(
+                f"{name}ImageProcessor{kind}"
+                for name in ("CLIP", "Siglip")
+                for kind in ("", "Fast", "Pil")
+            ),
+            # an older name of the class
+            "CLIPFeatureExtractor",
         ),
         "do_pad": (False, None),
         "pad_size": (None,),

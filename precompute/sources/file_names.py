@@ -62,17 +62,7 @@ def absolute_statement(
     tree = database.syntax_tree(sql)
 
     def evaluate(expression: Any) -> Any:
-        alone = copy.deepcopy(tree)
-        node = database.syntax_tree("SELECT NULL")["statements"][0]["node"]
-        alone["statements"][0]["node"] = node | {"select_list": [expression | {"alias": ""}]}
-        text = database.sql_of(alone)
-        try:
-            return database.query(text, parameters(text)).column(0)[0].as_py()
-        except (ConfigError, SourceError) as exc:
-            raise ConfigError(
-                f"which file is read cannot be known from {text.removeprefix('SELECT ')}: write"
-                " it as a text"
-            ) from exc
+        return value_of(database, tree, expression, parameters, "which file is read")
 
     def constant(value: Any) -> Any:
         quoted = [f"'{text.replace(chr(39), chr(39) * 2)}'" for text in _texts(value)]
@@ -81,6 +71,35 @@ def absolute_statement(
 
     changed, files = absolute_sql(tree, folder, evaluate, constant)
     return database.sql_of(tree) if changed else sql, files
+
+
+def value_of(
+    database: Any,
+    tree: Any,
+    expression: Any,
+    parameters: Callable[[str], Mapping[str, Any]],
+    what: str,
+) -> Any:
+    """The value of an expression of a statement's syntax tree.
+
+    Args:
+        database: evaluates it; a :class:`precompute.sources.database.Database`.
+        parameters: of a part of the statement, as it is run.
+        what: it decides, for the message.
+
+    Raises:
+        ConfigError: it cannot be known from the SQL.
+    """
+    alone = copy.deepcopy(tree)
+    node = database.syntax_tree("SELECT NULL")["statements"][0]["node"]
+    alone["statements"][0]["node"] = node | {"select_list": [expression | {"alias": ""}]}
+    text = database.sql_of(alone)
+    try:
+        return database.query(text, parameters(text)).column(0)[0].as_py()
+    except (ConfigError, SourceError) as exc:
+        raise ConfigError(
+            f"{what} cannot be known from {text.removeprefix('SELECT ')}: write it as a value"
+        ) from exc
 
 
 def absolute_sql(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from precompute.sources.database import NAN_BEGINS, NAN_ENDS, Database, quoted
-from precompute.sources.file_names import arguments_of, nodes_of, path_of
-from precompute.sources.reader_call import is_named, literal, named_columns, value_of
+from precompute.sources.file_names import arguments_of, nodes_of, path_of, value_of
+from precompute.sources.reader_call import is_named, literal, named_columns
 from precompute.store.errors import ConfigError, SourceError
 
 # Looked at with DuckDB 1.5.5 against Postgres 15 and 16. Its scanner prepares a query, and types
@@ -179,7 +179,9 @@ def _exact_query(
     unnamed = [one for key, one in arguments_of(node["function"]) if not _is_option(key, one)]
     if len(unnamed) != 2:
         return False
-    name, query = (value_of(database, tree, one, parameters) for one in unnamed)
+    name, query = (
+        value_of(database, tree, one, parameters, "what postgres_query is asked") for one in unnamed
+    )
     call = f"postgres_query({literal(name)}, …)"
     if not isinstance(query, str):
         raise ConfigError(f"{call} takes its query as a text, and this is {query!r}")

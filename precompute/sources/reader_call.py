@@ -3,7 +3,6 @@ SQL: its files and options as values, read from the syntax tree and put back int
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from precompute.sources.file_names import (
     is_remote,
     nodes_of,
     path_of,
+    value_of,
 )
-from precompute.store.errors import ConfigError, SourceError
+from precompute.store.errors import ConfigError
 
 CSV, JSON, PARQUET = "csv", "json", "parquet"
 
@@ -185,7 +185,7 @@ def _call_of(
         if expression.get("type") == "COMPARE_EQUAL":
             option = ".".join(expression["left"].get("column_names", []))
             expression = expression["right"]
-        value = value_of(database, tree, expression, parameters)
+        value = value_of(database, tree, expression, parameters, "an option of a reader")
         if not option:
             found = value if isinstance(value, list) else [value]
             files += tuple(str(file) for file in found if file is not None)
@@ -195,30 +195,6 @@ def _call_of(
             option = option.lower()
             options[_SAME.get(option, option)] = dict(value) if pairs and value else value
     return ReaderCall(name, files, options)
-
-
-def value_of(
-    database: Database,
-    tree: Any,
-    expression: Any,
-    parameters: Callable[[str], Mapping[str, Any]],
-) -> Any:
-    """The value of an argument in a syntax tree.
-
-    Raises:
-        ConfigError: it cannot be known from the SQL.
-    """
-    alone = copy.deepcopy(tree)
-    node = database.syntax_tree("SELECT NULL")["statements"][0]["node"]
-    alone["statements"][0]["node"] = node | {"select_list": [expression | {"alias": ""}]}
-    text = database.sql_of(alone)
-    try:
-        return database.query(text, parameters(text)).column(0)[0].as_py()
-    except (ConfigError, SourceError) as exc:
-        raise ConfigError(
-            f"an option of a reader cannot be known from {text.removeprefix('SELECT ')}: write it"
-            " as a value"
-        ) from exc
 
 
 def put_back(database: Database, node: dict[str, Any], call: str) -> None:

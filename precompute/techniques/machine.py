@@ -3,12 +3,13 @@ compiler."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,21 @@ def check_layers(kind: str, right: Callable[[], bool], instead: str) -> None:
             f"the {kind} linear layers of torch {torch.__version__} compute something else: choose"
             f" {instead}"
         )
+
+
+@contextlib.contextmanager
+def products_in(precision: str) -> Iterator[None]:
+    """Within, a GPU multiplies and convolves float32 by ``tf32`` or by all bits, ``ieee``, which
+    cuDNN's convolutions are not by default."""
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [found.fp32_precision for found in settings]
+    try:
+        for found in settings:
+            found.fp32_precision = precision
+        yield
+    finally:
+        for found, earlier in zip(settings, before, strict=True):
+            found.fp32_precision = earlier
 
 
 @torch.inference_mode()

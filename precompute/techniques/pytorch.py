@@ -22,6 +22,7 @@ from precompute.techniques.machine import (
     missing_compiler,
     on_a_cpu_only,
     on_a_gpu_only,
+    products_in,
 )
 from precompute.techniques.technique import (
     Batches,
@@ -114,15 +115,8 @@ def in_tf32(forward: Callable[..., Any]) -> Forward:
     was."""
 
     def allowed(*inputs: torch.Tensor) -> Any:
-        settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-        before = [found.fp32_precision for found in settings]
-        try:
-            for found in settings:
-                found.fp32_precision = "tf32"
+        with products_in("tf32"):
             return forward(*inputs)
-        finally:
-            for found, precision in zip(settings, before, strict=True):
-                found.fp32_precision = precision
 
     return allowed
 

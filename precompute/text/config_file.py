@@ -59,6 +59,7 @@ NOT_OF_VALUES: Mapping[str, str] = {
     "tie_encoder_decoder": "it has no second half",
     "cross_attention_hidden_size": "it has no second half",
     "*_token_id": "special tokens are the tokenizer's, and padding is masked",
+    "*_token_ids": "special tokens are the tokenizer's, and padding is masked",
     "directionality": "left by the first implementation",
     "pooler_fc_size": "left by the first implementation",
     "pooler_num_attention_heads": "left by the first implementation",
@@ -73,6 +74,11 @@ NOT_OF_VALUES: Mapping[str, str] = {
     "gap_size": "left by the first implementation",
     "logit_scale_init_value": _TRAINING,
     "decoder_start_token_id": _GENERATION,
+    "xla_device": "where it was trained",
+    "unsloth_*": _ORIGIN,
+    "transformers.js_config": "of graphs for browsers, which are not read",
+    "is_matryoshka": "how far a server may cut vectors; here `truncate_dim` says it",
+    "matryoshka_dimensions": "how far a server may cut vectors; here `truncate_dim` says it",
     "auto_map": "own code for other uses; what it names for this one is refused",
     **dict.fromkeys(
         (

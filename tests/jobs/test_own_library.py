@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,8 +31,10 @@ from precompute.jobs.setup.validate import validate
 from precompute.model import OwnLibrary
 from precompute.own_library import Answer, ask, compared, telling_rows, without_asking
 from precompute.store.disk.record import plain, replace
+from precompute.store.errors import ModelError
 from precompute.store.feature_view import Feature, FeatureView, LibraryCheck
 from precompute.store.offline.snapshot import Snapshot
+from precompute.store.times import Partition, containing
 from precompute.techniques.machine import has_bf16
 from tests import library_models
 from tests.fixtures import PROCESSES, MakeProject
@@ -98,13 +102,17 @@ LIBRARIES = {
 
 
 class Libraries:
-    """Asks in this process, and counts how often; a process of its own imports torch each time."""
+    """Asks in this process, and counts how often; a process of its own imports torch each time.
+    While there is an ``error`` that is the answer."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.error = ""
 
     def ask(self, own: OwnLibrary, rows: pa.RecordBatch) -> Answer:
         self.asked.append(own.name)
+        if self.error:
+            return Answer(error=self.error)
         module, _, function = own.by.partition(":")
         # as it goes through a pipe
         given = json.loads(json.dumps(dict(own.given)))
@@ -176,6 +184,113 @@ def test_a_model_is_equal_to_its_own_library_and_that_is_shown(
     (check,) = [check for check in validate(project) if check.check == "model"]
     assert check.ok
     assert f"equal to {LIBRARIES[case]} {found.version} in " in check.found
+
+
+def pictures_of_open_clip(folder: Path, tower: Callable[[Path], object]) -> Made:
+    """As transformers' CLIP has them, for a tower that is saved in the folder."""
+    made = OTHERS["image_encoder"](folder)
+    tower(folder / "open_clip")
+    return dataclasses.replace(made, args={"path": "./open_clip", "device": "cpu"})
+
+
+def tower_by_open_clip(folder: Path, **vision: Any) -> None:
+    """A whole model with both of its towers, as open_clip itself makes it."""
+    open_clip = pytest.importorskip("open_clip", reason="wants a torchvision of its own")
+    from safetensors.torch import save_file
+
+    from tests.precompute.test_open_clip_folder import CLIP, CONFIG, WEIGHTS
+
+    text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
+    settings = {"embed_dim": 8, "vision_cfg": CLIP | vision, "text_cfg": text}
+    torch.manual_seed(0)
+    model = open_clip.model.CLIP(**settings)
+    folder.mkdir()
+    preprocess = {"mean": [0.48, 0.45, 0.4], "std": [0.26, 0.26, 0.27]}
+    written = {"model_cfg": settings, "preprocess_cfg": preprocess}
+    (folder / CONFIG).write_text(json.dumps(written))
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS)
+
+
+@pytest.mark.parametrize("vision", [{}, {"output_tokens": True}])
+def test_a_tower_that_open_clip_made_is_equal_to_open_clip(
+    make_project: MakeProject, tmp_path: Path, libraries: Libraries, vision: dict[str, Any]
+) -> None:
+    """Where it is installed, which it is not by an extra of ours."""
+    (tmp_path / "project").mkdir()
+    made = pictures_of_open_clip(
+        tmp_path / "project", lambda folder: tower_by_open_clip(folder, **vision)
+    )
+    found = check_of(make_project(made.table, view=view_of("image_encoder", made)).run())
+    assert found.said.startswith(f"equal to open_clip_torch {found.version} in 8 rows (")
+    assert libraries.asked == ["open_clip_torch"]
+
+
+OPEN_CLIP = '''
+"""Stands for open_clip, which is not installed: its front door, and a tower by hand behind it."""
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import gelu
+
+from tests.precompute.test_open_clip_folder import WEIGHTS, by_hand_clip, fitted
+
+
+class Model:
+    def __init__(self, folder):
+        self._weights, self._training = load_file(folder / WEIGHTS), True
+
+    def eval(self):
+        self._training = False
+
+    def encode_image(self, pixels):
+        assert not self._training
+        return {sign}by_hand_clip(self._weights, pixels, gelu)
+
+
+def create_model_and_transforms(model_name, device):
+    schema, _, folder = model_name.partition(":")
+    assert (schema, device) == ("local-dir", "cpu")
+    return Model(Path(folder)), None, lambda image: fitted(image, False)[0]
+'''
+
+
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_what_stands_for_open_clip_is_asked_of_its_folders(
+    make_project: MakeProject,
+    tmp_path: Path,
+    libraries: Libraries,
+    monkeypatch: pytest.MonkeyPatch,
+    sign: str,
+) -> None:
+    """That it is asked as open_clip's front door is, and compared: its values are ours, by hand."""
+    from tests.precompute.test_open_clip_folder import CLIP, clip_weights, saved
+
+    stands = tmp_path / "stands"
+    for name, content in (
+        ("open_clip/__init__.py", OPEN_CLIP.replace("{sign}", sign)),
+        ("open_clip_torch-9.9.dist-info/METADATA", "Name: open_clip_torch\nVersion: 9.9\n"),
+    ):
+        (stands / name).parent.mkdir(parents=True)
+        (stands / name).write_text(content)
+    monkeypatch.syspath_prepend(stands)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "open_clip"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "project").mkdir()
+    made = pictures_of_open_clip(
+        tmp_path / "project", lambda folder: saved(folder, clip_weights(), CLIP)
+    )
+    project = make_project(made.table, view=view_of("image_encoder", made))
+    try:
+        if sign:
+            with pytest.raises(ModelError, match=r"differs from open_clip_torch 9\.9 in 8 of 8"):
+                project.run()
+        else:
+            said = check_of(project.run()).said
+            assert said.startswith("equal to open_clip_torch 9.9 in 8 rows (")
+    finally:
+        sys.modules.pop("open_clip", None)
 
 
 @pytest.mark.skipif(not has_bf16(), reason="no such instructions here")
@@ -381,6 +496,99 @@ def test_it_is_asked_once_for_a_fingerprint_and_a_version(
     assert (again.version, len(libraries.asked)) == ("9.9", 3)
 
 
+TOO_LONG = "took longer than 300 s"
+
+
+def test_what_had_no_answer_is_asked_again_once_a_run(
+    make_project: MakeProject, tmp_path: Path, libraries: Libraries
+) -> None:
+    project = project_of(make_project, tmp_path, "lightgbm")
+    for n, error in enumerate((TOO_LONG, "ended its process: it was ended by signal 9 (SIGKILL)")):
+        libraries.error = error
+        found = check_of(project.materialize(full=True))
+        assert found.verdict == "not checked"
+        assert found.said.endswith(error)
+        assert len(libraries.asked) == n + 1
+    libraries.error = ""
+    for _ in range(2):
+        assert check_of(project.materialize(full=True)).verdict == "equal"
+        assert len(libraries.asked) == 3
+
+
+def test_a_backfill_waits_once_for_a_library_that_hangs(
+    make_project: MakeProject, tmp_path: Path, libraries: Libraries
+) -> None:
+    project = project_of(make_project, tmp_path, "lightgbm", partition=BY_DAY, source=DAYS)
+    libraries.error = TOO_LONG
+    found = [
+        check_of(project.materialize(partition=day(number), backfill=backfill))
+        for backfill, number in (("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5))
+    ]
+    assert {check.said for check in found} == {f"not checked: lightgbm {LIGHTGBM} {TOO_LONG}"}
+    assert len(libraries.asked) == 2
+    project.materialize(partition=day(6))
+    assert len(libraries.asked) == 3
+
+
+@pytest.mark.parametrize("without", ["answer", "library"])
+def test_what_differs_stays_refused_without_another_answer(
+    make_project: MakeProject,
+    tmp_path: Path,
+    libraries: Libraries,
+    monkeypatch: pytest.MonkeyPatch,
+    without: str,
+) -> None:
+    (tmp_path / "project").mkdir()
+    made = OTHERS["lightgbm"](tmp_path / "project")
+    view = view_of("lightgbm", made)
+    # a snapshot of this fingerprint from before the library was there
+    with monkeypatch.context() as before:
+        before.setattr(own_library, "version_of", lambda _: None)
+        make_project(made.table, view=view).run()
+    other_categories(monkeypatch)
+    view |= {"model": {"use": "lightgbm", "args": made.args}}
+    project = make_project(made.table, view=view)
+    with pytest.raises(ModelError, match="differs from lightgbm"):
+        project.materialize(full=True)
+    refused = check_of(project.report())
+    assert (refused.verdict, refused.accepted) == ("differs", False)
+    if without == "answer":
+        libraries.error = TOO_LONG
+    else:
+        monkeypatch.setattr(own_library, "version_of", lambda _: None)
+        monkeypatch.setattr(library, "version_of", lambda _: None)
+    for _ in range(2):
+        with pytest.raises(ModelError, match=re.escape(refused.said)):
+            project.materialize(full=True)
+        assert check_of(project.report()) == refused
+    accepted = check_of(project.run(full=True, accept=["library", "moved"]))
+    assert accepted == dataclasses.replace(refused, accepted=True)
+    assert project.live_snapshot().library == accepted
+    # nothing asks again the next night, whatever there is then
+    asked = len(libraries.asked)
+    if without == "answer":
+        assert check_of(project.run(full=True)) == accepted
+        assert len(libraries.asked) == asked
+
+
+def test_another_model_is_not_held_by_what_was_refused(
+    make_project: MakeProject,
+    tmp_path: Path,
+    libraries: Libraries,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "project").mkdir()
+    made = OTHERS["lightgbm"](tmp_path / "project")
+    with monkeypatch.context() as wrong:
+        other_categories(wrong)
+        with pytest.raises(ModelError, match="differs from lightgbm"):
+            make_project(made.table, view=view_of("lightgbm", made)).run()
+    libraries.error = TOO_LONG
+    raw = {"model": {"use": "lightgbm", "args": made.args | {"raw": True}}}
+    project = make_project(view=view_of("lightgbm", made, **raw))
+    assert check_of(project.run()).verdict == "not checked"
+
+
 def test_a_manifest_of_before_has_no_check_and_is_read(
     make_project: MakeProject, tmp_path: Path, libraries: Libraries
 ) -> None:
@@ -406,18 +614,96 @@ def test_a_manifest_of_before_has_no_check_and_is_read(
     assert known == [None, snapshot.library, None, snapshot.library]
 
 
+BY_DAY = {"by": "day", "start": "2026-03-01"}
+DAYS = {"sql": "SELECT * FROM read_parquet('${data}/data.parquet') WHERE $start < $end"}
+LIGHTGBM = importlib.metadata.version("lightgbm")
+
+
+def day(number: int) -> Partition:
+    """Of March 2026."""
+    return containing("day", datetime(2026, 3, number, tzinfo=UTC))
+
+
 def test_partitions_share_what_is_known(
     make_project: MakeProject, tmp_path: Path, libraries: Libraries
 ) -> None:
-    from precompute.store.times import containing
-
-    partition = {"by": "day", "start": "2026-03-01"}
-    source = {"sql": "SELECT * FROM read_parquet('${data}/data.parquet') WHERE $start < $end"}
-    project = project_of(make_project, tmp_path, "lightgbm", partition=partition, source=source)
-    for day in ("2026-03-01", "2026-03-02", "2026-03-03"):
-        at = containing("day", datetime.fromisoformat(f"{day}T00:00:00Z"))
-        assert check_of(project.materialize(partition=at)).verdict == "equal"
+    project = project_of(make_project, tmp_path, "lightgbm", partition=BY_DAY, source=DAYS)
+    for number in (1, 2, 3):
+        assert check_of(project.materialize(partition=day(number))).verdict == "equal"
     assert libraries.asked == ["lightgbm"]
+
+
+def test_a_difference_is_accepted_for_all_partitions(
+    make_project: MakeProject,
+    tmp_path: Path,
+    libraries: Libraries,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other_categories(monkeypatch)
+    project = project_of(
+        make_project, tmp_path, "lightgbm", partition={**BY_DAY, "serve": "all"}, source=DAYS
+    )
+    for number in (1, 2):
+        with pytest.raises(ModelError, match="differs from lightgbm"):
+            project.run(partition=day(number))
+    accepted = check_of(project.run(partition=day(1), accept=["library"]))
+    assert (accepted.accepted, len(libraries.asked)) == (True, 3)
+    for number in (2, 3):
+        assert check_of(project.run(partition=day(number))) == accepted
+    assert len(libraries.asked) == 3
+    assert {project.snapshot(number).library for number in project.numbers()} == {accepted}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks": {"chunk": {"column": "text", "tokens": 8, "overlap": 2, "tokenizer": "./made/saved"}},
+    "a frame": {"source": {"frame": ["id", "text"]}},
+    "a join": {
+        "source": {
+            "sql": "WITH texts AS (SELECT * FROM read_parquet('${data}/data.parquet'))"
+            " SELECT texts.* FROM texts JOIN read_parquet('${data}/data.parquet') AS more USING"
+            " (id) WHERE more.text IS NOT NULL OR id > 0"
+        }
+    },
+    "a bad row is null": {"bad_rows": "null"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_however_rows_come_they_are_compared(
+    make_project: MakeProject, tmp_path: Path, libraries: Libraries, way: str
+) -> None:
+    (tmp_path / "project").mkdir()
+    made = text_encoder(tmp_path / "project")
+    project = make_project(made.table, view=view_of("text_encoder", made, **WAYS[way]))
+    given = {"frame": made.table.to_pandas()} if way == "a frame" else {}
+    found = check_of(project.run(**given))
+    assert found.said.startswith(f"equal to sentence-transformers {found.version} in 8 rows (")
+    assert check_of(project.run(full=True, **given)) == found
+    assert libraries.asked == ["sentence-transformers"]
+
+
+def test_a_source_that_breaks_off_is_told_by_validate(
+    make_project: MakeProject, tmp_path: Path, libraries: Libraries
+) -> None:
+    (tmp_path / "project").mkdir()
+    made = OTHERS["lightgbm"](tmp_path / "project")
+    # beyond the rows that are looked at first
+    columns = ", ".join(name for name in made.table.column_names if name != "id")
+    sql = (
+        "SELECT CASE WHEN id = 20 THEN error('row twenty is broken')::BIGINT ELSE id END AS id,"
+        f" {columns} FROM read_parquet('${{data}}/data.parquet')"
+    )
+    project = make_project(made.table, view=view_of("lightgbm", made, source={"sql": sql}))
+    checks = {check.check: check for check in validate(project)}
+    assert checks["source"].ok
+    assert not checks["model"].ok
+    assert "the source has unreadable data" in checks["model"].found
+    assert "row twenty is broken" in checks["model"].found
+    assert libraries.asked == []
+    (project.folder / "data.parquet").unlink()
+    checks = {check.check: check for check in validate(project)}
+    assert "there is no file" in checks["source"].found
+    assert "model" not in checks
 
 
 def test_a_users_own_model_and_a_model_of_ours_have_no_library(
@@ -504,6 +790,10 @@ def test_it_is_asked_in_a_process_of_its_own_which_says_nothing(
         ("raising", "numpy 9 raised RuntimeError: no such file in 3.1 (library_models.py:36)"),
         ("sleeping", "numpy 9 took longer than 2 s"),
         ("dying", "numpy 9 ended its process: it was ended by signal 11 (SIGSEGV)"),
+        ("killed", "numpy 9 ended its process: it was ended by signal 9 (SIGKILL)"),
+        ("leaving", "numpy 9 ended its process: it exited with status 0"),
+        ("exiting", "numpy 9 raised SystemExit: a license is missing"),
+        ("out_of_memory", "numpy 9 raised MemoryError: Unable to allocate 1.00 EiB"),
         ("nothing_of_this_name", "numpy 9 raised AttributeError: "),
     ],
 )
@@ -514,8 +804,8 @@ def test_whatever_a_library_does_is_told(
     own = OwnLibrary("numpy", f"tests.library_models:{function}")
     made = pa.record_batch({"double": [2.0], "vector": [[0.0] * 4]}, VIEW.feature_schema())
     found = compared(own, "9", VIEW, made, ask(own, X), ["1"])
-    assert (found.verdict, found.version) == ("not checked", "9")
-    assert found.said.startswith(f"not checked: {said}")
+    assert (found.verdict, found.version) == ("not checked", "")
+    assert found.said.startswith(f"not checked: {said}"), found.said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own means")
@@ -604,5 +894,32 @@ def test_rows_that_tell_most_are_chosen() -> None:
     assert sorted(telling_rows(pool.slice(0, 3), ["text"], 8)) == [0, 1, 2]
 
 
-def test_workers_of_shards_ask_nobody() -> None:
+def test_of_shards_the_run_asks_once_and_no_worker(
+    make_project: MakeProject,
+    tmp_path: Path,
+    libraries: Libraries,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from precompute.jobs.run.shards import coordinator
+    from tests.jobs.test_shards import ELSEWHERE, workers
+
+    monkeypatch.setattr(coordinator, "FEW_ROWS", 1)
+    (tmp_path / "project").mkdir()
+    made = OTHERS["lightgbm"](tmp_path / "project")
+    view = view_of("lightgbm", made, shards=2)
+    project = make_project(made.table, view=view, project=ELSEWHERE)
+    with workers(project, 2):
+        report = project.run()
+    assert (report.engine["shards"], check_of(report).verdict) == (2, "equal")
+    assert libraries.asked == ["lightgbm"]
     assert not {"check_by_library", "own_library_of", "compare_rows"} & set(vars(worker))
+
+
+def test_a_gpu_computes_in_all_bits_while_it_is_compared() -> None:
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [one.fp32_precision for one in settings]
+    for is_cuda, wanted in ((False, before), (True, ["ieee"] * 2)):
+        model: Any = SimpleNamespace(device=SimpleNamespace(is_cuda=is_cuda))
+        with library._exactly(model):
+            assert [one.fp32_precision for one in settings] == wanted
+        assert [one.fp32_precision for one in settings] == before

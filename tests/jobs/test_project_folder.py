@@ -206,7 +206,7 @@ def test_a_pattern_below_a_folder_with_a_backslash_is_refused(
     ("sql", "said"),
     [
         ("FROM query('SELECT * FROM ''data.csv''')", "hides which files"),
-        ("SELECT * FROM read_csv('data-' || nextval('none') || '.csv')", "write it as a text"),
+        ("SELECT * FROM read_csv('data-' || nextval('none') || '.csv')", "write it as a value"),
     ],
 )
 def test_sql_whose_files_cannot_be_told_is_refused(

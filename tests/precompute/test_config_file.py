@@ -80,8 +80,56 @@ QWEN = {
     "use_sliding_window": False,
     "vocab_size": 151669,
 }
+GENERATING: dict[str, Any] = {
+    "bos_token_id": 0,
+    "do_sample": False,
+    "eos_token_ids": 0,
+    "finetuning_task": None,
+    "is_decoder": False,
+    "length_penalty": 1.0,
+    "max_length": 20,
+    "num_beams": 1,
+    "num_labels": 2,
+    "num_return_sequences": 1,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_past": True,
+    "pruned_heads": {},
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "torchscript": False,
+    "use_bfloat16": False,
+    "xla_device": False,
+}
+"""What transformers 2 wrote of every model."""
 ORDINARY: dict[str, dict[str, Any]] = {
     "all-MiniLM, bge, e5, gte": BERT,
+    "a BERT of 2020": {**BERT, **GENERATING},
+    "ms-marco-MiniLM": {
+        **BERT,
+        "architectures": ["BertForSequenceClassification"],
+        "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
+        "sentence_transformers": {
+            "activation_fn": "torch.nn.modules.linear.Identity",
+            "version": "4.1.0.dev0",
+        },
+    },
+    "bge-m3 and its reranker": {
+        **ROBERTA,
+        "architectures": ["XLMRobertaForSequenceClassification"],
+        "max_position_embeddings": 8194,
+        "model_type": "xlm-roberta",
+        "type_vocab_size": 1,
+    },
+    "for servers and browsers": {
+        **BERT,
+        "is_matryoshka": True,
+        "matryoshka_dimensions": [256],
+        "transformers.js_config": {"use_external_data_format": {"model.onnx": 1}},
+        "unsloth_version": "2026.1",
+    },
     "a multilingual BERT": {**BERT, **DIRECTIONAL},
     "multilingual-e5": {
         **ROBERTA,
@@ -256,13 +304,24 @@ def test_an_ordinary_configuration_is_taken(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS, *PICTURES])
 def test_what_transformers_writes_is_taken(kind: str, tmp_path: Path) -> None:
-    """All settings that it has of an architecture, as it saves them; one more is refused."""
-    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    check_config(config, tmp_path, "a model", plain=kind in KINDS)
+    """All settings that it has of an architecture, as it saves them and those that it leaves out;
+    one more is refused. Of two towers those of the pictures' count as well."""
+    made = CONFIG_MAPPING[kind]()
+    made.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    configs = [saved, made.to_dict()]
+    configs += [
+        {**config["vision_config"], "model_type": f"{kind}_vision_model"}
+        for config in configs
+        if "vision_config" in config
+    ]
+    assert all(len(config) > 10 for config in configs if "text_config" not in config)
+    for config in configs:
+        check_config(config, tmp_path, "a model", plain=kind in KINDS)
     for name, value in (("surprise", 1), ("quantization_config", {}), ("pruned_heads", {"0": [1]})):
-        with pytest.raises(ConfigError, match=name):
-            check_config(config | {name: value}, tmp_path, "a model", plain=kind in KINDS)
+        for config in configs:
+            with pytest.raises(ConfigError, match=name):
+                check_config(config | {name: value}, tmp_path, "a model", plain=kind in KINDS)
 
 
 TOKENIZERS: dict[str, dict[str, Any]] = {

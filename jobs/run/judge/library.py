@@ -1,5 +1,6 @@
 """Library: a model that is new to a view is compared with its own library, once; later runs of the
 same fingerprint find the verdict in the manifest that they build on, or in an earlier run's report.
+A library that gave no answer is asked again by the next run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pyarrow as pa
 from precompute.engine.runner import Runner
 from precompute.jobs.run.rows.open_view import REPORTS, OpenView
 from precompute.jobs.run.rows.plan import Job
-from precompute.model import OwnLibrary
+from precompute.model import Model, OwnLibrary
 from precompute.own_library import (
     ROWS,
     TRIED_ROWS,
@@ -42,23 +43,19 @@ NULL_ROWS = 4
 """Rows with a null among them, at most, where there are some."""
 
 
-def check_by_library(
-    job: Job, opened: OpenView, parent: Snapshot | None, report: Report
-) -> LibraryCheck | None:
-    """How the view's model compares with its own library, before a row is computed: as it is known,
-    or else by asking it.
+def check_by_library(job: Job, opened: OpenView, parent: Snapshot | None, report: Report) -> None:
+    """Compare the view's model with its own library, before a row is computed: as it is known, or
+    else by asking it. One without a library is as it is.
 
     Args:
         job: whose run accepts gates, ``library`` perhaps among them.
         opened: the view, its source loaded and its model in float32.
         parent: the snapshot that the run builds on.
-        report: gets the seconds.
-
-    Returns:
-        the verdict; None of a model without a library of its own.
+        report: gets the verdict, and the seconds.
 
     Raises:
-        ModelError: it differs, and that is not accepted.
+        ModelError: it differs, and that is not accepted; or it did when it was asked last, and has
+            no answer now.
         SourceError: the source cannot be read.
     """
     own = own_library_of(opened.model)
@@ -68,42 +65,59 @@ def check_by_library(
     found = (
         known_check(own, opened.fingerprint, [] if parent is None else [parent])
         or without_asking(own, memory_mb)
-        or known_check(own, opened.fingerprint, _reports(job.store))
+        or known_check(own, opened.fingerprint, _reports(job.store), job.options.backfill)
     )
     if found is None:
         with report.stage("library"):
             found = compare_rows(opened, own, memory_mb)
+    if found.verdict == "not checked":
+        found = _refused(opened.fingerprint, _reports(job.store)) or found
+    if found.verdict == "differs" and "library" in job.options.accept:
+        found = replace(found, accepted=True)
+    # that of a refused run, too: it stands until a later one knows better
+    report.library = found
     if found.verdict == "differs" and not found.accepted:
-        if "library" in job.options.accept:
-            return replace(found, accepted=True)
         raise ModelError(
             f"{opened.place('model', 'use')}: the model {found.said}. Nothing was computed. If the"
             " library is right, set in model.args what the folder or file does not say (a prompt,"
             " the longest input, the columns), or write a model class of your own that calls it; if"
             f" this is as it should be: {job.config.accepting('library')}"
         )
-    return found
 
 
 def known_check(
-    own: OwnLibrary, fingerprint: str, earlier: Iterable[Snapshot | Report]
+    own: OwnLibrary,
+    fingerprint: str,
+    earlier: Iterable[Snapshot | Report],
+    backfill: str | None = None,
 ) -> LibraryCheck | None:
     """What the first of earlier runs found that asked the same version of the library about the
-    same fingerprint. A difference that nobody accepted is looked at again.
+    same fingerprint. A difference that nobody accepted is looked at again, and so is what could not
+    be checked, but within one backfill, which may have a thousand partitions.
 
     Args:
         own: the library.
         fingerprint: of the view's model.
         earlier: manifests or reports.
+        backfill: id of the one that the run is a part of.
     """
     version = version_of(own)
     for one in earlier:
         found = one.library if one.model == fingerprint else None
-        if found is None or (found.library, found.version) != (own.name, version):
+        if found is None or found.library != own.name:
             continue
-        if found.verdict != "differs" or found.accepted:
+        if found.verdict == "not checked":
+            if backfill is not None and isinstance(one, Report) and one.backfill == backfill:
+                return found
+        elif found.version == version and (found.verdict != "differs" or found.accepted):
             return found
     return None
+
+
+def _refused(fingerprint: str, earlier: Iterable[Report]) -> LibraryCheck | None:
+    """The difference for which the last run of a fingerprint was refused, if it was."""
+    last = next((one.library for one in earlier if one.model == fingerprint and one.library), None)
+    return last if last is not None and last.verdict == "differs" and not last.accepted else None
 
 
 def _reports(store: ViewStore) -> Iterator[Report]:
@@ -133,13 +147,24 @@ def compare_rows(opened: OpenView, own: OwnLibrary, memory_mb: int) -> LibraryCh
     view, batch = exact_view(opened.view), _rows(opened.source)
     if batch is None:
         return unchecked(own, "there is no row to compare")
-    done = Runner(opened.model, view, search=False).compute(batch)
+    with _exactly(opened.model):
+        done = Runner(opened.model, view, search=False).compute(batch)
     if not len(done.rows):
         return unchecked(own, f"the model has a value for none of {batch.num_rows} rows")
     rows = batch.take(pa.array(done.rows[:ROWS]))
     keys = key_column(rows, view.entity).to_pylist()
     made, left_out = done.features.slice(0, ROWS), len(done.rejections)
     return compared(own, version_of(own) or "", view, made, ask(own, rows), keys, left_out)
+
+
+def _exactly(model: Model) -> contextlib.AbstractContextManager[None]:
+    """A GPU's float32 by all of its bits, as the library's is."""
+    if not getattr(getattr(model, "device", None), "is_cuda", False):
+        return contextlib.nullcontext()
+    # torch takes a second to import, and a tree needs none
+    from precompute.techniques.machine import products_in
+
+    return products_in("ieee")
 
 
 def _rows(source: Source) -> pa.RecordBatch | None:

@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 from precompute.foreign_file import KnownKeys, key_paths, parsed_json
 from precompute.model import Features, Prepared
 from precompute.models.tabular.tabular_model import (
+    Asked,
     TreeModel,
     Trees,
-    as_a_user_has_it,
     installed,
 )
 from precompute.store.errors import ConfigError, ModelError
@@ -418,40 +418,32 @@ def _split_indices(tree: Any, width: int) -> Iterator[Any]:
 # ---- the same by the library itself
 
 
-def by_the_library(
-    path: str,
-    columns: Mapping[str, str],
-    categorical: Sequence[str],
-    output: str,
-    raw: bool,
-    label: str | None,
-    classes: Sequence[str],
-    middle: float | None,
-) -> Callable[[pa.RecordBatch], Features]:
+def by_the_library(**given: Any) -> Callable[[pa.RecordBatch], Features]:
     """Scores as CatBoost's own classes give them of a data frame: a classifier's probabilities, of
-    two classes the second one's, or a regressor's prediction."""
+    two classes the second one's, or a regressor's prediction; and its own label. ``given`` are
+    those of :class:`Asked`."""
     import catboost
 
-    known: Any = catboost.CatBoost().load_model(path, format="json")
+    asked = Asked(**given)
+    known: Any = catboost.CatBoost().load_model(asked.path, format="json")
     is_classifier = len(known.classes_) > 0
     kind = catboost.CatBoostClassifier if is_classifier else catboost.CatBoostRegressor
-    model: Any = kind().load_model(path, format="json")
+    model: Any = kind().load_model(asked.path, format="json")
 
     def predict(batch: pa.RecordBatch) -> Features:
-        frame = as_a_user_has_it(batch, columns, ())
-        for feature, name in columns.items():
-            if feature in categorical or name in categorical:
-                # CatBoost takes texts and whole numbers for categories, and no missing ones
-                frame[feature] = frame[feature].astype(str)
+        frame = asked.frame(batch, categories=False)
+        for feature in filter(asked.is_category, asked.columns):
+            # CatBoost takes texts and whole numbers for categories, and no missing ones
+            frame[feature] = frame[feature].astype(str)
         sums = np.asarray(model.predict(frame, prediction_type="RawFormulaVal"))
         scores = sums
-        if not raw:
+        if not asked.raw:
             scores = np.asarray((model.predict_proba if is_classifier else model.predict)(frame))
-        if not raw and is_classifier and sums.ndim == 1:
+        if not asked.raw and is_classifier and sums.ndim == 1:
             scores = scores[:, 1]
-        if label is None:
-            return {output: scores}
+        if asked.label is None:
+            return {asked.output: scores}
         best = [str(one) for one in np.asarray(model.predict(frame)).reshape(-1)]
-        return {output: scores, label: pa.array(best, pa.string())}
+        return {asked.output: scores, asked.label: pa.array(best, pa.string())}
 
     return predict

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,11 @@ import pyarrow as pa
 from precompute.foreign_file import KnownKeys
 from precompute.model import Features
 from precompute.models.tabular.tabular_model import (
+    Asked,
     Matrix,
     TreeModel,
     Trees,
-    as_a_user_has_it,
     installed,
-    labelled,
 )
 from precompute.store.errors import ModelError
 
@@ -451,26 +450,16 @@ def fitted(
 # ---- the same by the library itself
 
 
-def by_the_library(
-    path: str,
-    columns: Mapping[str, str],
-    categorical: Sequence[str],
-    output: str,
-    raw: bool,
-    label: str | None,
-    classes: Sequence[str],
-    middle: float | None,
-) -> Callable[[pa.RecordBatch], Features]:
+def by_the_library(**given: Any) -> Callable[[pa.RecordBatch], Features]:
     """Scores as ``Booster.predict`` gives them of a data frame, by the file as it is: its own
-    reader, and its own lists of categories."""
+    reader, and its own lists of categories; ``given`` are those of :class:`Asked`."""
     import lightgbm
 
-    booster = lightgbm.Booster(model_file=path)
-    named = pa.array(classes, pa.string())
+    asked = Asked(**given)
+    booster = lightgbm.Booster(model_file=asked.path)
 
     def predict(batch: pa.RecordBatch) -> Features:
-        frame = as_a_user_has_it(batch, columns, categorical)
-        scores = np.asarray(booster.predict(frame, raw_score=raw))
-        return labelled(scores, output, label, named, middle)
+        frame = asked.frame(batch)
+        return asked.features(np.asarray(booster.predict(frame, raw_score=asked.raw)))
 
     return predict

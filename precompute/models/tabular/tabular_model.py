@@ -9,7 +9,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -470,19 +470,18 @@ class TreeModel(HostModel, ABC):
         return labelled(launched, self._output, self._label, self._classes, self._middle)
 
     def own_library(self) -> OwnLibrary:
-        module = type(self).__module__
-        given = {
-            "path": str(self._path),
-            "columns": dict(zip(self._features, self._columns.names, strict=True)),
-            "categorical": [*self._categorical, *self._columns.texts],
-            "output": self._output,
-            "raw": self._raw,
-            "label": self._label,
-            "classes": self._classes.to_pylist(),
-            "middle": self._middle,
-        }
-        by = f"{module}:by_the_library"
-        return OwnLibrary(self.name, by, given, (self._path,), (self.name, "pandas"))
+        asked = Asked(
+            path=str(self._path),
+            columns=dict(zip(self._features, self._columns.names, strict=True)),
+            categorical=[*self._categorical, *self._columns.texts],
+            output=self._output,
+            raw=self._raw,
+            label=self._label,
+            classes=self._classes.to_pylist(),
+            middle=self._middle,
+        )
+        by = f"{type(self).__module__}:by_the_library"
+        return OwnLibrary(self.name, by, asdict(asked), (self._path,), (self.name, "pandas"))
 
 
 def labelled(
@@ -499,27 +498,53 @@ def labelled(
     return {output: scores, label: classes.take(pa.array(best))}
 
 
-def as_a_user_has_it(
-    batch: pa.RecordBatch, columns: Mapping[str, str], categorical: Sequence[str]
-) -> Any:
-    """Rows as a pandas data frame of a model's features.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a library is asked of a model by, as JSON can hold it.
 
     Args:
-        batch: the source's rows.
+        path: of the file.
         columns: feature → its column, in the model's order.
-        categorical: features, or columns, that pandas has as categories.
+        categorical: features, or columns, that are categories.
+        output, raw, label: as of :class:`TreeModel`.
+        classes: what the label may be.
+        middle: the score beyond which the second class is the label.
     """
-    import pandas
 
-    frame = pandas.DataFrame()
-    for feature, name in columns.items():
-        column = batch.column(name)
-        if isinstance(column.type, pa.DictionaryType):
-            column = column.cast(column.type.value_type)
-        of_category = feature in categorical or name in categorical
-        # pandas has objects of decimals, and of truth values with a null among them
-        if not of_category and not (pa.types.is_integer(column.type) or is_text(column.type)):
-            column = column.cast(pa.float64())
-        values = column.to_pandas()
-        frame[feature] = values.astype("category") if of_category else values
-    return frame
+    path: str
+    columns: dict[str, str]
+    categorical: list[str]
+    output: str
+    raw: bool
+    label: str | None
+    classes: list[str]
+    middle: float | None
+
+    def is_category(self, feature: str) -> bool:
+        return feature in self.categorical or self.columns[feature] in self.categorical
+
+    def frame(self, batch: pa.RecordBatch, *, categories: bool = True) -> Any:
+        """The source's rows as a user has them: a pandas data frame of the model's features.
+
+        Args:
+            categories: whether pandas has those that are as categories.
+        """
+        import pandas
+
+        frame = pandas.DataFrame()
+        for feature, name in self.columns.items():
+            column = batch.column(name)
+            if isinstance(column.type, pa.DictionaryType):
+                column = column.cast(column.type.value_type)
+            of_category = categories and self.is_category(feature)
+            # pandas has objects of decimals, and of truth values with a null among them
+            if not of_category and not (pa.types.is_integer(column.type) or is_text(column.type)):
+                column = column.cast(pa.float64())
+            values = column.to_pandas()
+            frame[feature] = values.astype("category") if of_category else values
+        return frame
+
+    def features(self, scores: npt.NDArray[Any]) -> Features:
+        """Scores of the library as the model's features."""
+        classes = pa.array(self.classes, pa.string())
+        return labelled(scores, self.output, self.label, classes, self.middle)

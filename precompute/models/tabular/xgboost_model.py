@@ -23,12 +23,11 @@ import pyarrow as pa
 from precompute.foreign_file import KnownKeys, key_paths, parsed_json
 from precompute.model import Features, Verbatim
 from precompute.models.tabular.tabular_model import (
+    Asked,
     Matrix,
     TreeModel,
     Trees,
-    as_a_user_has_it,
     installed,
-    labelled,
     listed,
     unfit,
 )
@@ -618,37 +617,29 @@ class XgBoost(TreeModel):
 # ---- the same by the library itself
 
 
-def by_the_library(
-    path: str,
-    columns: Mapping[str, str],
-    categorical: Sequence[str],
-    output: str,
-    raw: bool,
-    label: str | None,
-    classes: Sequence[str],
-    middle: float | None,
-) -> Callable[[pa.RecordBatch], Features]:
+def by_the_library(**given: Any) -> Callable[[pa.RecordBatch], Features]:
     """Scores as ``Booster.predict`` gives them of a data frame, by the file as it is: its own
-    reader, and its own lists of categories. A feature whose categories are codes is of them."""
+    reader, and its own lists of categories. A feature whose categories are codes is of them.
+    ``given`` are those of :class:`Asked`."""
     import xgboost
 
-    booster = xgboost.Booster(params={"verbosity": 0}, model_file=path)
+    asked = Asked(**given)
+    booster = xgboost.Booster(params={"verbosity": 0}, model_file=asked.path)
     best = booster.attr("best_iteration")
     rounds = (0, 0 if best is None else int(best) + 1)
     names, types = booster.feature_names, booster.feature_types
-    named_categories = len(categorical) > 0 and names is not None
-    named = pa.array(classes, pa.string())
+    named_categories = len(asked.categorical) > 0 and names is not None
 
     def predict(batch: pa.RecordBatch) -> Features:
-        frame = as_a_user_has_it(batch, columns, categorical)
+        frame = asked.frame(batch)
         if named_categories:
-            given = xgboost.DMatrix(frame, enable_categorical=True)
+            matrix = xgboost.DMatrix(frame, enable_categorical=True)
         else:
             numbers = frame.to_numpy(np.float32)
-            given = xgboost.DMatrix(
+            matrix = xgboost.DMatrix(
                 numbers, feature_names=names, feature_types=types, enable_categorical=True
             )
-        scores = booster.predict(given, output_margin=raw, iteration_range=rounds)
-        return labelled(scores, output, label, named, middle)
+        scores = booster.predict(matrix, output_margin=asked.raw, iteration_range=rounds)
+        return asked.features(scores)
 
     return predict
