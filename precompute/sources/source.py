@@ -37,6 +37,7 @@ from precompute.sources.database import (
 )
 from precompute.sources.exact_types import ExactTypes, exact_statement
 from precompute.sources.file_names import absolute_statement, is_remote
+from precompute.sources.reader_call import columns_behind
 from precompute.sources.scan_memory import VECTOR_ROWS, ScanMemory, read_columns, scan_memory
 from precompute.sources.session import Setup
 from precompute.store.errors import ConfigError, OverMemoryError, SourceError, nearest_or_all
@@ -239,12 +240,34 @@ class Source:
                 raise ConfigError(
                     f'entity: key column {column!r} is JSON, of texts and numbers, so that "7"'
                     f" and 7 are two keys: {column}->>'$' AS {column} makes texts of both"
+                    f"{_then(self.late_values({column: ''}))}"
                 )
             if self.schema.field(column).type not in KEY_TYPES:
                 raise ConfigError(
                     f"entity: key column {column!r} is {self.schema.field(column).type}: a key is"
                     f" text or an integer, so CAST({column} AS VARCHAR)"
+                    f"{_then(self.late_values({column: ''}))}"
                 )
+
+    def late_values(self, columns: Mapping[str, str]) -> str:
+        """Why columns of the source have no narrower type: the first value of a CSV or of JSON that
+        is of another type than most, or the Parquet file whose column is, each with its place and
+        what to write; empty where no value and no file is why. Reads the files again.
+
+        Args:
+            columns: of the source, name → the type that it is wanted to have, such as BIGINT, or
+                nothing.
+
+        Raises:
+            SourceError: a file cannot be read.
+        """
+        tree = self.database.syntax_tree(self._sql)
+        behind = {
+            name: wanted
+            for column, wanted in columns.items()
+            for name in sorted(columns_behind(tree, column))
+        }
+        return "; ".join(dict.fromkeys(self._exact.late_values(behind)))
 
     def _make_keys_plain(self) -> None:
         """Keys of text as plain text: compared as bytes, as earlier results' are, whatever the
@@ -452,7 +475,7 @@ class Source:
         if not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
             raise ConfigError(
                 f"{key}: {column!r} is {kind}, no date or timestamp: leave it out, or CAST it in"
-                " the source"
+                f" the source{_then(self.late_values({column: ''}))}"
             )
 
     def newest_us(self, column: str, until_us: int) -> tuple[int | None, int]:
@@ -823,6 +846,10 @@ def _width_sql(column: str, field: pa.Field, types: Mapping[str, str]) -> str:
             return f"len({column}) * {-(-kind.value_type.bit_width // 8)}"
     # as long as its text, about
     return f"strlen({column}::VARCHAR)"
+
+
+def _then(why: str) -> str:
+    return why and f"; {why}"
 
 
 def _is_nested(kind: pa.DataType) -> bool:
