@@ -8,8 +8,8 @@ sampled type; ``sample_size = -1`` would read them in one thread, at several tim
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import gzip
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ from itertools import chain
 from typing import Any
 
 from precompute.sources.database import Database, quoted
-from precompute.sources.file_names import escaped, is_remote
+from precompute.sources.file_names import escaped
 from precompute.sources.late_value import Reading, narrower, near_type, shown
 from precompute.sources.reader_call import OF_ROWS, ReaderCall, is_named, literal
+from precompute.sources.text_lines import lines_of
 from precompute.store.errors import ConfigError, SourceError
 
 CANDIDATES = ("BOOLEAN", "BIGINT", "DOUBLE", "TIME", "DATE", "TIMESTAMP", "TIMESTAMPTZ")
@@ -242,7 +243,7 @@ class CsvTypes:
         if near is None or found is None:
             return None
         file, row, value = found
-        return near.error(f"{file}, {self._line(file, row)}", name, value, kind)
+        return near.error(f"{file}, {self._line(file, row, value)}", name, value, kind)
 
     def _type(self) -> None:
         options = self._call.options
@@ -492,7 +493,7 @@ class CsvTypes:
         others = f" ({misfit.values:,} such values)" if misfit.values > 1 else ""
         remedy = narrow if narrow and narrow != misfit.type else "VARCHAR"
         return SourceError(
-            f"{file}, {self._line(file, row)}: {misfit.column} is {shown(value)}, and {whose} is"
+            f"{file}, {self._line(file, row, value)}: {misfit.column} is {shown(value)}, and {whose} is"
             f" {misfit.type}, which would change it{others}: mend the value, or write types ="
             f" {{'{misfit.column}': '{remedy}'}} in its {self._call.name}"
         )
@@ -511,8 +512,9 @@ class CsvTypes:
                 return file, rows[0]["n"], rows[0]["v"]
         return None
 
-    def _line(self, file: str, row: int) -> str:
-        """Where a row of a file begins, as far as that can be told here."""
+    def _line(self, file: str, row: int, value: str) -> str:
+        """The line where a row of a file begins; its number without the header where that cannot be
+        told here, or the row that is found has no such value."""
         lines = lines_of(file, self._call.options)
         begins = 0
 
@@ -525,32 +527,15 @@ class CsvTypes:
 
         reader = csv.reader(kept(), delimiter=self._delim, quotechar=self._quote)
         left = row + int(self._has_head)
-        for cells in reader:
-            # a line without anything is a row where there is one column
-            left -= bool(cells) or len(self._sniffed) == 1
-            if not left:
-                return f"line {begins}"
-            begins = 0
+        # a value that is longer than Python's csv takes
+        with contextlib.suppress(csv.Error):
+            for cells in reader:
+                # a line without anything is a row where there is one column
+                left -= bool(cells) or len(self._sniffed) == 1
+                if not left:
+                    return f"line {begins}" if value in cells else f"row {row}"
+                begins = 0
         return f"row {row}"
-
-
-def lines_of(file: str, options: Mapping[str, Any]) -> Iterator[str] | None:
-    """The lines of a file, each with its end; None of one that is not read here."""
-    compressed = str(options.get("compression", "auto")).lower()
-    gzipped = compressed == "gzip" or (compressed == "auto" and file.endswith(".gz"))
-    if is_remote(file) or compressed not in ("auto", "none", "gzip") or file.endswith(".zst"):
-        return None
-    encoding = str(options.get("encoding", "utf-8")).replace("utf-8", "utf-8-sig")
-    opened: Any = gzip.open if gzipped else open
-
-    def read() -> Iterator[str]:
-        try:
-            with opened(file, "rt", encoding=encoding, errors="replace", newline="") as lines:
-                yield from lines
-        except (OSError, EOFError, LookupError) as exc:
-            raise SourceError(f"{file} cannot be read: {exc}") from exc
-
-    return read()
 
 
 def ragged(file: str, options: Mapping[str, Any], delimiter: str = "") -> str:

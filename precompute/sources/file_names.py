@@ -214,6 +214,17 @@ def no_file(name: str) -> str:
     return what
 
 
+def shown_paths(text: str, folder: Path) -> str:
+    """A message with the paths in it as the user knows them: those below the project's folder
+    relative to it, as its SQL has them, and those beside it without ``..``."""
+
+    def shown(match: re.Match[str]) -> str:
+        up = match[1].count("..")
+        return "" if not up else f"{str(folder.joinpath(*['..'] * up).resolve()).rstrip('/')}/"
+
+    return re.sub(rf"(?<![\w/.-]){re.escape(str(folder))}/((?:\.\.?/)*)", shown, text)
+
+
 def is_remote(file: str) -> bool:
     """Whether a file's absolute name is a URL of another machine's, or of what is no file."""
     return _URL.match(file) is not None

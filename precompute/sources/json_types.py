@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from precompute.sources.csv_types import SMALL, exact_sql, given_sql, lines_of
+from precompute.sources.csv_types import SMALL, exact_sql, given_sql
 from precompute.sources.database import Database, quoted, type_of
 from precompute.sources.late_value import Reading, narrower, near_type, shown
 from precompute.sources.reader_call import OF_ROWS, ReaderCall, is_named
+from precompute.sources.text_lines import lines_of
 from precompute.store.errors import ConfigError, SourceError
 
 _ALL = 2**31 - 1

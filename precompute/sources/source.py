@@ -36,7 +36,7 @@ from precompute.sources.database import (
     statement,
 )
 from precompute.sources.exact_types import ExactTypes, exact_statement
-from precompute.sources.file_names import absolute_statement, is_remote
+from precompute.sources.file_names import absolute_statement, is_remote, shown_paths
 from precompute.sources.reader_call import columns_behind
 from precompute.sources.scan_memory import VECTOR_ROWS, ScanMemory, read_columns, scan_memory
 from precompute.sources.session import Setup
@@ -132,18 +132,29 @@ class Source:
             else {n: at.replace(tzinfo=None) for n, at in zip(BOUNDS, bounds, strict=True)}
         )
         try:
-            self._show_live(live)
-            self._sql, self._files, self._exact = self._absolute(sql)
-            self._given = self._taken(self._sql)
-            self._whole: str | None = None
-            if chunk is not None:
-                self._cut(chunk)
-            self._types, self.schema = self.database.described(self._sql, self._given)
-            self._check_entity()
+            with self._shown():
+                self._show_live(live)
+                self._sql, self._files, self._exact = self._absolute(sql)
+                self._given = self._taken(self._sql)
+                self._whole: str | None = None
+                if chunk is not None:
+                    self._cut(chunk)
+                self._types, self.schema = self.database.described(self._sql, self._given)
+                self._check_entity()
             self._make_keys_plain()
             self._fixed_bytes, self._bytes_sql = _bytes_of(self.schema, self._types)
         except BaseException:
             self.close()
+            raise
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Have errors name files as the project does."""
+        try:
+            yield
+        except (ConfigError, SourceError) as exc:
+            if self._folder is not None:
+                exc.args = (shown_paths(str(exc), self._folder),)
             raise
 
     def _absolute(self, sql: str) -> tuple[str, list[str], ExactTypes]:
@@ -267,7 +278,8 @@ class Source:
             for column, wanted in columns.items()
             for name in sorted(columns_behind(tree, column))
         }
-        return "; ".join(dict.fromkeys(self._exact.late_values(behind)))
+        found = "; ".join(dict.fromkeys(self._exact.late_values(behind)))
+        return found if self._folder is None else shown_paths(found, self._folder)
 
     def _make_keys_plain(self) -> None:
         """Keys of text as plain text: compared as bytes, as earlier results' are, whatever the
@@ -301,17 +313,18 @@ class Source:
                 are named), or a row lies outside.
         """
         threads = self.database.threads
-        self._exact.settle()
-        self.fit()
-        try:
-            self._read_all()
-        except OverMemoryError:
-            if self.database.threads == 1:
-                raise
-            # each thread decodes a row group of its own, and sorts or joins what it has of it
-            self.database.fit(memory_mb=self.database.memory_mb, threads=1, prefetch=False)
-            self._read_all()
-        self._exact.check_same()
+        with self._shown():
+            self._exact.settle()
+            self.fit()
+            try:
+                self._read_all()
+            except OverMemoryError:
+                if self.database.threads == 1:
+                    raise
+                # each thread decodes a row group of its own, and sorts or joins what it has of it
+                self.database.fit(memory_mb=self.database.memory_mb, threads=1, prefetch=False)
+                self._read_all()
+            self._exact.check_same()
         if within is not None:
             self._check_within(within)
         self._check_moves()
@@ -651,13 +664,14 @@ class Source:
     def _read(self, sql: str, given: Mapping[str, Any], most_bytes: int | None = None) -> pa.Table:
         """What SQL over the source yields now, from any thread, if its files still fit the
         source's types; only the first rows, of so many bytes together, where that is given."""
-        self._exact.settle()
-        found = (
-            self.database.query_aside(sql, given)
-            if most_bytes is None
-            else self.database.first_aside(sql, given, most_bytes)
-        )
-        self._exact.check_same()
+        with self._shown():
+            self._exact.settle()
+            found = (
+                self.database.query_aside(sql, given)
+                if most_bytes is None
+                else self.database.first_aside(sql, given, most_bytes)
+            )
+            self._exact.check_same()
         return found
 
     def cached(self) -> CachedSource:
@@ -788,9 +802,10 @@ class Source:
             ConfigError: the SQL is wrong.
             SourceError: a file cannot be read.
         """
-        absolute, _, exact = self._absolute(sql)
-        found = self.database.query(absolute, self._taken(absolute))
-        exact.check_same()
+        with self._shown():
+            absolute, _, exact = self._absolute(sql)
+            found = self.database.query(absolute, self._taken(absolute))
+            exact.check_same()
         return found
 
     def close(self) -> None:
