@@ -493,8 +493,8 @@ class CsvTypes:
         others = f" ({misfit.values:,} such values)" if misfit.values > 1 else ""
         remedy = narrow if narrow and narrow != misfit.type else "VARCHAR"
         return SourceError(
-            f"{file}, {self._line(file, row, value)}: {misfit.column} is {shown(value)}, and {whose} is"
-            f" {misfit.type}, which would change it{others}: mend the value, or write types ="
+            f"{file}, {self._line(file, row, value)}: {misfit.column} is {shown(value)}, and"
+            f" {whose} is {misfit.type}, which would change it{others}: mend the value, or write types ="
             f" {{'{misfit.column}': '{remedy}'}} in its {self._call.name}"
         )
 

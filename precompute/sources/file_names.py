@@ -214,13 +214,16 @@ def no_file(name: str) -> str:
     return what
 
 
-def shown_paths(text: str, folder: Path) -> str:
+def shown_paths(text: str, folder: Path, *, relative: bool = True) -> str:
     """A message with the paths in it as the user knows them: those below the project's folder
-    relative to it, as its SQL has them, and those beside it without ``..``."""
+    relative to it, as its SQL has them, if ``relative``; those beside it without ``..``."""
 
     def shown(match: re.Match[str]) -> str:
         up = match[1].count("..")
-        return "" if not up else f"{str(folder.joinpath(*['..'] * up).resolve()).rstrip('/')}/"
+        if not up:
+            return "" if relative else f"{folder}/"
+        above = folder.joinpath(*[".."] * up).resolve()
+        return f"{above}/".replace("//", "/")
 
     return re.sub(rf"(?<![\w/.-]){re.escape(str(folder))}/((?:\.\.?/)*)", shown, text)
 

@@ -40,7 +40,13 @@ from precompute.sources.file_names import absolute_statement, is_remote, shown_p
 from precompute.sources.reader_call import columns_behind
 from precompute.sources.scan_memory import VECTOR_ROWS, ScanMemory, read_columns, scan_memory
 from precompute.sources.session import Setup
-from precompute.store.errors import ConfigError, OverMemoryError, SourceError, nearest_or_all
+from precompute.store.errors import (
+    ConfigError,
+    MissingFileError,
+    OverMemoryError,
+    SourceError,
+    nearest_or_all,
+)
 from precompute.store.feature_view import CHUNK, ChunkSpec
 
 KEY_TYPES = (
@@ -149,12 +155,13 @@ class Source:
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:
-        """Have errors name files as the project does."""
+        """Have errors name files as the project does; one that is not there, where it would be."""
         try:
             yield
         except (ConfigError, SourceError) as exc:
             if self._folder is not None:
-                exc.args = (shown_paths(str(exc), self._folder),)
+                there = not isinstance(exc, MissingFileError)
+                exc.args = (shown_paths(str(exc), self._folder, relative=there),)
             raise
 
     def _absolute(self, sql: str) -> tuple[str, list[str], ExactTypes]:

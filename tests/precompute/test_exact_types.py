@@ -286,22 +286,22 @@ REFUSED: dict[str, tuple[Files, str, str]] = {
     "a fraction of JSON's whole number": (
         {"x.json": '{"id":1,"v":7}\n{"id":2,"v":19.99}\n'},
         "SELECT * FROM read_json('x.json', columns = {'id': 'BIGINT', 'v': 'BIGINT'})",
-        r"x\.json, record 2: v is '19\.99', .* BIGINT, which would change it: .*'v': 'VARCHAR'",
+        r"x\.json, line 2: v is '19\.99', .* BIGINT, which would change it: .*'v': 'VARCHAR'",
     ),
     "a text for JSON's number": (
         {"x.json": '{"id":1,"v":7}\n{"id":"007","v":8}\n'},
         "SELECT * FROM read_ndjson('x.json', columns = {'id': 'BIGINT', 'v': 'BIGINT'})",
-        r"record 2: id is '\"007\"', .* BIGINT",
+        r"line 2: id is '\"007\"', .* BIGINT",
     ),
     "a fraction inside of JSON": (
         {"x.json": '{"id":1,"v":{"a":[1]}}\n{"id":2,"v":{"a":[1.5]}}\n'},
         "SELECT * FROM read_json('x.json', columns = {'id': 'BIGINT', 'v': 'STRUCT(a INT[])'})",
-        r"record 2: v is '\{\"a\":\[1\.5\]\}', .* STRUCT\(a INTEGER\[\]\)",
+        r"line 2: v is '\{\"a\":\[1\.5\]\}', .* STRUCT\(a INTEGER\[\]\)",
     ),
     "a whole number beside JSON's fractions": (
-        {"x.json": '{"id":1,"v":1.5}\n{"id":2,"v":9007199254740993}\n'},
+        {"x.json": '{"id":1,"v":1.5}\n\n{"id":2,"v":9007199254740993}\n'},
         "SELECT * FROM 'x.json'",
-        r"record 2: v is '9007199254740993', and the type of all its values is DOUBLE",
+        r"line 3: v is '9007199254740993', and the type of all its values is DOUBLE",
     ),
     "the same in a list": (
         {"x.json": '{"id":1,"v":[1.5]}\n{"id":2,"v":[0.5, 9007199254740993]}\n'},
@@ -688,7 +688,7 @@ UNKNOWN = {
     "postgres_scan('host=x', 'public', 'items')": r"postgres_scan\(…\) makes floats of numerics",
     "histogram_values('x.csv', id)": r"histogram_values\(…\) hides which files",
     "query_table('x.csv')": r"query_table\(…\) hides which files",
-    "read_csv('.')": r" is a folder: name its files, as in read_csv\('.*/\*\.csv'\)",
+    "read_csv('.')": r" is a folder: name its files, as in read_csv\('.*\*\.csv'\)",
 }
 
 
