@@ -217,10 +217,15 @@ class CsvTypes:
         for misfit in self._misfits(self._proven):
             raise self._error(misfit, "the type that it had until now", "")
 
+    def widened(self) -> set[str]:
+        """Columns of a wider type than their first lines have."""
+        first = {n: k for n, k in self._sniffed.items() if k} if self.files else {}
+        return {n for n, k in self.types.items() if first.get(n, k) != k}
+
     def late_value(self, column: str, wanted: str = "") -> str | None:
         """Why a column has a wider type than most of its values, or than its first ones: the first
         value that is of another, file and line, and what to write; None where no value is why, or
-        the call gives the type. Reads all values again.
+        the call gives a type that is no text. Reads all values again.
 
         Args:
             wanted: the type that the column is wanted to have, of :data:`CANDIDATES`; empty for the
@@ -230,9 +235,11 @@ class CsvTypes:
             SourceError: a file cannot be read.
         """
         name = next((n for n in self.types if n.lower() == column.lower()), None)
-        if name is None or name in self._given([*self.types]):
+        if name is None:
             return None
-        kind = self.types[name]
+        kind, given = self.types[name], name in self._given([*self.types])
+        if given and kind != "VARCHAR":
+            return None
         readings = {
             one: Reading(self._fits(name, one, False), self._cast(name, one))
             for one in narrower(kind, self._candidates)
@@ -243,7 +250,8 @@ class CsvTypes:
         if near is None or found is None:
             return None
         file, row, value = found
-        return near.error(f"{file}, {self._line(file, row, value)}", name, value, kind)
+        place = f"{file}, {self._line(file, row, value)}"
+        return near.error(place, name, value, kind, given)
 
     def _type(self) -> None:
         options = self._call.options
@@ -494,8 +502,8 @@ class CsvTypes:
         remedy = narrow if narrow and narrow != misfit.type else "VARCHAR"
         return SourceError(
             f"{file}, {self._line(file, row, value)}: {misfit.column} is {shown(value)}, and"
-            f" {whose} is {misfit.type}, which would change it{others}: mend the value, or write types ="
-            f" {{'{misfit.column}': '{remedy}'}} in its {self._call.name}"
+            f" {whose} is {misfit.type}, which would change it{others}: mend the value, or write"
+            f" types = {{'{misfit.column}': '{remedy}'}} in its {self._call.name}"
         )
 
     def _first_misfit(self, column: str, kind: str, given: bool) -> tuple[str, int, str] | None:

@@ -31,12 +31,13 @@ class NearType:
     changed: int
     values: int
 
-    def error(self, place: str, column: str, value: str, kind: str) -> str:
+    def error(self, place: str, column: str, value: str, kind: str, given: bool = False) -> str:
         """What is said of the first of the others, and what can be done.
 
         Args:
             place: file and line.
             kind: the column's type.
+            given: the SQL gives the column its type, so that the value does not.
         """
         most = self.values - self.others
         if kind not in _TEXTS:
@@ -49,8 +50,9 @@ class NearType:
             remedy = f"mend it, or write {self.cast} AS {quoted(column)} in the SQL, which makes"
             remedy += f" {made}"
         return (
-            f"{place}: {column} is {shown(value)}, which makes the whole column {kind}, and"
-            f" {most:,} of its {self.values:,} values are {self.type}: {remedy}"
+            f"{place}: {column} is {shown(value)},"
+            f" {'and the SQL has' if given else 'which makes'} the whole column {kind}; {most:,} of"
+            f" its {self.values:,} values are {self.type}: {remedy}"
         )
 
 
@@ -94,7 +96,8 @@ def near_type(
     near = [
         one
         for one in found
-        if one.others and (one.type == first or (kind in _TEXTS and 2 * one.others <= one.values))
+        if 0 < one.others < one.values
+        and (one.type == first or (kind in _TEXTS and 2 * one.others <= one.values))
     ]
     return min(near, key=lambda one: (one.type != wanted, one.others), default=None)
 
