@@ -430,7 +430,7 @@ def _check_fit(
         ]
         raise ModelError(
             f"{opened.place('features', *named[:1])}: no row of the model's answer fits the view"
-            f" ({reasons}); nothing was published{opened.late_values(reasons)}"
+            f"{opened.late_values(reasons)} ({reasons}); nothing was published"
         ) from cause
 
 

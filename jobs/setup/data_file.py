@@ -21,6 +21,7 @@ from precompute.sources.csv_types import CsvTypes, ragged
 from precompute.sources.database import Database, quoted
 from precompute.sources.reader_call import CSV, ReaderCall, literal
 from precompute.sources.source import RESERVED as SOURCE_RESERVED
+from precompute.sources.text_lines import line_of_no_utf_8
 from precompute.store.errors import ConfigError, SourceError, did_you_mean
 from precompute.store.feature_view import RESERVED
 from precompute.store.keys import join_key
@@ -248,8 +249,10 @@ def look_at(path: Path, project: Path) -> DataFile:
         return found
     except (SourceError, ConfigError) as exc:
         if "utf-8" in str(exc).lower():
+            line = line_of_no_utf_8(str(path)) if suffix != ".parquet" else None
             raise ConfigError(
-                f"{path}: is not UTF-8: convert it, as in iconv -f latin1 -t utf-8 FILE > NEW"
+                f"{path}{f', line {line}' if line else ''}: is not UTF-8: convert it, as in iconv"
+                " -f latin1 -t utf-8 FILE > NEW"
             ) from exc
         line = "" if suffix == ".parquet" else ragged(str(path), {})
         raise ConfigError(f"{path}: {line or exc}") from exc
@@ -306,7 +309,15 @@ def _late(seen: CsvTypes, path: Path, figures: Mapping[str, Mapping[str, Any]]) 
     }
     names = sorted((seen.widened() | numbers) & figures.keys())
     found = {name: seen.late_value(name) for name in names}
-    return {n: why.replace(str(path.absolute()), path.name) for n, why in found.items() if why}
+    return {
+        name: why.replace(str(path.absolute()), path.name).replace(
+            # the view's file then says the types
+            ": mend it",
+            ": mend it and run init again",
+        )
+        for name, why in found.items()
+        if why
+    }
 
 
 def is_key(column: Column) -> str:

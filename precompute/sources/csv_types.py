@@ -290,10 +290,18 @@ class CsvTypes:
             name="sniff_csv",
             sample_size=SAMPLED,
         )
-        found = self._database.query(
-            "SELECT Delimiter, Quote, Escape, SkipRows, HasHeader, Comment, Columns FROM"
-            f" {sniffing}"
-        ).to_pylist()[0]
+        try:
+            found = self._database.query(
+                "SELECT Delimiter, Quote, Escape, SkipRows, HasHeader, Comment, Columns FROM"
+                f" {sniffing}"
+            ).to_pylist()[0]
+        except SourceError as exc:
+            plain = options.keys() <= {"delim", "quote", "escape", "header", "types", *OF_ROWS}
+            plain = plain and options.get("header", True) and options.get("quote", '"') == '"'
+            delim = str(options.get("delim", ""))
+            if plain and "no CSV" in str(exc) and (line := ragged(first, options, delim)):
+                raise SourceError(f"{first}: {line}") from exc
+            raise
         self._sniffed = {one["name"]: _candidate(one["type"]) for one in found["Columns"]}
         if (chosen := options.get("auto_type_candidates")) is not None:
             chosen = {_candidate(str(one).upper()) for one in chosen}
@@ -554,17 +562,19 @@ def ragged(file: str, options: Mapping[str, Any], delimiter: str = "") -> str:
     if lines is None or not head:
         return ""
     rows = csv.reader(chain([head], lines), delimiter=delimiter or max(",;\t|", key=head.count))
-    wanted = len(next(rows, []))
     last, found = 0, ""
-    for row in rows:
-        if row and found:
-            return found
-        if row and len(row) != wanted:
-            last = rows.line_num
-            found = (
-                f"the row that ends on line {last} has {len(row)} values, and the header {wanted}:"
-                " mend that line"
-            )
+    # a value that is longer than Python's csv takes
+    with contextlib.suppress(csv.Error):
+        wanted = len(next(rows, []))
+        for row in rows:
+            if row and found:
+                return found
+            if row and len(row) != wanted:
+                last = rows.line_num
+                found = (
+                    f"the row that ends on line {last} has {len(row)} values, and the header"
+                    f" {wanted}: mend that line"
+                )
     return found and f"{found}; it is the last one: was the file cut?"
 
 

@@ -40,14 +40,15 @@ class NearType:
             given: the SQL gives the column its type, so that the value does not.
         """
         most = self.values - self.others
+        mend = f"mend it and write {self.type} in the SQL" if given else "mend it"
         if kind not in _TEXTS:
-            remedy = "mend it, if it is a mistake"
+            remedy = f"{mend}, if it is a mistake"
         elif self.changed:
-            remedy = f"mend it, or have the column as text: a cast to {self.type} would change "
+            remedy = f"{mend}, or have the column as text: a cast to {self.type} would change "
             remedy += "it" if self.others == 1 else f"{self.changed:,} of such values"
         else:
             made = "text of all" if self.type == "VARCHAR" else "null of it"
-            remedy = f"mend it, or write {self.cast} AS {quoted(column)} in the SQL, which makes"
+            remedy = f"{mend}, or write {self.cast} AS {quoted(column)} in the SQL, which makes"
             remedy += f" {made}"
         return (
             f"{place}: {column} is {shown(value)},"
