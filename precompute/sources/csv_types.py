@@ -562,19 +562,20 @@ def ragged(file: str, options: Mapping[str, Any], delimiter: str = "") -> str:
     if lines is None or not head:
         return ""
     rows = csv.reader(chain([head], lines), delimiter=delimiter or max(",;\t|", key=head.count))
-    last, found = 0, ""
-    # a value that is longer than Python's csv takes
-    with contextlib.suppress(csv.Error):
+    found = ""
+    try:
         wanted = len(next(rows, []))
         for row in rows:
             if row and found:
                 return found
             if row and len(row) != wanted:
-                last = rows.line_num
                 found = (
-                    f"the row that ends on line {last} has {len(row)} values, and the header"
-                    f" {wanted}: mend that line"
+                    f"the row that ends on line {rows.line_num} has {len(row)} values, and the"
+                    f" header {wanted}: mend that line"
                 )
+    except csv.Error:
+        # a value that is longer than Python's csv takes
+        return found
     return found and f"{found}; it is the last one: was the file cut?"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import gzip
 import re
 from collections.abc import Iterator, Mapping
@@ -30,20 +31,20 @@ def lines_of(
     if is_remote(file) or compressed not in ("auto", "none", "gzip") or file.endswith(".zst"):
         return None
     encoding = str(options.get("encoding", "utf-8")).lower().replace("utf-8", "utf-8-sig")
+    # of UTF-16 Python wants a mark at the beginning
+    with contextlib.suppress(LookupError):
+        if codecs.lookup(encoding).name.startswith(("utf-16", "utf-32")):
+            return None
+        return _read(file, encoding, errors, gzip.open if gzipped else open)
+    return None
+
+
+def _read(file: str, encoding: str, errors: str, opened: Any) -> Iterator[str]:
     try:
-        codecs.lookup(encoding)
-    except LookupError:
-        return None
-    opened: Any = gzip.open if gzipped else open
-
-    def read() -> Iterator[str]:
-        try:
-            with opened(file, "rt", encoding=encoding, errors=errors, newline="") as lines:
-                yield from lines
-        except (OSError, EOFError) as exc:
-            raise SourceError(f"{file} cannot be read: {exc}") from exc
-
-    return read()
+        with opened(file, "rt", encoding=encoding, errors=errors, newline="") as lines:
+            yield from lines
+    except (OSError, EOFError) as exc:
+        raise SourceError(f"{file} cannot be read: {exc}") from exc
 
 
 def line_of_no_utf_8(file: str) -> int | None:

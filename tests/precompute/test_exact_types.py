@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime as dt
 import gzip
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -181,6 +182,21 @@ def test_a_late_value_of_json_is_read_as_it_is(what: str, form: str, tmp_path: P
     assert found == wanted or (
         kind == "HUGEINT" and found == ((Decimal(7),),) * 2 + ((Decimal(last),),)
     )
+
+
+@pytest.mark.parametrize("form", ["lines", "array"])
+@pytest.mark.parametrize("late", ['"new"', "19.99", '{"a": [1]}'])
+def test_a_key_that_only_a_late_record_has_is_a_column(
+    late: str, form: str, tmp_path: Path
+) -> None:
+    records = [f'{{"id":{i},"v":7}}' for i in range(LATE)]
+    last = f'{{"id":{LATE},"v":7,"w":{late}}}'
+    records.append(last)
+    text = "\n".join(records) if form == "lines" else f"[{','.join(records)}]"
+    (tmp_path / "x.json").write_text(text)
+    types, rows = read("SELECT * FROM 'x.json'", tmp_path)
+    assert [*types] == ["id", "v", "w"]
+    assert (rows[0], rows[LATE]) == ((7, None), (7, json.loads(late)))
 
 
 # ---- what is refused, by file, place and value
