@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -114,10 +115,11 @@ class JsonTypes:
         if name is None or self._given:
             return None
         kind, value = self.types[name], quoted(name)
+        text = f"{value}->>'$'"
         readings = {
             one: Reading(
                 self._fits(name, one, sampled=True),
-                f"{value}->>'$'" if one == "VARCHAR" else f"TRY_CAST({value} AS {one})",
+                f"({text})" if one == "VARCHAR" else f"TRY_CAST({text} AS {one})",
             )
             for one in narrower(kind, _NARROWER)
         }
@@ -130,6 +132,9 @@ class JsonTypes:
         found = None if near is None else self._first_misfit(name, readings[near.type].fits)
         if near is None or found is None:
             return None
+        if kind == "VARCHAR":
+            # where the SQL reads it, it is no JSON
+            near = replace(near, cast=near.cast.replace(text, value))
         file, record, raw = found
         return near.error(f"{file}, {self._place(file, record)}", name, raw, kind)
 

@@ -43,7 +43,7 @@ class NearType:
         mend = f"mend it and write {self.type} in the SQL" if given else "mend it"
         if kind not in _TEXTS:
             remedy = f"{mend}, if it is a mistake"
-        elif self.changed:
+        elif self.changed and self.type != "VARCHAR":
             remedy = f"{mend}, or have the column as text: a cast to {self.type} would change "
             remedy += "it" if self.others == 1 else f"{self.changed:,} of such values"
         else:

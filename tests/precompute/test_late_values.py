@@ -22,6 +22,9 @@ LATE = 20_500
 NULL = 'write TRY_CAST("v" AS BIGINT) AS "v" in the SQL, which makes null of it'
 
 
+OF_JSON = NULL.replace('"v" AS BIGINT', "\"v\"->>'$' AS BIGINT")
+
+
 def numbers(last: str, rows: int = 9) -> str:
     """Rows of a CSV, the numbers below ``rows`` and a last value."""
     return "id,v\n" + "".join(f"{n},{n}\n" for n in range(rows)) + f"{rows},{last}\n"
@@ -117,31 +120,26 @@ FOUND: dict[str, Case] = {
     ),
     "lines of JSON": (
         *({"x.jsonl": "\n" + records('"N/A"')}, "'x.jsonl'", "BIGINT"),
-        whole("x.jsonl, line 11", "'\"N/A\"'", "JSON", f", or {NULL}"),
+        whole("x.jsonl, line 11", "'\"N/A\"'", "JSON", f", or {OF_JSON}"),
     ),
     "a list of JSON": (
         {"x.json": f"[{','.join(records('true').splitlines())}]"},
         "'x.json'",
         "BIGINT",
-        whole(
-            "x.json, record 10",
-            "'true'",
-            "JSON",
-            ", or have the column as text: a cast to BIGINT would change it",
-        ),
+        whole("x.json, record 10", "'true'", "JSON", f", or {OF_JSON}"),
     ),
     "JSON over several lines": (
         {"x.json": records('"N/A"').replace("{", "{\n")},
         "'x.json'",
         "BIGINT",
-        whole("x.json, record 10", "'\"N/A\"'", "JSON", f", or {NULL}"),
+        whole("x.json, record 10", "'\"N/A\"'", "JSON", f", or {OF_JSON}"),
     ),
     "a number among JSON's texts": (
         {"x.jsonl": '{"id":1,"v":"a"}\n{"id":2,"v":"b"}\n{"id":3,"v":7}\n'},
         "'x.jsonl'",
         "",
         "x.jsonl, line 3: v is '7', which makes the whole column JSON; 2 of its 3 values are"
-        " VARCHAR: mend it, or have the column as text: a cast to VARCHAR would change it",
+        """ VARCHAR: mend it, or write ("v"->>'$') AS "v" in the SQL, which makes text of all""",
     ),
     "a late fraction of JSON": (
         *({"x.jsonl": records("19.99", LATE)}, "'x.jsonl'", "BIGINT"),
@@ -154,7 +152,21 @@ FOUND: dict[str, Case] = {
         },
         "'*.jsonl.gz'",
         "BIGINT",
-        whole("b.jsonl.gz, line 2", "'\"N/A\"'", "JSON", f", or {NULL}", 12),
+        whole("b.jsonl.gz, line 2", "'\"N/A\"'", "JSON", f", or {OF_JSON}", 12),
+    ),
+    "a day of JSON": (
+        {"x.jsonl": '{"id":1,"v":"2024-01-01"}\n{"id":2,"v":"2024-01-02"}\n{"id":3,"v":"x"}\n'},
+        "'x.jsonl'",
+        "",
+        """x.jsonl, line 3: v is '"x"', which makes the whole column VARCHAR; 2 of its 3 values are"""
+        ' DATE: mend it, or write TRY_CAST("v" AS DATE) AS "v" in the SQL, which makes null of it',
+    ),
+    "zeros in front of JSON's": (
+        *({"x.jsonl": records('"007"')}, "'x.jsonl'", "BIGINT"),
+        whole(
+            *("x.jsonl, line 10", "'\"007\"'", "JSON"),
+            ", or have the column as text: a cast to BIGINT would change it",
+        ),
     ),
     # none
     "words alone": ({"x.csv": "id,v\n1,a\n2,b\n3,7\n"}, "'x.csv'", "BIGINT", ""),
