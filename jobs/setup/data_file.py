@@ -249,10 +249,10 @@ def look_at(path: Path, project: Path) -> DataFile:
         return found
     except (SourceError, ConfigError) as exc:
         if "utf-8" in str(exc).lower():
-            line = line_of_no_utf_8(str(path)) if suffix != ".parquet" else None
+            number = line_of_no_utf_8(str(path)) if suffix != ".parquet" else None
+            place = f"{path}, line {number}" if number else str(path)
             raise ConfigError(
-                f"{path}{f', line {line}' if line else ''}: is not UTF-8: convert it, as in iconv"
-                " -f latin1 -t utf-8 FILE > NEW"
+                f"{place}: is not UTF-8: convert it, as in iconv -f latin1 -t utf-8 FILE > NEW"
             ) from exc
         line = "" if suffix == ".parquet" else ragged(str(path), {})
         raise ConfigError(f"{path}: {line or exc}") from exc

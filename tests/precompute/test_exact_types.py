@@ -412,6 +412,16 @@ READ: dict[str, tuple[Files, str, dict[Any, Any]]] = {
         "SELECT * FROM read_csv('x.csv', all_varchar = true)",
         {"1": ("2",)},
     ),
+    "a cast that is tried in the SQL": (
+        {"x.csv": "id,v\n1,7\n2,n/a\n3,\n"},
+        "SELECT id, TRY_CAST(v AS BIGINT) AS v FROM 'x.csv'",
+        {1: (7,), 2: (None,), 3: (None,)},
+    ),
+    "a cast of all as text": (
+        {"x.csv": "id,v\n1,7\n2,n/a\n"},
+        "SELECT id, TRY_CAST(v AS BIGINT) AS v FROM read_csv('x.csv', all_varchar = true)",
+        {"1": (7,), "2": (None,)},
+    ),
     "lines without anything": (
         {"x.csv": "id,v\n\n1,2\n\n"},
         "SELECT * FROM 'x.csv'",
