@@ -261,7 +261,7 @@ def test_a_late_line_is_seen_in_types_and_keys(tmp_path: Path, capsys: Captured)
     assert made["notes"] == [
         "3 columns: the key: sku; a feature: price, title",
         "prices.csv, line 20501: price is '19.99', which makes the whole column DOUBLE; 20,500 of"
-        " its 20,501 values are BIGINT: mend it, if it is a mistake",
+        " its 20,501 values are BIGINT: mend it and run init again, if it is a mistake",
     ]
     view = next((tmp_path / "p" / "views").iterdir()).read_text()
     assert "# note: prices.csv, line 20501: price is '19.99'" in view
