@@ -3,6 +3,7 @@ nowhere measures nothing."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine_gpu, gpu_parts, online_table
+from benchmarks import common, engine_gpu, gpu_parts, online_table, source_types
 from precompute.techniques.table import TABLE
 from precompute.techniques.technique import technique
 
@@ -137,3 +138,20 @@ def test_table_files_are_measured_where_lmdb_is_not_installed(
     lines, figures = online_table.reading(tmp_path)
     assert "table file" in lines[0]
     assert list(figures) == ["read_1_us", "read_100_us", "read_500_us"]
+
+
+def test_types_of_sources_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(source_types, "ROUNDS", 1)
+    monkeypatch.setattr(source_types, "MEMORY_MB", 256)
+    monkeypatch.setattr(sys, "argv", ["source_types", "300", "200", "3"])
+    source_types.main()
+    out = capsys.readouterr().out
+    for line in ("csv, ", "jsonl, ", "parquet, 3 files: compared in "):
+        assert line in out
+    figures = json.loads((tmp_path / "source_types.json").read_text())
+    for kind in ("csv", "json"):
+        assert set(figures[kind]) == {"read_s", "types_s", "ratio", "mb"}
+    assert set(figures["parquet"]) == {"files", "compared_s", "clock_s"}

@@ -423,7 +423,7 @@ def profile(
         first = next(windows)
         # before the clock starts, but a part of the time
         read_s = runner.meter.stage("read").busy_s
-        _check_fit(Runner(opened.model, opened.view).compute(first.slice(0, WARM_UP_ROWS)), name)
+        _check_fit(opened, Runner(opened.model, opened.view).compute(first.slice(0, WARM_UP_ROWS)))
         if trace is not None:
             _write_trace(opened, first, trace)
         began = time.monotonic()
@@ -445,7 +445,7 @@ def profile(
         }
 
 
-def _check_fit(done: Outcome, view: str) -> None:
+def _check_fit(opened: OpenView, done: Outcome) -> None:
     """Raises:
     ModelError: the model's answer fits the view for no row.
     """
@@ -454,9 +454,10 @@ def _check_fit(done: Outcome, view: str) -> None:
         and not len(done.rows)
         and all(rejected.stage == MISFIT for rejected in done.rejections)
     ):
+        error = done.rejections[0].error
         raise ModelError(
-            f"view {view!r}: no row of the model's answer fits the view"
-            f" ({done.rejections[0].error})"
+            f"view {opened.view.name!r}: no row of the model's answer fits the view"
+            f" ({error}){opened.late_values(error)}"
         )
 
 

@@ -317,6 +317,9 @@ def _compute(
             raise
         except (RejectedError, ModelError) as exc:
             _check_fit(opened, plan, chunks, exc)
+            of_all = isinstance(exc, RejectedError) and not chunks.fits
+            if why := opened.late_values(str(exc), of_all):
+                raise type(exc)(f"{exc}{why}") from exc
             raise
         progress.end()
         if sum(stages.values()) >= SOURCE_SIZE_S:
@@ -336,6 +339,7 @@ def _compute(
             raise RejectedError(
                 f"view {config.name!r}: all {plan.source_rows} rows were rejected"
                 f" ({chunks.rejections.reasons()}); see {chunks.rejections.path}"
+                f"{opened.late_values(chunks.rejections.reasons(), of_all=True)}"
             )
         if plan.parent is None and not chunks.parts:
             chunks.write_no_rows()
@@ -426,7 +430,7 @@ def _check_fit(
         ]
         raise ModelError(
             f"{opened.place('features', *named[:1])}: no row of the model's answer fits the view"
-            f" ({reasons}); nothing was published"
+            f"{opened.late_values(reasons)} ({reasons}); nothing was published"
         ) from cause
 
 

@@ -9,7 +9,7 @@ import re
 import struct
 import unicodedata
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, count
@@ -21,6 +21,7 @@ from precompute.sources.csv_types import CsvTypes, ragged
 from precompute.sources.database import Database, quoted
 from precompute.sources.reader_call import CSV, ReaderCall, literal
 from precompute.sources.source import RESERVED as SOURCE_RESERVED
+from precompute.sources.text_lines import line_of_no_utf_8
 from precompute.store.errors import ConfigError, SourceError, did_you_mean
 from precompute.store.feature_view import RESERVED
 from precompute.store.keys import join_key
@@ -61,7 +62,8 @@ class Column:
     greatest, ``mean`` and ``spread`` (the standard deviation) those of finite numbers, ``odd`` how
     many are not finite; ``written`` are texts with something else than spaces, ``numeric`` and
     ``commas`` those of them that are numbers, with a decimal point or a comma; ``items`` and
-    ``shortest`` are the lengths of the longest and the shortest list.
+    ``shortest`` are the lengths of the longest and the shortest list; ``late`` says which value
+    made its type a wider one, where one did.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Column:
     commas: int = 0
     items: int = 0
     shortest: int = 0
+    late: str = ""
 
     @property
     def is_text(self) -> bool:
@@ -246,8 +249,10 @@ def look_at(path: Path, project: Path) -> DataFile:
         return found
     except (SourceError, ConfigError) as exc:
         if "utf-8" in str(exc).lower():
+            number = line_of_no_utf_8(str(path)) if suffix != ".parquet" else None
+            place = f"{path}, line {number}" if number else str(path)
             raise ConfigError(
-                f"{path}: is not UTF-8: convert it, as in iconv -f latin1 -t utf-8 FILE > NEW"
+                f"{place}: is not UTF-8: convert it, as in iconv -f latin1 -t utf-8 FILE > NEW"
             ) from exc
         line = "" if suffix == ".parquet" else ragged(str(path), {})
         raise ConfigError(f"{path}: {line or exc}") from exc
@@ -255,7 +260,7 @@ def look_at(path: Path, project: Path) -> DataFile:
 
 def _looked(path: Path, name: str, call: ReaderCall) -> DataFile:
     with closing(Database(1024, 2)) as database:
-        absolute = call.sql()
+        absolute, seen = call.sql(), None
         if call.format == CSV:
             # those of all lines, which the view's file then says
             seen = CsvTypes(database, call, None)
@@ -273,7 +278,8 @@ def _looked(path: Path, name: str, call: ReaderCall) -> DataFile:
         found = database.query(
             f"SELECT {{'rows': count(*)}}{', ' if sums else ''}{sums} FROM {absolute}"
         ).to_pylist()[0]
-    of_all, *figures = found.values()
+        of_all, *figures = found.values()
+        late = {} if seen is None else _late(seen, path, dict(zip(usable, figures, strict=True)))
     if of_all["rows"] == 0:
         raise ConfigError(
             "has no rows: there is nothing to look at; give a file with one row at least"
@@ -283,7 +289,7 @@ def _looked(path: Path, name: str, call: ReaderCall) -> DataFile:
         known = {
             key: value for key, value in of.items() if value is not None and math.isfinite(value)
         }
-        column = Column(name, alias, kind, **known)
+        column = Column(name, alias, kind, late=late.get(name, ""), **known)
         if column.values == 0 or (kind == "VARCHAR" and column.written == 0):
             unusable[name] = (
                 "nothing but nulls" if column.values == 0 else "nothing but empty texts"
@@ -293,6 +299,25 @@ def _looked(path: Path, name: str, call: ReaderCall) -> DataFile:
     if not columns:
         raise ConfigError("no column has a value: there is nothing to compute from")
     return DataFile(path, read, of_all["rows"], tuple(columns), unusable, absolute)
+
+
+def _late(seen: CsvTypes, path: Path, figures: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Column → which value made its type a wider one, of those whose first lines have another, and
+    of texts most of which are numbers."""
+    numbers = {
+        n for n, of in figures.items() if 2 * (of.get("numeric") or 0) > (of.get("written") or 0)
+    }
+    names = sorted((seen.widened() | numbers) & figures.keys())
+    found = {name: seen.late_value(name) for name in names}
+    return {
+        name: why.replace(str(path.absolute()), path.name).replace(
+            # the view's file then says the types
+            ": mend it",
+            ": mend it and run init again",
+        )
+        for name, why in found.items()
+        if why
+    }
 
 
 def is_key(column: Column) -> str:

@@ -222,17 +222,21 @@ def _computed(project: Project, config: ViewConfig, partition: Partition | None)
         if isinstance(model, ReadingModel):
             _check_reads(model.reads(), head)
         began = time.monotonic()
-        done = Runner(model, config.feature_view()).compute(head.to_batches()[0])
+        try:
+            done = Runner(model, config.feature_view()).compute(head.to_batches()[0])
+        except ModelError as exc:
+            raise ModelError(f"{exc}{opened.late_values(str(exc))}") from exc
         seconds = time.monotonic() - began
         own = own_library_of(model)
         memory_mb = project.settings.memory_mb
         library = None if own is None else compare_rows(opened, own, memory_mb)
-    rejected = len(done.rejections)
-    if rejected == head.num_rows:
-        raise ModelError(
-            f"it computes none of the first {head.num_rows} rows: {done.rejections[0].stage}:"
-            f" {done.rejections[0].error}"
-        )
+        rejected = len(done.rejections)
+        if rejected == head.num_rows:
+            error = done.rejections[0].error
+            raise ModelError(
+                f"it computes none of the first {head.num_rows} rows: {done.rejections[0].stage}:"
+                f" {error}{opened.late_values(error, of_all=True)}"
+            )
     if library is not None and library.verdict == "differs":
         raise ModelError(
             f"it {library.said}: a run would be refused. Correct model.args, or write a model class"

@@ -159,7 +159,7 @@ class _Shape:
         ] * bool(made)
 
     def note_texts(self) -> None:
-        """A note on numbers that the file has as texts."""
+        """A note on numbers that the file has as texts, and on a value that made a type wider."""
         for column in self.data.columns:
             name, others = column.name, column.written - column.numeric
             if column.commas and column not in self.keys:
@@ -167,6 +167,8 @@ class _Shape:
                     f"{name!r} has decimal commas, so it is text here:"
                     f" replace(replace({quoted(name)}, '.', ''), ',', '.')::DOUBLE reads it"
                 )
+            elif column.late and column not in self.keys:
+                self.notes.append(column.late.replace("${", "$ {"))
             elif 0 < others <= column.written / 2 and column not in self.keys:
                 self.notes.append(
                     f"{name!r} is text, since {others} of its {column.written} values are no"

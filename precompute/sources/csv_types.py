@@ -8,8 +8,8 @@ sampled type; ``sample_size = -1`` would read them in one thread, at several tim
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import gzip
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,10 @@ from itertools import chain
 from typing import Any
 
 from precompute.sources.database import Database, quoted
-from precompute.sources.file_names import escaped, is_remote
+from precompute.sources.file_names import escaped
+from precompute.sources.late_value import Reading, narrower, near_type, shown
 from precompute.sources.reader_call import OF_ROWS, ReaderCall, is_named, literal
+from precompute.sources.text_lines import lines_of
 from precompute.store.errors import ConfigError, SourceError
 
 CANDIDATES = ("BOOLEAN", "BIGINT", "DOUBLE", "TIME", "DATE", "TIMESTAMP", "TIMESTAMPTZ")
@@ -215,6 +217,42 @@ class CsvTypes:
         for misfit in self._misfits(self._proven):
             raise self._error(misfit, "the type that it had until now", "")
 
+    def widened(self) -> set[str]:
+        """Columns of a wider type than their first lines have."""
+        first = {n: k for n, k in self._sniffed.items() if k} if self.files else {}
+        return {n for n, k in self.types.items() if first.get(n, k) != k}
+
+    def late_value(self, column: str, wanted: str = "") -> str | None:
+        """Why a column has a wider type than most of its values, or than its first ones: the first
+        value that is of another, file and line, and what to write; None where no value is why, or
+        the call gives a type that is no text. Reads all values again.
+
+        Args:
+            wanted: the type that the column is wanted to have, of :data:`CANDIDATES`; empty for the
+                one that most values have.
+
+        Raises:
+            SourceError: a file cannot be read.
+        """
+        name = next((n for n in self.types if n.lower() == column.lower()), None)
+        if name is None:
+            return None
+        kind, given = self.types[name], name in self._given([*self.types])
+        if given and kind != "VARCHAR":
+            return None
+        readings = {
+            one: Reading(self._fits(name, one, False), self._cast(name, one))
+            for one in narrower(kind, self._candidates)
+        }
+        first, there = self._sniffed.get(name, ""), f"{quoted(name)} IS NOT NULL"
+        near = near_type(self._database, self._as_text(), there, readings, first, wanted, kind)
+        found = None if near is None else self._first_misfit(name, near.type, False)
+        if near is None or found is None:
+            return None
+        file, row, value = found
+        place = f"{file}, {self._line(file, row, value)}"
+        return near.error(place, name, value, kind, given)
+
     def _type(self) -> None:
         options = self._call.options
         self._sniff()
@@ -252,10 +290,18 @@ class CsvTypes:
             name="sniff_csv",
             sample_size=SAMPLED,
         )
-        found = self._database.query(
-            "SELECT Delimiter, Quote, Escape, SkipRows, HasHeader, Comment, Columns FROM"
-            f" {sniffing}"
-        ).to_pylist()[0]
+        try:
+            found = self._database.query(
+                "SELECT Delimiter, Quote, Escape, SkipRows, HasHeader, Comment, Columns FROM"
+                f" {sniffing}"
+            ).to_pylist()[0]
+        except SourceError as exc:
+            plain = options.keys() <= {"delim", "quote", "escape", "header", "types", *OF_ROWS}
+            plain = plain and options.get("header", True) and options.get("quote", '"') == '"'
+            delim = str(options.get("delim", ""))
+            if plain and "no CSV" in str(exc) and (line := ragged(first, options, delim)):
+                raise SourceError(f"{first}: {line}") from exc
+            raise
         self._sniffed = {one["name"]: _candidate(one["type"]) for one in found["Columns"]}
         if (chosen := options.get("auto_type_candidates")) is not None:
             chosen = {_candidate(str(one).upper()) for one in chosen}
@@ -327,7 +373,7 @@ class CsvTypes:
 
     def _head(self, file: str) -> str | None:
         """The line of a file that names its columns; None where it cannot be read here."""
-        lines = _lines(file, self._call.options)
+        lines = lines_of(file, self._call.options)
         if lines is None:
             # what Python does not read, DuckDB does
             whole = {
@@ -393,6 +439,13 @@ class CsvTypes:
                 text = f"replace({text}, {literal(options['decimal_separator'])}, '.')"
         return text
 
+    def _cast(self, column: str, kind: str) -> str:
+        """SQL of a value of a column as another type, null where it is none."""
+        form = {"DATE": "dateformat", "TIMESTAMP": "timestampformat"}.get(kind, "")
+        if self._call.options.get(form):
+            return f"try_strptime({quoted(column)}, {literal(self._call.options[form])})"
+        return f"TRY_CAST({self._text(column, kind)} AS {kind})"
+
     def _fits(self, column: str, kind: str, given: bool, value: str = "") -> str:
         text, options = self._text(column, kind), self._call.options
         if not given and (
@@ -449,29 +502,36 @@ class CsvTypes:
 
     def _error(self, misfit: Misfit, whose: str, narrow: str) -> SourceError:
         """The error of a column's first value that does not fit: its file, line and value."""
-        name, given = quoted(misfit.column), misfit.given
-        bad = f"{name} IS NOT NULL AND {self._fits(misfit.column, misfit.type, given)} IS NOT TRUE"
+        found = self._first_misfit(misfit.column, misfit.type, misfit.given)
+        if found is None:
+            return SourceError(f"{self.files[0]} changed while it was read: run again")
+        file, row, value = found
+        others = f" ({misfit.values:,} such values)" if misfit.values > 1 else ""
+        remedy = narrow if narrow and narrow != misfit.type else "VARCHAR"
+        return SourceError(
+            f"{file}, {self._line(file, row, value)}: {misfit.column} is {shown(value)}, and"
+            f" {whose} is {misfit.type}, which would change it{others}: mend the value, or write"
+            f" types = {{'{misfit.column}': '{remedy}'}} in its {self._call.name}"
+        )
+
+    def _first_misfit(self, column: str, kind: str, given: bool) -> tuple[str, int, str] | None:
+        """The first value of a column that is none of a type: its file, the number of its row in
+        that, from 1, and its text; None where there is none."""
+        name = quoted(column)
+        bad = f"{name} IS NOT NULL AND {self._fits(column, kind, given)} IS NOT TRUE"
         for file in self.files:
             rows = self._database.query_aside(
                 f"SELECT n, v FROM (SELECT row_number() OVER () AS n, {name} AS v, {bad} AS bad"
                 f" FROM {self._as_text((escaped(file),))}) WHERE bad ORDER BY n LIMIT 1"
             ).to_pylist()
             if rows:
-                break
-        else:
-            return SourceError(f"{self.files[0]} changed while it was read: run again")
-        number = self._line(file, rows[0]["n"])
-        others = f" ({misfit.values:,} such values)" if misfit.values > 1 else ""
-        remedy = narrow if narrow and narrow != misfit.type else "VARCHAR"
-        return SourceError(
-            f"{file}, {number}: {misfit.column} is {shown(rows[0]['v'])}, and {whose} is"
-            f" {misfit.type}, which would change it{others}: mend the value, or write types ="
-            f" {{'{misfit.column}': '{remedy}'}} in its {self._call.name}"
-        )
+                return file, rows[0]["n"], rows[0]["v"]
+        return None
 
-    def _line(self, file: str, row: int) -> str:
-        """Where a row of a file begins, as far as that can be told here."""
-        lines = _lines(file, self._call.options)
+    def _line(self, file: str, row: int, value: str) -> str:
+        """The line where a row of a file begins; its number without the header where that cannot be
+        told here, or the row that is found has no such value."""
+        lines = lines_of(file, self._call.options)
         begins = 0
 
         def kept() -> Iterator[str]:
@@ -483,59 +543,40 @@ class CsvTypes:
 
         reader = csv.reader(kept(), delimiter=self._delim, quotechar=self._quote)
         left = row + int(self._has_head)
-        for cells in reader:
-            # a line without anything is a row where there is one column
-            left -= bool(cells) or len(self._sniffed) == 1
-            if not left:
-                return f"line {begins}"
-            begins = 0
+        # a value that is longer than Python's csv takes
+        with contextlib.suppress(csv.Error):
+            for cells in reader:
+                # a line without anything is a row where there is one column
+                left -= bool(cells) or len(self._sniffed) == 1
+                if not left:
+                    return f"line {begins}" if value in cells else f"row {row}"
+                begins = 0
         return f"row {row}"
-
-
-def _lines(file: str, options: Mapping[str, Any]) -> Iterator[str] | None:
-    """The lines of a file, each with its end; None of one that is not read here."""
-    compressed = str(options.get("compression", "auto")).lower()
-    gzipped = compressed == "gzip" or (compressed == "auto" and file.endswith(".gz"))
-    if is_remote(file) or compressed not in ("auto", "none", "gzip") or file.endswith(".zst"):
-        return None
-    encoding = str(options.get("encoding", "utf-8")).replace("utf-8", "utf-8-sig")
-    opened: Any = gzip.open if gzipped else open
-
-    def read() -> Iterator[str]:
-        try:
-            with opened(file, "rt", encoding=encoding, errors="replace", newline="") as lines:
-                yield from lines
-        except (OSError, EOFError, LookupError) as exc:
-            raise SourceError(f"{file} cannot be read: {exc}") from exc
-
-    return read()
 
 
 def ragged(file: str, options: Mapping[str, Any], delimiter: str = "") -> str:
     """The first line of a CSV that has more or fewer values than its header, as a message; empty
     where all have as many, or it cannot be read here."""
-    lines = _lines(file, options)
+    lines = lines_of(file, options)
     head = next(lines, "") if lines is not None else ""
     if lines is None or not head:
         return ""
     rows = csv.reader(chain([head], lines), delimiter=delimiter or max(",;\t|", key=head.count))
-    wanted = len(next(rows, []))
-    last, found = 0, ""
-    for row in rows:
-        if row and found:
-            return found
-        if row and len(row) != wanted:
-            last = rows.line_num
-            found = (
-                f"the row that ends on line {last} has {len(row)} values, and the header {wanted}:"
-                " mend that line"
-            )
+    found = ""
+    try:
+        wanted = len(next(rows, []))
+        for row in rows:
+            if row and found:
+                return found
+            if row and len(row) != wanted:
+                found = (
+                    f"the row that ends on line {rows.line_num} has {len(row)} values, and the"
+                    f" header {wanted}: mend that line"
+                )
+    except csv.Error:
+        # a value that is longer than Python's csv takes
+        return found
     return found and f"{found}; it is the last one: was the file cut?"
-
-
-def shown(value: str) -> str:
-    """A value as messages quote it."""
-    return repr(value if len(value) <= 60 else f"{value[:57]}…")
 
 
 def _candidate(kind: str) -> str:

@@ -26,6 +26,7 @@ from duckdb.func import FunctionNullHandling, PythonUDFType
 
 from precompute.sources.file_names import is_remote, no_file
 from precompute.sources.session import Setup, first_line, hiding
+from precompute.sources.text_lines import line_of, line_of_no_utf_8
 from precompute.store.disk.durable_file import limit_of
 from precompute.store.disk.sql import (
     REMOTE,
@@ -617,17 +618,6 @@ def hash_kind() -> str:
         return named(without_data().execute(sample_sql()).fetchall())
 
 
-def _line_of(file: str, quoted_line: str, row: int) -> int:
-    """The line of a CSV that DuckDB quotes, which counts a row as one line whatever newlines its
-    values hold; its count where the file cannot be read here."""
-    begin = quoted_line.strip().partition("\n")[0].strip()
-    with contextlib.suppress(OSError), open(file, encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if number >= row and line.strip() == begin:
-                return number
-    return row
-
-
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
     try:
@@ -644,9 +634,12 @@ def _translated() -> Iterator[None]:
         hint = ""
         if line := _LINE.search(str(exc)):
             file = re.search(r"file = (.+)", str(exc))
-            number = _line_of(file[1], line[2], int(line[1])) if file else int(line[1])
+            begin = line[2].strip().partition("\n")[0].strip()
+            number = line_of(file[1], begin, int(line[1])) if file else None
+            # DuckDB counts a row as one line, whatever newlines its values hold
+            place = f"line {number}" if number is not None else f"row {line[1]}"
             raise SourceError(
-                f"{file[1] if file else 'a CSV'}, line {number}: {line[4]} values, where there are"
+                f"{file[1] if file else 'a CSV'}, {place}: {line[4]} values, where there are"
                 f" {line[3]} columns ({line[2].strip()[:80]!r}): mend that line; if it is the last,"
                 " the file was cut"
             ) from exc
@@ -661,8 +654,10 @@ def _translated() -> Iterator[None]:
             hint = "; was the file cut? Its last record is not whole"
         if (file := re.search(r"file = (.+)", str(exc))) and "not utf-8 encoded" in str(exc):
             at = re.search(r"CSV Error on Line: (\d+)", str(exc))
+            number = line_of_no_utf_8(file[1])
+            place = f", line {number}" if number is not None else f", row {at[1]}" if at else ""
             raise SourceError(
-                f"{file[1]}{f', line {at[1]}' if at else ''}: a value is not UTF-8: convert"
+                f"{file[1]}{place}: a value is not UTF-8: convert"
                 " the file (iconv -f latin1 -t utf-8 FILE > NEW), or name its encoding in the"
                 " read_csv, as in encoding = 'latin-1'"
             ) from exc

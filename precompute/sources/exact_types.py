@@ -37,6 +37,14 @@ class Types(Protocol):
     def sql(self) -> str:
         """The reader's call, with its types."""
 
+    def late_value(self, column: str, wanted: str = "") -> str | None:
+        """The value, or the file, by which a column has no narrower type, as a message; None where
+        there is none.
+
+        Args:
+            wanted: the narrower type, by DuckDB's name; empty for any.
+        """
+
     def prove(self, files: list[str]) -> None:
         """See that these files, which are other ones now, fit the types.
 
@@ -69,6 +77,20 @@ class ExactTypes:
     def mixed(self) -> set[str]:
         """Columns of JSON files that hold texts and numbers, or objects."""
         return {n for one in self.types if isinstance(one, JsonTypes) for n in one.mixed()}
+
+    def late_values(self, columns: Mapping[str, str]) -> list[str]:
+        """Of each reader and column (→ the type that it is wanted to have, or nothing), why it has
+        none that is narrower, as messages.
+
+        Raises:
+            SourceError: a file cannot be read.
+        """
+        found = (
+            types.late_value(column, wanted)
+            for types in self.types
+            for column, wanted in columns.items()
+        )
+        return [one for one in found if one is not None]
 
     def settle(self) -> None:
         """See that the files are those whose types are known; where they are others, that they fit

@@ -233,6 +233,20 @@ def no_file(name: str) -> str:
     return what
 
 
+def shown_paths(text: str, folder: Path, *, relative: bool = True) -> str:
+    """A message with the paths in it as the user knows them: those below the project's folder
+    relative to it, as its SQL has them, if ``relative``; those beside it without ``..``."""
+
+    def shown(match: re.Match[str]) -> str:
+        up = match[1].count("..")
+        if not up:
+            return "" if relative else f"{folder}/"
+        above = folder.joinpath(*[".."] * up).resolve()
+        return f"{above}/".replace("//", "/")
+
+    return re.sub(rf"(?<![\w/.-]){re.escape(str(folder))}/((?:\.\.?/)*)", shown, text)
+
+
 def is_remote(file: str) -> bool:
     """Whether a file's absolute name is a URL of another machine's, or of what is no file."""
     return _URL.match(file) is not None

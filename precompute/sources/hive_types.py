@@ -8,8 +8,9 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from precompute.sources.csv_types import exact_sql, given_sql, shown
+from precompute.sources.csv_types import exact_sql, given_sql
 from precompute.sources.database import Database
+from precompute.sources.late_value import shown
 from precompute.sources.reader_call import ReaderCall
 from precompute.store.errors import SourceError
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from precompute.sources.csv_types import SMALL, exact_sql, given_sql, shown
+from precompute.sources.csv_types import SMALL, exact_sql, given_sql
 from precompute.sources.database import Database, quoted, type_of
+from precompute.sources.late_value import Reading, narrower, near_type, shown
 from precompute.sources.reader_call import OF_ROWS, ReaderCall, is_named
+from precompute.sources.text_lines import lines_of
 from precompute.store.errors import ConfigError, SourceError
 
 _ALL = 2**31 - 1
@@ -27,6 +30,9 @@ _UNPROVEN: tuple[str, ...] = ("DOUBLE", "UUID", *_TIMES)
 
 _SAMPLED = frozenset({"BIGINT", "BOOLEAN", "VARCHAR", *_UNPROVEN})
 """Types that are those of all records where they fit all."""
+
+_NARROWER = ("BOOLEAN", "BIGINT", "DOUBLE", *_TIMES[:4], "VARCHAR")
+"""Types that a column may have but for a few of its values, the narrowest first."""
 
 _INTEGER = re.compile(r"(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER)")
 DIGITS = 17
@@ -92,6 +98,45 @@ class JsonTypes:
                     " source was opened: run again"
                 )
         self._prove(settled=True)
+
+    def late_value(self, column: str, wanted: str = "") -> str | None:
+        """Why a column has a wider type than most of its values, or than its first ones: the first
+        value that is of another, file and line or record, and what to write; None where no value is
+        why, or the call gives the type. Reads all values again.
+
+        Args:
+            wanted: the type that the column is wanted to have, such as BIGINT; empty for the one
+                that most values have.
+
+        Raises:
+            SourceError: a file cannot be read.
+        """
+        name = next((n for n in self.types if n.lower() == column.lower()), None)
+        if name is None or self._given:
+            return None
+        kind, value = self.types[name], quoted(name)
+        text = f"{value}->>'$'"
+        readings = {
+            one: Reading(
+                self._fits(name, one, sampled=True),
+                f"({text})" if one == "VARCHAR" else f"TRY_CAST({text} AS {one})",
+            )
+            for one in narrower(kind, _NARROWER)
+        }
+        sampled = self._call.sql(OF_ROWS, hive_partitioning=False)
+        first = self._database.described(f"SELECT * FROM {sampled}")[0].get(name, "")
+        there = f"{value}::VARCHAR <> 'null'"
+        near = near_type(
+            self._database, self._as_json([name]), there, readings, first, wanted, kind
+        )
+        found = None if near is None else self._first_misfit(name, readings[near.type].fits)
+        if near is None or found is None:
+            return None
+        if kind == "VARCHAR":
+            # where the SQL reads it, it is no JSON
+            near = replace(near, cast=near.cast.replace(text, value))
+        file, record, raw = found
+        return near.error(f"{file}, {self._place(file, record)}", name, raw, kind)
 
     def _fit_sampled(self) -> bool:
         """Whether all records fit the types of the first ones, which are those of all then, and
@@ -250,21 +295,11 @@ class JsonTypes:
                             )
 
     def _error(self, name: str, fits: str, count: int) -> SourceError:
-        column, kind = quoted(name), self.types[name]
-        read = self._as_json([name], filename="precompute_file")
-        found = self._database.query_aside(
-            f"SELECT f, v, n FROM (SELECT precompute_file AS f, {column}::VARCHAR AS v,"
-            f" row_number() OVER () AS n, {fits} AS fits FROM {read}) WHERE v IS NOT NULL AND"
-            " v <> 'null' AND fits IS NOT TRUE ORDER BY n LIMIT 1"
-        ).to_pylist()
-        if not found:
+        found = self._first_misfit(name, fits)
+        if found is None:
             return SourceError(f"{self._call.files[0]} changed while it was read: run again")
-        row = found[0]
-        before = self._database.query_aside(
-            "SELECT count(*) AS n FROM (SELECT precompute_file AS f, row_number() OVER () AS n"
-            f" FROM {read}) WHERE f = $file AND n <= $n",
-            {"file": row["f"], "n": row["n"]},
-        ).to_pylist()[0]["n"]
+        file, record, value = found
+        kind = self.types[name]
         others = f" ({count:,} such values)" if count > 1 else ""
         whose = "the type that its call gives" if self._given else "the type of all its values"
         remedy = (
@@ -274,9 +309,44 @@ class JsonTypes:
             f" columns = {{…, '{name}': 'JSON'}}"
         )
         return SourceError(
-            f"{row['f']}, record {before}: {name} is {shown(row['v'])}, and {whose} is {kind},"
+            f"{file}, {self._place(file, record)}: {name} is {shown(value)}, and {whose} is {kind},"
             f" which would change it{others}: {remedy}"
         )
+
+    def _first_misfit(self, name: str, fits: str) -> tuple[str, int, str] | None:
+        """The first value of a column of which ``fits``, SQL, is not true: its file, the number of
+        its record in that, from 1, and its JSON; None where there is none."""
+        column, read = quoted(name), self._as_json([name], filename="precompute_file")
+        found = self._database.query_aside(
+            f"SELECT f, v, n FROM (SELECT precompute_file AS f, {column}::VARCHAR AS v,"
+            f" row_number() OVER () AS n, {fits} AS fits FROM {read}) WHERE v IS NOT NULL AND"
+            " v <> 'null' AND fits IS NOT TRUE ORDER BY n LIMIT 1"
+        ).to_pylist()
+        if not found:
+            return None
+        file = found[0]["f"]
+        before = self._database.query_aside(
+            "SELECT count(*) AS n FROM (SELECT precompute_file AS f, row_number() OVER () AS n"
+            f" FROM {read}) WHERE f = $file AND n <= $n",
+            {"file": file, "n": found[0]["n"]},
+        ).to_pylist()[0]["n"]
+        return file, before, found[0]["v"]
+
+    def _place(self, file: str, record: int) -> str:
+        """Where a record stands: its line, where each line before it is a record, or empty; else
+        its number."""
+        lines = lines_of(file, self._call.options)
+        count = 0
+        for number, line in enumerate(lines or (), 1):
+            if line.strip():
+                try:
+                    json.loads(line)
+                except ValueError:
+                    break
+                count += 1
+                if count == record:
+                    return f"line {number}"
+        return f"record {record}"
 
 
 _OF_OBJECTS = ("format", "compression", "maximum_object_size")

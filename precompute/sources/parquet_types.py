@@ -84,6 +84,26 @@ class ParquetTypes:
                 )
         self._types = result
 
+    def late_value(self, column: str, wanted: str = "") -> str | None:
+        """Why a column has a wider type than one of the files gives it: two files, with the type of
+        each; None where all give it the same.
+
+        Args:
+            wanted: the type that the column is wanted to have; empty for any.
+        """
+        kind = next((k for n, k in self._types.items() if n.lower() == column.lower()), None)
+        schemas = self._schemas(self._call.files_of(self._database))
+        kinds = [(s.type_of(column), s.file) for s in schemas if s.type_of(column) is not None]
+        narrow = [one for one in kinds if one[0] != kind and wanted in ("", one[0])]
+        wide = [one for one in kinds if one[0] == kind]
+        if kind is None or not narrow or not wide:
+            return None
+        (one, file), (_, other) = narrow[0], wide[0]
+        return (
+            f"column {column!r} is {one} in {file} and {kind} in {other}, which makes the whole"
+            f" column {kind}: write {other} anew with {one}, or have the column as {kind}"
+        )
+
     def _described(self, by_name: bool) -> dict[str, str]:
         union: dict[str, Any] = {"union_by_name": True} if by_name else {}
         return self._database.described(f"SELECT * FROM {self._call.sql((), **union)}")[0]

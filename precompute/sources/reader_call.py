@@ -242,6 +242,25 @@ def named_columns(tree: Any) -> frozenset[str] | None:
     return None if whole else frozenset(names)
 
 
+def columns_behind(tree: Any, column: str) -> frozenset[str]:
+    """Names, lower case, of the columns of files that a column of the SQL may be made of: its own,
+    and those in expressions that are called so, there or in a subquery."""
+    found, todo = set[str](), {column.lower()}
+    while todo:
+        found |= todo
+        behind = {
+            str(part).lower()
+            for node in nodes_of(tree)
+            for item in node.get("select_list") or []
+            if str(item.get("alias", "")).lower() in found
+            for inner in nodes_of(item)
+            if inner.get("class") == "COLUMN_REF"
+            for part in inner["column_names"][-1:]
+        }
+        todo = behind - found
+    return frozenset(found)
+
+
 def is_named(column: str, names: frozenset[str] | None) -> bool:
     """Whether the SQL may read a column, by :func:`named_columns`."""
     return names is None or column.lower() in names

@@ -36,10 +36,17 @@ from precompute.sources.database import (
     statement,
 )
 from precompute.sources.exact_types import ExactTypes, exact_statement
-from precompute.sources.file_names import absolute_statement, is_remote
+from precompute.sources.file_names import absolute_statement, is_remote, shown_paths
+from precompute.sources.reader_call import columns_behind
 from precompute.sources.scan_memory import VECTOR_ROWS, ScanMemory, read_columns, scan_memory
 from precompute.sources.session import Setup
-from precompute.store.errors import ConfigError, OverMemoryError, SourceError, nearest_or_all
+from precompute.store.errors import (
+    ConfigError,
+    MissingFileError,
+    OverMemoryError,
+    SourceError,
+    nearest_or_all,
+)
 from precompute.store.feature_view import CHUNK, ChunkSpec
 
 KEY_TYPES = (
@@ -131,18 +138,30 @@ class Source:
             else {n: at.replace(tzinfo=None) for n, at in zip(BOUNDS, bounds, strict=True)}
         )
         try:
-            self._show_live(live)
-            self._sql, self._files, self._exact = self._absolute(sql)
-            self._given = self._taken(self._sql)
-            self._whole: str | None = None
-            if chunk is not None:
-                self._cut(chunk)
-            self._types, self.schema = self.database.described(self._sql, self._given)
-            self._check_entity()
+            with self._shown():
+                self._show_live(live)
+                self._sql, self._files, self._exact = self._absolute(sql)
+                self._given = self._taken(self._sql)
+                self._whole: str | None = None
+                if chunk is not None:
+                    self._cut(chunk)
+                self._types, self.schema = self.database.described(self._sql, self._given)
+                self._check_entity()
             self._make_keys_plain()
             self._fixed_bytes, self._bytes_sql = _bytes_of(self.schema, self._types)
         except BaseException:
             self.close()
+            raise
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Have errors name files as the project does; one that is not there, where it would be."""
+        try:
+            yield
+        except (ConfigError, SourceError) as exc:
+            if self._folder is not None:
+                there = not isinstance(exc, MissingFileError)
+                exc.args = (shown_paths(str(exc), self._folder, relative=there),)
             raise
 
     def _absolute(self, sql: str) -> tuple[str, list[str], ExactTypes]:
@@ -239,12 +258,35 @@ class Source:
                 raise ConfigError(
                     f'entity: key column {column!r} is JSON, of texts and numbers, so that "7"'
                     f" and 7 are two keys: {column}->>'$' AS {column} makes texts of both"
+                    f"{_then(self.late_values({column: ''}))}"
                 )
             if self.schema.field(column).type not in KEY_TYPES:
                 raise ConfigError(
                     f"entity: key column {column!r} is {self.schema.field(column).type}: a key is"
                     f" text or an integer, so CAST({column} AS VARCHAR)"
+                    f"{_then(self.late_values({column: ''}))}"
                 )
+
+    def late_values(self, columns: Mapping[str, str]) -> str:
+        """Why columns of the source have no narrower type: the first value of a CSV or of JSON that
+        is of another type than most, or the Parquet file whose column is, each with its place and
+        what to write; empty where no value and no file is why. Reads the files again.
+
+        Args:
+            columns: of the source, name → the type that it is wanted to have, such as BIGINT, or
+                nothing.
+
+        Raises:
+            SourceError: a file cannot be read.
+        """
+        tree = self.database.syntax_tree(self._sql)
+        behind = {
+            name: wanted
+            for column, wanted in columns.items()
+            for name in sorted(columns_behind(tree, column))
+        }
+        found = "; ".join(dict.fromkeys(self._exact.late_values(behind)))
+        return found if self._folder is None else shown_paths(found, self._folder)
 
     def _make_keys_plain(self) -> None:
         """Keys of text as plain text: compared as bytes, as earlier results' are, whatever the
@@ -278,18 +320,19 @@ class Source:
                 are named), or a row lies outside.
         """
         threads = self.database.threads
-        self._exact.settle()
-        self.fit()
-        try:
-            self._read_all()
-        except OverMemoryError:
-            if self.database.threads == 1:
-                raise
-            # each thread decodes a row group of its own, and sorts or joins what it has of it
-            self.database.fit(memory_mb=self.database.memory_mb, threads=1, prefetch=False)
-            self._read_all()
-        self._exact.check_values()
-        self._exact.check_same()
+        with self._shown():
+            self._exact.settle()
+            self.fit()
+            try:
+                self._read_all()
+            except OverMemoryError:
+                if self.database.threads == 1:
+                    raise
+                # each thread decodes a row group of its own, and sorts or joins what it has of it
+                self.database.fit(memory_mb=self.database.memory_mb, threads=1, prefetch=False)
+                self._read_all()
+            self._exact.check_values()
+            self._exact.check_same()
         if within is not None:
             self._check_within(within)
         self._check_moves()
@@ -453,7 +496,7 @@ class Source:
         if not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
             raise ConfigError(
                 f"{key}: {column!r} is {kind}, no date or timestamp: leave it out, or CAST it in"
-                " the source"
+                f" the source{_then(self.late_values({column: ''}))}"
             )
 
     def newest_us(self, column: str, until_us: int) -> tuple[int | None, int]:
@@ -629,13 +672,14 @@ class Source:
     def _read(self, sql: str, given: Mapping[str, Any], most_bytes: int | None = None) -> pa.Table:
         """What SQL over the source yields now, from any thread, if its files still fit the
         source's types; only the first rows, of so many bytes together, where that is given."""
-        self._exact.settle()
-        found = (
-            self.database.query_aside(sql, given)
-            if most_bytes is None
-            else self.database.first_aside(sql, given, most_bytes)
-        )
-        self._exact.check_same()
+        with self._shown():
+            self._exact.settle()
+            found = (
+                self.database.query_aside(sql, given)
+                if most_bytes is None
+                else self.database.first_aside(sql, given, most_bytes)
+            )
+            self._exact.check_same()
         return found
 
     def cached(self) -> CachedSource:
@@ -766,10 +810,11 @@ class Source:
             ConfigError: the SQL is wrong.
             SourceError: a file cannot be read.
         """
-        absolute, _, exact = self._absolute(sql)
-        found = self.database.query(absolute, self._taken(absolute))
-        exact.check_values()
-        exact.check_same()
+        with self._shown():
+            absolute, _, exact = self._absolute(sql)
+            found = self.database.query(absolute, self._taken(absolute))
+            exact.check_values()
+            exact.check_same()
         return found
 
     def close(self) -> None:
@@ -825,6 +870,10 @@ def _width_sql(column: str, field: pa.Field, types: Mapping[str, str]) -> str:
             return f"len({column}) * {-(-kind.value_type.bit_width // 8)}"
     # as long as its text, about
     return f"strlen({column}::VARCHAR)"
+
+
+def _then(why: str) -> str:
+    return why and f"; {why}"
 
 
 def _is_nested(kind: pa.DataType) -> bool:

@@ -82,6 +82,9 @@ _SETTINGS = (
 _BEFORE_2 = ("enable_external_file_cache = false",)
 """DuckDB 1.5 takes a file that is replaced within a second for the one before, and reads the new
 one's bytes by the old one's footer."""
+_SINCE_2 = ("disabled_optimizers = 'type_pushdown'",)
+"""DuckDB 2.0 has a CSV's reader make the type of a TRY_CAST, which is an error then where it would
+be null."""
 _LOCKED = "lock_configuration = true"
 """Nothing in a source's SQL can change the settings."""
 
@@ -115,7 +118,7 @@ def open_duckdb(
             connection = duckdb.connect(
                 config=config if threads is None else config | {"threads": threads}
             )
-            for setting in (*_SETTINGS, *(_BEFORE_2 if duckdb.__version__ < "2" else ())):
+            for setting in (*_SETTINGS, *(_BEFORE_2 if duckdb.__version__ < "2" else _SINCE_2)):
                 connection.execute(f"SET {setting}")
             prepare(connection)
             connection.execute(f"SET {_LOCKED}")

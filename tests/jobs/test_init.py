@@ -258,7 +258,13 @@ def test_a_late_line_is_seen_in_types_and_keys(tmp_path: Path, capsys: Captured)
     rows = rows.replace("\n", ",a lamp\n")
     path.write_text(f'sku,price,title\n{rows}30000,19.99,"a ""big"" lamp,\nred"\n0000007,5,a\n')
     made = init(capsys, tmp_path / "p", "--from", str(path), "--template", "features")
-    assert made["notes"] == ["3 columns: the key: sku; a feature: price, title"]
+    assert made["notes"] == [
+        "3 columns: the key: sku; a feature: price, title",
+        "prices.csv, line 20501: price is '19.99', which makes the whole column DOUBLE; 20,500 of"
+        " its 20,501 values are BIGINT: mend it and run init again, if it is a mistake",
+    ]
+    view = next((tmp_path / "p" / "views").iterdir()).read_text()
+    assert "# note: prices.csv, line 20501: price is '19.99'" in view
     text = (tmp_path / "p" / "views" / "sku_features.yaml").read_text()
     assert "types = {'sku': 'VARCHAR', 'price': 'DOUBLE', 'title': 'VARCHAR'}" in text
     assert main(["-c", str(tmp_path / "p"), "run", "sku_features", "--json"]) == 0
@@ -549,7 +555,8 @@ def test_numbers_as_they_are_written_elsewhere(tmp_path: Path, capsys: Captured)
         notes
     )
     assert any(
-        "'menge' is text, since 1 of its 3 values are no numbers" in note for note in notes
+        note.startswith("w.csv, line 3: menge is 'n/a', which makes the whole column VARCHAR; 2 of")
+        for note in notes
     ), notes
     assert main(["-c", str(tmp_path / "p"), "run", "w_score", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["counts"]["written"] == 3

@@ -22,6 +22,7 @@ FILES = (
     "on_duckdb_1_5.py",
     "test_cached_source.py::test_what_may_be_otherwise_is_not_cached",
     "test_exact_types.py",
+    "test_late_values.py",
     "test_remote_files.py",
     "test_source.py",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime as dt
 import gzip
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -183,6 +184,21 @@ def test_a_late_value_of_json_is_read_as_it_is(what: str, form: str, tmp_path: P
     )
 
 
+@pytest.mark.parametrize("form", ["lines", "array"])
+@pytest.mark.parametrize("late", ['"new"', "19.99", '{"a": [1]}'])
+def test_a_key_that_only_a_late_record_has_is_a_column(
+    late: str, form: str, tmp_path: Path
+) -> None:
+    records = [f'{{"id":{i},"v":7}}' for i in range(LATE)]
+    last = f'{{"id":{LATE},"v":7,"w":{late}}}'
+    records.append(last)
+    text = "\n".join(records) if form == "lines" else f"[{','.join(records)}]"
+    (tmp_path / "x.json").write_text(text)
+    types, rows = read("SELECT * FROM 'x.json'", tmp_path)
+    assert [*types] == ["id", "v", "w"]
+    assert (rows[0], rows[LATE]) == ((7, None), (7, json.loads(late)))
+
+
 # ---- what is refused, by file, place and value
 
 Files = Mapping[str, str | bytes]
@@ -286,22 +302,22 @@ REFUSED: dict[str, tuple[Files, str, str]] = {
     "a fraction of JSON's whole number": (
         {"x.json": '{"id":1,"v":7}\n{"id":2,"v":19.99}\n'},
         "SELECT * FROM read_json('x.json', columns = {'id': 'BIGINT', 'v': 'BIGINT'})",
-        r"x\.json, record 2: v is '19\.99', .* BIGINT, which would change it: .*'v': 'VARCHAR'",
+        r"x\.json, line 2: v is '19\.99', .* BIGINT, which would change it: .*'v': 'VARCHAR'",
     ),
     "a text for JSON's number": (
         {"x.json": '{"id":1,"v":7}\n{"id":"007","v":8}\n'},
         "SELECT * FROM read_ndjson('x.json', columns = {'id': 'BIGINT', 'v': 'BIGINT'})",
-        r"record 2: id is '\"007\"', .* BIGINT",
+        r"line 2: id is '\"007\"', .* BIGINT",
     ),
     "a fraction inside of JSON": (
         {"x.json": '{"id":1,"v":{"a":[1]}}\n{"id":2,"v":{"a":[1.5]}}\n'},
         "SELECT * FROM read_json('x.json', columns = {'id': 'BIGINT', 'v': 'STRUCT(a INT[])'})",
-        r"record 2: v is '\{\"a\":\[1\.5\]\}', .* STRUCT\(a INTEGER\[\]\)",
+        r"line 2: v is '\{\"a\":\[1\.5\]\}', .* STRUCT\(a INTEGER\[\]\)",
     ),
     "a whole number beside JSON's fractions": (
-        {"x.json": '{"id":1,"v":1.5}\n{"id":2,"v":9007199254740993}\n'},
+        {"x.json": '{"id":1,"v":1.5}\n\n{"id":2,"v":9007199254740993}\n'},
         "SELECT * FROM 'x.json'",
-        r"record 2: v is '9007199254740993', and the type of all its values is DOUBLE",
+        r"line 3: v is '9007199254740993', and the type of all its values is DOUBLE",
     ),
     "the same in a list": (
         {"x.json": '{"id":1,"v":[1.5]}\n{"id":2,"v":[0.5, 9007199254740993]}\n'},
@@ -395,6 +411,16 @@ READ: dict[str, tuple[Files, str, dict[Any, Any]]] = {
         {"x.csv": "id,v\n1,2\n"},
         "SELECT * FROM read_csv('x.csv', all_varchar = true)",
         {"1": ("2",)},
+    ),
+    "a cast that is tried in the SQL": (
+        {"x.csv": "id,v\n1,7\n2,n/a\n3,\n"},
+        "SELECT id, TRY_CAST(v AS BIGINT) AS v FROM 'x.csv'",
+        {1: (7,), 2: (None,), 3: (None,)},
+    ),
+    "a cast of all as text": (
+        {"x.csv": "id,v\n1,7\n2,n/a\n"},
+        "SELECT id, TRY_CAST(v AS BIGINT) AS v FROM read_csv('x.csv', all_varchar = true)",
+        {"1": (7,), "2": (None,)},
     ),
     "lines without anything": (
         {"x.csv": "id,v\n\n1,2\n\n"},
@@ -688,7 +714,7 @@ UNKNOWN = {
     "postgres_scan('host=x', 'public', 'items')": r"postgres_scan\(…\) makes floats of numerics",
     "histogram_values('x.csv', id)": r"histogram_values\(…\) hides which files",
     "query_table('x.csv')": r"query_table\(…\) hides which files",
-    "read_csv('.')": r" is a folder: name its files, as in read_csv\('.*/\*\.csv'\)",
+    "read_csv('.')": r" is a folder: name its files, as in read_csv\('.*\*\.csv'\)",
 }
 
 

@@ -219,3 +219,14 @@ def test_a_view_runs_and_answers_misses_from_an_object_store(
     put(bucket, "items.parquet", parquet(0, 101))
     with scene.answering() as lookup:
         assert lookup.get("numbers", [0, 5])["double"].to_pylist() == [0.0, 5.0]
+
+
+def test_a_value_of_another_type_is_named_with_its_row(bucket: ObjectStore, tmp_path: Path) -> None:
+    """Lines are counted of files here alone."""
+    url = put(bucket, "x.csv", b'id,x\n1,"1"\n2,"2"\n"3\n4",N/A\n')
+    with Source(f"SELECT * FROM '{url}'", ("id",), {}, folder=tmp_path) as source:
+        assert source.late_values({"x": "BIGINT"}).startswith(f"{url}, row 3: x is 'N/A', which")
+    url = put(bucket, "no.csv", b'id,x\n1,"a\nb"\n2,\xe9\n')
+    with pytest.raises(SourceError) as raised:
+        Source(f"SELECT * FROM '{url}'", ("id",), {}, folder=tmp_path).close()
+    assert str(raised.value).startswith(f"{url}, row 3: a value is not UTF-8")

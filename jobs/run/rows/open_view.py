@@ -5,6 +5,7 @@ fallback both open it here, so they have the same SQL, inputs and model.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -304,6 +305,30 @@ class OpenView(OpenModel):
 
     def __exit__(self, *_: object) -> None:
         self.source.close()
+
+    def late_values(self, error: str, of_all: bool = False) -> str:
+        """What made texts of the columns that an error names, as its message goes on: ``"; "`` and
+        :meth:`Source.late_values`; empty without any.
+
+        Args:
+            error: of rows that the model could not compute, or whose values do not fit the view.
+            of_all: look at all columns of texts that the model may read, where it names none.
+        """
+        inputs, is_columns = self.source.input_columns, self.view.definition.model.use == "columns"
+        named = [name for name in inputs if f"'{name}'" in error]
+        texts = [n for n in inputs if pa.types.is_string(self.source.schema.field(n).type)]
+        declared = {f.name: _KINDS.get(f.dtype, "") for f in self.view.features if is_columns}
+        columns = {n: declared.get(n, "") for n in named or (texts if of_all else ())}
+        # it is of the error that is told
+        with contextlib.suppress(SourceError):
+            if why := self.source.late_values(columns):
+                return f"; {why}"
+        return ""
+
+
+_KINDS = {"bool": "BOOLEAN", "float16": "DOUBLE", "float32": "DOUBLE", "float64": "DOUBLE"}
+_KINDS |= {f"{sign}int{bits}": "BIGINT" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+"""A feature's type → DuckDB's of a column that it can be made of, among those of CSV and JSON."""
 
 
 def open_view(
