@@ -64,10 +64,21 @@ def test_equal_values_are_told_and_the_run_goes_on(scene: Scene, make_project: M
         "the code of the model changed (factors.py changed), and its fingerprint did not: 64"
         " unchanged rows of snapshot 1 were computed again, and are equal"
     )
-    # nothing to compute: told again as long as nothing was committed by the new code
-    for _ in range(2):
+    # told once, though nothing is to be computed, so that no manifest has the new code
+    for attention in ([told], [], []):
         report = scene.run()
-        assert (report.status, report.attention) == ("current", [told])
+        assert (report.status, report.attention) == ("current", attention)
+        assert ("code" in report.stages_s) == (attention != [])
+        assert report.code != scene.snapshot().code
+    # another one is told again, and that one is known when it is back
+    for factor, attention in (("3 - 1", [told]), ("1 + 1", []), ("3 - 1", [])):
+        write(scene.folder, factor)
+        assert scene.reread().run().attention == attention
+    # what was told is no licence for other values
+    write(scene.folder, "3")
+    with pytest.raises(GateError, match="come out otherwise"):
+        scene.reread().run()
+    write(scene.folder, "4 - 2")
     report = make_project([*ROWS, (200, 7.0)], view=VIEW).run()
     assert (report.status, report.counts["written"], report.attention) == ("published", 1, [told])
     assert scene.doubles()[200] == 14.0

@@ -68,7 +68,7 @@ def check_by_library(
     found = (
         known_check(own, opened.fingerprint, [] if parent is None else [parent])
         or without_asking(own, memory_mb)
-        or known_check(own, opened.fingerprint, _reports(job.store))
+        or known_check(own, opened.fingerprint, newest_reports(job.store))
     )
     if found is None:
         with report.stage("library"):
@@ -106,8 +106,8 @@ def known_check(
     return None
 
 
-def _reports(store: ViewStore) -> Iterator[Report]:
-    """Those of the newest runs, each read when it is looked at: in an object store it is a
+def newest_reports(store: ViewStore) -> Iterator[Report]:
+    """Those of a view's newest runs, each read when it is looked at: in an object store it is a
     request."""
     for run in store.runs.ids()[:REPORTS]:
         # one that cannot be read tells nothing
