@@ -4,6 +4,8 @@ come out otherwise, on this host and on others."""
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -110,6 +112,44 @@ def test_other_values_are_refused_and_both_ways_out_work(
     report = scene.reread().run()
     assert (report.counts["written"], report.attention) == (201, [])
     assert scene.doubles() == {key: x * 3 for key, x in [*ROWS, (200, 7.0)]}
+
+
+def test_a_run_that_is_killed_while_it_compares_is_as_if_it_had_not_begun(
+    scene: Scene, make_project: MakeProject
+) -> None:
+    """Each time; and the run after it compares, tells and commits."""
+    live, flag = scene.live(), scene.folder / "kill"
+    write(scene.folder, "1 + 1")
+    model = scene.folder / "mine.py"
+    model.write_text(
+        model.read_text().replace(
+            "        return {",
+            f"        if __import__('os').path.exists({str(flag)!r}):\n"
+            "            __import__('os').kill(__import__('os').getpid(), 9)\n        return {",
+        )
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "precompute.jobs.cli",
+        "-c",
+        str(scene.folder),
+        "run",
+        "numbers",
+    ]
+    flag.touch()
+    project = make_project([*ROWS, (200, 7.0)], view=VIEW)
+    for _ in range(2):
+        killed = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (killed.returncode, killed.stdout) == (-9, "")
+        assert (project.live(), project.numbers()) == (live, [1])
+        assert project.status()["last_run"]["status"] == "killed"
+    flag.unlink()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "64 unchanged rows of snapshot 1 were computed again, and are equal" in done.stderr
+    assert project.doubles() == {key: x * 2 for key, x in [*ROWS, (200, 7.0)]}
+    assert project.cli("verify") == 0
 
 
 def test_every_row_by_the_new_code_needs_no_comparison(scene: Scene) -> None:

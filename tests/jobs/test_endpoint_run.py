@@ -18,7 +18,7 @@ import pytest
 
 from precompute.models.endpoint.session import NAME
 from precompute.store.errors import ModelError
-from tests.scene import Scene
+from tests.scene import Scene, files_of_at_most
 from tests.stand_in import Answer, StandIn, chat, embeddings, length_label, vector_of
 
 ROWS = 600
@@ -355,3 +355,23 @@ def test_rows_that_a_service_refused_have_a_remedy_of_their_own(
         stand_in.behave = lambda text, seen: None
         assert labels(stand_in, rows=10).cli("run", "labels", "--retry-rejected") == 0
         assert values(labels(stand_in, rows=10)) == expected(10)
+
+
+def test_a_full_disk_costs_no_answer_that_was_paid(
+    labels: MakeLabels, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither one that was cached, nor what is live; and the message says to make room."""
+    with StandIn() as stand_in:
+        assert labels(stand_in, rows=20).run("labels").status == "published"
+        live, codes = labels(stand_in, rows=20).live("labels"), []
+        for limit in (4_000, 10_000_000):
+            scene = labels(stand_in, rows=24)
+            with files_of_at_most(limit):
+                codes.append(scene.cli("run", "labels"))
+            said = capfd.readouterr().err
+            if codes[-1]:
+                assert "make room" in said
+                assert scene.live("labels") == live
+        assert codes == [1, 0]
+        assert values(labels(stand_in, rows=24)) == expected(24)
+        assert all(stand_in.seen[f"Label: number {i}"] == 1 for i in range(20))

@@ -121,9 +121,9 @@ class AnswerCache:
                 self._reading = opened.enter_context(contextlib.closing(self._connected()))
             except (OSError, sqlite3.Error) as exc:
                 raise ModelError(
-                    f"the answers' cache {self._path} cannot be opened: {exc}; let it be written"
-                    " to, or name another folder (cache: ./…). If it is damaged, put a backup in"
-                    " its place: without it all is paid again"
+                    f"the answers' cache {self._path} cannot be opened: {exc}; make room, let it be"
+                    " written to, or name another folder (cache: ./…). If it is damaged, put a"
+                    " backup in its place: without it all is paid again"
                 ) from exc
             self._opened = opened.pop_all()
 
