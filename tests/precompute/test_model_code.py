@@ -164,6 +164,9 @@ def test_what_lies_elsewhere_on_the_path_and_is_not_installed_counts(
         assert {*before} - {*FILES, "numpy", "pyarrow"} == {*files} - {"company_other.py"}
         (shared / "company_data.py").write_text("table = 2\n")
         assert code_changes(before, code_of(folder)) == "company_data.py changed"
+        # as `pip install --target` leaves it
+        (shared / "company-1.0.dist-info").mkdir()
+        assert {*code_of(folder)} & {*files} == set()
 
 
 def test_blank_lines_in_a_text_count(folder: Path) -> None:
