@@ -165,10 +165,23 @@ Judge = Callable[[Features, int], str | None]
 accepts all. Called in any thread."""
 
 
+class Unanswered(Exception):
+    """Raised by a model for a row that the service behind it answered nothing to. Where it answered
+    no other of a run either, that is an outage, and no row's fault."""
+
+
 @runtime_checkable
 class KeepingModel(Model, Protocol):
     """A model that keeps what it has paid for from one run to the next, and so has to know what the
     view accepts before it does."""
+
+    once_more: str
+    """How a row is computed once more whose value the view did not accept, said with the reason."""
+
+    @property
+    def answered(self) -> int:
+        """Requests that the service behind it has answered so far, or refused for what was in
+        them."""
 
     def judged_by(self, judge: Judge, *, in_run: bool = False, again: bool = False) -> Model:
         """The same model for one view, all else shared.

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from itertools import islice
@@ -33,10 +33,11 @@ MOST_NAMED = 3
 
 def model_code(use: str, args: Mapping[str, Any], folder: Path | None) -> dict[str, str]:
     """The code of a user's model: each file of its project that it imports, by its path there → the
-    SHA-256 of its source, comments and blank lines apart (16 hex digits); and each library that
-    these import → its version. Empty for a built-in model, whose fingerprint has the version of its
-    code, but for ``torch_module``: its class is the user's. What is imported by a name that only
-    running the code tells is not known.
+    SHA-256 of its source, comments, docstrings and blank lines apart (16 hex digits); each file of
+    what these import from other folders of the Python path, where no library is installed; and each
+    library that they import → its version. Empty for a built-in model, whose fingerprint has the
+    version of its code, but for ``torch_module``: its class is the user's. What is imported by a
+    name that only running the code tells is not known.
 
     Args:
         use, args: as :func:`precompute.registry.load_model` takes them; its module was imported.
@@ -52,17 +53,16 @@ def model_code(use: str, args: Mapping[str, Any], folder: Path | None) -> dict[s
     project = _project_of(name, folder)
     if project.is_large:
         return _versions({name.partition(".")[0]})
-    file_of = functools.cache(project.file_of)
     read = {} if folder is None else sources_read(folder)
-    code, libraries, todo = dict[str, str](), set[str](), [name]
-    seen = set[str]()
+    code, libraries, todo = dict[str, str](), set[str](), [(name, project)]
+    seen, elsewhere = set[str](), functools.cache(_elsewhere)
     while todo:
-        module = todo.pop()
+        module, project = todo.pop()
         for above in _with_packages(module):
             if above in seen:
                 continue
             seen.add(above)
-            if (file := file_of(above)) is None:
+            if (file := project.file_of(above)) is None:
                 continue
             source = _source_of(file, above, stamp_of(file))
             if read.get(file, source.content) != source.content:
@@ -71,9 +71,13 @@ def model_code(use: str, args: Mapping[str, Any], folder: Path | None) -> dict[s
                 )
             code[file.relative_to(project.root).as_posix()] = source.code
             for imported in source.imports:
-                if file_of(imported) is not None:
-                    todo.append(imported)
-                elif not project.is_its(imported):
+                if imported in seen:
+                    continue
+                if project.is_its(imported):
+                    todo.append((imported, project))
+                elif other := elsewhere(imported.partition(".")[0]):
+                    todo.append((imported, other))
+                else:
                     libraries.add(imported.partition(".")[0])
     return dict(sorted(code.items())) | _versions(libraries)
 
@@ -97,6 +101,33 @@ def code_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
             changes.append(f"{name} changed" if of_file else f"{name} {was} → {is_now}")
     more = [f"{len(changes) - MOST_NAMED} more"] if len(changes) > MOST_NAMED else []
     return ", ".join([*changes[:MOST_NAMED], *more])
+
+
+def _elsewhere(top: str) -> _Project | None:
+    """The folder of a module that lies on the Python path, by its first name, where that is no
+    folder of installed packages: a version, if there is one, tells nothing of what is worked on
+    there. None of a library."""
+    if top in sys.stdlib_module_names or top == "precompute":
+        return None
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    place = next((Path(one) for one in places if one is not None and Path(one).exists()), None)
+    if place is None or any(
+        folder in _INSTALLED or folder.name in ("site-packages", "dist-packages")
+        for folder in place.parents
+    ):
+        return None
+    project = _project_of(top, None)
+    # `pip install --target` makes a folder of installed packages anywhere
+    installed = next(project.root.glob("*.dist-info"), None) is not None
+    return None if installed or _is_large(project.root / top) else project
+
+
+def _is_large(package: Path) -> bool:
+    return next(islice(package.rglob("*.py"), MOST_FILES, None), None) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +161,22 @@ def _project_of(name: str, folder: Path | None) -> _Project:
     if folder is not None and is_own(name, folder):
         # as the registry reads it: compiled only where there is no source
         own = (*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
-        return _Project(folder, lambda module: is_own(module, folder), own)
+        return _Project(folder, functools.cache(lambda module: is_own(module, folder)), own)
     suffixes = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES, *BYTECODE_SUFFIXES)
     spec = importlib.util.find_spec(name)
-    if spec is None or not spec.has_location or spec.origin is None:
+    # a package without a file of its own is there by its folder
+    places = () if spec is None else (spec.submodule_search_locations or ())
+    origin = spec.origin if spec is not None and spec.has_location else next(iter(places), None)
+    if origin is None:
         return _Project(Path(), lambda module: False, suffixes)
-    file, top = Path(spec.origin), name.partition(".")[0]
+    file, top = Path(origin), name.partition(".")[0]
     is_package = file.name.partition(".")[0] == "__init__"
     root = Path(*file.parts[: -1 - name.count(".") - is_package])
     if root in _INSTALLED or root.name in ("site-packages", "dist-packages"):
-        files = (root / top).rglob("*.py")
-        is_large = next(islice(files, MOST_FILES, None), None) is not None
+        is_large = _is_large(root / top)
         return _Project(root, lambda module: module.partition(".")[0] == top, suffixes, is_large)
 
+    @functools.cache
     def lies_beside(module: str) -> bool:
         first = module.partition(".")[0]
         # ours, which may lie beside it
@@ -188,7 +222,7 @@ def _source_of(file: Path, module: str, stamp: Stamp | None) -> _Source:
             # said when it was imported
             warnings.simplefilter("ignore")
             imports = tuple(dict.fromkeys(_imports(data, module, file)))
-            stripped = _without_comments(data)
+            stripped = _without_comments(data, _docstrings(data))
     code = hashlib.sha256(stripped).hexdigest()[:16]
     return _Source(hashlib.sha256(data).hexdigest(), code, imports)
 
@@ -198,24 +232,47 @@ _UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError, tokenize.Toke
 for the parser a MemoryError."""
 
 
-def _without_comments(data: bytes) -> bytes:
-    """A module's source without comments and blank lines; the same for every version of Python."""
+def _docstrings(data: bytes) -> Collection[int]:
+    """The lines of docstrings, from 0. One that the code may read counts as code: of a class that
+    inherits or of what is decorated, of which a library may make a prompt; and all of a module that
+    names ``__doc__`` or ``getdoc``."""
+    if b"__doc__" in data or b"getdoc" in data:
+        return ()
+    found = set[int]()
+    for node in ast.walk(ast.parse(data)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        read = getattr(node, "decorator_list", []) or getattr(node, "bases", [])
+        if read or getattr(node, "keywords", []) or ast.get_docstring(node, clean=False) is None:
+            continue
+        text = node.body[0]
+        found |= set(range(text.lineno - 1, text.end_lineno or 0))
+    return found
+
+
+def _without_comments(data: bytes, left_out: Collection[int]) -> bytes:
+    """A module's source without comments, blank lines and the lines that are ``left_out``; the same
+    for every version of Python."""
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     text = io.StringIO(data.decode(encoding).removeprefix("\ufeff"), newline=None).read()
     # a form feed, or another line end of Unicode's, ends no line of Python's
     lines = text.split("\n")
     # lines that do not end inside of a text
-    ended = set[int]()
+    ended, beside = set[int](), set[int]()
     for token in tokenize.generate_tokens(io.StringIO("\n".join(lines) + "\n").readline):
         row, column = token.start
         if token.type == tokenize.COMMENT:
             lines[row - 1] = lines[row - 1][:column]
         elif token.type in (tokenize.NEWLINE, tokenize.NL):
             ended.add(row - 1)
+        elif token.type not in (tokenize.STRING, tokenize.INDENT, tokenize.DEDENT):
+            beside.add(row - 1)
+    # what stands on a line beside a docstring is left as it is
+    left_out = set(left_out) - beside
     kept = (
         line.rstrip() if number in ended else line
         for number, line in enumerate(lines)
-        if number not in ended or line.strip()
+        if number not in left_out and (number not in ended or line.strip())
     )
     return "\n".join(kept).encode()
 

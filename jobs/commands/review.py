@@ -346,18 +346,19 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def add_status(commands: Commands) -> None:
     """The command ``status``."""
-    commands.add(
+    status = commands.add(
         "status",
         _status,
         "each view's live snapshot, its age against the TTL, and its last run",
         reads=True,
     )
+    status.option("views", "VIEW", "which (default: all)", nargs="*")
 
 
 def _status(arguments: argparse.Namespace) -> int:
     from precompute.jobs.ops.status import project_status
 
-    lines = project_status(project_of(arguments))
+    lines = project_status(project_of(arguments), arguments.views)
     answer(arguments, lines, describe_status(lines))
     return FAILED if any(line["attention"] for line in lines) else DONE
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, TypedDict
 
@@ -441,13 +441,22 @@ def never_began(project: Project) -> dict[str, str]:
     }
 
 
-def project_status(project: Project) -> list[dict[str, Any]]:
-    """:func:`view_status` of every view; one that cannot be read, or is served without being
-    configured, says so under ``attention``."""
+def project_status(project: Project, views: Collection[str] = ()) -> list[dict[str, Any]]:
+    """:func:`view_status` of every view, or of these; one that cannot be read, or is served without
+    being configured, says so under ``attention``.
+
+    Raises:
+        ConfigError: one of ``views`` is neither configured nor served.
+    """
     offline, online = project.offline, open_online_store(project.online)
     lines, waited = [], never_began(project)
     try:
+        unconfigured = _unconfigured(project, online)
+        for name in views:
+            project.named(name, [line["view"] for line in unconfigured])
         for name in project.names:
+            if views and name not in views:
+                continue
             try:
                 line = view_status(project, offline.view(name), online)
             except PrecomputeError as exc:
@@ -462,7 +471,7 @@ def project_status(project: Project) -> list[dict[str, Any]]:
                     f" one began: precompute run {name}"
                 )
             lines.append(line)
-        return lines + _unconfigured(project, online)
+        return lines + [line for line in unconfigured if not views or line["view"] in views]
     finally:
         online.close()
 

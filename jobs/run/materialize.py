@@ -23,7 +23,7 @@ from precompute.jobs.run.judge.audit import Audit
 from precompute.jobs.run.judge.code_check import check_code
 from precompute.jobs.run.judge.gates import Judge
 from precompute.jobs.run.judge.library import check_by_library
-from precompute.jobs.run.rows.chunks import Chunks
+from precompute.jobs.run.rows.chunks import Chunks, rows_in_words
 from precompute.jobs.run.rows.merging import (
     Replaced,
     compacted,
@@ -311,6 +311,7 @@ def _compute(
                     job.options.retry_rejected,
                 )
             chunks.rejections.write()
+            _check_answered(opened, chunks)
         except GateError:
             # no chunk was written
             store.journals.end(report.run)
@@ -336,9 +337,12 @@ def _compute(
         report.counts = plain(counts)
         if counts.written + counts.unchanged == 0 and plan.source_rows:
             _check_fit(opened, plan, chunks)
+            rows = "the only row was"
+            if plan.source_rows > 1:
+                rows = f"all {rows_in_words(plan.source_rows)} were"
             raise RejectedError(
-                f"view {config.name!r}: all {plan.source_rows} rows were rejected"
-                f" ({chunks.rejections.reasons()}); see {chunks.rejections.path}"
+                f"view {config.name!r}: {rows} rejected ({chunks.rejections.reasons()}); see"
+                f" {chunks.rejections.path}; {chunks.rejections.way_out()}"
                 f"{opened.late_values(chunks.rejections.reasons(), of_all=True)}"
             )
         if plan.parent is None and not chunks.parts:
@@ -402,6 +406,19 @@ class _Accuracy:
         self._verdicts = [verdict]
 
 
+def _check_answered(
+    opened: OpenView, chunks: Chunks, cause: RejectedError | ModelError | None = None
+) -> None:
+    """Refuse a run of which a service answered no row: an outage, and no row's fault. What is live
+    stays, also where only a few rows were to be computed."""
+    if chunks.outage:
+        raise ModelError(
+            f"{opened.place('model', 'args')}: the service answered none of the rows that it was"
+            f" sent ({chunks.rejections.reasons()}); nothing was published and the live snapshot"
+            " stays: look at the service, and run again"
+        ) from cause
+
+
 def _check_fit(
     opened: OpenView,
     plan: Plan,
@@ -409,15 +426,9 @@ def _check_fit(
     cause: RejectedError | ModelError | None = None,
 ) -> None:
     """Refuse a run in which the model's output fits the view for no row."""
+    _check_answered(opened, chunks, cause)
     if chunks.fits or plan.diff.unchanged + plan.diff.resumed:
         return
-    if chunks.rejections.all_unanswered:
-        # an outage, and no row's fault
-        raise ModelError(
-            f"{opened.place('model', 'args')}: the service answered none of the rows"
-            f" ({chunks.rejections.reasons()}); nothing was published: look at the service, and run"
-            " again"
-        ) from cause
     reason = str(cause) if isinstance(cause, ModelError) else chunks.rejections.only_reason
     if reason is not None and (error := opened.lacks_column(reason)) is not None:
         raise ConfigError(error) from cause

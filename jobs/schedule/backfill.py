@@ -460,10 +460,11 @@ class Conductor:
 
     def _report_end(self) -> None:
         state = self.state
-        counted = Counter(item.state for item in state.items)
+        counted = Counter(item.state_in_words for item in state.items)
         kinds = ", ".join(f"{n} {what}" for what, n in counted.items()) or "nothing to do"
+        ended = "not all done" if state.only_refused else state.status
         self.announce(
-            f"backfill {state.id} of {state.view}: {state.status} ({kinds}),"
+            f"backfill {state.id} of {state.view}: {ended} ({kinds}),"
             f" {time.monotonic() - self._began:.1f} s"
         )
         if state.published is not None:
@@ -476,14 +477,26 @@ class Conductor:
             for item in state.items:
                 if item.state != "done":
                     self.announce(f"  {item.label}  {item.state}: {item.error}")
-            if any(
-                item.state == "failed" or (item.state == "refused" and item.snapshot is None)
-                for item in state.items
-            ):
-                self.announce(
-                    f"what failed is tried again by: precompute backfill {state.view} --resume"
-                    f" {state.id}"
-                )
+            self._report_way_out()
+
+    def _report_way_out(self) -> None:
+        """What to type next, in whole commands."""
+        state = self.state
+        refused = sorted(item.partition for item in state.items if item.refused_by)
+        if refused:
+            first, last = (one.partition("/")[0] for one in (refused[0], refused[-1]))
+            gates = sorted({gate for item in state.items for gate in item.refused_by})
+            self.announce(
+                f"what a gate refused is judged again, once source, model or limits are mended, by:"
+                f" precompute backfill {state.view} --from {first} --to {last} --reprocess refused"
+                "; it counts as it is with"
+                f" {' '.join(f'--accept {gate}' for gate in gates)} behind that"
+            )
+        if any(item.state in ("failed", "refused") and not item.refused_by for item in state.items):
+            self.announce(
+                "what failed, or had too many rows rejected, is tried again, once that is mended,"
+                f" by: precompute backfill {state.view} --resume {state.id}"
+            )
 
 
 def _last_words(process: ChildProcess) -> str:
@@ -527,7 +540,7 @@ def run_backfill(
         reprocess=options.reprocess,
         check_inputs=options.check_inputs,
     )
-    items = [item for item in map(_item_of, plans) if item is not None]
+    items = [item for plan in plans if (item := _item_of(plan, store)) is not None]
     todo = [item.partition for item in items if item.state == "pending"]
     if options.publish and todo:
         check_before(project, name, max(todo), accept=options.accept)
@@ -550,14 +563,17 @@ def run_backfill(
     return state
 
 
-def _item_of(plan: PartitionPlan) -> Item | None:
+def _item_of(plan: PartitionPlan, store: ViewStore) -> Item | None:
     """What a backfill notes of a partition; None of one that is done, as far as it was asked."""
     if plan.action != "skip":
         return Item(str(plan.partition), plan.why)
     if plan.why not in NOT_DONE:
         return None
     state = "failed" if plan.why == "failed" else "refused"
-    return Item(str(plan.partition), plan.why, state, snapshot=plan.snapshot, error=plan.reason)
+    item = Item(str(plan.partition), plan.why, state, snapshot=plan.snapshot, error=plan.reason)
+    if plan.why == "refused" and plan.snapshot is not None:
+        item.refused_by = store.snapshot(plan.snapshot).refused_by
+    return item
 
 
 def resume_backfill(
@@ -611,7 +627,7 @@ def _settle(project: Project, store: ViewStore, state: Backfill) -> None:
     past = Past(store)
     recipes = Recipes(project, config)
     for item in todo:
-        item.state, item.error = "pending", None
+        item.state, item.error, item.refused_by = "pending", None, []
         if item.partition in running:
             continue
         report = past.done_by(state.id, item.partition)
@@ -626,3 +642,4 @@ def _settle(project: Project, store: ViewStore, state: Backfill) -> None:
                 note_done(item, store)
             elif why == "refused" and why not in REPROCESS[options.reprocess]:
                 item.state, item.error = "refused", reason
+                item.refused_by = past.newest[item.partition].refused_by

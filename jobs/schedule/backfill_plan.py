@@ -75,7 +75,8 @@ class Item(Record):
 
     ``state``: pending · running · done · failed · refused (too many rows rejected, or a gate
     refuses it) · cancelled. ``started_at`` when its process was begun, ``seconds`` from there to
-    the end; ``rows`` of the source, ``written`` of them computed; ``error`` why it is not done.
+    the end; ``rows`` of the source, ``written`` of them computed; ``error`` why it is not done;
+    ``refused_by`` the gates that refuse it, none where too many rows were rejected.
     """
 
     partition: str
@@ -88,11 +89,20 @@ class Item(Record):
     started_at: str | None = None
     seconds: float | None = None
     error: str | None = None
+    refused_by: list[str] = field(default_factory=list)
 
     @property
     def label(self) -> str:
         """The partition's start."""
         return self.partition.partition("/")[0]
+
+    @property
+    def state_in_words(self) -> str:
+        """Its state, for people."""
+        if self.state != "refused":
+            return self.state
+        gates = f"gate{'s' * (len(self.refused_by) > 1)} {', '.join(self.refused_by)}"
+        return f"refused by {gates}" if self.refused_by else "with too many rows rejected"
 
 
 class Backfill(Record):
@@ -418,7 +428,10 @@ def _planned(
         )
     if why != "done":
         takes = next(value for value, kinds in REPROCESS.items() if why in kinds)
-        reason += f"; --reprocess {takes} takes it"
+        reason += (
+            f"; to {'judge' if why == 'refused' else 'compute'} it again:"
+            f" {_backfill_of(config.name, str(partition))} --reprocess {takes}"
+        )
     return PartitionPlan(partition, "skip", why, reason, *estimate)
 
 
@@ -488,11 +501,14 @@ def refusal(snapshot: Snapshot) -> str:
         if verdict.gate in snapshot.refused_by
     )
     accept = " ".join(f"--accept {gate}" for gate in snapshot.refused_by)
-    at = str(snapshot.partition).partition("/")[0]
-    return (
-        f"refused by {said}; to publish it all the same: precompute backfill {snapshot.view.name}"
-        f" --from {at} --to {at} --reprocess refused {accept}"
-    )
+    command = _backfill_of(snapshot.view.name, str(snapshot.partition))
+    return f"refused by {said}; to publish it all the same: {command} --reprocess refused {accept}"
+
+
+def _backfill_of(view: str, partition: str) -> str:
+    """The command for one partition."""
+    at = partition.partition("/")[0]
+    return f"precompute backfill {view} --from {at} --to {at}"
 
 
 # ---- the record
@@ -521,7 +537,7 @@ def note_done(item: Item, store: ViewStore, report: Report | None = None) -> Non
         counts.get("source", snapshot.counts.source),
         counts.get("written", snapshot.counts.written),
     )
-    item.state, item.error = "done", None
+    item.state, item.error, item.refused_by = "done", None, snapshot.refused_by
     if snapshot.refused_by:
         item.state, item.error = "refused", refusal(snapshot)
 

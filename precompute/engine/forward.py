@@ -24,8 +24,17 @@ from precompute.engine.resources import (
     release_threads,
     without_locals,
 )
-from precompute.engine.rows import MISFIT, Batch, Declared, Later, Misfit, Rows, Window
-from precompute.model import Features, Model, StagedModel
+from precompute.engine.rows import (
+    MISFIT,
+    UNANSWERED,
+    Batch,
+    Declared,
+    Later,
+    Misfit,
+    Rows,
+    Window,
+)
+from precompute.model import Features, KeepingModel, Model, StagedModel, Unanswered
 from precompute.registry import described
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
@@ -81,7 +90,8 @@ class Forward:
         """When the last of the batches that lanes computed ended."""
         self._landed_at = 0.0
         """When the last batch landed."""
-        self._made = Declared(view).columns
+        once_more = model.once_more if isinstance(model, KeepingModel) else ""
+        self._made = Declared(view, once_more).columns
         """A copy of what the model returned for so many rows, in the types that the view declares;
         raises Misfit for what does not fit, whose rows are found as those of a batch that
         raises."""
@@ -319,7 +329,8 @@ def _reject(window: Window, row: int, exc: BaseException) -> None:
     if isinstance(exc, Misfit):
         window.reject(row, MISFIT, str(exc))
     else:
-        window.reject(row, "model", described(exc))
+        stage = UNANSWERED if isinstance(exc, Unanswered) else "model"
+        window.reject(row, stage, described(exc))
 
 
 def _check_device(exc: BaseException) -> None:

@@ -23,13 +23,15 @@ Rows = npt.NDArray[np.int64]
 MISFIT = "misfit"
 """The stage of a row for which the model's answer is not what the view declares: another shape or
 type, or none."""
+UNANSWERED = "unanswered"
+"""The stage of a row that the service behind the model answered nothing to."""
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedRow:
-    """Why a row has no features: its number in the batch, the stage (``input``,
-    ``prepare``, ``model``, :data:`MISFIT`, ``output`` for values that are not finite, or ``worker``
-    when it ended its process) and the error."""
+    """Why a row has no features: its number in the batch, the stage (``input``, ``prepare``,
+    ``model``, :data:`UNANSWERED`, :data:`MISFIT`, ``output`` for values that are not finite, or
+    ``worker`` when it ended its process) and the error."""
 
     row: int
     stage: str
@@ -199,9 +201,15 @@ class Misfit(Exception):
 
 class Declared:
     """What a view declares of its features, to check what a model returns against; made once,
-    since that takes as long as a small model does."""
+    since that takes as long as a small model does.
 
-    def __init__(self, view: FeatureView) -> None:
+    Args:
+        once_more: how a row is computed once more whose value does not fit, as of
+            :class:`precompute.model.KeepingModel`; empty of other models.
+    """
+
+    def __init__(self, view: FeatureView, once_more: str = "") -> None:
+        self._once_more = f" ({once_more})" if once_more else ""
         self._view, self._schema = view, view.feature_schema()
         self._types = self._schema.types
 
@@ -212,6 +220,12 @@ class Declared:
             Misfit: it returns something other than the view declares, for one of the rows or for
                 all.
         """
+        try:
+            return self._columns(features, rows)
+        except Misfit as exc:
+            raise Misfit(f"{exc}{self._once_more}") from exc.__cause__
+
+    def _columns(self, features: Features, rows: int) -> pa.RecordBatch:
         view = self._view
         if not isinstance(features, (dict, Mapping)):
             raise Misfit(
@@ -251,7 +265,7 @@ class Declared:
         bad: dict[int, str] = {}
         for feature, column in zip(self._view.features, columns.columns, strict=True):
             find_bad(self._view, feature, column, bad)
-        return bad
+        return {row: f"{error}{self._once_more}" for row, error in bad.items()}
 
 
 def _own(values: Any) -> Any:

@@ -106,6 +106,7 @@ class Runner:
     ) -> None:
         self._declared = Declared(view)
         if isinstance(model, KeepingModel):
+            self._declared = Declared(view, model.once_more)
             model = model.judged_by(self._declared.against, in_run=in_run, again=again)
         self.meter = Meter() if meter is None else meter
         self._model, self._view = model, view

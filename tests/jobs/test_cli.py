@@ -446,7 +446,7 @@ def test_an_error_has_its_exit_status(
     error: Exception,
     status: int,
 ) -> None:
-    def failing(_: object) -> NoReturn:
+    def failing(*_: object) -> NoReturn:
         raise error
 
     monkeypatch.setattr("precompute.jobs.ops.status.project_status", failing)

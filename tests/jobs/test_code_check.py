@@ -4,6 +4,8 @@ come out otherwise, on this host and on others."""
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -64,10 +66,21 @@ def test_equal_values_are_told_and_the_run_goes_on(scene: Scene, make_project: M
         "the code of the model changed (factors.py changed), and its fingerprint did not: 64"
         " unchanged rows of snapshot 1 were computed again, and are equal"
     )
-    # nothing to compute: told again as long as nothing was committed by the new code
-    for _ in range(2):
+    # told once, though nothing is to be computed, so that no manifest has the new code
+    for attention in ([told], [], []):
         report = scene.run()
-        assert (report.status, report.attention) == ("current", [told])
+        assert (report.status, report.attention) == ("current", attention)
+        assert ("code" in report.stages_s) == (attention != [])
+        assert report.code != scene.snapshot().code
+    # another one is told again, and that one is known when it is back
+    for factor, attention in (("3 - 1", [told]), ("1 + 1", []), ("3 - 1", [])):
+        write(scene.folder, factor)
+        assert scene.reread().run().attention == attention
+    # what was told is no licence for other values
+    write(scene.folder, "3")
+    with pytest.raises(GateError, match="come out otherwise"):
+        scene.reread().run()
+    write(scene.folder, "4 - 2")
     report = make_project([*ROWS, (200, 7.0)], view=VIEW).run()
     assert (report.status, report.counts["written"], report.attention) == ("published", 1, [told])
     assert scene.doubles()[200] == 14.0
@@ -99,6 +112,44 @@ def test_other_values_are_refused_and_both_ways_out_work(
     report = scene.reread().run()
     assert (report.counts["written"], report.attention) == (201, [])
     assert scene.doubles() == {key: x * 3 for key, x in [*ROWS, (200, 7.0)]}
+
+
+def test_a_run_that_is_killed_while_it_compares_is_as_if_it_had_not_begun(
+    scene: Scene, make_project: MakeProject
+) -> None:
+    """Each time; and the run after it compares, tells and commits."""
+    live, flag = scene.live(), scene.folder / "kill"
+    write(scene.folder, "1 + 1")
+    model = scene.folder / "mine.py"
+    model.write_text(
+        model.read_text().replace(
+            "        return {",
+            f"        if __import__('os').path.exists({str(flag)!r}):\n"
+            "            __import__('os').kill(__import__('os').getpid(), 9)\n        return {",
+        )
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "precompute.jobs.cli",
+        "-c",
+        str(scene.folder),
+        "run",
+        "numbers",
+    ]
+    flag.touch()
+    project = make_project([*ROWS, (200, 7.0)], view=VIEW)
+    for _ in range(2):
+        killed = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (killed.returncode, killed.stdout) == (-9, "")
+        assert (project.live(), project.numbers()) == (live, [1])
+        assert project.status()["last_run"]["status"] == "killed"
+    flag.unlink()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "64 unchanged rows of snapshot 1 were computed again, and are equal" in done.stderr
+    assert project.doubles() == {key: x * 2 for key, x in [*ROWS, (200, 7.0)]}
+    assert project.cli("verify") == 0
 
 
 def test_every_row_by_the_new_code_needs_no_comparison(scene: Scene) -> None:

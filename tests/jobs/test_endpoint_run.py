@@ -18,7 +18,7 @@ import pytest
 
 from precompute.models.endpoint.session import NAME
 from precompute.store.errors import ModelError
-from tests.scene import Scene
+from tests.scene import Scene, files_of_at_most
 from tests.stand_in import Answer, StandIn, chat, embeddings, length_label, vector_of
 
 ROWS = 600
@@ -271,9 +271,107 @@ def test_an_endpoint_that_answers_nothing_is_no_rows_fault(
         stand_in.behave = lambda text, seen: Answer({"error": {"message": "down", "code": 502}})
         with pytest.raises(
             ModelError,
-            match=r"the service answered none of the rows \(.*502.*\); nothing was published",
+            match=r"answered none of the rows that it was sent \(.*502.*\); nothing was published",
         ):
             labels(stand_in, rows=3).run("labels")
         assert labels(stand_in, rows=3).cli("run", "labels") == 1
         stand_in.behave = lambda text, seen: None
         assert labels(stand_in, rows=3).run("labels").status == "published"
+
+
+DOWN = Answer({"error": {"message": "down", "code": 502}})
+
+
+@pytest.mark.parametrize(
+    ("in_delta", "max_rejected"),
+    [(True, "0.02"), (True, "1.0"), (False, "1.0")],
+    ids=["too many", "all allowed", "all others cached"],
+)
+def test_an_outage_is_no_rows_fault_where_few_rows_are_sent(
+    labels: MakeLabels,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    in_delta: bool,
+    max_rejected: str,
+) -> None:
+    """However many rows may be rejected, and whatever was rejected before."""
+    monkeypatch.setattr("precompute.models.endpoint.endpoint._pause_s", lambda tries: 0.0)
+
+    def scene(rows: int) -> Scene:
+        made, file = labels(stand_in, rows=rows), tmp_path / "rows.csv"
+        if in_delta:
+            file.write_text("i\n" + "".join(f"{i}\n" for i in range(rows)))
+            path = tmp_path / "views" / "labels.yaml"
+            text = path.read_text().replace(f"range({rows})", f"read_csv('{file}')")
+            path.write_text(text.replace("max_rejected: 0.02", f"max_rejected: {max_rejected}"))
+        return made.reread()
+
+    def behave(text: str, seen: int) -> Answer | None:
+        return Answer(chat("{")) if text.endswith("99") else None
+
+    with StandIn(behave=behave) as stand_in:
+        assert scene(100).run("labels").counts["rejected"] == 1
+        live, before = scene(100).live("labels"), values(scene(100))
+        assert set(before) == set(range(99))
+        stand_in.behave = lambda text, seen: DOWN
+        for _ in range(2):
+            stand_in.seen.clear()
+            capfd.readouterr()
+            assert scene(103).cli("run", "labels") == 1
+            assert re.search(
+                r"labels\.yaml:7: model\.args: the service answered none of the rows that it was"
+                r" sent \(.*\); nothing was published and the live snapshot stays: look at the"
+                r" service, and run again\n",
+                capfd.readouterr().err,
+            )
+            assert set(stand_in.seen) == {f"Label: number {i}" for i in (100, 101, 102)}
+            assert (scene(103).live("labels"), values(scene(103))) == (live, before)
+        # and where some had an answer, what had none is a bad row, of the service
+        stand_in.behave = lambda text, seen: DOWN if text.endswith("102") else None
+        stand_in.seen.clear()
+        report = scene(103).run("labels")
+        assert (report.status, report.counts["rejected"]) == ("published", 2)
+        sent = {f"Label: number {i}": 5 if i == 102 else 1 for i in (100, 101, 102)}
+        assert stand_in.seen == sent
+        stand_in.behave = lambda text, seen: None
+        assert scene(103).cli("run", "labels", "--retry-rejected") == 0
+        assert values(scene(103)) == expected(103)
+
+
+def test_rows_that_a_service_refused_have_a_remedy_of_their_own(
+    labels: MakeLabels, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with StandIn(
+        behave=lambda text, seen: Answer(chat("{")) if text.endswith("7") else None
+    ) as stand_in:
+        assert labels(stand_in, rows=10).cli("run", "labels") == 3
+        assert re.search(
+            r"view 'labels': 1 row rejected so far, 0 allowed \(1× .*run --retry-rejected sends it"
+            r" once more.*\); nothing was published .* See .*rejected\.parquet; look at the service,"
+            r" then precompute run labels --retry-rejected, or raise max_rejected\n",
+            capfd.readouterr().err,
+        )
+        stand_in.behave = lambda text, seen: None
+        assert labels(stand_in, rows=10).cli("run", "labels", "--retry-rejected") == 0
+        assert values(labels(stand_in, rows=10)) == expected(10)
+
+
+def test_a_full_disk_costs_no_answer_that_was_paid(
+    labels: MakeLabels, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither one that was cached, nor what is live; and the message says to make room."""
+    with StandIn() as stand_in:
+        assert labels(stand_in, rows=20).run("labels").status == "published"
+        live, codes = labels(stand_in, rows=20).live("labels"), []
+        for limit in (4_000, 10_000_000):
+            scene = labels(stand_in, rows=24)
+            with files_of_at_most(limit):
+                codes.append(scene.cli("run", "labels"))
+            said = capfd.readouterr().err
+            if codes[-1]:
+                assert "make room" in said
+                assert scene.live("labels") == live
+        assert codes == [1, 0]
+        assert values(labels(stand_in, rows=24)) == expected(24)
+        assert all(stand_in.seen[f"Label: number {i}"] == 1 for i in range(20))

@@ -6,7 +6,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +24,8 @@ from precompute.jobs.run.shards.worker import WorkSummary, work
 from precompute.store.errors import ConfigError
 from precompute.store.offline.runs import Report
 from tests.fixtures import MakeProject
+from tests.jobs.test_code_check import VIEW as TIMES
+from tests.jobs.test_code_check import write as write_model
 from tests.models import Doubler
 from tests.object_store import ObjectStore
 from tests.scene import Scene
@@ -70,6 +75,49 @@ def test_two_hosts_over_an_object_store_whose_replies_get_lost(
     # a host that never saw the run reads it from the root alone
     assert host(scene, tmp_path / "three").doubles() == wanted
     assert scene.run().status == "current"
+
+
+def test_a_host_with_other_code_is_refused_by_name_and_the_run_goes_on(
+    bucket: ObjectStore, make_project: MakeProject, tmp_path: Path
+) -> None:
+    """Of one fingerprint; in processes as people start them, first the one that must not work."""
+    rows, settings = (
+        [(i, float(i)) for i in range(200)],
+        {"root": f"s3://bucket/{bucket.prefix}", "online": "table:./online"},
+    )
+    view = TIMES | {"shards": 4}
+    write_model(make_project(rows, view=view).folder)
+    scene = make_project(rows, view=view, project=settings | {"engine": {"on": "elsewhere"}})
+    hosts = {name: host(scene, tmp_path / name) for name in ("older", "same")}
+    write_model(hosts["older"].folder, "3")
+    write_model(hosts["same"].folder)
+    ended: dict[str, tuple[int, str]] = {}
+
+    def workers() -> None:
+        for name, one in hosts.items():
+            command = [sys.executable, "-m", "precompute.jobs.cli", "-c", str(one.folder)]
+            done = subprocess.run(
+                [*command, "work", "numbers", "--wait", "30s"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            ended[name] = done.returncode, done.stderr
+
+    thread = threading.Thread(target=workers)
+    thread.start()
+    report = scene.run()
+    thread.join(60)
+    assert ended["older"][0] == 2
+    assert re.search(
+        r"this host's code of the model differs from that of run \S+ \(factors\.py changed\), under"
+        r" the same fingerprint",
+        ended["older"][1],
+    )
+    assert "Traceback" not in ended["older"][1] + ended["same"][1]
+    assert ended["same"][0] == 0
+    assert (report.status, report.counts["written"]) == ("published", 200)
+    assert scene.doubles() == {key: x * 2 for key, x in rows}
 
 
 # ---- Ray

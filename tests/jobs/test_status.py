@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
@@ -166,6 +167,34 @@ def test_a_damaged_file_is_an_error_and_the_other_views_have_their_lines(
     )
     assert (numbers["ttl_s"], numbers.keys()) == (3600.0, another.keys())
     assert {numbers[k] for k in numbers.keys() - {"view", "status", "attention", "ttl_s"}} == {None}
+
+
+def test_named_views_alone_are_told_of_and_decide_the_exit_status(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = make_project([(1, 1.0)], views={"another": OTHER, "third": OTHER | {"name": "third"}})
+    project.publish_all("numbers", "another")
+
+    def status(*names: str) -> tuple[int, list[str]]:
+        code = project.cli("status", "--json", *names)
+        return code, [line["view"] for line in json.loads(capsys.readouterr().out)]
+
+    # `third` never ran
+    assert status() == (1, ["another", "numbers", "third"])
+    assert status("numbers") == (0, ["numbers"])
+    assert status("numbers", "another") == (0, ["another", "numbers"])
+    assert status("third", "numbers") == (1, ["numbers", "third"])
+    assert project.cli("status", "numbers") == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()] == ["view", "numbers"]
+    assert project.cli("status", "nummers") == 2
+    assert "no view 'nummers' in" in (said := capsys.readouterr().err)
+    assert "did you mean 'numbers'" in said
+    # served without a file, it can be named
+    (project.folder / "views" / "another.yaml").unlink()
+    project = project.reread()
+    assert status("another") == (1, ["another"])
+    assert status("numbers") == (0, ["numbers"])
 
 
 def test_a_damaged_report_is_skipped_with_a_warning(

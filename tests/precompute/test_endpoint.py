@@ -448,7 +448,9 @@ def test_a_service_that_misbehaves_is_understood_or_costs_one_row(labels: Any, n
             later = compute(second, LABELS, batch).rejections
             assert [r.row for r in later] == [r.row for r in outcome.rejections]
             for before, now in zip(outcome.rejections, later, strict=True):
-                assert now.error.startswith(before.error)
+                what, hint, _ = before.error.partition(" (run --retry-rejected sends it once more")
+                assert now.error.startswith(what)
+                assert hint
                 assert "run --retry-rejected sends it once more" in now.error
             assert second.figures()["requests"] == 0
         third = labels(stand_in)
@@ -962,7 +964,11 @@ def test_embeddings_are_those_of_their_texts_and_a_bad_text_is_one_bad_row(tmp_p
             i: {"embedding": vector_of(text)} for i, text in enumerate(texts) if text != "too long"
         }
         assert [(r.row, r.error) for r in outcome.rejections] == [
-            (37, "BadAnswer: the endpoint answered 413 (too long)")
+            (
+                37,
+                "BadAnswer: the endpoint answered 413 (too long) (run --retry-rejected sends it"
+                " once more)",
+            )
         ]
         assert [len(body["input"]) for body in stand_in.requests[:2]] == [16, 16]
         queries = embedder(
@@ -1130,6 +1136,10 @@ def test_what_the_view_does_not_accept_is_kept_for_an_hour(
                 (1, True),
                 (2, True),
             ]
+            assert all(
+                r.error.endswith(" (run --retry-rejected sends it once more)")
+                for r in outcome.rejections
+            )
             assert stand_in.seen.total() == 3
         # the service is as bad as before: each text of the run is sent once more, and once
         assert len(again(model(), view, batch).rejections) == 2

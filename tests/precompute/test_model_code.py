@@ -84,6 +84,13 @@ def test_all_that_is_imported_counts_and_nothing_else(folder: Path) -> None:
         ("mine.py", MINE.replace("return {}", "return {}   ")),
         ("parts/__init__.py", "# nothing yet\n"),
         ("unrelated.py", "Z = 5\n"),
+        ("late.py", '"""What it is."""\nX = 1\n'),
+        ("late.py", '"""What\n\n# it is.\n"""\n\nX = 1\n'),
+        ("mine.py", MINE.replace("class Mine:", "class Mine:\n    '''Mine.'''\n")),
+        (
+            "mine.py",
+            MINE.replace("        import late", "        r'''A\\d\nname.'''\n        import late"),
+        ),
     ],
 )
 def test_comments_and_blank_lines_do_not_count(folder: Path, file: str, text: str) -> None:
@@ -103,12 +110,63 @@ def test_comments_and_blank_lines_do_not_count(folder: Path, file: str, text: st
         ("parts/weights.py", "W = 2\n", "parts/weights.py changed"),
         ("helpers.py", "", "helpers.py changed, pyarrow is not imported any more"),
         ("late.py", "import unrelated\n", "late.py changed, unrelated.py is new"),
+        ("late.py", "'a text'; X = 1\n", "late.py changed"),
+        ("late.py", "'a text'; X = 2\n", "late.py changed"),
+        ("late.py", "X = 1\n'a text'\n", "late.py changed"),
+        ("late.py", "f'{1}'\nX = 1\n", "late.py changed"),
+        ("late.py", "'read'\nX = __doc__ or 1\n", "late.py changed"),
     ],
 )
 def test_all_else_counts(folder: Path, file: str, text: str, told: str) -> None:
     before = code_of(folder)
     (folder / file).write_text(text)
     assert code_changes(before, code_of(folder)) == told
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class A(dict):\n    '{}'\n    x = 1\n",
+        "class A(metaclass=type):\n    '{}'\n    x = 1\n",
+        "@staticmethod\ndef f():\n    '{}'\n    return 1\n",
+        "def f():\n    '{}'\n    return f.__doc__\n",
+        "from inspect import getdoc\ndef f():\n    '{}'\n    return getdoc(f)\n",
+        "def f(): '{}'\n",
+    ],
+)
+def test_a_docstring_that_may_be_a_prompt_counts(folder: Path, code: str) -> None:
+    (folder / "late.py").write_text(code.format("Answer in one word."))
+    before = code_of(folder)
+    (folder / "late.py").write_text(code.format("Answer in two words."))
+    assert code_changes(before, code_of(folder)) == "late.py changed"
+
+
+def test_what_lies_elsewhere_on_the_path_and_is_not_installed_counts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A folder of the company's on the path, and what was installed to be worked on in its place,
+    whose version stays as it is."""
+    shared = tmp_path_factory.mktemp("shared")
+    files = {
+        "company/__init__.py": "from .words import word\n",
+        "company/words.py": "import numpy\nfrom company_data import table\nword = 1\n",
+        "company_data.py": "table = 1\n",
+        "spread/one.py": "X = 1\n",
+        "company_other.py": "Y = 1\n",
+    }
+    for name, text in files.items():
+        (shared / name).parent.mkdir(exist_ok=True)
+        (shared / name).write_text(text)
+    (folder / "late.py").write_text("from company import word\nimport spread.one\n")
+    monkeypatch.syspath_prepend(str(shared))
+    with forgotten("company", "company_data", "spread"):
+        before = code_of(folder)
+        assert {*before} - {*FILES, "numpy", "pyarrow"} == {*files} - {"company_other.py"}
+        (shared / "company_data.py").write_text("table = 2\n")
+        assert code_changes(before, code_of(folder)) == "company_data.py changed"
+        # as `pip install --target` leaves it
+        (shared / "company-1.0.dist-info").mkdir()
+        assert {*code_of(folder)} & {*files} == set()
 
 
 def test_blank_lines_in_a_text_count(folder: Path) -> None:

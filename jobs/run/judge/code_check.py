@@ -7,6 +7,7 @@ import contextlib
 from dataclasses import replace
 
 from precompute.jobs.run.judge.gates import computed_again
+from precompute.jobs.run.judge.library import newest_reports
 from precompute.jobs.run.rows.open_view import OpenView, open_source
 from precompute.jobs.run.rows.plan import Job, Plan
 from precompute.model_code import code_changes
@@ -25,9 +26,12 @@ def check_code(job: Job, opened: OpenView, plan: Plan, report: Report) -> str | 
     a partition that is new, what was computed last; where it is another one, compute unchanged rows
     again.
 
+    The report has another code whose values are the same, so that the runs after it, which may
+    commit nothing, neither compute them once more nor tell it again.
+
     Returns:
         what is to be told of another code whose values are the same; None where the code is the
-            same, or nothing is known of it.
+            same, or was told, or nothing is known of it.
 
     Raises:
         GateError: a row comes out otherwise: names the code that changed, the row, and both ways
@@ -38,10 +42,14 @@ def check_code(job: Job, opened: OpenView, plan: Plan, report: Report) -> str | 
     changes = "" if before is None else code_changes(before.code, opened.code())
     if before is None or not changes:
         return None
+    if _is_told(job, before, opened):
+        report.code = opened.code()
+        return None
     with report.stage("code"):
         rows, differs = _compared(job, opened, before)
     said = f"the code of the model changed ({changes}), and its fingerprint did not: "
     if not differs:
+        report.code = opened.code() if rows else {}
         again = (
             f"{rows} unchanged rows of snapshot {before.number} were computed again, and are equal"
         )
@@ -54,6 +62,16 @@ def check_code(job: Job, opened: OpenView, plan: Plan, report: Report) -> str | 
         f" {opened.view.definition.model.use} return another text, so that every row is computed by"
         " the code as it is now; or put the code back as it was"
     )
+
+
+def _is_told(job: Job, before: Snapshot, opened: OpenView) -> bool:
+    """Whether an earlier run that found nothing to do has compared this code with that snapshot."""
+    reports = (
+        one
+        for one in newest_reports(job.store)
+        if one.snapshot == before.number and one.finished and one.model == opened.fingerprint
+    )
+    return any(one.code == opened.code() for one in reports)
 
 
 def _last(job: Job, plan: Plan) -> Snapshot | None:

@@ -65,13 +65,13 @@ def check_by_library(job: Job, opened: OpenView, parent: Snapshot | None, report
     found = (
         known_check(own, opened.fingerprint, [] if parent is None else [parent])
         or without_asking(own, memory_mb)
-        or known_check(own, opened.fingerprint, _reports(job.store), job.options.backfill)
+        or known_check(own, opened.fingerprint, newest_reports(job.store), job.options.backfill)
     )
     if found is None:
         with report.stage("library"):
             found = compare_rows(opened, own, memory_mb)
     if found.verdict == "not checked":
-        found = _refused(opened.fingerprint, _reports(job.store)) or found
+        found = _refused(opened.fingerprint, newest_reports(job.store)) or found
     if found.verdict == "differs" and "library" in job.options.accept:
         found = replace(found, accepted=True)
     # that of a refused run, too: it stands until a later one knows better
@@ -120,8 +120,8 @@ def _refused(fingerprint: str, earlier: Iterable[Report]) -> LibraryCheck | None
     return last if last is not None and last.verdict == "differs" and not last.accepted else None
 
 
-def _reports(store: ViewStore) -> Iterator[Report]:
-    """Those of the newest runs, each read when it is looked at: in an object store it is a
+def newest_reports(store: ViewStore) -> Iterator[Report]:
+    """Those of a view's newest runs, each read when it is looked at: in an object store it is a
     request."""
     for run in store.runs.ids()[:REPORTS]:
         # one that cannot be read tells nothing

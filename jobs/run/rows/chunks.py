@@ -16,13 +16,14 @@ import pyarrow.compute as pc
 from precompute.engine.ahead import Meter
 from precompute.engine.batches import WIDE_ROWS, WINDOW_ROWS, joined, window_rows
 from precompute.engine.resources import give_back
-from precompute.engine.rows import MISFIT, Outcome, in_order, with_null_rows
+from precompute.engine.rows import MISFIT, UNANSWERED, Outcome, in_order, with_null_rows
 from precompute.engine.runner import Runner
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.report import OverlappingCpu
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.rows.plan import Plan, now_us
+from precompute.model import KeepingModel
 from precompute.sources.diff import Diff, rejected_rows
 from precompute.sources.source import Source
 from precompute.store.errors import RejectedError
@@ -138,14 +139,23 @@ class Rejections:
         report: of the run; the file is added to it.
         bad_rows: the view's policy.
         allowed: how many there may be.
+        of_service: whether a service outside computes the rows.
 
     Raises:
         RejectedError: from every method that takes rows: there are more than allowed, and
             ``rejected.parquet`` of the run has them; or ``bad_rows: fail`` and one is unusable.
     """
 
-    def __init__(self, store: ViewStore, report: Report, bad_rows: str, allowed: int) -> None:
+    def __init__(
+        self,
+        store: ViewStore,
+        report: Report,
+        bad_rows: str,
+        allowed: int,
+        of_service: bool = False,
+    ) -> None:
         self._store, self._report, self._bad_rows, self._allowed = store, report, bad_rows, allowed
+        self._of_service = of_service
         self.count = 0
         self.part: Part | None = None
         """The file of all of them, once written."""
@@ -153,8 +163,10 @@ class Rejections:
         self._journaled = 0
         """Batches that are in chunks of the journal."""
         self._reasons: Counter[str] = Counter()
-        self._misfits = 0
-        """Rows that were rejected since the model's value does not fit the view."""
+        self._stages: Counter[str] = Counter()
+        """Of all rejected rows."""
+        self._own: Counter[str] = Counter()
+        """The stages of those that this run rejected."""
         self._attempts: dict[tuple[str | None, int | None], int] = {}
         """Key and input hash of a row that is computed again → how often it was rejected."""
 
@@ -172,9 +184,10 @@ class Rejections:
             table = rejected_rows(source).cast(_SCHEMA)
             self._batches = table.to_batches()
             self._journaled = len(self._batches)
-            errors = table.column("error").to_pylist()
+            errors, stages = (table.column(name).to_pylist() for name in ("error", "stage"))
             self._reasons.update(errors)
-            self.check_policy(table.column("key"), table.column("stage").to_pylist(), errors)
+            self._stages.update(stages)
+            self.check_policy(table.column("key"), stages, errors)
             self.count = table.num_rows
             self._check_count()
 
@@ -193,7 +206,8 @@ class Rejections:
         ]
         self._batches.append(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
         self._reasons.update(errors)
-        self._misfits += stages.count(MISFIT)
+        self._stages.update(stages)
+        self._own.update(stages)
         self.count += len(keys)
         self._check_count()
 
@@ -220,10 +234,12 @@ class Rejections:
             )
 
     def for_journal(self) -> pa.Table | None:
-        """The rejected rows since the last chunk, for the next one; None without any."""
-        fresh = self._batches[self._journaled :]
+        """The rejected rows since the last chunk, for the next one; None without any. Those that a
+        service answered nothing to are no finished work: they are left to the run that goes on."""
+        fresh = pa.Table.from_batches(self._batches[self._journaled :], _SCHEMA)
         self._journaled = len(self._batches)
-        return pa.Table.from_batches(fresh, _SCHEMA) if fresh else None
+        fresh = fresh.filter(pc.not_equal(fresh.column("stage"), UNANSWERED))
+        return fresh if fresh.num_rows else None
 
     def write(self) -> None:
         """Write all of them to ``rejected.parquet`` of the run, if there are any."""
@@ -235,12 +251,12 @@ class Rejections:
     @property
     def all_misfit(self) -> bool:
         """Whether there are any, and all of them are misfits."""
-        return 0 < self.count == self._misfits
+        return 0 < self.count == self._own[MISFIT]
 
     @property
-    def all_unanswered(self) -> bool:
-        """Whether there are any, and an endpoint answered nothing to each of them."""
-        return bool(self._reasons) and all(r.startswith("NoAnswer: ") for r in self._reasons)
+    def unanswered(self) -> int:
+        """Rows of this run that a service answered nothing to."""
+        return self._own[UNANSWERED]
 
     @property
     def only_reason(self) -> str | None:
@@ -257,14 +273,39 @@ class Rejections:
         more = f"; and {len(self._reasons) - 3} more" if len(self._reasons) > 3 else ""
         return "; ".join(f"{n}× {reason}" for reason, n in self._reasons.most_common(3)) + more
 
+    def way_out(self) -> str:
+        """What to do about them, by where they failed."""
+        of = self._report.partition
+        of = "" if of is None else f" --partition {of.partition('/')[0]}"
+        again = f"precompute run {self._store.name}{of} --retry-rejected"
+        ways = (
+            {
+                "mend the source": {"input", "key", "prepare"},
+                f"look at the service, then {again}": {UNANSWERED, "model", MISFIT, "output"},
+            }
+            if self._of_service
+            else {
+                "mend the source": {"input", "key"},
+                "mend the source or the model": {"prepare", "model", "output", "worker"},
+                "correct the view's features or the model": {MISFIT},
+            }
+        )
+        found = [way for way, stages in ways.items() if stages & self._stages.keys()]
+        return ", ".join([*found, "or raise max_rejected"])
+
     def _check_count(self) -> None:
         if self.count > self._allowed:
             self.write()
             raise RejectedError(
-                f"view {self._store.name!r}: {self.count} rows rejected so far, {self._allowed}"
-                f" allowed ({self.reasons()}); nothing was published and the live snapshot stays."
-                f" See {self.path}; mend the source, or raise max_rejected"
+                f"view {self._store.name!r}: {rows_in_words(self.count)} rejected so far,"
+                f" {self._allowed} allowed ({self.reasons()}); nothing was published and the live"
+                f" snapshot stays. See {self.path}; {self.way_out()}"
             )
+
+
+def rows_in_words(count: int) -> str:
+    """So many rows."""
+    return f"{count:,} row{'' if count == 1 else 's'}"
 
 
 PART_BYTES = 64 * 2**20
@@ -305,7 +346,8 @@ class Chunks:
         self._store, self._report, self._opened = store, report, opened
         self._wait_until_writable, self._on_batch = wait_until_writable, on_batch
         bad_rows = opened.view.definition.bad_rows
-        self.rejections = Rejections(store, report, bad_rows, max_rejected)
+        of_service = isinstance(opened.model, KeepingModel)
+        self.rejections = Rejections(store, report, bad_rows, max_rejected, of_service)
         self.parts: list[Part] = []
         self.figures: dict[str, RowFigures] = {}
         """Path of a part → the figures of all its rows."""
@@ -326,7 +368,14 @@ class Chunks:
         """The position of each pending row in the source: window × 2³² + row."""
         self._pending_bytes, self._part_bytes = 0, PART_BYTES
         self._began = time.monotonic()
+        self._answered = 0
+        """Requests that the service behind the model answered in this run."""
         self._bad_keys: deque[tuple[pa.Array, list[str], pa.Array]] = deque()
+
+    @property
+    def outage(self) -> bool:
+        """Whether the service behind the model was sent rows of this run, and answered none."""
+        return self.rejections.unanswered > 0 and not self._answered
 
     def take_over(self, plan: Plan, source: Source) -> None:
         """Begin with the chunks of interrupted runs, and with the rows that were rejected
@@ -363,6 +412,9 @@ class Chunks:
         meter, began, report = Meter(), time.monotonic(), self._report
         usage, computing = report.usage, OverlappingCpu(report)
         self._part_bytes = min(PART_BYTES, settings.memory_mb * 2**20 // 8)
+        model = self._opened.model
+        # of a model that several partitions share, it counts them all
+        before = model.answered if isinstance(model, KeepingModel) else 0
         runner = engine_of(self._opened, settings.engine, meter, again)
         # workers share windows out
         rows = window_rows(self._opened.columns) if isinstance(runner, Runner) else WIDE_ROWS
@@ -376,6 +428,8 @@ class Chunks:
             # no thread may read the source after it is closed
             stream.close()
             computing.end(meter.stage("read").cpu_s)
+            if isinstance(model, KeepingModel):
+                self._answered = model.answered - before
             report.engine = runner.figures(time.monotonic() - began)
             for stage, name in (("read", "source"), ("model", "model")):
                 report.add(name, meter.stage(stage).busy_s)

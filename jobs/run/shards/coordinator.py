@@ -21,7 +21,7 @@ from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import Progress, end_signal
 from precompute.jobs.run.judge.audit import Audit
-from precompute.jobs.run.rows.chunks import Chunks
+from precompute.jobs.run.rows.chunks import Chunks, rows_in_words
 from precompute.jobs.run.rows.open_view import OpenView
 from precompute.jobs.run.rows.plan import Job, Plan
 from precompute.jobs.run.shards.launcher import Launcher, WorkerExit, WorkerRequest, launcher_of
@@ -309,9 +309,9 @@ class _Coordinator:
             known = [self._chunks.rejections.reasons(), *(beat.reasons for beat in beats.values())]
             reasons = "; ".join(list(dict.fromkeys(filter(None, known)))[:3])
             raise RejectedError(
-                f"view {self._job.config.name!r}: {rejected} rows rejected so far in all shards,"
-                f" {self._plan.allowed} allowed ({reasons}); nothing was published and the live"
-                " snapshot stays. Mend the source, or raise max_rejected"
+                f"view {self._job.config.name!r}: {rows_in_words(rejected)} rejected so far in all"
+                f" shards, {self._plan.allowed} allowed ({reasons}); nothing was published and the"
+                " live snapshot stays. Mend the source or the model, or raise max_rejected"
             )
 
     def _warn_if_idle(

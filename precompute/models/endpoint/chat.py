@@ -15,7 +15,7 @@ from precompute.model import Features, Verbatim, digest
 from precompute.models.endpoint.chat_message import CUT, answer_in, refusal_of, text_of_message
 from precompute.models.endpoint.endpoint import BadAnswer, Tokens, credible, estimated
 from precompute.models.endpoint.endpoint_model import EndpointModel, text_of
-from precompute.models.endpoint.session import Input
+from precompute.models.endpoint.session import ONCE_MORE, Input
 from precompute.store.errors import ConfigError
 
 
@@ -77,7 +77,7 @@ TEMPLATE_TOKENS = 64
 """Tokens that an endpoint may put around a prompt's texts."""
 
 PATH = "/chat/completions"
-ONCE_MORE = "run --retry-rejected sends it once more, or at once limits: {answer_tries: 2}"
+ANSWER_TRIES = f"{ONCE_MORE}, or at once limits: {{answer_tries: 2}}"
 """What helps against an answer that came of a bad hour."""
 
 
@@ -211,7 +211,7 @@ class ChatEndpoint(EndpointModel):
         try:
             text = text_of_message(message, in_json=self._schema is not None)
         except ValueError as exc:
-            wrong = f"{exc} ({ONCE_MORE})"
+            wrong = f"{exc} ({ANSWER_TRIES})"
         content = text.encode(errors="replace")
         used = self._used(usage if isinstance(usage, dict) else {}, prompt_bytes, len(content))
         if ended in CUT:
@@ -229,9 +229,9 @@ class ChatEndpoint(EndpointModel):
             half = (
                 f"the answer has half a surrogate pair at character {exc.start}, which is no text"
             )
-            return used, BadAnswer(f"{half} ({ONCE_MORE})", content)
+            return used, BadAnswer(f"{half} ({ANSWER_TRIES})", content)
         except ValueError as exc:
-            return used, BadAnswer(f"{exc} ({ONCE_MORE})", content)
+            return used, BadAnswer(f"{exc} ({ANSWER_TRIES})", content)
         return used, content
 
     def _used(self, usage: Mapping[str, Any], prompt_bytes: int, answer_bytes: int) -> Tokens:

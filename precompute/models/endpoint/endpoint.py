@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from precompute.model import Unanswered
 from precompute.models.endpoint.envelope import (
     Failure,
     NoEnvelopeError,
@@ -50,7 +51,7 @@ class BadAnswer(Exception):
         self.content = content
 
 
-class NoAnswer(BadAnswer):
+class NoAnswer(BadAnswer, Unanswered):
     """An input that nothing was answered to, as often as it was sent; nothing was paid."""
 
 
@@ -356,6 +357,8 @@ class Counts:
 
     requests: int = 0
     answers: int = 0
+    heard: int = 0
+    """Requests that it answered, or refused for what was in them: it is there."""
     cached: int = 0
     retries: int = 0
     refused: int = 0
@@ -418,6 +421,7 @@ class Endpoint:
                 outcome = await self._send(path, content, most, read)
             if not isinstance(outcome, _Failed):
                 self._given_up, self._refused_since = 0, None
+                self.counts.heard += 1
                 if isinstance(outcome, BadAnswer):
                     raise outcome
                 return outcome
@@ -567,7 +571,7 @@ class Endpoint:
             self._given_up += 1
         if self._given_up >= DOWN_AFTER or not outcome.connected:
             return ModelError(f"no answer from {self._url}: {outcome}, the last of {after}")
-        return NoAnswer(f"no answer in {after}: {outcome} (the next run sends it again)")
+        return NoAnswer(f"no answer in {after}: {outcome}")
 
     def _shown(self, text: str) -> str:
         text = text.replace(self._key, "***") if self._key else text

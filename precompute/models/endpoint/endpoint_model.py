@@ -25,7 +25,7 @@ from precompute.models.endpoint.endpoint import (
     base_url,
     key_from,
 )
-from precompute.models.endpoint.session import Asking, Input, Session
+from precompute.models.endpoint.session import ONCE_MORE, Asking, Input, Session
 from precompute.store.errors import ConfigError, ModelError
 
 
@@ -95,6 +95,7 @@ class EndpointModel(ABC):
     cost_unit = "rows"
     in_run_process = True
     """Its rates and its budget are counted in one process."""
+    once_more = ONCE_MORE
     differ = False
     """Whether different inputs have different answers, as a rule."""
 
@@ -133,6 +134,11 @@ class EndpointModel(ABC):
         # a batch is small, so that a bad row of it is soon found
         self.start_cost = self.max_cost = group * -(-bounds.in_flight // 4)
         self.device = Elsewhere()
+
+    @property
+    def answered(self) -> int:
+        """Requests that the endpoint has answered so far, or refused for what was in them."""
+        return self.endpoint.counts.heard
 
     def judged_by(self, judge: Judge, *, in_run: bool = False, again: bool = False) -> Self:
         """The same model for one view: connections, rates, budget and cache are shared."""

@@ -35,6 +35,8 @@ BY_VIEW = "misfit: "
 SHARED_BY, MOST_SHARED = 3, 10_000
 """Different inputs with the very same answer from which on it is suspect, and how many answers are
 remembered for that: the ones that came last."""
+ONCE_MORE = "run --retry-rejected sends it once more"
+"""What helps where a row has no answer, or none that fits, once the service is mended."""
 MOST_KEYS = 500
 """Keys of one query, at most."""
 
@@ -119,9 +121,9 @@ class AnswerCache:
                 self._reading = opened.enter_context(contextlib.closing(self._connected()))
             except (OSError, sqlite3.Error) as exc:
                 raise ModelError(
-                    f"the answers' cache {self._path} cannot be opened: {exc}; let it be written"
-                    " to, or name another folder (cache: ./…). If it is damaged, put a backup in"
-                    " its place: without it all is paid again"
+                    f"the answers' cache {self._path} cannot be opened: {exc}; make room, let it be"
+                    " written to, or name another folder (cache: ./…). If it is damaged, put a"
+                    " backup in its place: without it all is paid again"
                 ) from exc
             self._opened = opened.pop_all()
 
@@ -196,9 +198,17 @@ class AnswerCache:
 
 def _remembered(wrong: str) -> str:
     """What was wrong with an answer, for a row that nothing was sent for now."""
-    if "--retry-rejected" in wrong:
+    if ONCE_MORE in wrong:
         return wrong
-    return f"{wrong} (as answered before: run --retry-rejected sends it once more)"
+    return f"{wrong} (as answered before: {ONCE_MORE})"
+
+
+def _with_way_out(bad: BadAnswer) -> BadAnswer:
+    """What is wrong with a row that was sent now, and how it is sent again."""
+    said = str(bad)
+    if ONCE_MORE in said:
+        return bad
+    return type(bad)(f"{said} ({ONCE_MORE})", bad.content)
 
 
 def _sum(key: bytes, tries: int, wrong: str | None, content: bytes) -> int:
@@ -465,7 +475,9 @@ class Session:
         while left:
             again, rows = set[bytes](), list[_Row]()
             for key, outcome in (await answers(left)).items():
-                outcomes[key] = outcome
+                outcomes[key] = (
+                    _with_way_out(outcome) if isinstance(outcome, BadAnswer) else outcome
+                )
                 if isinstance(outcome, NoAnswer):
                     # it takes the place of no answer that was paid
                     if key not in tried:
