@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from precompute.engine.batches import WIDE_ROWS, joined
+from precompute.engine.batches import WIDE_ROWS
 from precompute.engine.resources import ResidentPeak, give_back, resident_bytes
 from precompute.engine.rows import MISFIT, Outcome
 from precompute.engine.runner import Runner
@@ -38,6 +38,7 @@ from precompute.jobs.run.rows.open_view import OpenView, open_view
 from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ConfigError, ModelError, SnapshotError, SourceError
 from precompute.store.feature_view import FeatureView
+from precompute.store.offline.sized_batches import joined
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.times import Partition, iso
 from precompute.techniques.table import REFERENCE, words

@@ -19,8 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-VECTOR_ROWS = 2048
-"""Rows that DuckDB handles at a time (``STANDARD_VECTOR_SIZE``)."""
+from precompute.store.disk.sql import VECTOR_ROWS
 
 MOST_FILES, MOST_GROUPS = 32, 8
 """Files whose footers are looked at, and row groups of each: the largest ones."""

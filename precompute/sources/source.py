@@ -37,8 +37,9 @@ from precompute.sources.database import (
 )
 from precompute.sources.exact_types import ExactTypes, exact_statement
 from precompute.sources.file_names import absolute_statement, is_remote
-from precompute.sources.scan_memory import VECTOR_ROWS, ScanMemory, read_columns, scan_memory
+from precompute.sources.scan_memory import ScanMemory, read_columns, scan_memory
 from precompute.sources.session import Setup
+from precompute.store.disk.sql import VECTOR_ROWS
 from precompute.store.errors import ConfigError, OverMemoryError, SourceError, nearest_or_all
 from precompute.store.feature_view import CHUNK, ChunkSpec
 

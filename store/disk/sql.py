@@ -26,6 +26,9 @@ from precompute.store.errors import ConfigError, PrecomputeError
 if TYPE_CHECKING:
     import duckdb
 
+VECTOR_ROWS = 2048
+"""Rows that DuckDB handles at a time (``STANDARD_VECTOR_SIZE``)."""
+
 _PREFIX = "precompute-duckdb-"
 _LOCK = "held"
 _UNLOCKED_S = 3600.0

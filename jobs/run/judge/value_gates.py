@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -209,10 +209,12 @@ def moves_of(
     keys = key_column(then, entity)
     # sampled keys that left the source, or were rejected, are not found; the same share of all
     # changed rows is gone
-    still_there, again, found = rows_beside(layers, before).find(
+    still_there, again, _ = rows_beside(layers, before).find(
         keys, entity, groups=READ_GROUPS, seed=seed_of(layers)
     )
-    now, place = store.table(snapshot, again, features), pc.index_in(found, keys)
+    # as drawn before they may have been narrow, and be wide now
+    now = store.table(snapshot, again.within_bytes(), [*entity, *features])
+    place = pc.index_in(key_column(now, entity), keys)
     changed = round(gone.count * still_there / max(1, then.num_rows))
     return Moves(all_rows(before).count - gone.count, changed, now, then.take(place))
 
@@ -483,13 +485,14 @@ def _ranks(values: F8) -> F8:
 
 def _labels(now: pa.ChunkedArray, then: pa.ChunkedArray) -> _Move:
     """Of labels and texts: the agreement is Cohen's kappa."""
-    a, b = np.array(now.to_pylist(), object), np.array(then.to_pylist(), object)
+    # by number: as an array of texts each would take four times the letters of the longest
+    both = pa.chunked_array([*now.chunks, *then.chunks], now.type).dictionary_encode()
+    a, b = np.asarray(both.combine_chunks().indices).reshape(2, -1)
     equal = float((a == b).mean())
-    shares: list[Mapping[object, float]] = []
-    for values in (a, b):
-        found, times = np.unique(values.astype(str), return_counts=True)
-        shares.append(dict(zip(found.tolist(), (times / len(values)).tolist(), strict=True)))
-    by_chance = sum(share * shares[1].get(value, 0.0) for value, share in shares[0].items())
+    labels = int(max(a.max(), b.max())) + 1
+    labels = int(max(a.max(), b.max())) + 1
+    shares = [np.bincount(values, minlength=labels) / len(a) for values in (a, b)]
+    by_chance = float((shares[0] * shares[1]).sum())
     if by_chance == 1:
         return _Move(None, 0.0, 1 - equal)
     # where nearly all rows have one label, a few others make much of it

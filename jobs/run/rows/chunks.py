@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.engine.ahead import Meter
-from precompute.engine.batches import WIDE_ROWS, WINDOW_ROWS, joined, window_rows
+from precompute.engine.batches import WIDE_ROWS, WINDOW_ROWS, window_rows
 from precompute.engine.resources import give_back
 from precompute.engine.rows import MISFIT, Outcome, in_order, with_null_rows
 from precompute.engine.runner import Runner
@@ -29,6 +29,7 @@ from precompute.store.errors import RejectedError
 from precompute.store.keys import bad_keys, key_column
 from precompute.store.offline.row_figures import RowCounter, RowFigures
 from precompute.store.offline.runs import Finished, Report
+from precompute.store.offline.sized_batches import joined
 from precompute.store.offline.snapshot import Part
 from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.table import REFERENCE

@@ -31,6 +31,7 @@ from precompute.store.history.changes import Changes, NewestRows, newest_rows
 from precompute.store.offline.row_figures import RowCounter, RowFigures, count
 from precompute.store.offline.runs import Report
 from precompute.store.offline.selection import Selection, rows_beside, seed_of
+from precompute.store.offline.sized_batches import joined
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
 from precompute.store.offline.standing import Standing, are_alike
 from precompute.store.offline.view_store import ViewStore
@@ -526,7 +527,7 @@ def _assembled(
             )
             if (
                 dead <= max(found.rows, JUDGED_ROWS)
-                and found.back.num_rows <= MOST_BACK * found.rows + JUDGED_ROWS
+                and len(found.back) <= MOST_BACK * found.rows + JUDGED_ROWS
             ):
                 return _snapshot(store, run, live, members, found)
     found = newest_rows(store, members, memory_mb=memory_mb)
@@ -541,8 +542,9 @@ def _snapshot(
     found: NewestRows,
 ) -> Snapshot:
     newest, parts = members[max(members)], list(found.parts)
-    if found.back.num_rows:
-        parts.append(store.write_part(run, "assembled.parquet", found.back))
+    for number, rows in enumerate(joined(found.back.batches(), found.rows, chunks.PART_BYTES)):
+        name = f"assembled-{number:05d}.parquet"
+        parts.append(store.write_part(run, name, pa.Table.from_batches([rows])))
     if live is None and not parts:
         # no partition has a row: one file without rows
         parts = list(store.chain(newest)[0].parts)
