@@ -185,6 +185,12 @@ class RemoteReader(Protocol):
     def tag(self, path: str) -> str:
         """What changes with a file's content."""
 
+    def size(self, path: str) -> int:
+        """Size of a file, in bytes."""
+
+    def open(self, path: str) -> Any:
+        """A file, to be read from."""
+
 
 def read_remote_files(
     connection: duckdb.DuckDBPyConnection, files: Sequence[str]
