@@ -118,7 +118,7 @@ SHAPES: dict[str, Shape] = {
     "texts of 1 MB as a frame": Shape(256, 300, TEXTS_OF_1_MB, "frame", group_rows=10),
     "lists of 5,000 as a frame": Shape(512, 2000, LISTS, "frame"),
     "vectors of 1,024, indexed": Shape(
-        256, 100_000, VECTORS, "publish", "materialize", group_rows=10_000, view=INDEX
+        256, 30_000, VECTORS, "publish", "materialize", group_rows=10_000, view=INDEX
     ),
 }
 CHANGED = 6

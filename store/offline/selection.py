@@ -31,8 +31,9 @@ CLUSTERS = 64
 """Row groups that a draw of many rows reads: 64 places spread over all rows give a share of a third
 to ± 6 % when whole row groups are alike, and to ± 1 % of what begins or ends at one place."""
 
-MOST_DRAWN_BYTES = 64 * 2**20
-"""Bytes in memory of the rows that are drawn, at most, about."""
+MOST_DRAWN_BYTES = 32 * 2**20
+"""Bytes in memory of the rows that are drawn, at most, about: 8,192 of 4 kB. The gates hold three
+such samples, and of a column of them a copy."""
 
 LOOKED_AT = 8
 """Files whose footers tell how large a row is, about."""

@@ -29,6 +29,8 @@ from precompute.store.offline.row_figures import RowFigures, ValueFigures, dista
 from precompute.store.offline.selection import all_rows, rows_beside, seed_of
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.kernels import hashes
+from precompute.store.online.row_values import packed_strings
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +145,9 @@ class Moves:
         if name not in schema.names or schema.field(name).type != feature.arrow_type:
             return None
         both = pc.and_(self.now.column(name).is_valid(), self.then.column(name).is_valid())
-        now, then = (table.column(name).filter(both) for table in (self.now, self.then))
+        now, then = (table.column(name) for table in (self.now, self.then))
+        if not pc.all(both).as_py():
+            now, then = now.filter(both), then.filter(both)
         rewritten = round(self.changed * (len(now) / max(1, self.now.num_rows)))
         return now, then, self.same + rewritten
 
@@ -485,9 +489,10 @@ def _ranks(values: F8) -> F8:
 
 def _labels(now: pa.ChunkedArray, then: pa.ChunkedArray) -> _Move:
     """Of labels and texts: the agreement is Cohen's kappa."""
-    # by number: as an array of texts each would take four times the letters of the longest
-    both = pa.chunked_array([*now.chunks, *then.chunks], now.type).dictionary_encode()
-    a, b = np.asarray(both.combine_chunks().indices).reshape(2, -1)
+    # by their hashes: as an array of texts each would take four times the letters of the longest
+    texts = [chunk.cast(pa.string()) for chunk in (*now.chunks, *then.chunks) if len(chunk)]
+    hashed = np.concatenate([hashes(packed_strings(text)) for text in texts])
+    a, b = np.unique(hashed, return_inverse=True)[1].reshape(2, -1)
     equal = float((a == b).mean())
     labels = int(max(a.max(), b.max())) + 1
     labels = int(max(a.max(), b.max())) + 1
