@@ -206,7 +206,10 @@ def _frame(project: Project) -> None:
 
     (view,) = project.names
     file = pq.ParquetFile(next(project.folder.glob("x.*")))
-    reader = pa.RecordBatchReader.from_batches(file.schema_arrow, file.iter_batches(10))
+    # not iter_batches, which holds the whole file at its end
+    groups = map(file.read_row_group, range(file.num_row_groups))
+    batches = (batch for group in groups for batch in group.to_batches())
+    reader = pa.RecordBatchReader.from_batches(file.schema_arrow, batches)
     OpenProject(project.folder).run(view, frame=reader)
 
 
