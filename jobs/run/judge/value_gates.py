@@ -121,7 +121,8 @@ QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 GATES_SAMPLE_ROWS = 2048
-"""Rows that gates on samples see, at most."""
+"""Rows that gates on samples see, at most; fewer of large ones
+(:data:`precompute.store.offline.selection.MOST_DRAWN_BYTES`)."""
 READ_GROUPS = 256
 """Row groups read at most to find the sampled keys in the new snapshot: after a full run in another
 order each may be in a row group of its own."""

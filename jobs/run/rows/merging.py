@@ -50,7 +50,8 @@ MOST_BACK = 0.1
 """Share of the rows: if more come back from older partitions and have to be copied, all is
 assembled again."""
 DRAWN_ROWS = 8192
-"""Rows that are drawn at most; 2,048 would have as many row groups read, which is what costs: see
+"""Rows that are drawn at most, fewer of large ones
+(:data:`precompute.store.offline.selection.MOST_DRAWN_BYTES`); 2,048 would have as many row groups read, which is what costs: see
 :data:`precompute.store.offline.selection.CLUSTERS`."""
 
 
