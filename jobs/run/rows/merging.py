@@ -51,8 +51,8 @@ MOST_BACK = 0.1
 assembled again."""
 DRAWN_ROWS = 8192
 """Rows that are drawn at most, fewer of large ones
-(:data:`precompute.store.offline.selection.MOST_DRAWN_BYTES`); 2,048 would have as many row groups read, which is what costs: see
-:data:`precompute.store.offline.selection.CLUSTERS`."""
+(:data:`precompute.store.offline.selection.MOST_DRAWN_BYTES`); 2,048 would have as many row groups
+read, which is what costs: see :data:`precompute.store.offline.selection.CLUSTERS`."""
 
 
 class Replaced:
