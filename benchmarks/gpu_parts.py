@@ -34,8 +34,8 @@ from precompute.model import Prepared, resolve_path
 from precompute.models.device import Device
 from precompute.models.text_encoder import TextEncoder, UnpaddedEncoder
 from precompute.models.torch_model import Tensors, TorchModel
+from precompute.sources.sized_batches import joined
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
-from precompute.store.offline.sized_batches import joined
 from precompute.techniques.accuracy import neighbour_recall, row_cosines
 from precompute.techniques.conversion import candidates, use_variant
 from precompute.techniques.table import TABLE

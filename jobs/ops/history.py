@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.retention import list_snapshots
 from precompute.jobs.run.report import with_real_status
+from precompute.sources.sized_batches import cut
 from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
@@ -29,7 +30,6 @@ from precompute.store.history import snapshot_at
 from precompute.store.history.changes import Beside, Joined, beside, joined_rows
 from precompute.store.offline.runs import Report
 from precompute.store.offline.selection import reading_file
-from precompute.store.offline.sized_batches import cut
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import parsed_time

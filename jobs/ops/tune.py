@@ -35,10 +35,10 @@ from precompute.jobs.run.judge.accuracy import (
 from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows.open_model import EXAMPLE_ROWS
 from precompute.jobs.run.rows.open_view import OpenView, open_view
+from precompute.sources.sized_batches import joined
 from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ConfigError, ModelError, SnapshotError, SourceError
 from precompute.store.feature_view import FeatureView
-from precompute.store.offline.sized_batches import joined
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.times import Partition, iso
 from precompute.techniques.table import REFERENCE, words

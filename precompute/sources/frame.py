@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 
 from precompute.sources.database import quoted
 from precompute.sources.frame_types import check_type, check_values, column_of
+from precompute.sources.sized_batches import cut, joined
 from precompute.store.disk.sql import parquet_sql
 from precompute.store.errors import SourceError
-from precompute.store.offline.sized_batches import cut, joined
 
 _TABLE = re.compile(r' FROM frame\."\w+"\Z')
 """What the SQL of a view reads in the file's stead: where that lies is no part of the view's

@@ -24,8 +24,8 @@ from precompute.engine.rows import Batch
 from precompute.engine.runner import AHEAD_BATCHES, BATCH_S, HAND_ON_S, Runner
 from precompute.model import Prepared
 from precompute.models.device import LAUNCHED_AHEAD
+from precompute.sources.sized_batches import joined
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.sized_batches import joined
 
 VIEW = FeatureView("simulated", ("id",), (Feature("y", "float32"),), 60.0, 60.0)
 

@@ -405,7 +405,7 @@ def test_rank_correlation_with_ties_by_hand() -> None:
     ) == pytest.approx(1.0)
 
 
-def test_the_overlap_of_two_lists_is_that_of_their_first_items_at_every_depth() -> None:
+def test_the_overlap_of_two_lists_is_a_mean_over_depths() -> None:
     chance = Random(7)
     for _ in range(300):
         a, b = ([chance.choice("abcdef") for _ in range(chance.randrange(9))] for _ in range(2))

@@ -21,9 +21,9 @@ from precompute.engine.runner import Runner
 from precompute.models.device import Device, Graphed, gpu_count
 from precompute.models.text_encoder import TextEncoder, UnpaddedEncoder
 from precompute.models.top_k import TopK
+from precompute.sources.sized_batches import joined
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.sized_batches import joined
 from precompute.store.vectors import index_files
 from precompute.students.text_student import FewerLayers, Int8Aware, Narrow, Pruned
 from precompute.students.training import Recipe

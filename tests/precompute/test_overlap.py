@@ -10,7 +10,7 @@ import pytest
 
 from precompute.engine.batches import DEVICE_WINDOW_ROWS
 from precompute.engine.runner import Runner
-from precompute.store.offline.sized_batches import joined
+from precompute.sources.sized_batches import joined
 from tests.precompute.simulated_device import (
     VIEW,
     SimulatedDevice,

@@ -222,7 +222,7 @@ def test_a_view_runs_and_answers_misses_from_an_object_store(
         assert lookup.get("numbers", [0, 5])["double"].to_pylist() == [0.0, 5.0]
 
 
-def test_large_row_groups_of_an_object_store_are_told_by_their_footers(
+def test_large_row_groups_elsewhere_are_told_by_footers(
     bucket: ObjectStore, tmp_path: Path
 ) -> None:
     text = (

@@ -39,7 +39,7 @@ def test_all_rows_are_those_that_are_not_dead(tmp_path: Path) -> None:
     assert found.files[0].nth(np.arange(21)).tolist() == expected[:21]
 
 
-def test_some_places_among_the_rows_are_read_and_as_many_as_have_so_many_bytes(
+def test_places_among_rows_are_read_within_bytes(
     tmp_path: Path,
 ) -> None:
     rows = all_rows(layers(tmp_path, (0, 25, [0, 3, 19, 24]), (100, 3, [0, 1, 2]), (200, 9, [4])))

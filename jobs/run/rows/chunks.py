@@ -24,12 +24,12 @@ from precompute.jobs.run.report import OverlappingCpu
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.rows.plan import Plan, now_us
 from precompute.sources.diff import Diff, rejected_rows
+from precompute.sources.sized_batches import joined
 from precompute.sources.source import Source
 from precompute.store.errors import RejectedError
 from precompute.store.keys import bad_keys, key_column
 from precompute.store.offline.row_figures import RowCounter, RowFigures
 from precompute.store.offline.runs import Finished, Report
-from precompute.store.offline.sized_batches import joined
 from precompute.store.offline.snapshot import Part
 from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.table import REFERENCE

@@ -23,6 +23,7 @@ from precompute.jobs.run.rows.open_view import OpenView
 from precompute.jobs.run.rows.plan import Job, Plan
 from precompute.model import Verbatim, digest
 from precompute.sources.diff import find_deletes
+from precompute.sources.sized_batches import joined
 from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
@@ -31,7 +32,6 @@ from precompute.store.history.changes import Changes, NewestRows, newest_rows
 from precompute.store.offline.row_figures import RowCounter, RowFigures, count
 from precompute.store.offline.runs import Report
 from precompute.store.offline.selection import Selection, rows_beside, seed_of
-from precompute.store.offline.sized_batches import joined
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
 from precompute.store.offline.standing import Standing, are_alike
 from precompute.store.offline.view_store import ViewStore

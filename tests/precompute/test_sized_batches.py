@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.sources.frame import GROUP_BYTES, write_frame
+from precompute.sources.sized_batches import cut, joined
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
-from precompute.store.offline.sized_batches import cut, joined
 from precompute.store.vectors import index_rows
 from precompute.store.vectors.index_files import ROWS
 from precompute.store.vectors.index_rows import RowsWriter, index_columns
