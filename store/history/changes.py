@@ -482,8 +482,10 @@ def _by_position(batch: pa.RecordBatch, sides: tuple[_Side, _Side]) -> Iterator[
         before = int(ends[start - 1]) if start else 0
         most = int(np.searchsorted(ends, before + WINDOW_BYTES, side="right"))
         stop = max(start + 1, most)
-        rows = [side.rows_at(of[start:stop]) for side, of in zip(sides, places, strict=True)]
-        yield Joined(*batch.slice(start, stop - start).columns[:3], *rows)
+        first, second = (
+            side.rows_at(of[start:stop]) for side, of in zip(sides, places, strict=True)
+        )
+        yield Joined(*batch.slice(start, stop - start).columns[:3], first, second)
         start = stop
 
 
