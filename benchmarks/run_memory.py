@@ -152,15 +152,18 @@ def _with_children(pid: int) -> Iterator[int]:
 
 
 def _run(project: Project) -> None:
-    run(project, *project.names)
+    (view,) = project.names
+    run(project, view)
 
 
 def _materialize(project: Project) -> None:
-    run(project, *project.names, "materialize")
+    (view,) = project.names
+    run(project, view, "materialize")
 
 
 def _publish(project: Project) -> None:
-    run(project, *project.names, "publish")
+    (view,) = project.names
+    run(project, view, "publish")
 
 
 def _delta(project: Project) -> None:
@@ -172,13 +175,15 @@ def _two_runs(project: Project) -> None:
     _run(project)
     _change(project.folder)
     # computed again, so that no row is the same row of the same file
-    run(project, *project.names, full=True)
+    (view,) = project.names
+    run(project, view, full=True)
 
 
 def _compare(project: Project) -> None:
     from precompute.jobs.ops.history import diff
 
-    found = diff(project, *project.names)
+    (view,) = project.names
+    found = diff(project, view)
     assert found.changed, found
 
 

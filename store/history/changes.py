@@ -469,7 +469,8 @@ def joined_rows(
             first_rows, second_rows = (
                 pa.RecordBatch.from_arrays(columns, names=names) for columns in of
             )
-            yield Joined(*batch.columns[:3], first_rows, second_rows)
+            keys, in_first, in_second = batch.columns[:3]
+            yield Joined(keys, in_first, in_second, first_rows, second_rows)
 
 
 def _by_position(batch: pa.RecordBatch, sides: tuple[_Side, _Side]) -> Iterator[Joined]:
@@ -485,7 +486,8 @@ def _by_position(batch: pa.RecordBatch, sides: tuple[_Side, _Side]) -> Iterator[
         first, second = (
             side.rows_at(of[start:stop]) for side, of in zip(sides, places, strict=True)
         )
-        yield Joined(*batch.slice(start, stop - start).columns[:3], first, second)
+        keys, in_first, in_second = batch.slice(start, stop - start).columns[:3]
+        yield Joined(keys, in_first, in_second, first, second)
         start = stop
 
 
