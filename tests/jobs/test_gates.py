@@ -994,7 +994,8 @@ def test_one_long_text_makes_no_row_of_the_labels_long() -> None:
     move = _labels(pa.chunked_array([now[:2], now[2:]]), pa.chunked_array([then]))
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak_bytes < 5 * 10**6
+    # as an array of texts of one length these are 400 MB
+    assert peak_bytes < 10**8
     equal = 202 / 203
     chance = (101 * 102 + 101 * 100 + 1) / 203**2
     assert move.agreement == pytest.approx((equal - chance) / (1 - chance))
