@@ -29,12 +29,12 @@ import torch
 
 from benchmarks.common import write_project
 from precompute.engine.ahead import Meter
-from precompute.engine.batches import joined
 from precompute.engine.runner import Runner
 from precompute.model import Prepared, resolve_path
 from precompute.models.device import Device
 from precompute.models.text_encoder import TextEncoder, UnpaddedEncoder
 from precompute.models.torch_model import Tensors, TorchModel
+from precompute.sources.sized_batches import joined
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.techniques.accuracy import neighbour_recall, row_cosines
 from precompute.techniques.conversion import candidates, use_variant

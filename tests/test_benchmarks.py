@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import common, engine_gpu, gpu_parts, online_table, source_types
+from benchmarks import common, engine_gpu, gpu_parts, online_table, run_memory, source_types
+from precompute.jobs.config.project import Project
 from precompute.techniques.table import TABLE
 from precompute.techniques.technique import technique
 
@@ -155,3 +157,28 @@ def test_types_of_sources_are_measured(
     for kind in ("csv", "json"):
         assert set(figures[kind]) == {"read_s", "types_s", "ratio", "mb"}
     assert set(figures["parquet"]) == {"files", "compared_s", "clock_s"}
+
+
+WALKS = {(s.does, s.before, s.kind, s.at): name for name, s in run_memory.SHAPES.items()}
+
+
+@pytest.mark.parametrize("name", WALKS.values())
+def test_every_way_of_large_rows_is_walked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def here(_module: str, _child: str, folder: Path, memory_mb: int, step: str) -> Any:
+        run_memory.STEPS[step](Project(folder, {"PRECOMPUTE_MEMORY_MB": str(memory_mb)}))
+        return {"refused": "", "first_mb": [0, 0], "own_mb": 1, "files_mb": 0}
+
+    shape = run_memory.SHAPES[name]
+    small = {"a": ("'a' || i", run_memory.TEXT)}
+    columns = shape.columns if shape.view else small
+    walked = replace(shape, rows=120, columns=columns, memory_mb=256, settings=None)
+    monkeypatch.setitem(run_memory.SHAPES, name, walked)
+    monkeypatch.setattr(run_memory, "child", here)
+    monkeypatch.chdir(tmp_path)
+    found = run_memory.measured_shape(name, 1.0)
+    assert run_memory.line_of(name, found) == (
+        f"120 {name} at memory_mb 256: 1 MB of its own at most, 556 granted; done"
+    )
+    assert min(run_memory.resident_mb()) > 1

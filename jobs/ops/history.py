@@ -4,6 +4,7 @@ live pointer; one run, found by its id; two snapshots compared; one exported wit
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ import pyarrow.parquet as pq
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.retention import list_snapshots
 from precompute.jobs.run.report import with_real_status
+from precompute.sources.sized_batches import cut
 from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
@@ -395,6 +397,11 @@ def _numbers_off(first: pa.Array, second: pa.Array, spread: float) -> npt.NDArra
 
 
 WINDOW_ROWS = 65_536
+"""Rows of a file that are exported at a time, at most, and so a row group: about 16 MB of wide ones
+(:meth:`precompute.store.offline.view_store.ViewStore.batches`)."""
+CSV_BYTES = 2**20
+"""Bytes of rows that are made text at a time: a number of a list is 32 bytes as Python has it, and
+up to 24 letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,7 +514,8 @@ def _write_csv(store: ViewStore, snapshot: Snapshot, path: Path) -> int:
         ]
     )
     with path.open("wb") as file, pa.csv.CSVWriter(file, flat) as writer:
-        for batch in _batches(store, snapshot, schema):
+        pieces = (cut(batch, CSV_BYTES) for batch in _batches(store, snapshot, schema))
+        for batch in itertools.chain.from_iterable(pieces):
             columns = [
                 _flat(column, kind) for column, kind in zip(batch.columns, flat.types, strict=True)
             ]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from precompute.engine.batches import WIDE_ROWS, joined
+from precompute.engine.batches import WIDE_ROWS
 from precompute.engine.resources import ResidentPeak, give_back, resident_bytes
 from precompute.engine.rows import MISFIT, Outcome
 from precompute.engine.runner import Runner
@@ -35,6 +35,7 @@ from precompute.jobs.run.judge.accuracy import (
 from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows.open_model import EXAMPLE_ROWS
 from precompute.jobs.run.rows.open_view import OpenView, open_view
+from precompute.sources.sized_batches import joined
 from precompute.store.disk.durable_file import disk_message, replacing
 from precompute.store.errors import ConfigError, ModelError, SnapshotError, SourceError
 from precompute.store.feature_view import FeatureView

@@ -33,7 +33,8 @@ LOAD_BATCH_ROWS = 8192
 """Rows that are read from Parquet and encoded at a time, at most: see
 :data:`precompute.store.offline.view_store.BATCH_BYTES`."""
 VERIFY_ROWS = 2048
-"""Rows that are read back from the online store before the flip, and compared, about."""
+"""Rows that are read back from the online store before the flip, and compared, about: their keys
+and hashes are held meanwhile, a few hundred bytes of each."""
 VERIFY_BYTES = 8 * 2**20
 """Bytes of those that are read back at a time, about; one row may have more."""
 KEY_BYTES = 16

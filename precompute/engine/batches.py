@@ -30,8 +30,6 @@ WINDOW_BYTES = 2**21
 DEVICE_WINDOW_ROWS = 131_072
 """Rows of a window for a device that computes large batches: 64 times the first one of rows, and of
 titles of 10 tokens, too."""
-MOST_JOINED_BYTES = 32 * 2**20
-"""Bytes of a window that is put together, at most: several lie between the stages."""
 
 
 def window_rows(schema: pa.Schema) -> int:
@@ -44,35 +42,6 @@ def window_rows(schema: pa.Schema) -> int:
         # of a text or a list there is none
         return WIDE_ROWS
     return min(WINDOW_ROWS, max(WIDE_ROWS, WINDOW_BYTES // row_bytes))
-
-
-def joined(
-    batches: Iterator[pa.RecordBatch], most_rows: int, most_bytes: int = MOST_JOINED_BYTES
-) -> Iterator[pa.RecordBatch]:
-    """Batches put together, one after the other, as far as they stay within both; what is larger
-    alone is as it was.
-
-    Args:
-        batches: of one schema.
-        most_rows: rows of one that is put together; 1 leaves all as they are.
-        most_bytes: bytes of one.
-    """
-    together: list[pa.RecordBatch] = []
-    rows = size_bytes = 0
-    for batch in batches:
-        if together and (
-            rows + batch.num_rows > most_rows or size_bytes + batch.nbytes > most_bytes
-        ):
-            yield _one(together)
-            together, rows, size_bytes = [], 0, 0
-        together.append(batch)
-        rows, size_bytes = rows + batch.num_rows, size_bytes + int(batch.nbytes)
-    if together:
-        yield _one(together)
-
-
-def _one(together: list[pa.RecordBatch]) -> pa.RecordBatch:
-    return together[0] if len(together) == 1 else pa.concat_batches(together)
 
 
 MIN_FILL = 0.5

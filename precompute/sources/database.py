@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +25,7 @@ import pyarrow as pa
 from duckdb.func import FunctionNullHandling, PythonUDFType
 
 from precompute.sources.file_names import is_remote, no_file
+from precompute.sources.scan_memory import ScanMemory, scan_memory
 from precompute.sources.session import Setup, first_line, hiding
 from precompute.sources.text_lines import line_of, line_of_no_utf_8
 from precompute.store.disk.durable_file import limit_of
@@ -487,6 +488,11 @@ class Database:
         """
         if self._remote is None:
             self._remote = read_remote_files(self._connection, files)
+
+    def scan_memory(self, files: Sequence[str], columns: Collection[str]) -> ScanMemory:
+        """What reading these columns of some files and patterns takes at most; of those elsewhere
+        than here and in an object store that is not known."""
+        return scan_memory(files, columns, self._remote)
 
     def modified_us(self, files: Sequence[str]) -> int | None:
         """When the newest of some files and patterns was modified, µs since 1970; None where there

@@ -18,7 +18,8 @@ from precompute.store.errors import ConfigError, SnapshotError, SourceError
 
 BLOCK_ROWS = 1 << 19
 """Rows compared with what was computed before at a time, where keys ascend; more where that would
-open more than :data:`MAX_OPENED` files."""
+open more than :data:`MAX_OPENED` files. Of a row it is the key, a hash and where it lies that
+DuckDB holds, 268 MB of the longest keys, within its limit and on disk beyond."""
 
 MAX_OPENED = 2048
 """Files opened for a comparison: blocks times files."""

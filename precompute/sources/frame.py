@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from precompute.sources.database import quoted
 from precompute.sources.frame_types import check_type, check_values, column_of
+from precompute.sources.sized_batches import cut, joined
 from precompute.store.disk.sql import parquet_sql
 from precompute.store.errors import SourceError
 
@@ -24,8 +26,9 @@ _TABLE = re.compile(r' FROM frame\."\w+"\Z')
 """What the SQL of a view reads in the file's stead: where that lies is no part of the view's
 definition, so that a root may be moved."""
 
-GROUP_ROWS = 1 << 16
-"""Rows of the file's row groups, at least: what comes in small batches is put together."""
+GROUP_ROWS, GROUP_BYTES = 1 << 16, 16 * 2**20
+"""Rows up to which small batches are put together to a row group of the file, and its bytes, at
+most: so many are held beside the frame."""
 
 
 def frame_sql(columns: Sequence[str], view: str) -> str:
@@ -74,21 +77,18 @@ def write_frame(frame: Any, columns: Sequence[str], entity: Sequence[str], path:
         names = reader.schema.names
         _check_columns(reader.schema, columns, entity)
         wanted = [names.index(column) for column in columns]
-        rows, waiting = 0, list[pa.RecordBatch]()
+        rows = 0
         schema = pa.schema([(names[i], _plain_type(reader.schema.field(i).type)) for i in wanted])
         with path.open("wb") as file:
             with pq.ParquetWriter(file, schema) as writer:
-                for batch in reader:
-                    waiting.append(
-                        pa.record_batch(
-                            [_plain(names[i], batch.column(i)) for i in wanted], schema=schema
-                        )
-                    )
-                    rows += batch.num_rows
-                    if sum(map(len, waiting)) >= GROUP_ROWS:
-                        writer.write_table(pa.Table.from_batches(waiting))
-                        waiting = []
-                writer.write_table(pa.Table.from_batches(waiting, schema))
+                plain = (
+                    pa.record_batch(list(map(_plain, schema.names, piece.columns)), schema=schema)
+                    for batch in reader
+                    for piece in cut(batch.select(wanted), GROUP_BYTES, _plain_bytes)
+                )
+                for group in joined(plain, GROUP_ROWS, GROUP_BYTES):
+                    writer.write_batch(group, row_group_size=max(1, group.num_rows))
+                    rows += group.num_rows
             file.flush()
             os.fsync(file.fileno())
     return rows
@@ -162,6 +162,20 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_timestamp(kind) and kind.unit in ("s", "ms"):
         return pa.timestamp("us", kind.tz)
     return pa.large_string() if pa.types.is_string_view(kind) else kind
+
+
+def _plain_bytes(rows: pa.RecordBatch) -> int:
+    """Bytes of some rows as they are stored: of a category each row has its text."""
+    size_bytes = 0
+    for column in rows.columns:
+        if not pa.types.is_dictionary(column.type):
+            size_bytes += column.nbytes
+        elif pa.types.is_primitive(kind := _plain_type(column.type)):
+            size_bytes += len(column) * kind.bit_width // 8
+        else:
+            sizes = pc.binary_length(column.dictionary.cast(kind)).take(column.indices)
+            size_bytes += pc.sum(sizes).as_py() or 0
+    return size_bytes
 
 
 def _plain(name: str, column: pa.Array) -> pa.Array:

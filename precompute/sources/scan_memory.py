@@ -9,6 +9,7 @@ vector has rows of it, and while it is decoded what it was decoded from.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,11 +20,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-VECTOR_ROWS = 2048
-"""Rows that DuckDB handles at a time (``STANDARD_VECTOR_SIZE``)."""
+from precompute.sources.file_names import is_remote
+from precompute.store.disk.sql import REMOTE, VECTOR_ROWS, RemoteReader
 
-MOST_FILES, MOST_GROUPS = 32, 8
-"""Files whose footers are looked at, and row groups of each: the largest ones."""
+MOST_FILES, MOST_REMOTE_FILES, MOST_GROUPS = 32, 8, 8
+"""Files whose footers are looked at, those in an object store, where each is a request or two, and
+row groups of each: the largest ones."""
 
 _DUCKDBS_PAGE_BYTES, _PAGE_BYTES = 100_000_000, 2**20
 """Bytes of a page, decompressed, at most: as DuckDB writes them, and as others do."""
@@ -45,16 +47,25 @@ class ScanMemory:
     column: str = ""
 
 
-def scan_memory(files: Sequence[str], columns: Collection[str]) -> ScanMemory:
+def scan_memory(
+    files: Sequence[str], columns: Collection[str], remote: RemoteReader | None = None
+) -> ScanMemory:
     """What reading takes, at most of the files.
 
     Args:
-        files: names of local files and patterns; those that are no Parquet are passed over, and so
-            is what cannot be read, which says so when it is.
+        files: names of files and patterns; those that are no Parquet are passed over, and so is
+            what cannot be read, which says so when it is.
         columns: names of the columns that are read.
+        remote: reads those in object stores; without it they are passed over.
     """
     wanted = {name.lower() for name in columns}
-    needs = (need for file in _largest(files) for need in _of_file(file, wanted))
+    here = [file for file in files if not is_remote(file)]
+    there = [file for file in files if file.startswith(REMOTE)]
+    needs = [need for file in _largest(here) for need in _of_file(file, file, wanted)]
+    if remote is not None:
+        for file in _largest_remote(there, remote):
+            with contextlib.suppress(OSError):
+                needs += _of_file(file, pa.PythonFile(remote.open(file), "r"), wanted)
     return max(needs, key=lambda need: need.pages_bytes, default=ScanMemory())
 
 
@@ -85,9 +96,18 @@ def _largest(files: Sequence[str]) -> list[str]:
     return sorted(sizes, key=lambda name: -sizes[name])[:MOST_FILES]
 
 
-def _of_file(file: str, wanted: set[str]) -> Iterable[ScanMemory]:
+def _largest_remote(patterns: Sequence[str], remote: RemoteReader) -> list[str]:
+    sizes: dict[str, int] = {}
+    for pattern in patterns:
+        # who reads it is told what is wrong with it
+        with contextlib.suppress(OSError):
+            sizes |= {name: remote.size(name) for name in remote.glob(pattern)}
+    return sorted(sizes, key=lambda name: -sizes[name])[:MOST_REMOTE_FILES]
+
+
+def _of_file(file: str, opened: Any, wanted: set[str]) -> Iterable[ScanMemory]:
     try:
-        metadata = pq.read_metadata(file)
+        metadata = pq.read_metadata(opened)
     except (pa.ArrowException, OSError):
         return
     page_bytes = (

@@ -38,8 +38,9 @@ from precompute.sources.database import (
 from precompute.sources.exact_types import ExactTypes, exact_statement
 from precompute.sources.file_names import absolute_statement, is_remote, shown_paths
 from precompute.sources.reader_call import columns_behind
-from precompute.sources.scan_memory import VECTOR_ROWS, ScanMemory, read_columns, scan_memory
+from precompute.sources.scan_memory import ScanMemory, read_columns
 from precompute.sources.session import Setup
+from precompute.store.disk.sql import VECTOR_ROWS
 from precompute.store.errors import (
     ConfigError,
     MissingFileError,
@@ -76,6 +77,10 @@ ROW_SHARE = 8
 
 SCAN_MB = 24
 """MB that DuckDB takes beside the pages it decodes."""
+
+FETCHED_BYTES = 128 * 2**20
+"""Bytes that reads of an object store may take beside DuckDB: what is fetched is held twice on its
+way to it."""
 
 WIDE_BYTES = 32 * 2**20
 """Bytes of a vector of rows above which rows are read in ranges of their numbers, and by one
@@ -353,7 +358,10 @@ class Source:
         """
         most_mb, threads = self.database.memory_mb, self.database.threads
         local = [file for file in self._files if not is_remote(file)]
-        need = scan_memory(local, self._read_columns()) if local else ScanMemory()
+        need, fetched_bytes = ScanMemory(), 0
+        if self._files:
+            need = self.database.scan_memory(self._files, self._read_columns())
+            fetched_bytes = 2 * need.chunk_bytes * is_remote(need.file)
         room = (most_mb - SCAN_MB) * 10**6
         if need.pages_bytes > room:
             wanted_mb = SCAN_MB + 1.05 * (need.pages_bytes + need.rows_bytes) / 10**6
@@ -364,9 +372,12 @@ class Source:
                 f" {self.database.project_mb}: set memory_mb: {rounded_mb(wanted_mb)} in"
                 " project.yaml, or write the file with smaller row groups"
             )
-        if threads * (need.pages_bytes + need.chunk_bytes) > room // 2:
-            threads = max(1, min(threads, room // max(1, need.pages_bytes)))
-            self.database.fit(memory_mb=most_mb, threads=threads, prefetch=len(local) == 0)
+        at_once = threads * (need.pages_bytes + need.chunk_bytes) <= room // 2
+        if not at_once or threads * fetched_bytes > FETCHED_BYTES:
+            threads = min(threads, room // max(1, need.pages_bytes))
+            threads = max(1, min(threads, FETCHED_BYTES // max(1, fetched_bytes)))
+            prefetch = len(local) == 0 and threads * fetched_bytes <= FETCHED_BYTES
+            self.database.fit(memory_mb=most_mb, threads=threads, prefetch=prefetch)
 
     def _read_columns(self) -> set[str]:
         plan = self.database.query(f"EXPLAIN (FORMAT json) {self._sql}", self._given)

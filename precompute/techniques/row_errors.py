@@ -38,6 +38,9 @@ layers by 0.008 (vectors) and 0.063 (scores behind a ReLU)."""
 DISORDERED = 0.5
 """Error beyond which a list or a label counts: half of the list, or another label."""
 
+_END = object()
+"""Stands where a list has ended."""
+
 _Floats = npt.NDArray[np.float64]
 
 
@@ -153,8 +156,15 @@ def ordered_overlap(a: Sequence[Any], b: Sequence[Any]) -> float:
     to 1; 1 of two empty ones."""
     if a == b:
         return 1.0
-    depth = max(len(a), len(b))
-    return sum(len({*a[:d]} & {*b[:d]}) / d for d in range(1, depth + 1)) / depth
+    # each depth from the one before: sets of their own take 1.2 s for two lists of 5,000 items
+    in_a, in_b, both, total = set[Any](), set[Any](), 0, 0.0
+    for depth, pair in enumerate(itertools.zip_longest(a, b, fillvalue=_END), 1):
+        for item, own, other in zip(pair, (in_a, in_b), (in_b, in_a), strict=True):
+            if item is not _END and item not in own:
+                own.add(item)
+                both += item in other
+        total += both / depth
+    return total / max(len(a), len(b))
 
 
 def share_between(seen: int, rows: int) -> tuple[float, float]:

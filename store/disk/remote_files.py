@@ -210,6 +210,10 @@ class RemoteFile:
         """
         start = self._at
         stop = self.size if size < 0 else min(start + size, self.size)
+        if stop - start > READ_BYTES:
+            # a column chunk, say: it is held once, and let go of by who asked for it
+            self._at = stop
+            return self._files.read_range(self._path, self._meta, start, stop)
         if not self._ahead_at <= start <= stop <= self._ahead_at + len(self._ahead):
             end = min(self.size, max(stop, start + READ_BYTES))
             self._ahead = self._files.read_range(self._path, self._meta, start, end)

@@ -26,6 +26,9 @@ from precompute.store.errors import ConfigError, PrecomputeError
 if TYPE_CHECKING:
     import duckdb
 
+VECTOR_ROWS = 2048
+"""Rows that DuckDB handles at a time (``STANDARD_VECTOR_SIZE``)."""
+
 _PREFIX = "precompute-duckdb-"
 _LOCK = "held"
 _UNLOCKED_S = 3600.0
@@ -184,6 +187,12 @@ class RemoteReader(Protocol):
 
     def tag(self, path: str) -> str:
         """What changes with a file's content."""
+
+    def size(self, path: str) -> int:
+        """Size of a file, in bytes."""
+
+    def open(self, path: str) -> Any:
+        """A file, to be read from."""
 
 
 def read_remote_files(

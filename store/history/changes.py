@@ -16,12 +16,17 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.store.disk.sql import SpillFolder, open_duckdb, parquet_sql
+from precompute.store.disk.sql import VECTOR_ROWS, SpillFolder, open_duckdb, parquet_sql
 from precompute.store.feature_view import Feature
-from precompute.store.history.versions import Tables, key_kinds, key_names, reading, rows_at
+from precompute.store.history.versions import Tables, key_kinds, key_names, reading, tables_at
 from precompute.store.keys import key_column
 from precompute.store.offline.row_figures import RowFigures, ValueFigures, VectorFigures, distance
-from precompute.store.offline.selection import Selection, reading_file, rows_beside
+from precompute.store.offline.selection import (
+    Selection,
+    file_row_bytes,
+    reading_file,
+    rows_beside,
+)
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Part, Snapshot
 from precompute.store.offline.view_store import ViewStore
 
@@ -127,13 +132,39 @@ class Changes:
 
 
 @dataclass(frozen=True, slots=True)
+class Back:
+    """Rows of some files: ``row[i]`` of ``paths[file[i]]`` (int64 and int32, ascending)."""
+
+    paths: Sequence[Path]
+    file: npt.NDArray[np.int32]
+    row: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The rows as the last file has them, those of one row group at a time.
+
+        Raises:
+            SnapshotError: a file is damaged.
+        """
+        if not len(self):
+            return
+        with reading_file(self.paths[-1]) as opened:
+            schema = opened.schema_arrow
+        for table in tables_at(self.paths, self.file, self.row, schema):
+            yield from table.to_batches()
+
+
+@dataclass(frozen=True, slots=True)
 class NewestRows:
     """How to change the rows that are served, so that each key has its newest row.
 
     ``rows`` is the result's number of rows; ``parts`` the files with new rows, by reference;
     ``gone`` served rows that are not in the result, of which ``removed`` keys have no row any more;
     ``own_dead`` rows of ``parts`` that are not in it. Both are tables of ``DELETES_SCHEMA`` and the
-    key's columns. ``back`` are rows to be copied, since their files are served already.
+    key's columns. ``back`` are rows to be copied, since their files are served already: they are
+    read as they are copied.
     ``oldest_us`` and ``newest_us``: when rows of the result were computed, µs since 1970, None
     without any.
     """
@@ -143,7 +174,7 @@ class NewestRows:
     gone: pa.Table
     own_dead: pa.Table
     removed: int
-    back: pa.Table
+    back: Back
     oldest_us: int | None
     newest_us: int | None
 
@@ -318,20 +349,16 @@ class _Rows(Tables):
             gone,
             own_dead,
             removed,
-            self._copied(back),
+            self._back(back),
             oldest,
             newest,
         )
 
-    def _copied(self, back: pa.Table) -> pa.Table:
-        file, row = (np.asarray(back.column(name)) for name in ("f", "r"))
-        if not len(file):
-            return pa.table({})
+    def _back(self, places: pa.Table) -> Back:
+        file, row = (np.asarray(places.column(name)) for name in ("f", "r"))
         used, position = np.unique(file, return_inverse=True)
         paths = [self._files.path(int(number)) for number in used]
-        with reading_file(paths[-1]) as opened:
-            schema = opened.schema_arrow
-        return rows_at(paths, position.astype(np.int32), row, schema)
+        return Back(paths, position.astype(np.int32), row)
 
     def _table(self, sql: str) -> pa.Table:
         """As ``deletes.parquet`` has it."""
@@ -371,7 +398,13 @@ class _Rows(Tables):
 # ---- Compared: the rows of two snapshots side by side.
 
 
-WINDOW_ROWS = 16_384
+WINDOW_ROWS, WINDOW_BYTES = 16_384, 16 * 2**20
+"""Rows of both sides that are compared at a time, at most, and their bytes, about; one row of each
+may have more."""
+VECTOR_SHARE = 8
+"""Rows are joined with their features as long as a vector of DuckDB's takes no more than this part
+of its memory. Of larger ones the keys are joined, and the features read by position: which reads
+the row groups of the second side again and again where its rows come in another order."""
 
 
 class Joined(NamedTuple):
@@ -404,47 +437,126 @@ def joined_rows(
     """
     store.compare_parts(first, second)
     layers = [store.layers(snapshot) for snapshot in (first, second)]
-    sides = (rows_beside(layers[0], layers[1]), rows_beside(layers[1], layers[0]))
+    sides = (
+        _Side(rows_beside(layers[0], layers[1]), first.view.entity, features),
+        _Side(rows_beside(layers[1], layers[0]), second.view.entity, features),
+    )
+    row_bytes = sum(side.most_row_bytes for side in sides)
+    whole = VECTOR_ROWS * row_bytes <= memory_mb * 2**20 // VECTOR_SHARE
+    # a vector is the least that DuckDB hands on
+    rows = max(VECTOR_ROWS, min(WINDOW_ROWS, WINDOW_BYTES // row_bytes))
     with (
         reading(store.name),
         closing(SpillFolder()) as spill,
         closing(open_duckdb(spill, memory_mb)) as connection,
     ):
-        for side, rows, snapshot in zip("ab", sides, (first, second), strict=True):
-            connection.register(side, _reader(rows, snapshot.view.entity, features))
-        columns = ", ".join(
-            f"{side}.f{n} AS {side}{n}" for side in "ab" for n in range(len(features))
-        )
-        # read as it comes: neither side is sorted
+        for name, side in zip("ab", sides, strict=True):
+            connection.register(name, side.reader(with_features=whole))
+        columns = [f"{side}.f{n} AS {side}{n}" for side in "ab" for n in range(len(features))]
+        # read as it comes where it has the features: neither side is sorted
         query = (
             "SELECT coalesce(a.k, b.k) AS k, a.k IS NOT NULL AS in_a, b.k IS NOT NULL AS in_b,"
-            f" {columns} FROM a FULL OUTER JOIN b ON a.k = b.k"
+            f" {', '.join(columns if whole else ['a.n AS a', 'b.n AS b'])}"
+            " FROM a FULL OUTER JOIN b ON a.k = b.k"
+            + ("" if whole else " ORDER BY coalesce(a.n, b.n), b.n")
         )
         names = [feature.name for feature in features]
-        for batch in connection.sql(query).to_arrow_reader(WINDOW_ROWS):
+        for batch in connection.sql(query).to_arrow_reader(rows):
+            if not whole:
+                yield from _by_position(batch, sides)
+                continue
             of = [batch.columns[3 + at * len(names) : 3 + (at + 1) * len(names)] for at in (0, 1)]
             first_rows, second_rows = (
                 pa.RecordBatch.from_arrays(columns, names=names) for columns in of
             )
-            yield Joined(batch.column(0), batch.column(1), batch.column(2), first_rows, second_rows)
+            keys, in_first, in_second = batch.columns[:3]
+            yield Joined(keys, in_first, in_second, first_rows, second_rows)
 
 
-def _reader(
-    rows: Selection, entity: Sequence[str], features: Sequence[Feature]
-) -> pa.RecordBatchReader:
-    """Key texts ``k``, and the features as ``f0``, ``f1``, … of types that DuckDB has."""
-    types = [readable(feature.arrow_type) for feature in features]
-    schema = pa.schema([("k", pa.string()), *((f"f{n}", kind) for n, kind in enumerate(types))])
+def _by_position(batch: pa.RecordBatch, sides: tuple[_Side, _Side]) -> Iterator[Joined]:
+    """The rows of some keys, of which ``a`` and ``b`` say where each side has them, a window after
+    the other."""
+    places = [np.asarray(batch.column(side).fill_null(-1)) for side in "ab"]
+    ends = np.cumsum(sum(side.bytes_at(of) for side, of in zip(sides, places, strict=True)))
+    start = 0
+    while start < len(ends):
+        before = int(ends[start - 1]) if start else 0
+        most = int(np.searchsorted(ends, before + WINDOW_BYTES, side="right"))
+        stop = max(start + 1, most)
+        first, second = (
+            side.rows_at(of[start:stop]) for side, of in zip(sides, places, strict=True)
+        )
+        keys, in_first, in_second = batch.slice(start, stop - start).columns[:3]
+        yield Joined(keys, in_first, in_second, first, second)
+        start = stop
 
-    def batches() -> Iterator[pa.RecordBatch]:
-        for batch in rows.batches([*entity, *(feature.name for feature in features)]):
-            columns = [
-                pc.cast(batch.column(feature.name), kind)
-                for feature, kind in zip(features, types, strict=True)
+
+class _Side:
+    """The rows of one of two snapshots that are compared, in their order, with the features in
+    types that DuckDB has."""
+
+    def __init__(self, rows: Selection, entity: Sequence[str], features: Sequence[Feature]) -> None:
+        self._rows, self._entity = rows, entity
+        self._kinds = {feature.name: readable(feature.arrow_type) for feature in features}
+        self._ends = np.cumsum([0, *(file.count for file in rows.files)])
+        # of a file without such rows nothing is looked at
+        self._row_bytes = np.array(
+            [1, *(file_row_bytes(file.path) if file.count else 1 for file in rows.files)]
+        )
+        self.most_row_bytes = int(self._row_bytes.max())
+        """Bytes of a row of the file that has the largest ones, about."""
+
+    def bytes_at(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Bytes of the rows at some places, about; -1: there is none."""
+        sizes = self._row_bytes[np.searchsorted(self._ends, places, side="right")]
+        return np.where(places < 0, 0, sizes)
+
+    def reader(self, *, with_features: bool) -> pa.RecordBatchReader:
+        """Key texts ``k``, places ``n``, and the features as ``f0``, ``f1``, …"""
+        kinds = self._kinds if with_features else {}
+        schema = pa.schema(
+            [
+                *(("k", pa.string()), ("n", pa.int64())),
+                *((f"f{n}", kind) for n, kind in enumerate(kinds.values())),
             ]
-            yield pa.RecordBatch.from_arrays([key_column(batch, entity), *columns], schema=schema)
+        )
 
-    return pa.RecordBatchReader.from_batches(schema, batches())
+        def batches() -> Iterator[pa.RecordBatch]:
+            first = 0
+            for batch in self._rows.batches([*self._entity, *kinds]):
+                places = pa.array(np.arange(first, first + batch.num_rows))
+                columns = [pc.cast(batch.column(name), kind) for name, kind in kinds.items()]
+                yield pa.RecordBatch.from_arrays(
+                    [key_column(batch, self._entity), places, *columns], schema=schema
+                )
+                first += batch.num_rows
+
+        return pa.RecordBatchReader.from_batches(schema, batches())
+
+    def rows_at(self, places: npt.NDArray[np.int64]) -> pa.RecordBatch:
+        """The features of the rows at some places, null at -1."""
+        schema = pa.schema(self._kinds)
+        wanted, index = np.unique(places[places >= 0], return_inverse=True)
+        found = pa.Table.from_batches(
+            (
+                pa.record_batch(
+                    [pc.cast(batch.column(name), kind) for name, kind in self._kinds.items()],
+                    schema=schema,
+                )
+                for batch in self._rows.at(wanted).batches([*self._kinds])
+            ),
+            schema,
+        )
+        into = np.full(len(places), -1, np.int64)
+        into[places >= 0] = index
+        taken = found.take(pa.array(into, mask=into < 0)).combine_chunks()
+        return pa.RecordBatch.from_arrays(
+            [_one_array(column) for column in taken.columns], schema=schema
+        )
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks else pa.array([], column.type)
 
 
 def readable(kind: pa.DataType) -> pa.DataType:

@@ -523,11 +523,20 @@ def rows_at(
     place = np.full(len(file), -1, np.int64)
     place[order] = np.cumsum(new) - 1
     files, rows = files[new], rows[new]
-    pieces = [schema.empty_table()]
-    for number in np.unique(files).tolist():
-        first, last = np.searchsorted(files, (number, number + 1))
-        pieces += _rows_of(paths[number], rows[first:last], schema)
-    return pa.concat_tables(pieces).take(pa.array(place, mask=place < 0))
+    found = pa.concat_tables([schema.empty_table(), *tables_at(paths, files, rows, schema)])
+    return found.take(pa.array(place, mask=place < 0))
+
+
+def tables_at(
+    paths: Sequence[Path],
+    file: npt.NDArray[np.int32],
+    row: npt.NDArray[np.int64],
+    schema: pa.Schema,
+) -> Iterator[pa.Table]:
+    """As :func:`rows_at`, those of one row group at a time; both ascend, ``file`` first."""
+    for number in np.unique(file).tolist():
+        first, last = np.searchsorted(file, (number, number + 1))
+        yield from _rows_of(paths[number], row[first:last], schema)
 
 
 def _rows_of(path: Path, rows: npt.NDArray[np.int64], schema: pa.Schema) -> Iterator[pa.Table]:

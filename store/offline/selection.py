@@ -31,8 +31,9 @@ CLUSTERS = 64
 """Row groups that a draw of many rows reads: 64 places spread over all rows give a share of a third
 to ± 6 % when whole row groups are alike, and to ± 1 % of what begins or ends at one place."""
 
-MOST_DRAWN_BYTES = 64 * 2**20
-"""Bytes in memory of the rows that are drawn, at most, about."""
+MOST_DRAWN_BYTES = 32 * 2**20
+"""Bytes in memory of the rows that are drawn, at most, about: 8,192 of 4 kB. The gates hold three
+such samples, and of a column of them a copy."""
 
 LOOKED_AT = 8
 """Files whose footers tell how large a row is, about."""
@@ -71,12 +72,12 @@ class FileRows:
         keep[listed - start] = False
         return np.flatnonzero(keep) + start
 
-    def nth(self, place: int) -> int:
-        """Number of the row at a place among them, from 0."""
+    def nth(self, places: Numbers) -> Numbers:
+        """Numbers of the rows at some places among them, from 0."""
         if not self.others:
-            return int(self.listed[place])
-        before = np.searchsorted(self.listed - np.arange(len(self.listed)), place, side="right")
-        return place + int(before)
+            return self.listed[places]
+        before = np.searchsorted(self.listed - np.arange(len(self.listed)), places, side="right")
+        return places + before
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Selection:
         Raises:
             SnapshotError: a file cannot be read.
         """
-        rows = min(rows, max(1, MOST_DRAWN_BYTES // self._row_bytes()))
+        rows = min(rows, max(1, MOST_DRAWN_BYTES // self.row_bytes()))
         total, clusters = self.count, min(places, rows)
         if total <= rows and self._bytes_to_read() <= MOST_READ_BYTES:
             return self
@@ -118,12 +119,31 @@ class Selection:
                 return drawn
             clusters *= 4
 
-    def _row_bytes(self) -> int:
+    def at(self, places: Numbers) -> Selection:
+        """The rows at some places among them: int64, from 0 and ascending."""
+        ends = np.cumsum([file.count for file in self.files])
+        of_file = np.searchsorted(ends, places, side="right")
+        files = []
+        for number in np.unique(of_file).tolist():
+            file = self.files[number]
+            here = places[of_file == number] - (int(ends[number]) - file.count)
+            files.append(FileRows(file.path, file.rows, file.nth(here), others=False))
+        return Selection(files)
+
+    def within_bytes(self, most_bytes: int = MOST_DRAWN_BYTES) -> Selection:
+        """They themselves, or as many of them, evenly spread, as have so many bytes in memory,
+        about.
+
+        Raises:
+            SnapshotError: a file cannot be read.
+        """
+        rows = max(1, most_bytes // self.row_bytes())
+        return self if self.count <= rows else self.at(np.arange(rows) * self.count // rows)
+
+    def row_bytes(self) -> int:
         """Bytes of a row in memory, about, by the footers of some files."""
         files = [file for file in self.files if file.count]
-        sizes = [
-            row_bytes(_metadata(file.path)) for file in files[:: max(1, len(files) // LOOKED_AT)]
-        ]
+        sizes = [file_row_bytes(file.path) for file in files[:: max(1, len(files) // LOOKED_AT)]]
         return max(1, sum(sizes) // max(1, len(sizes)))
 
     def _bytes_to_read(self) -> float:
@@ -154,7 +174,7 @@ class Selection:
         for number in np.unique(of_file).tolist():
             file, first = self.files[number], int(ends[number]) - self.files[number].count
             bounds = _bounds(file.path)
-            hit = [file.nth(place - first) for place in places[of_file == number].tolist()]
+            hit = file.nth(places[of_file == number] - first)
             groups, times = np.unique(
                 np.searchsorted(bounds, hit, side="right") - 1, return_counts=True
             )
@@ -360,6 +380,16 @@ class reading_file:
 
     def _damaged(self, exc: BaseException) -> PrecomputeError:
         return broken(self._path, exc, "its snapshot is damaged; publish another one")
+
+
+def file_row_bytes(path: Path) -> int:
+    """Bytes of a row of a file in memory, about: see
+    :func:`precompute.store.offline.part_file.row_bytes`.
+
+    Raises:
+        SnapshotError: it cannot be read.
+    """
+    return row_bytes(_metadata(path))
 
 
 def _metadata(path: Path) -> pq.FileMetaData:

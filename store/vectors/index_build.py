@@ -64,8 +64,8 @@ def build_index(
     model: str,
     limits: Limits | None = None,
 ) -> IndexFigures:
-    """Build the index of a snapshot; one that is there already is replaced. Memory holds up to
-    2²⁰ rows without their vectors, a hash or two of each row, for an index with codes also the
+    """Build the index of a snapshot; one that is there already is replaced. Memory holds 32
+    MB of rows without their vectors, a hash or two of each row, for an index with codes also the
     codes, and, while it is measured, some bits for each row.
 
     Args:

@@ -23,8 +23,9 @@ from precompute.store.keys import key_column
 from precompute.store.online.kernels import Packed, hash_of, hashes, pack
 from precompute.store.vectors.index_files import HASHES, ROWS, RowNumbers
 
-BATCH_ROWS = 2**20
-"""Rows of one record batch of the file: what building holds in memory."""
+BATCH_BYTES = 32 * 2**20
+"""Bytes of one record batch of the file, about: what building holds in memory, with the rows that
+came last; of keys and times alone these are a million rows."""
 
 
 def filterable(view: FeatureView) -> dict[str, pa.DataType]:
@@ -69,6 +70,7 @@ class RowsWriter:
         self._sink = pa.OSFile(str(folder / ROWS), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._waiting: list[pa.RecordBatch] = []
+        self._waiting_bytes = 0
         self._hashes: list[npt.NDArray[np.uint64]] = []
         self._scalars: list[npt.NDArray[np.uint64]] = []
         self.rows = 0
@@ -82,15 +84,16 @@ class RowsWriter:
         if self._types:
             self._scalars.append(_hashes_of_scalars(columns[2:]))
         self._waiting.append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+        self._waiting_bytes += self._waiting[-1].nbytes
         self.rows += rows.num_rows
-        if sum(batch.num_rows for batch in self._waiting) >= BATCH_ROWS:
+        if self._waiting_bytes >= BATCH_BYTES:
             self._write()
 
     def _write(self) -> None:
         if self._waiting:
             table = pa.Table.from_batches(self._waiting, self._schema)
             self._writer.write_table(table.combine_chunks())
-        self._waiting = []
+        self._waiting, self._waiting_bytes = [], 0
 
     def close(self) -> None:
         """Write the rows that wait.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from precompute.engine.runner import compute
 from precompute.jobs.config.gates import GATES, GatesConfig
 from precompute.jobs.run import materialize
 from precompute.jobs.run.judge.gates import Judge
-from precompute.jobs.run.judge.value_gates import STATISTICS, Verdicts
+from precompute.jobs.run.judge.value_gates import STATISTICS, Verdicts, _labels
 from precompute.jobs.run.rows import chunks, merging
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.disk.record import replace
@@ -984,3 +985,23 @@ def test_a_view_of_one_row_may_change(make_project: MakeProject) -> None:
     """One value makes no share: whatever it is, no gate has a case."""
     for day in (1.0, 2.0, 3.0):
         assert make_project([(7, day)], view=values_view()).run().status == "published"
+
+
+def test_one_long_text_makes_no_row_of_the_labels_long() -> None:
+    now = ["a", "b", "c" * 500_000, *"abab" * 50]
+    then = ["a", "a", "c" * 500_000, *"abab" * 50]
+    tracemalloc.start()
+    move = _labels(pa.chunked_array([now[:2], now[2:]]), pa.chunked_array([then]))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # as an array of texts of one length these are 400 MB
+    assert peak_bytes < 10**8
+    equal = 202 / 203
+    chance = (101 * 102 + 101 * 100 + 1) / 203**2
+    assert move.agreement == pytest.approx((equal - chance) / (1 - chance))
+    assert move.moved == pytest.approx(1 - equal)
+    labels = pa.chunked_array([pa.array([True, False, True, True])])
+    others = pa.chunked_array([pa.array([True, False, False, True])])
+    move = _labels(labels, others)
+    assert move.agreement == pytest.approx(0.5)
+    assert move.moved == 0.25

@@ -20,6 +20,7 @@ from precompute.jobs.ops.run_figures import principal_axes
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature
+from precompute.store.history import changes
 from precompute.store.http.page.figures import REPORT, ViewFigures, graph, report_path
 from precompute.techniques.row_errors import MOST
 from tests.fixtures import MakeProject
@@ -47,7 +48,14 @@ def project(make_project: MakeProject, capsys: Captured) -> Scene:
     return project
 
 
-def test_a_difference_names_its_rows_and_figures(project: Scene, capsys: Captured) -> None:
+@pytest.mark.parametrize("by_position", [False, True])
+def test_a_difference_names_its_rows_and_figures(
+    project: Scene, capsys: Captured, monkeypatch: pytest.MonkeyPatch, by_position: bool
+) -> None:
+    if by_position:
+        # as if the rows were so wide that one or two are compared at a time
+        monkeypatch.setattr(changes, "VECTOR_SHARE", 2**40)
+        monkeypatch.setattr(changes, "WINDOW_BYTES", 200)
     for first, second, counts in (
         (2, 1, (38, 0, 1, 1, 1)),
         (1, 3, (38, 38, 1, 1, 1)),

@@ -14,6 +14,7 @@ import pytest
 import precompute.jobs.run.materialize
 import precompute.jobs.run.run_view
 from precompute.jobs.config.gates import GatesConfig
+from precompute.jobs.run.rows import chunks
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.errors import ConfigError, GateError, SnapshotError
@@ -169,6 +170,20 @@ def test_random_days_are_served_as_ten_lines_say(
 
 
 # ---- rows that come back, and those that are never to
+
+
+def test_rows_that_come_back_are_copied_by_their_bytes(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus.run(0, {key: float(key) for key in range(40)})
+    corpus.run(1, {key: 10.0 * key for key in range(10)})
+    monkeypatch.setattr(chunks, "PART_BYTES", 1)
+    corpus.run(1, {9: 90.0})
+    assert corpus.served(40) == {key: float(key) for key in range(40)} | {9: 90.0}
+    names = [part.path.rpartition("/")[2] for part in corpus.scene.live_snapshot().parts]
+    # in that order, none twice
+    assert [name for name in names if name.startswith("assembled")] == ["assembled-00000.parquet"]
+    assert corpus.scene.faults() == []
 
 
 def test_a_new_day_is_an_overlay_and_a_lost_key_gives_way_to_the_older_row(corpus: Corpus) -> None:

@@ -18,12 +18,13 @@ import pytest
 
 from precompute.engine import batches as batches_file
 from precompute.engine import forward
-from precompute.engine.batches import WIDE_ROWS, Pace, Preparation, joined
+from precompute.engine.batches import WIDE_ROWS, Pace, Preparation
 from precompute.engine.forward import Forward
 from precompute.engine.rows import Batch
 from precompute.engine.runner import AHEAD_BATCHES, BATCH_S, HAND_ON_S, Runner
 from precompute.model import Prepared
 from precompute.models.device import LAUNCHED_AHEAD
+from precompute.sources.sized_batches import joined
 from precompute.store.feature_view import Feature, FeatureView
 
 VIEW = FeatureView("simulated", ("id",), (Feature("y", "float32"),), 60.0, 60.0)

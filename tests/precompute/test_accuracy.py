@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,14 @@ from precompute.techniques.accuracy import (
     rank_correlation,
     row_cosines,
 )
-from precompute.techniques.row_errors import MOST, Limits, RowFigures, row_errors, share_between
+from precompute.techniques.row_errors import (
+    MOST,
+    Limits,
+    RowFigures,
+    ordered_overlap,
+    row_errors,
+    share_between,
+)
 
 LIMITS = Limits(0.999, 0.985)
 VIEW = FeatureView(
@@ -395,3 +403,12 @@ def test_rank_correlation_with_ties_by_hand() -> None:
     assert rank_correlation(
         np.array([-1.0, -2, -3]), np.array([-1.0, -2, np.nan])
     ) == pytest.approx(1.0)
+
+
+def test_the_overlap_of_two_lists_is_a_mean_over_depths() -> None:
+    chance = Random(7)
+    for _ in range(300):
+        a, b = ([chance.choice("abcdef") for _ in range(chance.randrange(9))] for _ in range(2))
+        depth = max(len(a), len(b))
+        shares = [len({*a[:d]} & {*b[:d]}) / d for d in range(1, depth + 1)]
+        assert ordered_overlap(a, b) == (1.0 if a == b else sum(shares) / depth)

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from benchmarks import engine_gpu, gpu_parts
-from precompute.engine.batches import joined
 from precompute.engine.runner import Runner
 from precompute.models.device import Device, Graphed, gpu_count
 from precompute.models.text_encoder import TextEncoder, UnpaddedEncoder
 from precompute.models.top_k import TopK
+from precompute.sources.sized_batches import joined
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.vectors import index_files

@@ -8,8 +8,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
-from precompute.engine.batches import DEVICE_WINDOW_ROWS, joined
+from precompute.engine.batches import DEVICE_WINDOW_ROWS
 from precompute.engine.runner import Runner
+from precompute.sources.sized_batches import joined
 from tests.precompute.simulated_device import (
     VIEW,
     SimulatedDevice,

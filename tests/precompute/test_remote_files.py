@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 from urllib.parse import unquote
 
+import duckdb
 import obstore
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +22,7 @@ from obstore.store import from_url
 from precompute.sources.source import Source
 from precompute.store.disk import remote_files
 from precompute.store.disk.remote_files import RemoteFileError, RemoteFiles
-from precompute.store.errors import ConfigError, MissingFileError, SourceError
+from precompute.store.errors import ConfigError, MissingFileError, OverMemoryError, SourceError
 from tests.fixtures import MakeProject
 from tests.object_store import ObjectStore
 from tests.scene import Scene
@@ -230,3 +231,28 @@ def test_a_value_of_another_type_is_named_with_its_row(bucket: ObjectStore, tmp_
     with pytest.raises(SourceError) as raised:
         Source(f"SELECT * FROM '{url}'", ("id",), {}, folder=tmp_path).close()
     assert str(raised.value).startswith(f"{url}, row 3: a value is not UTF-8")
+
+
+def test_large_row_groups_elsewhere_are_told_by_footers(
+    bucket: ObjectStore, tmp_path: Path
+) -> None:
+    text = (
+        "list_reduce(list_transform(range(36), lambda j: md5(i || 'x' || j)), lambda a, b: a || b)"
+    )
+    sql = f"COPY (SELECT i AS id, {text} AS x FROM range(30000) t(i)) TO '{tmp_path}/x.parquet'"
+    with duckdb.connect() as connection:
+        connection.execute(sql)
+    url = put(bucket, "large/x.parquet", (tmp_path / "x.parquet").read_bytes())
+    needs = []
+    for files in (f"{tmp_path}/x.parquet", url, url.replace("x.parquet", "*")):
+        read_from = f"SELECT id, x FROM read_parquet('{files}')"
+        with Source(read_from, ("id",), {}, folder=Path("/nowhere"), memory_mb=64) as source:
+            with pytest.raises(OverMemoryError, match=r"set memory_mb: \d+") as refused:
+                source.load()
+            needs.append(str(refused.value).partition(" takes ")[2])
+    assert "x.parquet takes" in str(refused.value)
+    assert len({*needs}) == 1
+    # what is fetched at once is let go of
+    file = RemoteFiles().open(url)
+    assert file.read() == (tmp_path / "x.parquet").read_bytes()
+    assert (file.tell(), len(file._ahead)) == (file.size, 0)

@@ -36,8 +36,22 @@ def test_all_rows_are_those_that_are_not_dead(tmp_path: Path) -> None:
     found = all_rows(layers(tmp_path, (0, 25, [0, 3, 19, 24]), (100, 3, [0, 1, 2]), (200, 2, [])))
     expected = [i for i in range(25) if i not in (0, 3, 19, 24)] + [200, 201]
     assert (found.count, ids(found), ids(found, ["id"])) == (23, expected, expected)
-    assert found.files[0].nth(0) == 1
-    assert [found.files[0].nth(place) for place in range(21)] == expected[:21]
+    assert found.files[0].nth(np.arange(21)).tolist() == expected[:21]
+
+
+def test_places_among_rows_are_read_within_bytes(
+    tmp_path: Path,
+) -> None:
+    rows = all_rows(layers(tmp_path, (0, 25, [0, 3, 19, 24]), (100, 3, [0, 1, 2]), (200, 9, [4])))
+    expected = ids(rows)
+    for places in ([], [0], [20, 21], [28], [0, 5, 20, 21, 27], range(29)):
+        chosen = rows.at(np.array([*places], np.int64))
+        assert ids(chosen) == [expected[place] for place in places]
+        few = chosen.within_bytes(3 * chosen.row_bytes())
+        assert ids(few) == ids(chosen)[:: max(1, len(places) // 3)][:3] or len(places) > 3
+        assert few.count == min(3, len(places))
+        assert set(ids(few)) <= set(ids(chosen))
+    assert rows.within_bytes() is rows
 
 
 def test_a_draw_is_of_living_rows_and_the_same_every_time(tmp_path: Path) -> None:

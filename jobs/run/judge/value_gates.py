@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ from precompute.store.offline.row_figures import RowFigures, ValueFigures, dista
 from precompute.store.offline.selection import all_rows, rows_beside, seed_of
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.kernels import hashes
+from precompute.store.online.row_values import packed_strings
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +121,8 @@ QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 GATES_SAMPLE_ROWS = 2048
-"""Rows that gates on samples see, at most."""
+"""Rows that gates on samples see, at most; fewer of large ones
+(:data:`precompute.store.offline.selection.MOST_DRAWN_BYTES`)."""
 READ_GROUPS = 256
 """Row groups read at most to find the sampled keys in the new snapshot: after a full run in another
 order each may be in a row group of its own."""
@@ -143,7 +146,9 @@ class Moves:
         if name not in schema.names or schema.field(name).type != feature.arrow_type:
             return None
         both = pc.and_(self.now.column(name).is_valid(), self.then.column(name).is_valid())
-        now, then = (table.column(name).filter(both) for table in (self.now, self.then))
+        now, then = (table.column(name) for table in (self.now, self.then))
+        if not pc.all(both).as_py():
+            now, then = now.filter(both), then.filter(both)
         rewritten = round(self.changed * (len(now) / max(1, self.now.num_rows)))
         return now, then, self.same + rewritten
 
@@ -209,10 +214,12 @@ def moves_of(
     keys = key_column(then, entity)
     # sampled keys that left the source, or were rejected, are not found; the same share of all
     # changed rows is gone
-    still_there, again, found = rows_beside(layers, before).find(
+    still_there, again, _ = rows_beside(layers, before).find(
         keys, entity, groups=READ_GROUPS, seed=seed_of(layers)
     )
-    now, place = store.table(snapshot, again, features), pc.index_in(found, keys)
+    # as drawn before they may have been narrow, and be wide now
+    now = store.table(snapshot, again.within_bytes(), [*entity, *features])
+    place = pc.index_in(key_column(now, entity), keys)
     changed = round(gone.count * still_there / max(1, then.num_rows))
     return Moves(all_rows(before).count - gone.count, changed, now, then.take(place))
 
@@ -483,13 +490,15 @@ def _ranks(values: F8) -> F8:
 
 def _labels(now: pa.ChunkedArray, then: pa.ChunkedArray) -> _Move:
     """Of labels and texts: the agreement is Cohen's kappa."""
-    a, b = np.array(now.to_pylist(), object), np.array(then.to_pylist(), object)
+    # by their hashes: as an array of texts each would take four times the letters of the longest
+    texts = [chunk.cast(pa.string()) for chunk in (*now.chunks, *then.chunks) if len(chunk)]
+    hashed = np.concatenate([hashes(packed_strings(text)) for text in texts])
+    a, b = np.unique(hashed, return_inverse=True)[1].reshape(2, -1)
     equal = float((a == b).mean())
-    shares: list[Mapping[object, float]] = []
-    for values in (a, b):
-        found, times = np.unique(values.astype(str), return_counts=True)
-        shares.append(dict(zip(found.tolist(), (times / len(values)).tolist(), strict=True)))
-    by_chance = sum(share * shares[1].get(value, 0.0) for value, share in shares[0].items())
+    labels = int(max(a.max(), b.max())) + 1
+    labels = int(max(a.max(), b.max())) + 1
+    shares = [np.bincount(values, minlength=labels) / len(a) for values in (a, b)]
+    by_chance = float((shares[0] * shares[1]).sum())
     if by_chance == 1:
         return _Move(None, 0.0, 1 - equal)
     # where nearly all rows have one label, a few others make much of it

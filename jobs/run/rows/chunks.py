@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.engine.ahead import Meter
-from precompute.engine.batches import WIDE_ROWS, WINDOW_ROWS, joined, window_rows
+from precompute.engine.batches import WIDE_ROWS, WINDOW_ROWS, window_rows
 from precompute.engine.resources import give_back
 from precompute.engine.rows import MISFIT, UNANSWERED, Outcome, in_order, with_null_rows
 from precompute.engine.runner import Runner
@@ -25,6 +25,7 @@ from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.rows.plan import Plan, now_us
 from precompute.model import KeepingModel
 from precompute.sources.diff import Diff, rejected_rows
+from precompute.sources.sized_batches import joined
 from precompute.sources.source import Source
 from precompute.store.errors import RejectedError
 from precompute.store.keys import bad_keys, key_column

@@ -23,6 +23,7 @@ from precompute.jobs.run.rows.open_view import OpenView
 from precompute.jobs.run.rows.plan import Job, Plan
 from precompute.model import Verbatim, digest
 from precompute.sources.diff import find_deletes
+from precompute.sources.sized_batches import joined
 from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
@@ -49,8 +50,9 @@ MOST_BACK = 0.1
 """Share of the rows: if more come back from older partitions and have to be copied, all is
 assembled again."""
 DRAWN_ROWS = 8192
-"""Rows that are drawn at most; 2,048 would have as many row groups read, which is what costs: see
-:data:`precompute.store.offline.selection.CLUSTERS`."""
+"""Rows that are drawn at most, fewer of large ones
+(:data:`precompute.store.offline.selection.MOST_DRAWN_BYTES`); 2,048 would have as many row groups
+read, which is what costs: see :data:`precompute.store.offline.selection.CLUSTERS`."""
 
 
 class Replaced:
@@ -526,7 +528,7 @@ def _assembled(
             )
             if (
                 dead <= max(found.rows, JUDGED_ROWS)
-                and found.back.num_rows <= MOST_BACK * found.rows + JUDGED_ROWS
+                and len(found.back) <= MOST_BACK * found.rows + JUDGED_ROWS
             ):
                 return _snapshot(store, run, live, members, found)
     found = newest_rows(store, members, memory_mb=memory_mb)
@@ -541,8 +543,9 @@ def _snapshot(
     found: NewestRows,
 ) -> Snapshot:
     newest, parts = members[max(members)], list(found.parts)
-    if found.back.num_rows:
-        parts.append(store.write_part(run, "assembled.parquet", found.back))
+    for number, rows in enumerate(joined(found.back.batches(), found.rows, chunks.PART_BYTES)):
+        name = f"assembled-{number:05d}.parquet"
+        parts.append(store.write_part(run, name, pa.Table.from_batches([rows])))
     if live is None and not parts:
         # no partition has a row: one file without rows
         parts = list(store.chain(newest)[0].parts)
