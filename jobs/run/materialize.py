@@ -342,8 +342,9 @@ def _compute(
                 rows = f"all {rows_in_words(plan.source_rows)} were"
             raise RejectedError(
                 f"view {config.name!r}: {rows} rejected ({chunks.rejections.reasons()}); see"
-                f" {chunks.rejections.path}; {chunks.rejections.way_out()}"
-                f"{opened.late_values(chunks.rejections.reasons(), of_all=True)}"
+                f" {chunks.rejections.path}"
+                f"{opened.late_values(chunks.rejections.reasons(), of_all=True)};"
+                f" {chunks.rejections.way_out()}"
             )
         if plan.parent is None and not chunks.parts:
             chunks.write_no_rows()

@@ -78,6 +78,14 @@ class ExactTypes:
         """Columns of JSON files that hold texts and numbers, or objects."""
         return {n for one in self.types if isinstance(one, JsonTypes) for n in one.mixed()}
 
+    def first_text(self, column: str) -> str | None:
+        """Of a column of JSON in which texts stand among other values, which of them is of another
+        type, with file and line or record, and what to write; None where there is none."""
+        for one in self.types:
+            if isinstance(one, JsonTypes) and (text := one.first_text(column)) is not None:
+                return one.late_value(column) or text
+        return None
+
     def late_values(self, columns: Mapping[str, str]) -> list[str]:
         """Of each reader and column (→ the type that it is wanted to have, or nothing), why it has
         none that is narrower, as messages.

@@ -76,6 +76,36 @@ class JsonTypes:
         """Columns of texts and numbers, or of objects, whose text is JSON's."""
         return set() if self._given else {n for n, k in self.types.items() if k == "JSON"}
 
+    def first_text(self, column: str) -> str | None:
+        """Of a column of JSON in which texts stand among other values, so that a text has its
+        quotes: the first one, with file and line or record, and what to write; None where there is
+        none, or the call gives the type. Reads all values again.
+
+        Raises:
+            SourceError: a file cannot be read.
+        """
+        name = next((n for n in self.types if n.lower() == column.lower()), None)
+        if name is None or self._given or "JSON" not in self.types[name]:
+            return None
+        kind, value = self.types[name], quoted(name)
+        alone = kind == "JSON"
+        # of one inside of lists and objects its column's first value is shown
+        found = self._first_misfit(name, f"json_type({value}) <> 'VARCHAR'" if alone else "false")
+        if found is None:
+            return None
+        file, record, raw = found
+        remedy = (
+            f"write {value}->>'$' AS {value} in the SQL for texts without quotes, or"
+            f" {value}::VARCHAR AS {value} for their JSON"
+            if alone
+            else f"mend it, or write columns = {{…, '{name}': 'JSON'}} in its {self._call.name}"
+        )
+        return (
+            f"{file}, {self._place(file, record)}: {name} is {shown(raw)}, and the whole column"
+            f" {kind}, since its values are of several types, so that a text would have its quotes:"
+            f" {remedy}"
+        )
+
     def sql(self) -> str:
         """The call, with the types."""
         if not self.types or self._given:

@@ -152,6 +152,7 @@ class Source:
                     self._cut(chunk)
                 self._types, self.schema = self.database.described(self._sql, self._given)
                 self._check_entity()
+                self._check_texts()
             self._make_keys_plain()
             self._fixed_bytes, self._bytes_sql = _bytes_of(self.schema, self._types)
         except BaseException:
@@ -271,6 +272,15 @@ class Source:
                     f" text or an integer, so CAST({column} AS VARCHAR)"
                     f"{_then(self.late_values({column: ''}))}"
                 )
+
+    def _check_texts(self) -> None:
+        """No column of JSON's texts with their quotes, beside numbers without."""
+        for column, kind in self._types.items():
+            if "JSON" in kind:
+                behind = columns_behind(self.database.syntax_tree(self._sql), column)
+                for name in sorted(behind):
+                    if (found := self._exact.first_text(name)) is not None:
+                        raise SourceError(found)
 
     def late_values(self, columns: Mapping[str, str]) -> str:
         """Why columns of the source have no narrower type: the first value of a CSV or of JSON that

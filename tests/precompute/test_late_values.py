@@ -201,7 +201,13 @@ def test_a_value_that_made_a_type_wider_is_named(what: str, tmp_path: Path) -> N
     files, read, wanted, message = FOUND[what]
     for name, content in files.items():
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    assert late(f"SELECT id, v FROM {read}", tmp_path, {"v": wanted}) == message
+    try:
+        found = late(f"SELECT id, v FROM {read}", tmp_path, {"v": wanted})
+    except SourceError as exc:
+        # of JSON's texts among numbers at once: a text would have its quotes
+        assert "column JSON;" in message
+        found = str(exc)
+    assert found == message
 
 
 BEHIND = {
