@@ -121,7 +121,7 @@ def _elsewhere(top: str) -> _Project | None:
     ):
         return None
     project = _project_of(top, None)
-    # `pip install --target` makes a folder of installed packages anywhere
+    # pip's --target makes a folder of installed packages anywhere
     installed = next(project.root.glob("*.dist-info"), None) is not None
     return None if installed or _is_large(project.root / top) else project
 

@@ -337,15 +337,7 @@ def _compute(
         report.counts = plain(counts)
         if counts.written + counts.unchanged == 0 and plan.source_rows:
             _check_fit(opened, plan, chunks)
-            rows = "the only row was"
-            if plan.source_rows > 1:
-                rows = f"all {rows_in_words(plan.source_rows)} were"
-            raise RejectedError(
-                f"view {config.name!r}: {rows} rejected ({chunks.rejections.reasons()}); see"
-                f" {chunks.rejections.path}"
-                f"{opened.late_values(chunks.rejections.reasons(), of_all=True)};"
-                f" {chunks.rejections.way_out()}"
-            )
+            raise _no_row(opened, plan, chunks)
         if plan.parent is None and not chunks.parts:
             chunks.write_no_rows()
         verdicts = accuracy.checked()
@@ -358,6 +350,18 @@ def _compute(
         chunks.rejections.part,
         tuple(chunks.computed_at),
         tuple(verdicts),
+    )
+
+
+def _no_row(opened: OpenView, plan: Plan, chunks: Chunks) -> RejectedError:
+    """What is said where every row was rejected."""
+    rows = "the only row was"
+    if plan.source_rows > 1:
+        rows = f"all {rows_in_words(plan.source_rows)} were"
+    rejected = chunks.rejections
+    return RejectedError(
+        f"view {opened.view.name!r}: {rows} rejected ({rejected.reasons()}); see {rejected.path}"
+        f"{opened.late_values(rejected.reasons(), of_all=True)}; {rejected.way_out()}"
     )
 
 
