@@ -38,7 +38,7 @@ from precompute.sources.sized_batches import joined
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.techniques.accuracy import neighbour_recall, row_cosines
 from precompute.techniques.conversion import candidates, use_variant
-from precompute.techniques.table import TABLE
+from precompute.techniques.table import NAMES
 from precompute.techniques.technique import technique
 from precompute.workers.worker import WorkerSpec
 from precompute.workers.worker_pool import WorkerPool
@@ -266,7 +266,7 @@ def techniques(notes: Notes, device: str, size: Size) -> None:
         worth = [each.name for each in candidates(encoder.device, encoder)]
         quick = [each for each in worth if technique(each).convert_s <= SHORT_S]
         order = [("whole", each) for each in quick]
-        rest = (each for each in TABLE if each not in quick)
+        rest = (each for each in NAMES if each not in quick)
         slow = sorted(rest, key=lambda each: technique(each).convert_s)
         order += [("one layer", each) for each in slow]
         begun = notes.left_s

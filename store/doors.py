@@ -43,6 +43,15 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             " and money, fitted to its own runs; what will not fit is said first",
         ),
     },
+    "technique": {
+        "fp32-onnx": Way("onnx", "technique:Exported", "ONNX Runtime", "onnx"),
+        "tf32-tensorrt": Way("onnx", "technique:Engine", "TensorRT, by ONNX Runtime", "onnx"),
+        "fp16-tensorrt": Way("onnx", "technique:Engine", "TensorRT, by ONNX Runtime", "onnx"),
+        "fp32-openvino": Way("openvino", "technique:Graph", "OpenVINO", "openvino"),
+        "bf16-openvino": Way("openvino", "technique:Graph", "OpenVINO", "openvino"),
+        "int8-static-openvino": Way("openvino", "technique:Static", "OpenVINO", "openvino"),
+        "int8-dynamic-openvino": Way("openvino", "technique:Grouped", "OpenVINO", "openvino"),
+    },
 }
 """Door → the name that a user writes → where it leads."""
 
@@ -178,3 +187,7 @@ def _is_here(way: Way) -> bool:
 
 COMMANDS: Door[Callable[[Any], None]] = Door("command")
 """A word after ``precompute`` → ``add(commands)``, which adds the one command of this name."""
+
+TECHNIQUES: Door[Callable[[str], Any]] = Door("technique")
+"""``<precision>-<backend>`` → the :class:`precompute.techniques.technique.Technique` of that name,
+made from it."""

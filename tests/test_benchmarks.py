@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import common, engine_gpu, gpu_parts, online_table, run_memory, source_types
 from precompute.jobs.config.project import Project
-from precompute.techniques.table import TABLE
+from precompute.techniques.table import NAMES
 from precompute.techniques.technique import technique
 
 TINY = gpu_parts.Size(24, 6, (64, 256), 100, 20, 200, 60, 1, 64)

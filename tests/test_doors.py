@@ -4,6 +4,7 @@ without any, which starts and says of each name in one line what it lacks."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from precompute.store import doors
 from precompute.store.doors import KNOWN, Door
 from precompute.store.errors import ConfigError
+from precompute.techniques.table import words
 from tests import REPOSITORY
 from tests.server import make_folder
 
@@ -143,6 +145,23 @@ def test_its_commands_say_in_a_line_what_they_lack(house: tuple[str, Path], tmp_
         (line,) = done.stderr.splitlines()
         assert f"command '{name}' comes with the plug-in {KNOWN['command'][name].power}" in line
         assert f"\n    {name} " not in listed
+
+
+def test_its_techniques_say_so_at_the_key_that_names_one(
+    house: tuple[str, Path], tmp_path: Path
+) -> None:
+    without, copy = house
+    for name in names_of(without, "technique")[:1]:
+        precision, backend = words(name)
+        model = {"use": "tests.models:Doubler", "precision": precision, "backend": backend}
+        make_folder(tmp_path, {"numbers": {"model": model}})
+        done = called(copy, "validate", "numbers", folder=tmp_path)
+        assert (done.returncode, done.stderr) == (2, "")
+        (line,) = done.stdout.splitlines()
+        assert re.search(
+            rf"numbers\.yaml:\d+: model\.backend: '{backend}': technique '{name}'", line
+        ), line
+        assert f"the plug-in {KNOWN['technique'][name].power}, which is not installed here" in line
 
 
 # ---- another package's

@@ -43,7 +43,7 @@ USES = {
         "images",
         "libraries",
     ],
-    "precompute/plugins": ["engine"],
+    "precompute/plugins": ["engine", "onnx", "openvino"],
     "jobs": ["engine", "notebook", "images", "ray"],
     "demo": ["engine", "demo"],
     "docs": ["engine", "docs"],

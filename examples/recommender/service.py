@@ -150,11 +150,8 @@ class App:
         """From start to end of the server: one client, whose connections all requests share."""
         await receive()
         url = self._url or os.environ.get("PRECOMPUTE_URL", "http://127.0.0.1:8080")
-        # a second request beside a slow one costs at most a twentieth more; a token, where the
-        # service wants one, comes from the environment
-        async with AsyncClient(
-            url, BUDGET_S, token=os.environ.get("PRECOMPUTE_TOKEN"), hedge_share=0.05
-        ) as client:
+        # a token, where the service wants one, comes from the environment
+        async with AsyncClient(url, BUDGET_S, token=os.environ.get("PRECOMPUTE_TOKEN")) as client:
             self.recommender = Recommender(client, self._data)
             await send({"type": "lifespan.startup.complete"})
             await receive()

@@ -16,6 +16,7 @@ from precompute.registry import check_use
 from precompute.sources.database import check_sql, parameters, referenced_views
 from precompute.sources.frame import frame_sql
 from precompute.store.answers.plan import default_row
+from precompute.store.doors import TECHNIQUES
 from precompute.store.errors import ConfigError, nearest_or_all
 from precompute.store.feature_view import (
     CHUNK,
@@ -32,7 +33,7 @@ from precompute.store.feature_view import (
 )
 from precompute.store.online.codec import RowCodec
 from precompute.store.times import Partition, containing, duration
-from precompute.techniques.table import BACKENDS, PRECISIONS
+from precompute.techniques.table import BACKENDS, PRECISIONS, technique_name
 
 if TYPE_CHECKING:
     Precision: TypeAlias = str
@@ -97,6 +98,15 @@ class ModelConfig(Section):
         with as_mistake():
             check_use(use, info.context)
         return use
+
+    @field_validator("backend")
+    @classmethod
+    def _here(cls, backend: Backend, info: ValidationInfo) -> Backend:
+        name = technique_name(info.data.get("precision", "auto"), backend)
+        # a name that is none, the model's opening refuses with those that there are
+        if TECHNIQUES.has(name) and not TECHNIQUES.is_here(name):
+            raise ValueError(TECHNIQUES.absence(name))
+        return backend
 
 
 class FeatureConfig(Section):

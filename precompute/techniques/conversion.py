@@ -26,7 +26,7 @@ from precompute.registry import described
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.feature_view import FeatureView
 from precompute.techniques.row_errors import differing
-from precompute.techniques.table import REFERENCE, TABLE
+from precompute.techniques.table import NAMES, REFERENCE, is_here
 from precompute.techniques.technique import Technique, elements, technique
 
 NOT_TORCH = (
@@ -176,7 +176,11 @@ def _quiet() -> Iterator[None]:
 def candidates(device: Device, model: TorchModel) -> list[Technique]:
     """The techniques worth trying with this model on this machine, by expected gain, the largest
     first; before them the reference."""
-    gains = {name: technique(name).gain(device, model) for name in TABLE if name != REFERENCE}
+    gains = {
+        name: technique(name).gain(device, model)
+        for name in NAMES
+        if name != REFERENCE and is_here(name)
+    }
     worthwhile = sorted((name for name in gains if gains[name] > 0), key=lambda name: -gains[name])
     return [technique(name) for name in (REFERENCE, *worthwhile)]
 

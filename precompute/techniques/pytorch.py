@@ -208,21 +208,17 @@ def probe_fp8(device: torch.device) -> None:
 
 INPUTS, OUTPUTS = 32, 16
 """A layer's inputs and outputs are multiples of these, or it stays in bfloat16: torch 2.13's kernel
-for 8 bits reads past the end of others (33 inputs gave NaN, and once a crash), that for 4 bits
-packs 16 outputs."""
-GROUP = 32
-"""Weights of an output that share a scale and a zero, in 4 bits."""
+for 8 bits reads past the end of others (33 inputs gave NaN, and once a crash)."""
 TINY = 1e-12
 
 
 class WeightOnly(Technique):
-    """int8-weights and int4-weights: linear layers whose weights are stored in 8 or 4 bits and
-    computed in bfloat16 as the rest is, on a CPU, in a quarter and an eighth of float32's memory.
+    """int8-weights: linear layers whose weights are stored in 8 bits and computed in bfloat16 as
+    the rest is, on a CPU, in a quarter of float32's memory.
 
     For one row at a time of layers larger than the cache, and where memory is short; with many rows
     at once the products are what costs, and stay in floats. One AMD Zen 5 core, 384 × 1,536, times
-    float32's rate eager: 3.4 and 3.4 for one row, 1.4 and 1.8 for 1,024, where oneDNN's packed
-    float32 has 2.4.
+    float32's rate eager: 3.4 for one row, 1.4 for 1,024, where oneDNN's packed float32 has 2.4.
     """
 
     def __init__(self, name: str) -> None:
@@ -240,15 +236,14 @@ class WeightOnly(Technique):
         )
 
     def converted(self, model: TorchModel, batches: Batches, folder: Path | None) -> Forward:
-        kind = Int8Linear if self.name.startswith("int8") else Int4Linear
-        probe_weights(kind)
+        probe_weights()
         changed: list[torch.nn.Linear] = []
 
         def replaced(linear: torch.nn.Linear) -> torch.nn.Module:
             if linear.in_features % INPUTS or linear.out_features % OUTPUTS:
                 return linear
             changed.append(linear)
-            return kind(linear)
+            return Int8Linear(linear)
 
         module = with_linear(module_of(model, torch.bfloat16, batches), replaced)
         if not changed:
@@ -277,36 +272,6 @@ class Int8Linear(torch.nn.Module):
         )
 
 
-class Int4Linear(torch.nn.Module):
-    """``x @ weight.T + bias`` with the weight in 4 bits, a scale and a zero each :data:`GROUP` of
-    an output.
-    """
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        groups = linear.weight.detach().float().view(linear.out_features, -1, GROUP)
-        low, high = groups.amin(2), groups.amax(2)
-        scales = (high - low).clamp_(min=TINY).div_(15)
-        numbers = ((groups - low[..., None]) / scales[..., None]).round_().clamp_(0, 15)
-        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
-            numbers.flatten(1).to(torch.int32), 1
-        )
-        # the kernel takes 8 for nothing, so the zero is what 8 stands for
-        self.scales = (
-            torch.stack([scales, low + 8 * scales], 2).transpose(0, 1).contiguous().bfloat16()
-        )
-        self.bias = linear.bias
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``input`` bfloat16 [..., in] → bfloat16 [..., out]."""
-        rows = input.reshape(-1, input.shape[-1]).contiguous()
-        return _shaped(
-            torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales),
-            self.bias,
-            input,
-        )
-
-
 def _shaped(out: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     if bias is not None:
         out = out.add_(bias)
@@ -314,28 +279,23 @@ def _shaped(out: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> to
 
 
 @torch.inference_mode()
-def probe_weights(kind: type[Int8Linear | Int4Linear]) -> None:
+def probe_weights() -> None:
     """Compare a small product with torch's own. It is exact: scales are powers of two, another one
-    each output, and in 4 bits each group, whose zeros differ, too; and sums are of two weights.
+    each output, and sums are of two weights.
 
     Raises:
-        ConfigError: this torch has no such operators, or they compute something else.
+        ConfigError: this torch has no such operator, or it computes something else.
     """
-    bits = 8 if kind is Int8Linear else 4
-    output = torch.arange(OUTPUTS)[:, None]
-    group = torch.arange(2 * GROUP) // GROUP
-    steps = 2**bits - 2
-    numbers = (output * 5 + torch.arange(2 * GROUP) * 17) % steps - steps // 2
-    # both ends of what bits hold, so that a scale is what it was made with
-    numbers[:, ::GROUP], numbers[:, 1::GROUP] = (-127, 127) if bits == 8 else (-8, 7)
-    if bits == 4:
-        numbers, output = numbers + 8 * group, output + group
-    linear = torch.nn.Linear(2 * GROUP, OUTPUTS).requires_grad_(False).bfloat16()
+    output, inputs = torch.arange(OUTPUTS)[:, None], torch.arange(2 * INPUTS)
+    numbers = (output * 5 + inputs * 17) % 254 - 127
+    # both ends of what 8 bits hold, so that a scale is what it was made with
+    numbers[:, ::INPUTS], numbers[:, 1::INPUTS] = -127, 127
+    linear = torch.nn.Linear(2 * INPUTS, OUTPUTS).requires_grad_(False).bfloat16()
     linear.weight.copy_(numbers * 2.0 ** (output % 3))
-    x = torch.eye(2 * GROUP) + torch.eye(2 * GROUP).roll(GROUP, 1)
+    x = torch.eye(2 * INPUTS) + torch.eye(2 * INPUTS).roll(INPUTS, 1)
     wanted = (x @ linear.weight.float().T).bfloat16() + linear.bias
     check_layers(
-        f"{bits}-bit", lambda: torch.equal(kind(linear)(x.bfloat16()), wanted), "bf16-eager"
+        "8-bit", lambda: torch.equal(Int8Linear(linear)(x.bfloat16()), wanted), "bf16-eager"
     )
 
 

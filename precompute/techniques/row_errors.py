@@ -245,7 +245,6 @@ NOISE: Mapping[str, float] = {
     "int8": 2.5e-2,
     "int8-dynamic": 2.5e-2,
     "int8-weights": 1.2e-2,
-    "int4-weights": 1.2e-2,
     "tf32": 1.5e-3,
     "fp8": 4e-2,
 }

@@ -1,14 +1,16 @@
-"""Table: every technique by name, and the file of this wing that makes it. Read without torch; a
-technique's file is imported on first use."""
+"""Table: every technique by name, and the file of this wing that makes it; others come in by the
+door. Read without torch; a technique's file is imported on first use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from precompute.store.doors import TECHNIQUES
+
 REFERENCE = "fp32-eager"
 """The technique that others are compared with, and the default."""
 
-TABLE: Mapping[str, str] = {
+OWN: Mapping[str, str] = {
     "fp32-eager": "pytorch:Eager",
     "fp32-onednn": "onednn:Packed",
     "fp32-compile": "pytorch:Compiled",
@@ -28,20 +30,15 @@ TABLE: Mapping[str, str] = {
     "tf32-eager": "pytorch:Tf32",
     "fp8-eager": "pytorch:Fp8",
     "fp8-compile": "pytorch:Fp8",
-    "fp32-onnx": "onnx:Exported",
-    "fp32-openvino": "openvino:Graph",
-    "bf16-openvino": "openvino:Graph",
-    "int8-static-openvino": "openvino:Static",
-    "tf32-tensorrt": "onnx:Engine",
-    "fp16-tensorrt": "onnx:Engine",
     "int8-dynamic-onednn": "onednn:PerRow",
-    "int8-dynamic-openvino": "openvino:Grouped",
     "int8-weights-eager": "pytorch:WeightOnly",
-    "int4-weights-eager": "pytorch:WeightOnly",
 }
-"""Name, as tables and fingerprints have it → file and class. What stands before the last dash is a
-view's ``precision``, what stands behind it its ``backend``; the first of a precision is the one
-that ``backend: auto`` means."""
+"""Name, as tables and fingerprints have it → file and class."""
+
+NAMES = (*OWN, *TECHNIQUES.known(), *TECHNIQUES.foreign())
+"""Of every technique, whether what it comes with is installed or not. What stands before the last
+dash is a view's ``precision``, what stands behind it its ``backend``; the first of a precision is
+the one that ``backend: auto`` means."""
 
 SHORT: Mapping[str, str] = {"int8": "int8-static"}
 """A view's word for a precision → the name's, where they differ."""
@@ -53,8 +50,8 @@ def words(name: str) -> tuple[str, str]:
     return next((short for short, long in SHORT.items() if long == precision), precision), backend
 
 
-PRECISIONS = tuple(dict.fromkeys(words(name)[0] for name in TABLE))
-BACKENDS = tuple(dict.fromkeys(words(name)[1] for name in TABLE))
+PRECISIONS = tuple(dict.fromkeys(words(name)[0] for name in NAMES))
+BACKENDS = tuple(dict.fromkeys(words(name)[1] for name in NAMES))
 
 
 def technique_name(precision: str, backend: str) -> str:
@@ -63,6 +60,11 @@ def technique_name(precision: str, backend: str) -> str:
     long = REFERENCE.rpartition("-")[0] if precision == "auto" else SHORT.get(precision, precision)
     if backend == "auto":
         return next(
-            (name for name in TABLE if name.rpartition("-")[0] == long), f"{long}-{backend}"
+            (name for name in NAMES if name.rpartition("-")[0] == long), f"{long}-{backend}"
         )
     return f"{long}-{backend}"
+
+
+def is_here(name: str) -> bool:
+    """Whether a technique of that name is one of ours, or what it comes with is installed."""
+    return name in OWN or TECHNIQUES.is_here(name)

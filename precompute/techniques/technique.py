@@ -23,8 +23,9 @@ from precompute.model import digest
 from precompute.models.device import Device, Pack
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.store.disk.durable_file import disk_message
+from precompute.store.doors import TECHNIQUES
 from precompute.store.errors import ConfigError, ModelError
-from precompute.techniques.table import BACKENDS, PRECISIONS, TABLE, words
+from precompute.techniques.table import BACKENDS, NAMES, OWN, PRECISIONS, words
 
 Forward = Callable[..., Any]
 Batches = Sequence[Tensors]
@@ -86,26 +87,29 @@ def technique(name: str) -> Technique:
     """The technique of a name.
 
     Raises:
-        ConfigError: there is none; the message lists them.
+        ConfigError: there is none, the message lists them; or what it comes with is not installed.
     """
-    if name not in TABLE:
+    if name not in NAMES:
         precision, backend = words(name)
         # what a view says as `int8` and `openvino` has another name, and is no `int8-openvino`
         if (
             precision in PRECISIONS
             and backend in BACKENDS
-            and (precision, backend) not in map(words, TABLE)
+            and (precision, backend) not in map(words, NAMES)
         ):
             backends, precisions = (
-                [words(one)[1 - i] for one in TABLE if words(one)[i] == words(name)[i]]
+                [words(one)[1 - i] for one in NAMES if words(one)[i] == words(name)[i]]
                 for i in (0, 1)
             )
             raise ConfigError(
                 f"precision {precision} has no backend {backend}: it has {', '.join(backends)};"
                 f" {backend} there is of {', '.join(precisions)}"
             )
-        raise ConfigError(f"unknown precision {name!r}: write one of {', '.join(TABLE)}")
-    file, _, kind = TABLE[name].partition(":")
+        raise ConfigError(f"unknown precision {name!r}: write one of {', '.join(NAMES)}")
+    if name not in OWN:
+        kept: Technique = TECHNIQUES.open(name)(name)
+        return kept
+    file, _, kind = OWN[name].partition(":")
     made: Technique = getattr(import_module(f"precompute.techniques.{file}"), kind)(name)
     return made
 

@@ -1,5 +1,5 @@
-"""Attempts: when a call is retried, when a second request is sent beside a slow one, and where a
-server is: TCP, TLS or a Unix socket. There is no I/O here.
+"""Attempts: when a call is retried, and where a server is: TCP, TLS or a Unix socket. There is no
+I/O here.
 
 A generator says what to do next, a client does it and sends back what came of it: so the blocking
 and the async one decide alike.
@@ -11,7 +11,6 @@ import random
 import ssl
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +29,6 @@ MOST_TOKENS = 10.0
 """Retries that a client may save up; as in gRPC's example of retry throttling (proposal A6:
 maxTokens 10, tokenRatio 0.1)."""
 
-MOST_SAMPLES, LEAST_SAMPLES = 200, 20
-"""Durations remembered of a kind of call, and how many it takes to know which are slow."""
-
-SLOW_QUANTILE = 0.95
-"""A call that takes longer than so many of its kind is sent a second time: about 5 % more requests
-(J. Dean, L. A. Barroso, The Tail at Scale, 2013)."""
-
 
 class Failure(NamedTuple):
     """No answer came. ``lost``: the connection ended before there was one, as an idle one does that
@@ -46,19 +38,6 @@ class Failure(NamedTuple):
     lost: bool = False
     final: bool = False
     """A retry would not help: the time is over."""
-
-
-class Send(NamedTuple):
-    """Send the request; if ``hedge_after_s`` passes without an answer, and ``may_hedge()``, send it
-    once more, and take the first good answer."""
-
-    hedge_after_s: float | None = None
-
-
-class Pause(NamedTuple):
-    """Wait so long."""
-
-    seconds: float
 
 
 Outcome = Reply | Failure
@@ -101,71 +80,37 @@ class Budget:
             return True
 
 
-class Durations:
-    """How long good answers took of late, by kind of call."""
-
-    def __init__(self) -> None:
-        self._samples: dict[str, deque[float]] = {}
-        self._slow_s: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
-
-    def add(self, kind: str, seconds: float) -> None:
-        """One more; every :data:`LEAST_SAMPLES` of them it is computed again which are slow."""
-        samples = self._samples.setdefault(kind, deque(maxlen=MOST_SAMPLES))
-        samples.append(seconds)
-        count = self._counts[kind] = self._counts.get(kind, 0) + 1
-        if count % LEAST_SAMPLES == 0:
-            ranked = sorted(samples)
-            self._slow_s[kind] = ranked[int(SLOW_QUANTILE * len(ranked))]
-
-    def slow_s(self, kind: str) -> float | None:
-        """Longer than this took one call of twenty; None: not known yet."""
-        return self._slow_s.get(kind)
-
-
 class Attempts:
-    """What all calls of a client have in common: their retries and second requests.
+    """What all calls of a client have in common: their retries.
 
     Args:
         retries: of one call, at most.
         retry_share: retries of all calls together, as a share of the calls.
-        hedge_share: the same of second requests beside slow ones; 0: none.
     """
 
     def __init__(
         self,
         retries: int,
         retry_share: float,
-        hedge_share: float,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._retries, self._uniform = retries, uniform
-        self._retry_budget, self._hedge_budget = Budget(retry_share), Budget(hedge_share)
-        self._hedges = hedge_share > 0
-        self.durations = Durations()
+        self._retry_budget = Budget(retry_share)
 
-    def may_hedge(self) -> bool:
-        """Whether a second request may be sent beside a slow one."""
-        return self._hedge_budget.take()
-
-    def steps(self, kind: str, deadline: float) -> Generator[Send | Pause, Outcome | None, Outcome]:
-        """What to do for one call, until its outcome stands; ``deadline`` by ``time.monotonic``,
-        which no pause goes past."""
+    def steps(self, deadline: float) -> Generator[float, Outcome | None, Outcome]:
+        """How long to wait before the request is sent, again and again until the outcome of a call
+        stands; ``deadline`` by ``time.monotonic``, which no pause goes past."""
         self._retry_budget.earn()
-        self._hedge_budget.earn()
-        retries, lost_before = 0, False
+        retries, lost_before, pause_s = 0, False, 0.0
         while True:
-            began = time.monotonic()
-            outcome = yield Send(self.durations.slow_s(kind) if self._hedges else None)
+            outcome = yield pause_s
             assert outcome is not None
-            if isinstance(outcome, Reply) and outcome.status < 300:
-                self.durations.add(kind, time.monotonic() - began)
             if not passing(outcome):
                 return outcome
             if isinstance(outcome, Failure) and outcome.lost and not lost_before:
                 # the server closed a connection that was idle, most likely: no sign that it has too
                 # much to do
-                lost_before = True
+                lost_before, pause_s = True, 0.0
                 continue
             pause_s = self._pause_s(outcome, retries)
             retries += 1
@@ -175,7 +120,6 @@ class Attempts:
                 or not self._retry_budget.take()
             ):
                 return outcome
-            yield Pause(pause_s)
 
     def _pause_s(self, outcome: Outcome, retries: int) -> float:
         longest = doubled_s(FIRST_PAUSE_S, retries, LONGEST_PAUSE_S)

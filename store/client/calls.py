@@ -49,11 +49,9 @@ nested without end."""
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One request. Calls of one ``kind`` take about as long as each other; ``read`` makes the
-    result from an answer's bytes, and ``strays`` names what of it was not requested, None if
-    nothing."""
+    """One request. ``read`` makes the result from an answer's bytes, and ``strays`` names what of
+    it was not requested, None if nothing."""
 
-    kind: str
     path: str
     read: Callable[[bytes], T]
     strays: Callable[[T], str | None] = lambda _: None
@@ -169,7 +167,6 @@ def _lookup(
     }
     path = f"/v1/views/{quote(view, safe='')}/lookup"
     return Call(
-        f"lookup {view}",
         path,
         read,
         lambda answer: strays([(view, keys)], [answered(answer)]),
@@ -202,7 +199,6 @@ def several(
         ]
     }
     return Call(
-        "several",
         "/v1/lookup",
         read_several,
         lambda answers: strays(wanted, map(of_rows, answers)),
@@ -234,7 +230,6 @@ def row(view: str, key: Any, words: RowWords) -> Call[bodies.ViewRow]:
     )
     path += f"?{urlencode(query)}"
     return Call(
-        f"row {view}",
         path,
         read_row,
         lambda row: strays([(view, [plain])], [(row.view, [row.key])]),
@@ -272,7 +267,6 @@ def _service(
     # each column of the entity as the keys of a view of that name
     wanted = [(service, []), *columns.items()]
     return Call(
-        f"service {service}",
         f"/v1/services/{quote(service, safe='')}",
         read,
         lambda answer: strays(wanted, answered(answer, list(columns))),
@@ -312,13 +306,12 @@ def search(view: str, words: SearchWords) -> Call[bodies.SearchAnswer]:
         f"/v1/views/{quote(view, safe='')}/search",
         lambda answer: strays([(view, [])], [(answer.view, [])]),
     )
-    return Call(f"search {view}", path, read_search, of_view, encoded(sent), timeout_s=timeout_s)
+    return Call(path, read_search, of_view, encoded(sent), timeout_s=timeout_s)
 
 
 def views(timeout_s: float | None) -> Call[list[dict[str, Any]]]:
     """The live views."""
     return Call(
-        "views",
         "/v1/views",
         lambda content: list(msgspec.json.decode(content)["views"]),
         timeout_s=timeout_s,

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import ssl
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 import httpcore2
@@ -21,11 +18,8 @@ from precompute.store.client.attempts import (
     Attempts,
     Failure,
     Outcome,
-    Pause,
-    Send,
     Tls,
     address_of,
-    passing,
 )
 from precompute.store.client.calls import (
     Call,
@@ -71,33 +65,29 @@ class _Core:
         connections: int = 64,
         retries: int = 2,
         retry_share: float = 0.1,
-        hedge_share: float = 0.0,
     ) -> None:
         self._url, self._timeout_s, self._connections = url, check_timeout(timeout_s), connections
         address = address_of(url)
         context = (tls or Tls()).context() if address.scheme == "https" else None
         self._pool = address, token, connections, context
         """What a transport is opened with."""
-        self._attempts = Attempts(retries, retry_share, hedge_share)
+        self._attempts = Attempts(retries, retry_share)
         self._open()
 
     def _open(self) -> None:
         raise NotImplementedError
 
-    def _steps(self, call: Call[T], deadline: float) -> Generator[Send | Pause, Outcome | None, T]:
-        """What to do next, to which the outcome is sent back; at last what the caller gets.
+    def _steps(self, call: Call[T], deadline: float) -> Generator[float, Outcome | None, T]:
+        """How long to wait before the request is sent, to which the outcome is sent back; at last
+        what the caller gets.
 
         Raises:
             PrecomputeError: there was no answer, or a refusal.
         """
-        outcome = yield from self._attempts.steps(call.kind, deadline)
+        outcome = yield from self._attempts.steps(deadline)
         if isinstance(outcome, Failure):
             raise outcome.error
         return call.answer(outcome, self._url)
-
-
-def _best(outcomes: Sequence[Outcome]) -> Outcome:
-    return next((outcome for outcome in outcomes if not passing(outcome)), outcomes[0])
 
 
 class Client(_Core):
@@ -119,9 +109,6 @@ class Client(_Core):
         connections: open at once, at most; further calls wait their turn, within their time.
         retries: of one call, at most.
         retry_share: how much retries may add to all requests, as a share of the calls.
-        hedge_share: the same of a second request beside one that takes longer than 19 of
-            20 like it, to take the answer that comes first: less waiting for the slowest, for so
-            much more work of the server. 0.05 is a good value; 0 (the default) never does.
 
     Raises:
         RequestError: the URL is none of these, ``timeout_s`` no time limit, or the token none that
@@ -131,8 +118,6 @@ class Client(_Core):
 
     def _open(self) -> None:
         self._transport = BlockingTransport(*self._pool)
-        self._threads: ThreadPoolExecutor | None = None
-        self._lock, self._pid = threading.Lock(), os.getpid()
 
     def get(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> pa.Table:
         """As :meth:`precompute.store.answers.lookup.Lookup.get`, over HTTP and Arrow; ``keys`` may
@@ -199,8 +184,6 @@ class Client(_Core):
 
     def close(self) -> None:
         """Close the connections."""
-        if self._threads is not None:
-            self._threads.shutdown()
         self._transport.close()
 
     def __enter__(self) -> Client:
@@ -214,49 +197,12 @@ class Client(_Core):
         with contextlib.closing(self._steps(call, deadline)) as steps:
             while True:
                 try:
-                    step = steps.send(outcome)
+                    pause_s = steps.send(outcome)
                 except StopIteration as done:
                     return cast(T, done.value)
-                if isinstance(step, Pause):
-                    time.sleep(step.seconds)
-                    outcome = None
-                elif step.hedge_after_s is None:
-                    outcome = self._transport.send(call, Exchange(deadline))
-                else:
-                    outcome = self._hedged(call, deadline, step.hedge_after_s)
-
-    def _hedged(self, call: Call[T], deadline: float, after_s: float) -> Outcome:
-        """The first good outcome of a request and, where that takes long, of a second one; the
-        other is ended."""
-        exchanges: dict[Future[Outcome], Exchange] = {}
-
-        def send() -> None:
-            exchange = Exchange(deadline)
-            exchanges[self._executor().submit(self._transport.send, call, exchange)] = exchange
-
-        send()
-        try:
-            _, waiting = wait(exchanges, after_s)
-            if waiting and self._attempts.may_hedge():
-                send()
-            outcomes = list[Outcome]()
-            waiting = set(exchanges)
-            while waiting and all(map(passing, outcomes)):
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                outcomes += [one.result() for one in done]
-        finally:
-            for one, exchange in exchanges.items():
-                if not one.done():
-                    exchange.cancel()
-        return _best(outcomes)
-
-    def _executor(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._threads is None or self._pid != os.getpid():
-                # the threads of a process are not in those that are forked of it
-                self._pid = os.getpid()
-                self._threads = ThreadPoolExecutor(2 * self._connections, "precompute-client")
-            return self._threads
+                if pause_s:
+                    time.sleep(pause_s)
+                outcome = self._transport.send(call, Exchange(deadline))
 
 
 # ---- Async client: for services on asyncio or uvloop.
@@ -452,30 +398,9 @@ class AsyncClient(_Core):
         with contextlib.closing(self._steps(call, deadline)) as steps:
             while True:
                 try:
-                    step = steps.send(outcome)
+                    pause_s = steps.send(outcome)
                 except StopIteration as done:
                     return cast(T, done.value)
-                if isinstance(step, Pause):
-                    await asyncio.sleep(step.seconds)
-                    outcome = None
-                elif step.hedge_after_s is None:
-                    outcome = await self._transport.send(call, deadline)
-                else:
-                    outcome = await self._hedged(call, deadline, step.hedge_after_s)
-
-    async def _hedged(self, call: Call[T], deadline: float, after_s: float) -> Outcome:
-        tasks = [asyncio.create_task(self._transport.send(call, deadline))]
-        try:
-            _, waiting = await asyncio.wait(tasks, timeout=after_s)
-            if waiting and self._attempts.may_hedge():
-                tasks.append(asyncio.create_task(self._transport.send(call, deadline)))
-            outcomes, waiting = list[Outcome](), set(tasks)
-            while waiting and all(map(passing, outcomes)):
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                outcomes += [one.result() for one in done]
-        finally:
-            for task in tasks:
-                task.cancel()
-            # none of them outlives the call
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return _best(outcomes)
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+                outcome = await self._transport.send(call, deadline)

@@ -99,7 +99,7 @@ MUCH_BYTES = 64 * 1024
 
 
 class Exchange:
-    """One request on its way: when it must be over, and how to end it before.
+    """One request on its way: when it must be over.
 
     It travels through httpcore2 in place of a timeout, which would count again for each read: a
     server that sends a byte now and then could hold a caller for ever.
@@ -107,38 +107,23 @@ class Exchange:
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
-        self._cancelled = False
-        self._socket: socket.socket | None = None
 
     def left_s(self) -> float:
         """Seconds until the deadline, by ``time.monotonic``.
 
         Raises:
-            httpcore2.TimeoutException: none, or it was cancelled.
+            httpcore2.TimeoutException: none.
         """
         left = self.deadline - time.monotonic()
-        if left <= 0 or self._cancelled:
-            raise httpcore2.TimeoutException("cancelled" if self._cancelled else "the time is over")
+        if left <= 0:
+            raise httpcore2.TimeoutException("the time is over")
         return left
 
     def on(self, connection: socket.socket) -> float:
-        """Use this connection now, for at most so many seconds; set down before the look at the
-        flag, so that :meth:`cancel` misses neither."""
-        self._socket = connection
+        """Use this connection now, for at most so many seconds."""
         left = self.left_s()
         connection.settimeout(left)
         return left
-
-    def cancel(self) -> None:
-        """End it, from another thread: what waits for its connection returns."""
-        self._cancelled = True
-        if self._socket is not None:
-            # of a TLS socket its own shutdown would drop the TLS state under the thread that reads
-            try:
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-            except OSError:
-                # closed already, and so ended
-                return
 
 
 class _Stream(httpcore2.NetworkStream):

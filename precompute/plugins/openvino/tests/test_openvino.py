@@ -18,8 +18,9 @@ import torch
 
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors
+from precompute.plugins.openvino import technique as openvino
 from precompute.store.errors import ConfigError
-from precompute.techniques import onednn, openvino
+from precompute.techniques import onednn
 from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.machine import has_bf16, has_int8_products
 from precompute.techniques.row_errors import relative_errors, tolerance
@@ -28,6 +29,8 @@ from tests.precompute.test_precision import (
     Arithmetic,
     bert,
     check,
+    check_any_inputs,
+    check_lost_bit,
     mlp,
     outputs,
     rows,
@@ -224,11 +227,17 @@ def test_a_layer_of_few_inputs_has_no_groups() -> None:
 
 def test_nothing_is_reported_to_anybody(tmp_path: Path) -> None:
     """What reports puts an identifier into the home folder first."""
-    code = (
-        "import precompute.techniques.openvino as o; print(o._openvino().Core().available_devices)"
-    )
+    code = "import precompute.plugins.openvino.technique as o; print(o._openvino().Core().available_devices)"
     environment = {name: value for name, value in os.environ.items() if name != "CI"}
     subprocess.run(
         [sys.executable, "-c", code], env=environment | {"HOME": str(tmp_path)}, check=True
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_of_any_number_of_inputs_is_exported(tmp_path: Path) -> None:
+    check_any_inputs("fp32-openvino", tmp_path)
+
+
+def test_a_graph_that_lost_a_bit_is_not_computed_by(tmp_path: Path) -> None:
+    check_lost_bit("fp32-openvino", tmp_path)

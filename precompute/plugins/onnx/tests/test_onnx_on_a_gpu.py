@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from precompute.models.device import Device
+from precompute.plugins.onnx import technique as onnx
 from precompute.store.errors import ConfigError
-from precompute.techniques import onnx
 from precompute.techniques.conversion import candidates, convert
 from precompute.techniques.technique import technique
 from tests.precompute.simulated_cuda import Machine, simulated_cuda

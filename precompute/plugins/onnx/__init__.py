@@ -1,0 +1,1 @@
+"""ONNX: torch models computed by ONNX Runtime, and by NVIDIA's TensorRT."""

@@ -1,0 +1,1 @@
+"""OpenVINO: torch models as OpenVINO graphs on a CPU, in float32, bfloat16 or 8-bit integers."""
