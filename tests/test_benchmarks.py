@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks import common, engine_gpu, gpu_parts, online_table, run_memory, source_types
 from precompute.jobs.config.project import Project
-from precompute.techniques.table import NAMES
 from precompute.techniques.technique import technique
 
 TINY = gpu_parts.Size(24, 6, (64, 256), 100, 20, 200, 60, 1, 64)
@@ -51,8 +50,8 @@ TINY = gpu_parts.Size(24, 6, (64, 256), 100, 20, 200, 60, 1, 64)
 def test_the_gpu_benchmark_walks_all_its_way(
     part: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = {name: TABLE[name] for name in ("fp32-eager", "bf16-eager", "tf32-eager")}
-    monkeypatch.setattr(gpu_parts, "TABLE", some)
+    some = ("fp32-eager", "bf16-eager", "tf32-eager")
+    monkeypatch.setattr(gpu_parts, "NAMES", some)
     monkeypatch.setattr(gpu_parts, "candidates", lambda *_: [technique("fp32-eager")])
     into = tmp_path / "notes"
     gpu_parts.PARTS[part](gpu_parts.Notes(into, time.monotonic() + 60), "cpu", TINY)
