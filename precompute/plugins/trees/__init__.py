@@ -1,0 +1,1 @@
+"""Trees: LightGBM, XGBoost and CatBoost, from the files that they write, over columns."""
