@@ -226,6 +226,28 @@ class OwnLibrary:
 
 
 @runtime_checkable
+class FileKind(Protocol):
+    """A model's class that knows its files, from which ``precompute init --model FILE`` makes a
+    view: it loads by ``path`` alone, is a :class:`ReadingModel`, and takes ``columns``, a mapping
+    of what it reads to columns."""
+
+    saved: str
+    """What the file is, and the library's call that writes it: said where none is known."""
+
+    def is_its_file(self, name: str, head: bytes) -> bool:
+        """Whether a file of this name that begins with these bytes, 64 KiB of it, is one."""
+
+
+@runtime_checkable
+class GraphKind(FileKind, Protocol):
+    """Such a class whose files have named inputs and outputs, and no missing values: it takes
+    ``inputs``, a mapping of these to lists of columns, and ``outputs``, feature → output."""
+
+    def names_of(self, path: Path) -> tuple[dict[str, int], list[str]]:
+        """The inputs, each with how many columns it takes, and the outputs."""
+
+
+@runtime_checkable
 class LibraryModel(Model, Protocol):
     """A model of files that a library outside computes, too: its values are compared with that
     library's before a run computes its first row (:mod:`precompute.own_library`)."""

@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from precompute.registry import BUILT_IN, Stamp, is_own, sources_read, stamp_of
+from precompute.registry import Stamp, is_built_in, is_own, sources_read, stamp_of
 from precompute.store.errors import ModelError
 
 MOST_FILES = 200
@@ -47,7 +47,7 @@ def model_code(use: str, args: Mapping[str, Any], folder: Path | None) -> dict[s
         ModelError: a file is another one by now than the one that was imported.
     """
     of_user = str(args["module"]) if use == "torch_module" else use
-    if of_user in BUILT_IN or of_user.endswith(".pt2"):
+    if is_built_in(of_user) or of_user.endswith(".pt2"):
         return {}
     name = of_user.partition(":")[0]
     project = _project_of(name, folder)

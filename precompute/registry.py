@@ -21,7 +21,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from itertools import islice
@@ -38,6 +38,7 @@ from precompute.model import (
     resolve_path,
     starting_from,
 )
+from precompute.store.doors import MODELS
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError, nearest_or_all
 
 BUILT_IN = {
@@ -51,15 +52,24 @@ BUILT_IN = {
     "torch_module": "precompute.models.torch_module:TorchModule",
     "chat_endpoint": "precompute.models.endpoint.chat:ChatEndpoint",
     "embedding_endpoint": "precompute.models.endpoint.embedding:EmbeddingEndpoint",
-    "lightgbm": "precompute.models.tabular.lightgbm_model:LightGbm",
-    "xgboost": "precompute.models.tabular.xgboost_model:XgBoost",
-    "catboost": "precompute.models.tabular.catboost_model:CatBoost",
-    "onnx": "precompute.models.tabular.onnx_model:OnnxModel",
 }
-"""Name in a view's ``model.use`` → class."""
+"""Name in a view's ``model.use`` → class, of this room; others come in by the door."""
 
 MOST_NAMED_FILES = 1000
 """Files of a folder that a model's argument names; of further ones only the times are looked at."""
+
+
+def is_built_in(use: str) -> bool:
+    """Whether a view's ``model.use`` is the name of a model of ours, or of another package's that
+    comes in by the door, whether it is here or not; and no class of the user's."""
+    return use in BUILT_IN or (":" not in use and MODELS.has(use))
+
+
+def built_in() -> Iterator[str]:
+    """The names of all that are here."""
+    yield from BUILT_IN
+    names = (*MODELS.known(), *MODELS.foreign())
+    yield from (name for name in names if name not in BUILT_IN and MODELS.is_here(name))
 
 
 def check_use(use: str, folder: Path | None = None) -> None:
@@ -70,14 +80,17 @@ def check_use(use: str, folder: Path | None = None) -> None:
         folder: the project's, where modules are looked for first.
 
     Raises:
-        ConfigError: no built-in of that name, or no module of that dotted path.
+        ConfigError: no built-in of that name, or it is not installed here; or no module of that
+            dotted path.
     """
-    if use in BUILT_IN:
+    if is_built_in(use):
+        if use not in BUILT_IN and not MODELS.is_here(use):
+            raise ConfigError(MODELS.absence(use))
         return
     module, _, attribute = use.partition(":")
     if not module or not attribute:
         above, _, last = use.rpartition(".")
-        near = nearest_or_all(use, [f"{above}:{last}"] if above else BUILT_IN)
+        near = nearest_or_all(use, [f"{above}:{last}"] if above else [*built_in()])
         raise ConfigError(
             f"unknown model {use!r}: write the name of a built-in one, or a class of yours as"
             f" package.module:Class{near}"
@@ -118,21 +131,7 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
         ConfigError: the class is not there, is no model, or refuses the arguments.
         ModelError: it failed to load.
     """
-    check_use(use, folder)
-    module, _, attribute = BUILT_IN.get(use, use).partition(":")
-    try:
-        imported = import_module(module, None if use in BUILT_IN else folder)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as exc:
-        # a user's module may fail in any way, a syntax error included
-        raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
-    factory = getattr(imported, attribute, None)
-    if not callable(factory):
-        near = nearest_or_all(attribute, classes_of(imported, ("fingerprint", "compute")))
-        raise ConfigError(
-            f"unknown model {use!r}: module {module!r} has no class {attribute!r}{near}"
-        )
+    factory = class_of(use, folder)
     try:
         with starting_from(folder):
             model = factory(**args)
@@ -158,6 +157,36 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
             " README"
         )
     return model
+
+
+def class_of(use: str, folder: Path | None = None) -> Callable[..., Any]:
+    """The class that a ``model.use`` names, imported.
+
+    Args:
+        use, folder: as :func:`load_model` takes them.
+
+    Raises:
+        ConfigError: it is not there, or cannot be imported.
+    """
+    check_use(use, folder)
+    if use not in BUILT_IN and is_built_in(use):
+        return MODELS.open(use)
+    module, _, attribute = BUILT_IN.get(use, use).partition(":")
+    try:
+        imported = import_module(module, None if use in BUILT_IN else folder)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:
+        # a user's module may fail in any way, a syntax error included
+        raise ConfigError(f"model {use!r} cannot be imported: {described(exc)}") from exc
+    found: Any = getattr(imported, attribute, None)
+    if not callable(found):
+        near = nearest_or_all(attribute, classes_of(imported, ("fingerprint", "compute")))
+        raise ConfigError(
+            f"unknown model {use!r}: module {module!r} has no class {attribute!r}{near}"
+        )
+    named: Callable[..., Any] = found
+    return named
 
 
 class LoadedModel(NamedTuple):

@@ -43,6 +43,12 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             " and money, fitted to its own runs; what will not fit is said first",
         ),
     },
+    "model": {
+        "onnx": Way("onnx", "model:OnnxModel", "any graph over columns", "onnx"),
+        "lightgbm": Way("trees", "lightgbm_model:LightGbm", "trees of LightGBM", "lightgbm"),
+        "xgboost": Way("trees", "xgboost_model:XgBoost", "trees of XGBoost", "xgboost"),
+        "catboost": Way("trees", "catboost_model:CatBoost", "trees of CatBoost", "catboost"),
+    },
     "technique": {
         "fp32-onnx": Way("onnx", "technique:Exported", "ONNX Runtime", "onnx"),
         "tf32-tensorrt": Way("onnx", "technique:Engine", "TensorRT, by ONNX Runtime", "onnx"),
@@ -187,6 +193,11 @@ def _is_here(way: Way) -> bool:
 
 COMMANDS: Door[Callable[[Any], None]] = Door("command")
 """A word after ``precompute`` → ``add(commands)``, which adds the one command of this name."""
+
+MODELS: Door[Callable[..., Any]] = Door("model")
+"""A view's ``model.use`` → the class, which makes a :class:`precompute.model.Model` of
+``model.args``; of one that is also a :class:`precompute.model.FileKind`, ``precompute init --model
+FILE`` knows the files."""
 
 TECHNIQUES: Door[Callable[[str], Any]] = Door("technique")
 """``<precision>-<backend>`` → the :class:`precompute.techniques.technique.Technique` of that name,

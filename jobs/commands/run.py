@@ -94,11 +94,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from precompute.jobs.config.gates import check_gates
     from precompute.jobs.run.rows.plan import RunOptions
     from precompute.jobs.run.run_view import run_view
-    from precompute.registry import BUILT_IN
+    from precompute.registry import is_built_in
 
     project = project_of(arguments)
     view = project.views.get(arguments.view)
-    if arguments.own_process and view is not None and view.model.use in BUILT_IN:
+    if arguments.own_process and view is not None and is_built_in(view.model.use):
         avoid_importing_pandas()
     check_gates(arguments.accept, "--accept")
     schedule = project.schedules().get(arguments.view)

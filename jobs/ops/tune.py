@@ -295,10 +295,10 @@ def _torch_model(opened: OpenView) -> TorchModel:
     ConfigError: the view's model is none of torch.
     """
     from precompute.models.torch_model import TorchModel
-    from precompute.techniques.conversion import NOT_TORCH
+    from precompute.techniques.conversion import not_torch
 
     if not isinstance(opened.model, TorchModel):
-        raise ConfigError(f"view {opened.view.name!r}: {NOT_TORCH}")
+        raise ConfigError(f"view {opened.view.name!r}: {not_torch()}")
     return opened.model
 
 

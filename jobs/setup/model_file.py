@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,18 @@ import pyarrow as pa
 
 from precompute.foreign_file import read_json, what_it_is
 from precompute.jobs.setup.data_file import Column, DataFile, near, number_text, slug_of
-from precompute.model import Model, ReadingModel, resolve_path, starting_from
-from precompute.models.tabular.ubjson import is_ubjson
+from precompute.model import (
+    FileKind,
+    GraphKind,
+    Model,
+    ReadingModel,
+    resolve_path,
+    starting_from,
+)
 from precompute.registry import load_model
 from precompute.sources.database import quoted
 from precompute.sources.source import Source
+from precompute.store.doors import MODELS
 from precompute.store.errors import ConfigError, ModelError, did_you_mean
 from precompute.text.sentence_folder import Dense, read_sentence_folder
 
@@ -35,7 +42,7 @@ TRIED_ROWS = 100
 @dataclass(frozen=True, slots=True)
 class ModelFile:
     """A model that was looked at: ``use`` is the built-in, ``inputs`` maps what it reads to how
-    many columns that is, ``outputs`` are those of a graph."""
+    many columns that is, ``outputs`` are those of a graph, which trees have not."""
 
     path: Path
     use: str
@@ -80,7 +87,7 @@ class ModelFile:
 
     def args(self, chosen: Mapping[str, Column]) -> dict[str, Any]:
         """The model's arguments beside its path."""
-        if self.use != "onnx":
+        if not self.outputs:
             other = {name: column.alias for name, column in chosen.items() if name != column.alias}
             return {"columns": other} if other else {}
         columns = iter(column.alias for column in chosen.values())
@@ -94,7 +101,7 @@ class ModelFile:
 
     def sql_of(self, column: Column, rows: int) -> str:
         """A column as the model takes it: a graph has no missing values."""
-        if self.use != "onnx" or column.values - column.odd == rows:
+        if not self.outputs or column.values - column.odd == rows:
             return quoted(column.name)
         if column.is_number:
             return f"coalesce({column.number_sql}, {number_text(column.mean)})"
@@ -142,44 +149,44 @@ def look_at_model(path: Path) -> ModelFile:
             f"--model {path}:"
             f" {'is a folder' if path.is_dir() else 'no such file'}{did_you_mean(path.name, beside)}"  # noqa: E501
         )
-    use = _kind(path)
-    if use == "onnx":
-        from precompute.models.tabular.onnx_model import names_of
-
-        inputs, outputs = names_of(path)
-        return ModelFile(path, use, inputs, outputs)
+    use, kind = _kind(path)
+    if isinstance(kind, GraphKind):
+        return ModelFile(path, use, *kind.names_of(path))
     model = _loaded(use, path, {})
     assert isinstance(model, ReadingModel)
     return ModelFile(path, use, dict.fromkeys(model.reads(), 1))
 
 
-SAVED = (
-    "save it as LightGBM's text (save_model('model.txt')), XGBoost's JSON or UBJSON"
-    " (save_model('model.json')), CatBoost's JSON (save_model('model.json', format='json')) or ONNX"
-    " (.onnx); pickles are never read"
-)
+def _kind(path: Path) -> tuple[str, FileKind]:
+    """(the model's name, its class).
 
-
-def _kind(path: Path) -> str:
+    Raises:
+        ConfigError: it is of no kind that is read here.
+    """
     if is_a := what_it_is(path):
-        raise ConfigError(f"--model {path}: is {is_a}; {SAVED}")
-    if path.suffix.lower() == ".onnx":
-        return "onnx"
+        raise ConfigError(f"--model {path}: is {is_a}; {_saved()}")
     with path.open("rb") as file:
         head = file.read(65536)
-    if head.startswith(b"tree"):
-        return "lightgbm"
-    if is_ubjson(head) and b"learner" in head:
-        return "xgboost"
-    if head.lstrip().startswith(b"{"):
-        for use, word in (
-            ("xgboost", b'"learner"'),
-            ("catboost", b'"features_info"'),
-            ("catboost", b'"ctr_data"'),
-        ):
-            if word in head:
-                return use
-    raise ConfigError(f"--model {path}: is none that is known: {SAVED}")
+    for use, kind in _kinds():
+        if kind.is_its_file(path.name, head):
+            return use, kind
+    raise ConfigError(f"--model {path}: is none that is known: {_saved()}")
+
+
+def _kinds() -> Iterator[tuple[str, FileKind]]:
+    for use, made_by in MODELS.all():
+        kind: Any = made_by
+        if isinstance(kind, FileKind):
+            yield use, kind
+
+
+def _saved() -> str:
+    """How a file is saved that one of the models here reads, and of which none is here to tell."""
+    *others, last = [kind.saved for _, kind in _kinds()] or ["what a plug-in reads"]
+    listed = f"{', '.join(others)} or {last}" if others else last
+    absent = ", ".join(use for use in MODELS.known() if not MODELS.is_here(use))
+    why = f"; {absent} have no plug-in here, and their files are not known" if absent else ""
+    return f"save it as {listed}; pickles are never read{why}"
 
 
 def _loaded(use: str, path: Path, args: Mapping[str, Any]) -> Model:

@@ -518,7 +518,7 @@ def _model(shape: _Shape, project: Path, name: str, path: Path) -> Draft:
         columns,
         (
             "count as the mean of their column"
-            if file.use == "onnx"
+            if file.outputs
             else "are missing values to the model"
         ),
     )

@@ -17,6 +17,7 @@ from safetensors.torch import save
 
 from precompute.model import ReadingModel, table_digest
 from precompute.models.exported_program import parse_inputs
+from precompute.store.doors import MODELS
 from precompute.store.errors import ModelError
 from precompute.students.mlp import Mlp
 from precompute.students.training import MODEL, Lesson, Made, course_of, train
@@ -24,6 +25,8 @@ from precompute.students.training import MODEL, Lesson, Made, course_of, train
 MOST_VALUES = 300
 """Different texts of a column that is taken for a category: they are values of the source, and go
 into the student's record, the snapshot's manifest and its pointer, which everyone reads."""
+TREES = "lightgbm"
+"""The model that computes trees."""
 TRAINING_S = 120.0
 BATCH_ROWS = 1024
 WIDTH = 128
@@ -131,25 +134,28 @@ class Trees:
             return "trees give one score, and the view has other features"
         if columns.categories or set(columns.inputs) - {"numbers"}:
             return "trees read columns of numbers alone here"
-        from precompute.models.tabular.lightgbm_model import missing
-
-        return missing()
+        if not MODELS.is_here(TREES):
+            return MODELS.absence(TREES)
+        return str(_trees().missing())
 
     def make(self, lesson: Lesson, folder: Path) -> Made:
-        from precompute.models.tabular.lightgbm_model import fitted
-
         names = columns_of(lesson).inputs["numbers"]["columns"]
         # LightGBM takes few letters in names, and changes some
         numbered = [f"column_{at}" for at in range(len(names))]
         (feature,) = lesson.view.features
         matrix = np.column_stack([_numbers(lesson.rows[name]) for name in names])
         scores = _targets(lesson)[feature.name][:, 0]
-        text = fitted(matrix, scores, numbered, self.rounds, lesson.seed)
+        text = _trees().fitted(matrix, scores, numbered, self.rounds, lesson.seed)
         place = folder / MODEL
         place.mkdir(parents=True, exist_ok=True)
         (place / "trees.txt").write_text(text, encoding="utf-8")
         args = {"path": f"./{MODEL}/trees.txt", "columns": names, "output": feature.name}
-        return Made("lightgbm", args)
+        return Made(TREES, args)
+
+
+def _trees() -> Any:
+    """The class that computes trees, which has what fits them, too."""
+    return MODELS.open(TREES)
 
 
 def columns_of(lesson: Lesson) -> Columns:

@@ -22,17 +22,26 @@ from precompute.engine.rows import Outcome, Rows
 from precompute.model import CheckingModel, Model
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.registry import described
+from precompute.registry import built_in, class_of, described
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.feature_view import FeatureView
 from precompute.techniques.row_errors import differing
 from precompute.techniques.table import NAMES, REFERENCE, is_here
 from precompute.techniques.technique import Technique, elements, technique
 
-NOT_TORCH = (
-    "this model computes in its own way; only torch models (text_encoder, text_classifier,"
-    " static_embedding, image_encoder, two_tower, top_k, torch_module) have other precisions"
-)
+
+def not_torch() -> str:
+    """What is said of a model that torch does not compute."""
+    classes = [(use, class_of(use)) for use in built_in()]
+    names = [
+        use
+        for use, made_by in classes
+        if isinstance(made_by, type) and issubclass(made_by, TorchModel)
+    ]
+    return (
+        f"this model computes in its own way; only torch models ({', '.join(names)}) have other"
+        " precisions"
+    )
 
 
 def use_variant(
@@ -51,7 +60,7 @@ def use_variant(
     """
     wanted = technique(variant)
     if not isinstance(model, TorchModel):
-        raise ConfigError(f"precision {variant}: {NOT_TORCH}")
+        raise ConfigError(f"precision {variant}: {not_torch()}")
     if model.variant == variant:
         return
 

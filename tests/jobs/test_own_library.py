@@ -38,8 +38,7 @@ from precompute.store.times import Partition, containing
 from precompute.techniques.machine import has_bf16
 from tests import library_models
 from tests.fixtures import PROCESSES, MakeProject
-from tests.jobs.test_models_people_have import CASES as OTHERS
-from tests.jobs.test_models_people_have import Made, texts, view_of
+from tests.people import Made, cases, image_encoder, of_plugins, static_embedding, texts, view_of
 from tests.scene import Scene
 from tests.server import eventually
 
@@ -55,7 +54,8 @@ def text_encoder(folder: Path) -> Made:
     sentence_model(folder / "made", parts=[dense, modules.Normalize()], prompts=prompts, limit=32)
     features = {"embedding": {"dtype": "float16", "dim": 8}}
     args = {"path": "./made/saved", "device": "cpu"}
-    return Made(args, features, texts(), {}, {}, "made/saved/model.safetensors")
+    file, by = "made/saved/model.safetensors", "sentence-transformers"
+    return Made(args, features, texts(), {}, {}, file, library=by)
 
 
 def cross_encoder(folder: Path) -> Made:
@@ -65,7 +65,8 @@ def cross_encoder(folder: Path) -> Made:
     saved(folder / "cross", num_labels=1, sentence_transformers={"activation_fn": SIGMOID})
     table = texts().append_column("other", pa.array(["a heist in the snow"] * len(texts())))
     args = {"path": "./cross", "columns": ["text", "other"], "device": "cpu"}
-    return Made(args, {"score": {"dtype": "float32"}}, table, {}, {}, "cross/model.safetensors")
+    features, by = {"score": {"dtype": "float32"}}, "sentence-transformers"
+    return Made(args, features, table, {}, {}, "cross/model.safetensors", library=by)
 
 
 def static_of_sentence_transformers(folder: Path) -> Made:
@@ -79,25 +80,15 @@ def static_of_sentence_transformers(folder: Path) -> Made:
     made.save(str(folder / "static"), create_model_card=False)
     features = {"embedding": {"dtype": "float32", "dim": 6}}
     args = {"path": "./static", "device": "cpu"}
-    return Made(args, features, texts(), {}, {}, "static/model.safetensors")
+    file, by = "static/model.safetensors", "sentence-transformers"
+    return Made(args, features, texts(), {}, {}, file, library=by)
 
 
 CASES: dict[str, Callable[[Path], Made]] = {
-    **OTHERS,
+    **cases(),
     "text_encoder": text_encoder,
     "text_classifier of pairs": cross_encoder,
     "static_embedding of sentence-transformers": static_of_sentence_transformers,
-}
-LIBRARIES = {
-    "image_encoder": "transformers",
-    "static_embedding": "model2vec",
-    "text_classifier": "transformers",
-    "lightgbm": "lightgbm",
-    "xgboost": "xgboost",
-    "catboost": "catboost",
-    "text_encoder": "sentence-transformers",
-    "text_classifier of pairs": "sentence-transformers",
-    "static_embedding of sentence-transformers": "sentence-transformers",
 }
 
 
@@ -159,15 +150,17 @@ def test_a_model_is_equal_to_its_own_library_and_that_is_shown(
     case: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    project = project_of(make_project, tmp_path, case)
+    (tmp_path / "project").mkdir()
+    made = CASES[case](tmp_path / "project")
+    project = make_project(made.table, view=view_of(case.partition(" ")[0], made))
     report = project.run()
     found = check_of(report)
-    if case == "onnx":
-        assert (found.said, libraries.asked) == ("computed by onnxruntime itself", [])
+    if not made.library:
+        assert (found.said, libraries.asked) == (f"computed by {found.library} itself", [])
         return
-    assert libraries.asked == [LIBRARIES[case]]
-    assert (found.verdict, found.library) == ("equal", LIBRARIES[case])
-    assert found.said.startswith(f"equal to {LIBRARIES[case]} {found.version} in 8 rows (")
+    assert libraries.asked == [made.library]
+    assert (found.verdict, found.library) == ("equal", made.library)
+    assert found.said.startswith(f"equal to {made.library} {found.version} in 8 rows (")
     assert found.worst < 5e-6
     # everywhere the same words
     assert project.live_snapshot().library == found
@@ -183,12 +176,12 @@ def test_a_model_is_equal_to_its_own_library_and_that_is_shown(
     assert f"<dt>library</dt><dd>{found.said}</dd>" in page.read_text()
     (check,) = [check for check in validate(project) if check.check == "model"]
     assert check.ok
-    assert f"equal to {LIBRARIES[case]} {found.version} in " in check.found
+    assert f"equal to {made.library} {found.version} in " in check.found
 
 
 def pictures_of_open_clip(folder: Path, tower: Callable[[Path], object]) -> Made:
     """As transformers' CLIP has them, for a tower that is saved in the folder."""
-    made = OTHERS["image_encoder"](folder)
+    made = image_encoder(folder)
     tower(folder / "open_clip")
     return dataclasses.replace(made, args={"path": "./open_clip", "device": "cpu"})
 
@@ -375,40 +368,6 @@ def other_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def other_categories(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same ones, in another order."""
-    from precompute.models.tabular import lightgbm_model as module
-
-    read = module._categories
-
-    def turned(*given: Any) -> dict[str, list[Any]]:
-        return {name: [*values[1:], values[0]] for name, values in read(*given).items()}
-
-    monkeypatch.setattr(module, "_categories", turned)
-
-
-def cut_categories(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them are unknown, and taken for missing."""
-    from precompute.models.tabular import xgboost_model as module
-
-    texts = module.Categories.texts
-
-    def cut(self: Any) -> list[str] | None:
-        known = texts(self)
-        return None if known is None else [value[:-1] for value in known]
-
-    monkeypatch.setattr(module.Categories, "texts", cut)
-
-
-def other_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    from precompute.models.tabular.catboost_model import CatBoost
-
-    scores = CatBoost.scores
-    monkeypatch.setattr(
-        CatBoost, "scores", lambda self, pair, n: scores(self, (pair[0][:, ::-1], pair[1]), n)
-    )
-
-
 WRONG: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = {
     "prompt": ("text_encoder", other_prompt, {}),
     "pooling": ("text_encoder", other_pooling, {}),
@@ -417,9 +376,7 @@ WRONG: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], dict[str, Any]
     "table of model2vec": ("static_embedding", other_weights, {}),
     "table": ("static_embedding of sentence-transformers", other_weights, {}),
     "pixels": ("image_encoder", other_mean, {}),
-    "order of categories": ("lightgbm", other_categories, {}),
-    "cut categories": ("xgboost", cut_categories, {"unknown": "missing"}),
-    "columns": ("catboost", other_columns, {}),
+    **of_plugins("WRONG"),
 }
 
 
@@ -443,7 +400,7 @@ def test_what_differs_is_refused_before_a_row_is_computed(
     said = capsys.readouterr().err
     feature = f"({'|'.join(made.features)})"
     assert re.search(
-        rf"numbers\.yaml:\d+: model\.use: the model differs from {LIBRARIES[case]} [\d.]+ in \d of"
+        rf"numbers\.yaml:\d+: model\.use: the model differs from {made.library} [\d.]+ in \d of"
         rf" \d rows, such as '\d+': {feature} .*\(.+ here, .+ there\)\. Nothing was computed\. If the"
         r" library is right, .* write a model class of your own that calls it; if this is as it"
         r" should be: precompute run numbers --accept library",
@@ -453,7 +410,7 @@ def test_what_differs_is_refused_before_a_row_is_computed(
     assert project.report().status == "failed"
     (check,) = [check for check in validate(project) if check.check == "model"]
     assert not check.ok
-    assert check.found.startswith(f"it differs from {LIBRARIES[case]}")
+    assert check.found.startswith(f"it differs from {made.library}")
     # accepted by name, and remembered so
     asked = len(libraries.asked)
     report = project.materialize(accept=["library"])
@@ -474,17 +431,17 @@ def test_it_is_asked_once_for_a_fingerprint_and_a_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "project").mkdir()
-    made = OTHERS["lightgbm"](tmp_path / "project")
-    view = view_of("lightgbm", made)
+    made = static_embedding(tmp_path / "project")
+    view = view_of("static_embedding", made)
     first = check_of(make_project(made.table, view=view).run())
-    assert libraries.asked == ["lightgbm"]
+    assert libraries.asked == ["model2vec"]
     # by the manifest that it builds on; nothing to do; every row
     for full in (False, False, True):
         fewer = make_project(made.table.slice(0, 35), view=view)
         assert check_of(fewer.run(full=full)) == first
-    assert libraries.asked == ["lightgbm"]
+    assert libraries.asked == ["model2vec"]
     # another fingerprint, and back again: by the report of an earlier run
-    raw = view | {"model": {"use": "lightgbm", "args": made.args | {"raw": True}}}
+    raw = view | {"model": {"use": "static_embedding", "args": made.args | {"normalize": False}}}
     other = make_project(view=raw).materialize()
     assert check_of(other).verdict == "equal"
     assert len(libraries.asked) == 2
@@ -502,7 +459,7 @@ TOO_LONG = "took longer than 300 s"
 def test_what_had_no_answer_is_asked_again_once_a_run(
     make_project: MakeProject, tmp_path: Path, libraries: Libraries
 ) -> None:
-    project = project_of(make_project, tmp_path, "lightgbm")
+    project = project_of(make_project, tmp_path, "static_embedding")
     for n, error in enumerate((TOO_LONG, "ended its process: it was ended by signal 9 (SIGKILL)")):
         libraries.error = error
         found = check_of(project.materialize(full=True))
@@ -518,13 +475,13 @@ def test_what_had_no_answer_is_asked_again_once_a_run(
 def test_a_backfill_waits_once_for_a_library_that_hangs(
     make_project: MakeProject, tmp_path: Path, libraries: Libraries
 ) -> None:
-    project = project_of(make_project, tmp_path, "lightgbm", partition=BY_DAY, source=DAYS)
+    project = project_of(make_project, tmp_path, "static_embedding", partition=BY_DAY, source=DAYS)
     libraries.error = TOO_LONG
     found = [
         check_of(project.materialize(partition=day(number), backfill=backfill))
         for backfill, number in (("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5))
     ]
-    assert {check.said for check in found} == {f"not checked: lightgbm {LIGHTGBM} {TOO_LONG}"}
+    assert {check.said for check in found} == {f"not checked: model2vec {MODEL2VEC} {TOO_LONG}"}
     assert len(libraries.asked) == 2
     project.materialize(partition=day(6))
     assert len(libraries.asked) == 3
@@ -539,16 +496,16 @@ def test_what_differs_stays_refused_without_another_answer(
     without: str,
 ) -> None:
     (tmp_path / "project").mkdir()
-    made = OTHERS["lightgbm"](tmp_path / "project")
-    view = view_of("lightgbm", made)
+    made = static_embedding(tmp_path / "project")
+    view = view_of("static_embedding", made)
     # a snapshot of this fingerprint from before the library was there
     with monkeypatch.context() as before:
         before.setattr(own_library, "version_of", lambda _: None)
         make_project(made.table, view=view).run()
-    other_categories(monkeypatch)
-    view |= {"model": {"use": "lightgbm", "args": made.args}}
+    other_weights(monkeypatch)
+    view |= {"model": {"use": "static_embedding", "args": made.args}}
     project = make_project(made.table, view=view)
-    with pytest.raises(ModelError, match="differs from lightgbm"):
+    with pytest.raises(ModelError, match="differs from model2vec"):
         project.materialize(full=True)
     refused = check_of(project.report())
     assert (refused.verdict, refused.accepted) == ("differs", False)
@@ -578,21 +535,21 @@ def test_another_model_is_not_held_by_what_was_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "project").mkdir()
-    made = OTHERS["lightgbm"](tmp_path / "project")
+    made = static_embedding(tmp_path / "project")
     with monkeypatch.context() as wrong:
-        other_categories(wrong)
-        with pytest.raises(ModelError, match="differs from lightgbm"):
-            make_project(made.table, view=view_of("lightgbm", made)).run()
+        other_weights(wrong)
+        with pytest.raises(ModelError, match="differs from model2vec"):
+            make_project(made.table, view=view_of("static_embedding", made)).run()
     libraries.error = TOO_LONG
-    raw = {"model": {"use": "lightgbm", "args": made.args | {"raw": True}}}
-    project = make_project(view=view_of("lightgbm", made, **raw))
+    raw = {"model": {"use": "static_embedding", "args": made.args | {"normalize": False}}}
+    project = make_project(view=view_of("static_embedding", made, **raw))
     assert check_of(project.run()).verdict == "not checked"
 
 
 def test_a_manifest_of_before_has_no_check_and_is_read(
     make_project: MakeProject, tmp_path: Path, libraries: Libraries
 ) -> None:
-    project = project_of(make_project, tmp_path, "lightgbm")
+    project = project_of(make_project, tmp_path, "static_embedding")
     project.run()
     snapshot = project.live_snapshot()
     assert Snapshot.from_bytes(snapshot.to_bytes(), "m") == snapshot
@@ -601,7 +558,7 @@ def test_a_manifest_of_before_has_no_check_and_is_read(
     # where a reader of before finds what it knows
     body = json.loads(before.to_bytes())
     assert body.pop("library") is None
-    own = OwnLibrary("lightgbm", "m:f")
+    own = OwnLibrary("model2vec", "m:f")
     known = [
         library.known_check(own, model, [one])
         for model, one in (
@@ -616,7 +573,7 @@ def test_a_manifest_of_before_has_no_check_and_is_read(
 
 BY_DAY = {"by": "day", "start": "2026-03-01"}
 DAYS = {"sql": "SELECT * FROM read_parquet('${data}/data.parquet') WHERE $start < $end"}
-LIGHTGBM = importlib.metadata.version("lightgbm")
+MODEL2VEC = importlib.metadata.version("model2vec")
 
 
 def day(number: int) -> Partition:
@@ -627,10 +584,10 @@ def day(number: int) -> Partition:
 def test_partitions_share_what_is_known(
     make_project: MakeProject, tmp_path: Path, libraries: Libraries
 ) -> None:
-    project = project_of(make_project, tmp_path, "lightgbm", partition=BY_DAY, source=DAYS)
+    project = project_of(make_project, tmp_path, "static_embedding", partition=BY_DAY, source=DAYS)
     for number in (1, 2, 3):
         assert check_of(project.materialize(partition=day(number))).verdict == "equal"
-    assert libraries.asked == ["lightgbm"]
+    assert libraries.asked == ["model2vec"]
 
 
 def test_a_difference_is_accepted_for_all_partitions(
@@ -639,12 +596,16 @@ def test_a_difference_is_accepted_for_all_partitions(
     libraries: Libraries,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    other_categories(monkeypatch)
+    other_weights(monkeypatch)
     project = project_of(
-        make_project, tmp_path, "lightgbm", partition={**BY_DAY, "serve": "all"}, source=DAYS
+        make_project,
+        tmp_path,
+        "static_embedding",
+        partition={**BY_DAY, "serve": "all"},
+        source=DAYS,
     )
     for number in (1, 2):
-        with pytest.raises(ModelError, match="differs from lightgbm"):
+        with pytest.raises(ModelError, match="differs from model2vec"):
             project.run(partition=day(number))
     accepted = check_of(project.run(partition=day(1), accept=["library"]))
     assert (accepted.accepted, len(libraries.asked)) == (True, 3)
@@ -686,14 +647,14 @@ def test_a_source_that_breaks_off_is_told_by_validate(
     make_project: MakeProject, tmp_path: Path, libraries: Libraries
 ) -> None:
     (tmp_path / "project").mkdir()
-    made = OTHERS["lightgbm"](tmp_path / "project")
+    made = static_embedding(tmp_path / "project")
     # beyond the rows that are looked at first
     columns = ", ".join(name for name in made.table.column_names if name != "id")
     sql = (
         "SELECT CASE WHEN id = 20 THEN error('row twenty is broken')::BIGINT ELSE id END AS id,"
         f" {columns} FROM read_parquet('${{data}}/data.parquet')"
     )
-    project = make_project(made.table, view=view_of("lightgbm", made, source={"sql": sql}))
+    project = make_project(made.table, view=view_of("static_embedding", made, source={"sql": sql}))
     checks = {check.check: check for check in validate(project)}
     assert checks["source"].ok
     assert not checks["model"].ok
@@ -830,7 +791,7 @@ def test_it_ends_with_a_process_that_is_killed_while_it_is_asked(tmp_path: Path)
     eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_lightgbm_in_a_process_of_its_own(
+def test_a_library_in_a_process_of_its_own(
     make_project: MakeProject,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -838,8 +799,8 @@ def test_lightgbm_in_a_process_of_its_own(
     libraries: Libraries,
 ) -> None:
     monkeypatch.setattr(library, "ask", ask)
-    found = check_of(project_of(make_project, tmp_path, "lightgbm").run())
-    assert (found.verdict, found.rows, found.worst) == ("equal", 8, 0.0)
+    found = check_of(project_of(make_project, tmp_path, "static_embedding").run())
+    assert (found.verdict, found.rows) == ("equal", 8)
 
 
 # ---- the verdict
@@ -905,13 +866,13 @@ def test_of_shards_the_run_asks_once_and_no_worker(
 
     monkeypatch.setattr(coordinator, "FEW_ROWS", 1)
     (tmp_path / "project").mkdir()
-    made = OTHERS["lightgbm"](tmp_path / "project")
-    view = view_of("lightgbm", made, shards=2)
+    made = static_embedding(tmp_path / "project")
+    view = view_of("static_embedding", made, shards=2)
     project = make_project(made.table, view=view, project=ELSEWHERE)
     with workers(project, 2):
         report = project.run()
     assert (report.engine["shards"], check_of(report).verdict) == (2, "equal")
-    assert libraries.asked == ["lightgbm"]
+    assert libraries.asked == ["model2vec"]
     assert not {"check_by_library", "own_library_of", "compare_rows"} & set(vars(worker))
 
 

@@ -27,10 +27,10 @@ from precompute.model import (
 )
 from precompute.model_code import model_code
 from precompute.registry import (
-    BUILT_IN,
     MOST_NAMED_FILES,
     LoadedModel,
     Stamp,
+    is_built_in,
     load_with_fingerprint,
     named_files,
     stamp_of,
@@ -205,7 +205,7 @@ class OpenModel:
             else ()
         )
         lacks = [name for name in reads if name not in names]
-        if lacks and use in BUILT_IN:
+        if lacks and is_built_in(use):
             raise ConfigError(
                 f"{self.place('source', 'sql')}: the source yields no column {lacks[0]!r}, which"
                 f" the model {use} "

@@ -16,12 +16,8 @@ import pyarrow.compute as pc
 
 from precompute.foreign_file import KnownKeys, key_paths, parsed_json
 from precompute.model import Features, Prepared
-from precompute.models.tabular.tabular_model import (
-    Asked,
-    TreeModel,
-    Trees,
-    installed,
-)
+from precompute.models.tabular_model import installed
+from precompute.plugins.trees.tree_model import Asked, TreeModel, Trees
 from precompute.store.errors import ConfigError, ModelError
 
 Pair = tuple[npt.NDArray[np.float32], npt.NDArray[Any]]
@@ -141,6 +137,12 @@ class CatBoost(TreeModel):
 
     name = "catboost"
     saving = "save_model('model.json', format='json')"
+    saved = "CatBoost's JSON (save_model('model.json', format='json'))"
+
+    @staticmethod
+    def is_its_file(name: str, head: bytes) -> bool:
+        words = (b'"features_info"', b'"ctr_data"')
+        return head.lstrip().startswith(b"{") and any(word in head for word in words)
 
     def loaded(self, path: Path) -> Trees:
         """Raises:

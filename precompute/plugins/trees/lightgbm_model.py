@@ -21,13 +21,8 @@ import pyarrow as pa
 
 from precompute.foreign_file import KnownKeys
 from precompute.model import Features
-from precompute.models.tabular.tabular_model import (
-    Asked,
-    Matrix,
-    TreeModel,
-    Trees,
-    installed,
-)
+from precompute.models.tabular_model import Matrix, installed
+from precompute.plugins.trees.tree_model import Asked, TreeModel, Trees
 from precompute.store.errors import ModelError
 
 Numbers = npt.NDArray[Any]
@@ -366,6 +361,11 @@ class LightGbm(TreeModel):
 
     name = "lightgbm"
     saving = "Booster.save_model('model.txt')"
+    saved = "LightGBM's text (save_model('model.txt'))"
+
+    @staticmethod
+    def is_its_file(name: str, head: bytes) -> bool:
+        return head.startswith(b"tree")
 
     def loaded(self, path: Path) -> Trees:
         """Raises:
@@ -395,6 +395,42 @@ class LightGbm(TreeModel):
         threads = min(threads, 1 + len(matrix) // 64)
         return np.asarray(self._booster.predict(matrix, raw_score=self._raw, num_threads=threads))
 
+    @staticmethod
+    def missing() -> str:
+        """Why there is no LightGBM here, in words; an empty text where it is installed."""
+        if importlib.util.find_spec("lightgbm") is None:
+            return "lightgbm is not installed: pip install 'precompute-store[lightgbm]'"
+        return ""
+
+    @staticmethod
+    def fitted(
+        matrix: npt.NDArray[np.float64],
+        scores: npt.NDArray[np.float32],
+        names: Sequence[str],
+        rounds: int,
+        seed: int,
+    ) -> str:
+        """Trees that approximate scores, as the text that :class:`LightGbm` loads.
+
+        Args:
+            matrix: float64 [rows, columns]; NaN is a null.
+            scores: float32 [rows].
+            rounds: how many trees.
+        """
+        import lightgbm
+
+        settings = {
+            "objective": "regression",
+            "num_leaves": 63,
+            "learning_rate": 0.1,
+            "verbosity": -1,
+            "seed": seed,
+            "deterministic": True,
+            "force_row_wise": True,
+        }
+        data = lightgbm.Dataset(matrix, scores, feature_name=list(names))
+        return str(lightgbm.train(settings, data, rounds).model_to_string())
+
 
 def _categories(path: Path, known: LightGbmText) -> dict[str, list[Any]]:
     if known.pandas is None:
@@ -409,42 +445,6 @@ def _categories(path: Path, known: LightGbmText) -> dict[str, list[Any]]:
         known.features[place]: values
         for place, values in zip(known.categorical, known.pandas, strict=True)
     }
-
-
-def missing() -> str:
-    """Why there is no LightGBM here, in words; an empty text where it is installed."""
-    if importlib.util.find_spec("lightgbm") is None:
-        return "lightgbm is not installed: pip install 'precompute-store[lightgbm]'"
-    return ""
-
-
-def fitted(
-    matrix: npt.NDArray[np.float64],
-    scores: npt.NDArray[np.float32],
-    names: Sequence[str],
-    rounds: int,
-    seed: int,
-) -> str:
-    """Trees that approximate scores, as the text that :class:`LightGbm` loads.
-
-    Args:
-        matrix: float64 [rows, columns]; NaN is a null.
-        scores: float32 [rows].
-        rounds: how many trees.
-    """
-    import lightgbm
-
-    settings = {
-        "objective": "regression",
-        "num_leaves": 63,
-        "learning_rate": 0.1,
-        "verbosity": -1,
-        "seed": seed,
-        "deterministic": True,
-        "force_row_wise": True,
-    }
-    data = lightgbm.Dataset(matrix, scores, feature_name=list(names))
-    return str(lightgbm.train(settings, data, rounds).model_to_string())
 
 
 # ---- the same by the library itself

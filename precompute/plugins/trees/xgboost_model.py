@@ -22,16 +22,9 @@ import pyarrow as pa
 
 from precompute.foreign_file import KnownKeys, key_paths, parsed_json
 from precompute.model import Features, Verbatim
-from precompute.models.tabular.tabular_model import (
-    Asked,
-    Matrix,
-    TreeModel,
-    Trees,
-    installed,
-    listed,
-    unfit,
-)
-from precompute.models.tabular.ubjson import is_ubjson, parsed_ubjson
+from precompute.models.tabular_model import Matrix, installed, listed, unfit
+from precompute.plugins.trees.tree_model import Asked, TreeModel, Trees
+from precompute.plugins.trees.ubjson import is_ubjson, parsed_ubjson
 from precompute.store.errors import ConfigError, ModelError
 
 MOST_CATEGORIES = 2**24
@@ -493,6 +486,7 @@ class XgBoost(TreeModel):
 
     name = "xgboost"
     saving = "save_model('model.json')"
+    saved = "XGBoost's JSON or UBJSON (save_model('model.json'))"
 
     def __init__(
         self,
@@ -520,6 +514,12 @@ class XgBoost(TreeModel):
         super().__init__(path, output, columns, raw, unknown, label, classes)
         if named:
             self._facts |= {"categories": Verbatim({key: list(of) for key, of in named.items()})}
+
+    @staticmethod
+    def is_its_file(name: str, head: bytes) -> bool:
+        if is_ubjson(head):
+            return b"learner" in head
+        return head.lstrip().startswith(b"{") and b'"learner"' in head
 
     def loaded(self, path: Path) -> Trees:
         """Raises:

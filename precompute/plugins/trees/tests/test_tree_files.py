@@ -20,7 +20,7 @@ import pyarrow as pa
 import pytest
 import xgboost
 
-from precompute.models.tabular.ubjson import parsed_ubjson
+from precompute.plugins.trees.ubjson import parsed_ubjson
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError
 

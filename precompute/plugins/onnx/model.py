@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from precompute.foreign_file import KnownKeys, what_it_is
 from precompute.model import Features, OwnLibrary, Prepared, Verbatim, digest, resolve_path
-from precompute.models.tabular.tabular_model import (
+from precompute.models.tabular_model import (
     Host,
     HostModel,
     installed,
@@ -281,6 +281,27 @@ class OnnxModel(HostModel):
     """
 
     start_cost = 1024
+    saved = "ONNX (.onnx)"
+
+    @staticmethod
+    def is_its_file(name: str, head: bytes) -> bool:
+        return name.lower().endswith(".onnx")
+
+    @staticmethod
+    def names_of(path: Path) -> tuple[dict[str, int], list[str]]:
+        """The inputs of a graph, each with how many columns it takes (1 where that is open), and
+        its outputs.
+
+        Raises:
+            ConfigError, ModelError: as of :class:`OnnxModel`.
+        """
+        _, session = _loaded(path)
+        widths = {
+            one.name: one.shape[1] if len(one.shape) == 2 else 1 for one in session.get_inputs()
+        }
+        return {name: width if isinstance(width, int) else 1 for name, width in widths.items()}, [
+            one.name for one in session.get_outputs()
+        ]
 
     def __init__(
         self,
@@ -365,20 +386,6 @@ class OnnxModel(HostModel):
                         f" {one.kind}: CAST it in the source"
                     )
         self._checked = schema
-
-
-def names_of(path: Path) -> tuple[dict[str, int], list[str]]:
-    """The inputs of a graph, each with how many columns it takes (1 where that is open), and its
-    outputs.
-
-    Raises:
-        ConfigError, ModelError: as of :class:`OnnxModel`.
-    """
-    _, session = _loaded(path)
-    widths = {one.name: one.shape[1] if len(one.shape) == 2 else 1 for one in session.get_inputs()}
-    return {name: width if isinstance(width, int) else 1 for name, width in widths.items()}, [
-        one.name for one in session.get_outputs()
-    ]
 
 
 def _loaded(path: Path) -> tuple[list[Path], Any]:

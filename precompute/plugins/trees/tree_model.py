@@ -1,14 +1,10 @@
-"""Tabular model: what models over columns share that libraries other than torch compute: the
-columns as a matrix of numbers, in the order of their features; the CPU, as the device; and the base
-of gradient-boosted trees (LightGBM, XGBoost, CatBoost), in the stages that the engine overlaps."""
+"""Tree model: the base of gradient-boosted trees (LightGBM, XGBoost, CatBoost), in the stages that
+the engine overlaps: which column is which feature, a row's scores and its class."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,21 +14,30 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.engine.resources import ResidentPeak, allowed, available_bytes, usable_threads
 from precompute.engine.rows import side_by_side
 from precompute.foreign_file import what_it_is
 from precompute.model import (
     Features,
     OwnLibrary,
     Prepared,
-    StagedModel,
     Verbatim,
     digest,
     resolve_path,
 )
+from precompute.models.tabular_model import (
+    Host,
+    HostModel,
+    Matrix,
+    is_number,
+    is_text,
+    listed,
+    numbers,
+    value_type,
+)
 from precompute.store.errors import ConfigError, ModelError, did_you_mean
 
-Matrix = npt.NDArray[np.float64]
+CODE_VERSION = 2
+"""Raised with each change of the values that this code computes; part of the fingerprint."""
 
 NAMED_CATEGORIES = 5
 """Categories that a rejection lists of those the model knows."""
@@ -184,49 +189,6 @@ class Columns:
         return numbers(codes)
 
 
-def numbers(column: pa.Array) -> Matrix:
-    """Float64 [rows]; a null is NaN."""
-    if column.type != pa.float64():
-        column = column.cast(pa.float64(), safe=False)
-    made: Matrix = column.to_numpy(zero_copy_only=False)
-    return made
-
-
-def unfit(names: Sequence[str], matrix: Matrix, kind: npt.DTypeLike) -> dict[int, str]:
-    """Rows of [rows, names] with a number that ``kind``, a type of floats, has none for: position →
-    reason."""
-    rows, places = np.nonzero(np.abs(matrix) > np.finfo(kind).max)
-    return {
-        row: (
-            f"{names[place]} is {matrix[row, place]:g}, which is not finite in"
-            f" {np.dtype(kind).name}"
-        )
-        for row, place in zip(rows.tolist(), places.tolist(), strict=True)
-    }
-
-
-def value_type(kind: pa.DataType) -> pa.DataType:
-    """The type of a dictionary's values; any other type itself."""
-    return kind.value_type if isinstance(kind, pa.DictionaryType) else kind
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds texts."""
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def is_number(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds numbers; one of nothing but nulls may."""
-    kinds = (
-        pa.types.is_integer,
-        pa.types.is_floating,
-        pa.types.is_boolean,
-        pa.types.is_decimal,
-        pa.types.is_null,
-    )
-    return any(check(kind) for check in kinds)
-
-
 def shown(known: pa.Array) -> str:
     """The first categories, for a message."""
     more = ", …" if len(known) > NAMED_CATEGORIES else ""
@@ -235,95 +197,6 @@ def shown(known: pa.Array) -> str:
         for value in known[:NAMED_CATEGORIES].to_pylist()
     ]
     return ", ".join(texts) + more
-
-
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """Some names for a message, the first ones of many."""
-    return ", ".join(map(repr, names[:most])) + (
-        f" and {len(names) - most} more" if len(names) > most else ""
-    )
-
-
-# ---- The CPU
-
-
-class Host:
-    """A :class:`precompute.model.ComputeDevice`: launching means computing, with as many threads as
-    the process may use, or fewer in a lane."""
-
-    name = "cpu"
-    depth = 0
-
-    def __init__(self) -> None:
-        self._resident = ResidentPeak()
-        self._lane = threading.local()
-
-    def free_bytes(self) -> int:
-        return available_bytes()
-
-    def peak_bytes(self, reset: bool = False) -> int:
-        return self._resident.lap() if reset else self._resident.bytes()
-
-    def release(self) -> None:
-        """Nothing to free."""
-
-    def threads(self) -> int:
-        """Threads that the calling thread computes with: its lane's, or ``OMP_NUM_THREADS``, or one
-        for each CPU."""
-        said = os.environ.get("OMP_NUM_THREADS", "")
-        return getattr(self._lane, "threads", None) or usable_threads(
-            int(said) if said.isdigit() and int(said) else allowed()
-        )
-
-    def compute_with(self, threads: int) -> None:
-        self._lane.threads = threads
-
-    def peak_flops(self) -> float:
-        """Unknown: what these models compute is no matrix product."""
-        return 0.0
-
-
-class HostModel:
-    """Base of models that such a library computes: a row costs 1, and lanes compute at the same
-    time."""
-
-    cost_unit = "rows"
-    max_cost: int | None = None
-    concurrent = True
-
-    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-        """Unknown, or none: comparisons are no such operations."""
-        return 0.0
-
-    def compute(self: StagedModel, batch: pa.RecordBatch) -> Features:
-        """All rows of a batch at once; one that cannot be used raises ValueError."""
-        prepared = self.prepare(batch)
-        for reason in prepared.bad.values():
-            raise ValueError(reason)
-        return self.land(self.launch(prepared.payload))
-
-
-@contextlib.contextmanager
-def installed(extra: str) -> Iterator[None]:
-    """Translate the errors of importing a library of an extra.
-
-    Raises:
-        ConfigError: it is not installed, or does not load.
-    """
-    try:
-        yield
-    except ImportError as exc:
-        raise ConfigError(f"{extra}: {exc}: pip install 'precompute-store[{extra}]'") from exc
-    except OSError as exc:
-        # of a library in C that it needs, such as OpenMP's
-        raise ConfigError(f"{extra} is installed, and does not load: {exc}") from exc
-
-
-# ---- Trees
-
-
-CODE_VERSION = 2
-"""Raised with each change of the values that this code computes; part of the fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +240,8 @@ class TreeModel(HostModel, ABC):
     """The built-in's, in a view's ``model.use``."""
     saving: str
     """The library's call that writes a file as it is read here."""
+    saved: str
+    """The same in a list of such files."""
     start_cost = 2048
 
     def __init__(
@@ -426,6 +301,11 @@ class TreeModel(HostModel, ABC):
                 f" its order; got {named!r}"
             )
         return pa.array([str(name) for name in named], pa.string())
+
+    @staticmethod
+    @abstractmethod
+    def is_its_file(name: str, head: bytes) -> bool:
+        """As of :class:`precompute.model.FileKind`."""
 
     @abstractmethod
     def loaded(self, path: Path) -> Trees:
