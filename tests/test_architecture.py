@@ -54,11 +54,6 @@ SEAMS = {
         "precompute/text/sentence_folder.py",
         "precompute/text/unpadded.py",
     },
-    "onnx": {"precompute/models/tabular/onnx_model.py"},
-    "onnxruntime": {"precompute/models/tabular/onnx_model.py"},
-    "lightgbm": {"precompute/models/tabular/lightgbm_model.py"},
-    "xgboost": {"precompute/models/tabular/xgboost_model.py"},
-    "catboost": {"precompute/models/tabular/catboost_model.py"},
     "PIL": {"jobs/setup/templates/image_colors.py", "precompute/models/image_file.py"},
     # a loaded model is compared with its own library, in a process that ends with the answer
     "sentence_transformers": {

@@ -8,85 +8,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from precompute.jobs.cli import main
+from precompute.registry import built_in
 from tests import REPOSITORY
+from tests.people import of_plugins
 
-VIEWS = dict(
-    re.findall(
+VIEWS = {
+    name: text
+    for name, text in re.findall(
         r"^```yaml\n# views/(\w+)\.yaml\n(.*?)^```",
         (REPOSITORY / "docs/models.md").read_text(encoding="utf-8"),
         re.M | re.S,
     )
-)
+    if yaml.safe_load(text)["model"]["use"] in built_in()
+}
+"""Name → the file, of those whose model is here."""
 ROWS = 30
-
-
-def pair_score(folder: Path) -> str:
-    import lightgbm
-
-    rng = np.random.default_rng(0)
-    users = pd.DataFrame(
-        {"user_id": range(6), "age": rng.integers(18, 80, 6), "country": ["fr", "de", "it"] * 2}
-    )
-    items = pd.DataFrame(
-        {
-            "item_id": range(5),
-            "price": rng.random(5),
-            "genre": ["drama", "comedy", "drama", "horror", "comedy"],
-        }
-    )
-    pairs = users[["user_id"]].merge(items[["item_id"]], how="cross")
-    for name, frame in (("users", users), ("items", items), ("pairs", pairs)):
-        pq.write_table(
-            pa.Table.from_pandas(frame, preserve_index=False), folder / f"{name}.parquet"
-        )
-    frame = (
-        pairs.merge(users)
-        .merge(items)[["age", "country", "price", "genre"]]
-        .astype({"country": "category", "genre": "category"})
-    )
-    data = lightgbm.Dataset(
-        frame, frame["age"] > 40, params={"min_data_in_leaf": 1, "min_data_in_bin": 1}
-    )
-    lightgbm.train(
-        {"objective": "binary", "verbose": -1, "min_data_in_leaf": 1}, data, 3
-    ).save_model(folder / "model.txt")
-    return "3/2"
-
-
-def user_segment(folder: Path) -> str:
-    import warnings
-
-    from skl2onnx import to_onnx
-    from skl2onnx.common.data_types import FloatTensorType, StringTensorType
-    from sklearn.compose import ColumnTransformer
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import OneHotEncoder, StandardScaler
-
-    frame = pd.DataFrame(
-        {
-            "user_id": range(ROWS),
-            "age": np.arange(ROWS) + 18.0,
-            "genre": ["drama", "comedy", "horror"] * (ROWS // 3),
-        }
-    )
-    pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), folder / "users.parquet")
-    encoders = [("age", StandardScaler(), ["age"]), ("genre", OneHotEncoder(), ["genre"])]
-    pipeline = make_pipeline(ColumnTransformer(encoders), LogisticRegression())
-    pipeline.fit(frame.astype({"genre": object}), np.where(frame["age"] > 30, "old", "young"))
-    types = [("age", FloatTensorType([None, 1])), ("genre", StringTensorType([None, 1]))]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        (folder / "segment.onnx").write_bytes(
-            to_onnx(pipeline, initial_types=types).SerializeToString()
-        )
-    return "3"
 
 
 def review_sentiment(folder: Path) -> str:
@@ -150,11 +92,10 @@ def photo_vector(folder: Path) -> str:
 
 
 MADE: dict[str, Callable[[Path], str]] = {
-    "pair_score": pair_score,
-    "user_segment": user_segment,
     "review_sentiment": review_sentiment,
     "title_vector": title_vector,
     "photo_vector": photo_vector,
+    **of_plugins("DOCUMENTED"),
 }
 """View → what makes its model and its source, and returns a key."""
 

@@ -1,5 +1,5 @@
-"""Model file: the model of a new view: trees or an ONNX graph of the user's and the columns that it
-reads, an encoder's folder, or a template."""
+"""Model file: the model of a new view: a file of the user's and the columns that it reads, an
+encoder's folder, or a template."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Tabular model: what models over columns share that libraries other than torch compute: the
-columns as a matrix of numbers, in the order of their features; the CPU, as the device; and the base
-of gradient-boosted trees (LightGBM, XGBoost, CatBoost), in the stages that the engine overlaps."""
+"""Tabular model: what models over columns share that libraries other than torch compute: numbers of
+columns, and the CPU as the device."""
 
 from __future__ import annotations
 

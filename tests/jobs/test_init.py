@@ -26,6 +26,7 @@ from precompute.jobs.setup.model_file import FOLDER
 from precompute.jobs.setup.view_draft import TEMPLATES
 from precompute.model import resolve_path
 from precompute.store.answers.lookup import Lookup
+from precompute.store.doors import MODELS
 from tests.scene import files_of_at_most
 
 Captured = pytest.CaptureFixture[str]
@@ -451,13 +452,19 @@ def test_an_encoder_that_is_there_is_used(tmp_path: Path, capsys: Captured) -> N
     assert "10 of 10 rows computed" in checks["model"]
 
 
-@pytest.mark.parametrize("template", ["model", "images", "features", "top-k"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        *(["model"] if MODELS.is_here("lightgbm") else []),  # of which the sample is one
+        "images",
+        "features",
+        "top-k",
+    ],
+)
 def test_a_sample_is_green_before_the_first_run_and_published_by_it(
     tmp_path: Path, capsys: Captured, template: str
 ) -> None:
     """Of top-k, whose second view reads what the first will publish, too."""
-    if template == "model":
-        pytest.importorskip("lightgbm")
     folder = tmp_path / "p"
     views = init(capsys, folder, "--template", template)["views"]
     if template == "images":
@@ -477,57 +484,6 @@ def test_a_sample_is_green_before_the_first_run_and_published_by_it(
     for view in views:
         assert main(["-c", str(folder), "run", view, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["counts"]["rejected"] == 0
-
-
-def test_a_model_file_is_matched_with_the_columns(tmp_path: Path, capsys: Captured) -> None:
-    """By name, whatever the name is in SQL; what it reads and the file has not is one message, and
-    nothing is written."""
-    pytest.importorskip("lightgbm")
-    model = FOLDER / "book_price.txt"
-    data = {
-        "id": [1, 2, 3],
-        "Jahr": [1900, 1950, None],
-        "pages": [100.0, 600.0, 300.0],
-        "name": ["a", "b", "c"],
-    }
-    (tmp_path / "m.txt").write_text(model.read_text().replace("pages year", "pages Jahr"))
-    path, folder = written("items.csv", data)(tmp_path), tmp_path / "p"
-    given = ["init", str(folder), "--from", str(path), "--json", "--model"]
-    assert main([*given, str(model)]) == 2
-    assert (
-        "book_price.txt reads 'year', and items.csv has no such column"
-        in json.loads(capsys.readouterr().out)["error"]["message"]
-    )
-    assert main([*given, str(path)]) == 2
-    assert "pickles are never read" in json.loads(capsys.readouterr().out)["error"]["message"]
-    for name, content, said in (
-        ("m.onnx", b"version https://git-lfs.github.com/spec/v1\n", "run git lfs pull"),
-        ("m.pkl", b"\x80\x04\x95", "a pickle"),
-        ("m.joblib", b"\x78\x9c", "joblib's pickles"),
-        ("m.cbm", b"CBM1", "save_model('model.json', format='json')"),
-        ("m.bst", b"binf", "save_model('model.json')"),
-        ("m.txt.gz", b"\x1f\x8b", "compressed by gzip"),
-        ("m.json", b"<html>", "a web page"),
-        ("empty.txt", b"", "is empty"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        assert main([*given, str(tmp_path / name)]) == 2
-        message = json.loads(capsys.readouterr().out)["error"]["message"]
-        assert said in message
-        assert "LightGBM's text (save_model('model.txt'))" in message
-    assert not folder.exists()
-    assert main([*given, str(tmp_path / "m.txt")]) == 0
-    assert (
-        "empty values are missing values to the model: Jahr (1 of 3)"
-        in json.loads(capsys.readouterr().out)["notes"]
-    )
-    view = Project(folder).view("item_score")
-    assert (view.model.use, view.model.args) == (
-        "lightgbm",
-        {"path": "../m.txt", "columns": {"Jahr": "jahr"}},
-    )
-    assert main(["-c", str(folder), "run", "item_score", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["counts"]["written"] == 3
 
 
 def test_an_endpoint_that_is_not_there_is_one_message(tmp_path: Path, capsys: Captured) -> None:

@@ -269,23 +269,6 @@ def test_a_column_may_have_any_name(
     assert [one.get("columns") or one["column"] for one in read] == [["x"], name]
 
 
-def test_trees_read_columns_of_any_name(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = ["id", "x", 'é "[,]" = x']
-    scene = scene_of(
-        make_project,
-        # whole numbers that no float has
-        one_column(pa.uint64(), lambda i: 2**64 - 1 - i).rename_columns(names),
-        model={"use": "tests.models:Doubler", "args": {"dim": 0}},
-        features={"double": {"dtype": "float64"}},
-    )
-    quickly(monkeypatch, Trees(rounds=50))
-    trees = optimize(scene, "numbers")["students"][1]
-    assert trees["refused"] is None
-    assert trees["agreement"]["double"] > 0.99
-
-
 FLOATS = pa.list_(pa.float32())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from tests.people import ROWS, Made, table_of_books, training
 
@@ -68,3 +69,36 @@ def onnx(folder: Path) -> Made:
 
 
 CASES: dict[str, Callable[[Path], Made]] = {"onnx": onnx}
+
+
+def user_segment(folder: Path) -> str:
+    import pandas as pd
+    from skl2onnx import to_onnx
+    from skl2onnx.common.data_types import FloatTensorType, StringTensorType
+    from sklearn.compose import ColumnTransformer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+    frame = pd.DataFrame(
+        {
+            "user_id": range(30),
+            "age": np.arange(30) + 18.0,
+            "genre": ["drama", "comedy", "horror"] * (30 // 3),
+        }
+    )
+    pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), folder / "users.parquet")
+    encoders = [("age", StandardScaler(), ["age"]), ("genre", OneHotEncoder(), ["genre"])]
+    pipeline = make_pipeline(ColumnTransformer(encoders), LogisticRegression())
+    pipeline.fit(frame.astype({"genre": object}), np.where(frame["age"] > 30, "old", "young"))
+    types = [("age", FloatTensorType([None, 1])), ("genre", StringTensorType([None, 1]))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (folder / "segment.onnx").write_bytes(
+            to_onnx(pipeline, initial_types=types).SerializeToString()
+        )
+    return "3"
+
+
+DOCUMENTED = {"user_segment": user_segment}
+"""View of docs/models.md → what makes its model and its source, and returns a key."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.people import Made, as_trained, table_of_books, training
@@ -108,6 +109,44 @@ CASES: dict[str, Callable[[Path], Made]] = {
     "xgboost": xgboost,
     "catboost": catboost,
 }
+
+
+def pair_score(folder: Path) -> str:
+    import lightgbm
+    import pandas as pd
+
+    rng = np.random.default_rng(0)
+    users = pd.DataFrame(
+        {"user_id": range(6), "age": rng.integers(18, 80, 6), "country": ["fr", "de", "it"] * 2}
+    )
+    items = pd.DataFrame(
+        {
+            "item_id": range(5),
+            "price": rng.random(5),
+            "genre": ["drama", "comedy", "drama", "horror", "comedy"],
+        }
+    )
+    pairs = users[["user_id"]].merge(items[["item_id"]], how="cross")
+    for name, frame in (("users", users), ("items", items), ("pairs", pairs)):
+        pq.write_table(
+            pa.Table.from_pandas(frame, preserve_index=False), folder / f"{name}.parquet"
+        )
+    frame = (
+        pairs.merge(users)
+        .merge(items)[["age", "country", "price", "genre"]]
+        .astype({"country": "category", "genre": "category"})
+    )
+    data = lightgbm.Dataset(
+        frame, frame["age"] > 40, params={"min_data_in_leaf": 1, "min_data_in_bin": 1}
+    )
+    lightgbm.train(
+        {"objective": "binary", "verbose": -1, "min_data_in_leaf": 1}, data, 3
+    ).save_model(folder / "model.txt")
+    return "3/2"
+
+
+DOCUMENTED = {"pair_score": pair_score}
+"""View of docs/models.md → what makes its model and its source, and returns a key."""
 
 
 def other_categories(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,13 @@ from tests.fixtures import PROCESSES, MakeProject
 from tests.people import view_of
 
 
+@pytest.fixture
+def libraries() -> None:
+    """Models are compared with their own libraries."""
+
+
 def test_lightgbm_in_a_process_of_its_own(
-    make_project: MakeProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_project: MakeProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libraries: None
 ) -> None:
     """Which has what tests' processes do without, pandas among it."""
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != PROCESSES])
