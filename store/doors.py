@@ -42,6 +42,12 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "what a view takes at another number of rows: time, CPU and GPU hours, bytes, memory"
             " and money, fitted to its own runs; what will not fit is said first",
         ),
+        "tune": Way(
+            "tune",
+            "command:add",
+            "measure precisions and back ends on a view's rows, and pick the fastest that is"
+            " accurate",
+        ),
     },
     "technique": {
         "fp32-onnx": Way("onnx", "technique:Exported", "ONNX Runtime", "onnx"),

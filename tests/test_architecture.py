@@ -147,14 +147,12 @@ SEAMS = {
 """Outside library → the only files that may import it, the demo apart."""
 
 DEMO_DOORS = {
-    "precompute.jobs.commands.measure",
     "precompute.jobs.commands.rows",
     "precompute.jobs.commands.run",
     "precompute.jobs.config.project",
     "precompute.jobs.serve.fallback",
     "precompute.jobs.run.command_process",
     "precompute.jobs.run.run_view",
-    "precompute.jobs.ops.tune",
     "precompute.models.two_tower",
     "precompute.techniques.machine",
     "precompute.text.bert",
@@ -370,7 +368,8 @@ def test_a_power_is_imported_by_no_other_and_by_no_room() -> None:
     for file in (*FILES, *POWERS):
         for found in imports(file):
             where = f"{file}:{found.line} imports {found.module}"
-            assert power_of(MODULES.get(found.module, "")) in ("", power_of(file)), where
+            power = power_of(MODULES.get(found.module, ""))
+            assert power in ("", power_of(file)) or file.startswith("demo/"), where
             if (room := room_of(found.module)) not in (*ROOMS, *sys.stdlib_module_names):
                 assert room not in ("tests", "benchmarks", "demo") or file in FILES, where
                 libraries.setdefault(found.module.partition(".")[0], set()).add(power_of(file))
@@ -437,7 +436,8 @@ def test_the_demo_comes_in_by_the_doors() -> None:
     imported = {
         found.module for file in FILES if file.startswith("demo/") for found in imports(file)
     }
-    assert {module for module in imported if room_of(module) in ROOMS} == DEMO_DOORS
+    modules = {module for module in imported if room_of(module) in ROOMS}
+    assert {m for m in modules if not m.startswith("precompute.plugins.")} == DEMO_DOORS
 
 
 def test_no_module_imports_itself_by_any_way_round() -> None:

@@ -334,7 +334,6 @@ MISTAKES = {
     "a filter by no feature": Mistake(nothing, "view 'books' has no scalar feature 'lenght' to filter by (it has: length); did you mean 'length'?", command='search books --key 1 --filter {"lenght":1}'),
     "a filter's bounds": Mistake(nothing, "filter: the bounds of 'length' are some of gte, gt, lte, lt, got ['gtt']", command='search books --key 1 --filter {"length":{"gtt":1}}'),
     "a key without a history": Mistake(nothing, "view 'books' has no history of key '99': none of its 1 snapshots has it, and no run rejected it", command="explain books 99"),
-    "a precision to pick of a model that has none": Mistake(nothing, "view 'books': this model computes in its own way; only torch models (text_encoder, text_classifier, static_embedding, image_encoder, two_tower, top_k, torch_module) have other precisions", command="tune books"),
     "thresholds of no semantic cache": Mistake(nothing, "view 'books' has no semantic_cache: say which view embeds the same text, as in --by item_vectors", command="thresholds books"),
     "the bad configuration of a server": Mistake(project("serve: {tls: {cert: x.pem, key: y.pem}}"), "serve.tls: books/x.pem and books/y.pem cannot be used: [Errno 2] No such file or directory", command="serve"),
 }

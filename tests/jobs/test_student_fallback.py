@@ -47,7 +47,7 @@ from precompute.students.student import (
 )
 from tests.angles import Exact, angles
 from tests.fixtures import MakeProject
-from tests.jobs.test_tune import LOOSE, expected, torch_model, torch_project
+from tests.jobs.test_converted_view import LOOSE, expected, torch_model, torch_project
 from tests.jobs.test_warmer import Models
 from tests.scene import Scene
 from tests.server import Server, eventually
