@@ -43,6 +43,14 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             " and money, fitted to its own runs; what will not fit is said first",
         ),
     },
+    # each form as people write it
+    "online": {
+        "redis": Way("redis", "kind:KIND", "redis://host:6379/0"),
+        "rediss": Way("redis", "kind:KIND", "rediss://…"),
+        "unix": Way("redis", "kind:KIND", "unix:///socket"),
+        "redis+cluster": Way("redis", "kind:KIND", "redis+cluster://host:6379,host:6379"),
+        "rediss+cluster": Way("redis", "kind:KIND", "rediss+cluster://…"),
+    },
 }
 """Door → the name that a user writes → where it leads."""
 
@@ -178,3 +186,7 @@ def _is_here(way: Way) -> bool:
 
 COMMANDS: Door[Callable[[Any], None]] = Door("command")
 """A word after ``precompute`` → ``add(commands)``, which adds the one command of this name."""
+
+ONLINE: Door[Any] = Door("online")
+"""The scheme of a URL in the configuration's ``online`` → the store that such a URL names, as an
+:class:`~precompute.store.online.url.OnlineKind`. Table files are the rooms' own."""

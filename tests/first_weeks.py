@@ -11,14 +11,14 @@ from typing import Any
 import yaml
 from safetensors.torch import save_file
 
+from precompute.plugins.redis.tests.fixtures import redis_binary
+from precompute.plugins.redis.tests.processes import RedisCluster
 from tests import REPOSITORY
 from tests.documents import blocks
-from tests.fixtures import redis_binary
 from tests.jobs import test_endpoint_run
 from tests.journey import DOUBLED, Journey, Measured, service, write
 from tests.object_store import object_store
 from tests.precompute.test_torch_module import STATE, export
-from tests.redis_process import RedisCluster
 from tests.stand_in import StandIn
 from tests.test_models_documented import MADE, VIEWS, write_texts
 

@@ -29,11 +29,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from precompute.plugins.redis.tests.fixtures import redis_binary
+from precompute.plugins.redis.tests.processes import RedisProcess
 from precompute.store.client.client import AsyncClient, Client
 from precompute.store.errors import PrecomputeError
 from tests import REPOSITORY
-from tests.fixtures import redis_binary
-from tests.redis_process import RedisProcess
 
 ROWS = 400
 DAYS = ("2026-01-01", "2026-01-02", "2026-01-03")

@@ -38,10 +38,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import redis
 
+from precompute.plugins.redis.tests.processes import RedisProcess, newest_redis
 from precompute.store.errors import PrecomputeError
 from tests.faults.flipped_bits import Place, draw, places
 from tests.faults.serve_soak import FIRST_CLIENT, KNOWN, STEP, STORED, Soak, Versioned, report, run
-from tests.redis_process import RedisProcess, newest_redis
 from tests.scene import Scene
 from tests.server import Server, make_folder, write_numbers
 
