@@ -109,8 +109,6 @@ SEAMS = {
     "fsspec": {"store/disk/remote_files.py"},
     "pyiceberg": {"store/offline/iceberg_files.py"},
     "ray": {"jobs/run/shards/launcher.py"},
-    "redis": {"store/online/redis/connection.py"},
-    "hiredis": {"store/online/redis/connection.py"},
     "xxhash": {
         "store/online/kernels.py",
         "store/online/table_file.py",

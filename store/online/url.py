@@ -15,7 +15,8 @@ from precompute.store.online.online_store import OnlineStore
 
 class OnlineKind(Protocol):
     """What a scheme of the door ``online`` leads to: an object with these two, or a module. It is
-    given the URL as it was written, scheme, options and password included."""
+    given the URL as it was written, scheme, options and password included; a path in it counts
+    from ``base``, which a project does not give: its commands are called anywhere."""
 
     def open(self, url: str, base: Path | None, memory_mb: int) -> OnlineStore:
         """See :func:`open_online_store`."""
