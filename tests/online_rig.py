@@ -74,9 +74,9 @@ KINDS = ["table", *rigs()]
 
 
 def rig_of(url: str) -> OnlineRig | None:
-    """The rig for what a URL names; None of table files."""
+    """The rig for what a URL names; None of table files, and of a power that is not here."""
     way = KNOWN["online"].get(url.partition(":")[0])
-    return None if way is None else rigs()[way.power]
+    return None if way is None else rigs().get(way.power)
 
 
 def rigged(url: str) -> OnlineRig:
