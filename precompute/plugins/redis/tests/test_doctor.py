@@ -14,10 +14,17 @@ from precompute.jobs.setup.validate import validate
 from precompute.store.errors import OnlineStoreError
 from tests.fixtures import MakeProject
 from tests.jobs.test_preflight import COUNTED, refused
-from tests.jobs.test_validate import ROWS, lines
+from tests.scene import Scene
 
 Captured = pytest.CaptureFixture[str]
+ROWS = [(i, float(i)) for i in range(20)]
 DOWN = "redis://:secret@127.0.0.1:1/0"
+
+
+def lines(project: Scene, capsys: Captured) -> dict[str, dict[str, str]]:
+    """What the doctor says, by what was looked at."""
+    project.cli("doctor", "--json")
+    return {line["check"]: line for line in json.loads(capsys.readouterr().out)["checks"]}
 
 
 @contextlib.contextmanager
@@ -41,38 +48,35 @@ def test_what_the_server_says_of_itself_is_shown_and_nothing_written(
     make_project: MakeProject, capsys: Captured, redis_url: str
 ) -> None:
     project = make_project(ROWS, project={"online": redis_url})
-    found = lines(project)
-    assert [line for line in found.values() if line.status == "bad"] == []
+    found = lines(project, capsys)
+    assert [line for line in found.values() if line["status"] == "bad"] == []
     where = redis_url.partition("//")[2]
     assert re.fullmatch(
         rf"redis://{re.escape(where)}: [0-9.]+, master, uses [0-9.]+ GB of what the machine has,"
         " maxmemory-policy noeviction",
-        found["Redis"].found,
+        found["Redis"]["found"],
     )
-    assert found["clock of Redis"].found.startswith("agrees with the one at ")
+    assert found["clock of Redis"]["found"].startswith("agrees with the one at ")
     assert (
-        found["online store"].found
+        found["online store"]["found"]
         == f"{redis_url}: there, with all rights that publishing and reading need"
     )
-    assert project.cli("doctor", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["ok"] is True
     with project.online_store() as store:
         store.check_writable("numbers", "me")
     with redis.Redis.from_url(redis_url) as client:
         assert client.keys() == []
 
 
-def test_a_server_that_is_down_or_gives_no_right(make_project: MakeProject, redis_url: str) -> None:
-    down = lines(make_project(ROWS, project={"online": DOWN}))["online store"]
-    assert (down.status, "is it running" in down.found, "docs/redis.md" in down.remedy) == (
-        "bad",
-        True,
-        True,
-    )
+def test_a_server_that_is_down_or_gives_no_right(
+    make_project: MakeProject, redis_url: str, capsys: Captured
+) -> None:
+    down = lines(make_project(ROWS, project={"online": DOWN}), capsys)["online store"]
+    assert (down["status"], "is it running" in down["found"]) == ("bad", True)
+    assert "docs/redis.md" in down["remedy"]
     with reader(redis_url) as url:
-        line = lines(make_project(project={"online": url}))["online store"]
-    assert line.status == "bad"
-    assert "reader" not in line.found or "NOPERM" in line.found
+        line = lines(make_project(project={"online": url}), capsys)["online store"]
+    assert line["status"] == "bad"
+    assert "reader" not in line["found"] or "NOPERM" in line["found"]
 
 
 def test_validate_finds_a_server_that_is_down(make_project: MakeProject, capsys: Captured) -> None:
