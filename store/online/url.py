@@ -14,9 +14,12 @@ from precompute.store.online.online_store import OnlineStore
 
 
 class OnlineKind(Protocol):
-    """What a scheme of the door ``online`` leads to: an object with these two, or a module. It is
-    given the URL as it was written, scheme, options and password included; a path in it counts
-    from ``base``, which a project does not give: its commands are called anywhere."""
+    """What a scheme of the door ``online`` leads to: an object with these two, or a module.
+
+    It is given the URL as it was written, which messages show without what stands before an ``@``
+    behind ``//`` and without what stands behind a ``?``: no password may stand elsewhere. A path
+    that is relative to a project's folder it cannot know: ``base`` is None there, the working
+    directory."""
 
     def open(self, url: str, base: Path | None, memory_mb: int) -> OnlineStore:
         """See :func:`open_online_store`."""
