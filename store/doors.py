@@ -58,6 +58,14 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
         "int8-static-openvino": Way("openvino", "technique:Static", "OpenVINO", "openvino"),
         "int8-dynamic-openvino": Way("openvino", "technique:Grouped", "OpenVINO", "openvino"),
     },
+    # each form as people write it
+    "online": {
+        "redis": Way("redis", "kind:KIND", "redis://host:6379/0"),
+        "rediss": Way("redis", "kind:KIND", "rediss://…"),
+        "unix": Way("redis", "kind:KIND", "unix:///socket"),
+        "redis+cluster": Way("redis", "kind:KIND", "redis+cluster://host:6379,host:6379"),
+        "rediss+cluster": Way("redis", "kind:KIND", "rediss+cluster://…"),
+    },
 }
 """Door → the name that a user writes → where it leads."""
 
@@ -197,3 +205,7 @@ COMMANDS: Door[Callable[[Any], None]] = Door("command")
 TECHNIQUES: Door[Callable[[str], Any]] = Door("technique")
 """``<precision>-<backend>`` → the :class:`precompute.techniques.technique.Technique` of that name,
 made from it."""
+
+ONLINE: Door[Any] = Door("online")
+"""The scheme of a URL in the configuration's ``online`` → the store that such a URL names, as an
+:class:`~precompute.store.online.url.OnlineKind`. Table files are the rooms' own."""

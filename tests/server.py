@@ -257,6 +257,13 @@ def state(pid: int) -> str:
         return ""
 
 
+def free_port() -> int:
+    """A port of this machine that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def eventually(
     holds: Callable[[], bool], why: Callable[[], str] = lambda: "", seconds: float = 20.0
 ) -> None:

@@ -277,24 +277,12 @@ def _disk(project: Project) -> Iterator[Line]:
 def _online(project: Project) -> Iterator[Line]:
     try:
         with contextlib.closing(open_online_store(project.online)) as store:
-            for where, state, ahead_s in getattr(store, "servers", list)():
-                version = ".".join(map(str, state.version))
-                used = (
-                    ""
-                    if state.used_bytes is None
-                    else (
-                        f", uses {_gb(state.used_bytes)} of"
-                        f" {_gb(state.limit_bytes) if state.limit_bytes else 'what the machine has'}"  # noqa: E501
+            for server in store.servers():
+                yield Line(server.what, "ok", f"{server.where}: {server.found}")
+                if server.ahead_s is not None:
+                    yield _clock_line(
+                        f"clock of {server.what}", server.ahead_s, f"at {server.where}"
                     )
-                )
-                yield Line(
-                    "Redis",
-                    "ok",
-                    f"{where}: {version}, {state.role}{used}, maxmemory-policy"
-                    f" {state.policy or 'not known'}",
-                )
-                if ahead_s is not None:
-                    yield _clock_line("clock of Redis", ahead_s, f"at {where}")
             for name in project.names:
                 store.check_writable(name, known_identity(project.root) or "without a name yet")
             yield Line(

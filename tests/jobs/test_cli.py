@@ -455,25 +455,6 @@ def test_an_error_has_its_exit_status(
     assert (refusal["error"]["kind"], refusal["exit_status"]) == (type(error).__name__, status)
 
 
-def test_an_online_store_that_does_not_answer_is_status_1(
-    make_project: MakeProject, capsys: Captured
-) -> None:
-    project = make_project(ROWS, project={"online": "redis://:hunter2@127.0.0.1:1/0"})
-    for command in (
-        ["run", "numbers"],
-        ["lookup", "numbers", "1"],
-        ["status"],
-        ["status", "--json"],
-    ):
-        assert project.cli(*command) == 1
-        captured = capsys.readouterr()
-        assert "is it running?" in (captured.out if command[0] == "status" else captured.err)
-        assert "hunter2" not in captured.err + captured.out
-    assert "hunter2" not in "".join(
-        p.read_text() for p in (project.root / "numbers" / "runs").iterdir()
-    )
-
-
 # ---- as a process
 
 

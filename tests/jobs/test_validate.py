@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pytest
-import redis
 
 from precompute.engine import resources
 from precompute.jobs.cli import main
@@ -23,7 +22,9 @@ from precompute.jobs.setup import doctor
 from precompute.jobs.setup.doctor import Line, examine
 from precompute.jobs.setup.validate import validate
 from precompute.store.online import kernels
+from precompute.store.online.online_store import ServerReport
 from tests.fixtures import MakeProject
+from tests.memory_store import MemoryStore
 from tests.scene import Scene
 
 Captured = pytest.CaptureFixture[str]
@@ -100,7 +101,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, str]] = {
         "model",
         "computes none of the first 10 rows.*treble",
     ),
-    "Redis": ({}, {"online": "redis://:secret@127.0.0.1:1/0"}, 1, "online store", "is it running"),
+    "online": ({}, {"online": "table:/proc/online"}, 1, "online store", "/proc/online"),
     "the root": ({}, {"root": "/proc/var"}, 1, "root", "/proc/var"),
 }
 
@@ -123,7 +124,6 @@ def test_what_is_wrong_is_found_and_what_depends_on_it_not_tried(
     assert re.search(message, found[check]), found[check]
     assert project.cli("validate", "numbers", "--json") == code
     out = capsys.readouterr().out
-    assert "secret" not in out
     assert [c["check"] for c in json.loads(out)["checks"] if not c["ok"]] == [check]
 
 
@@ -142,10 +142,8 @@ def lines(project: Scene | None) -> dict[str, Line]:
     return {line.check: line for line in examine(project)}
 
 
-def test_a_machine_that_is_well(
-    make_project: MakeProject, capsys: Captured, redis_url: str
-) -> None:
-    project = make_project(ROWS, project={"online": redis_url})
+def test_a_machine_that_is_well(make_project: MakeProject, capsys: Captured) -> None:
+    project = make_project(ROWS)
     found = lines(project)
     assert [line for line in found.values() if line.status == "bad"] == []
     assert {
@@ -161,17 +159,14 @@ def test_a_machine_that_is_well(
     assert {
         "configuration",
         "disk (root)",
+        "disk (online)",
         "disk (TMPDIR)",
-        "Redis",
-        "clock of Redis",
         "online store",
         "clock",
     } < set(found)
     assert f"precompute-store {metadata.version('precompute-store')}" in found["versions"].found
     assert project.cli("doctor", "--json") == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
-    with redis.Redis.from_url(redis_url) as client:
-        assert client.keys() == []
 
 
 def test_without_a_project_the_machine_alone(
@@ -206,7 +201,7 @@ def few_handles() -> Iterator[None]:
 
 @pytest.mark.usefixtures("few_handles")
 def test_each_trouble_has_its_remedy(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, redis_url: str
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, needs = metadata.version, metadata.requires("precompute-store")
     monkeypatch.setattr(kernels, "COMPILED", False)
@@ -226,9 +221,7 @@ def test_each_trouble_has_its_remedy(
         ],
     )
     monkeypatch.setattr(resources, "available_bytes", lambda: 100 * 2**20)
-    found = lines(
-        make_project(ROWS, project={"online": redis_url.replace("/0", "/0?prefix=another")})
-    )
+    found = lines(make_project(ROWS))
     for check, status, said, remedy in (
         (
             "libraries",
@@ -250,34 +243,32 @@ def test_each_trouble_has_its_remedy(
     assert "none-such" not in found["libraries"].found
 
 
-def test_a_store_that_is_down_or_gives_no_right(make_project: MakeProject, redis_url: str) -> None:
-    down = lines(make_project(ROWS, project={"online": "redis://127.0.0.1:1/0"}))["online store"]
-    assert (down.status, "is it running" in down.found, "docs/redis.md" in down.remedy) == (
-        "bad",
-        True,
-        True,
-    )
-    with redis.Redis.from_url(redis_url) as client:
-        client.acl_setuser(
-            "reader",
-            enabled=True,
-            nopass=True,
-            keys=["*"],
-            commands=["+@read", "+hello", "+info", "+ping"],
-        )
-        try:
-            line = lines(
-                make_project(project={"online": redis_url.replace("redis://", "redis://reader:x@")})
-            )["online store"]
-        finally:
-            client.acl_deluser("reader")
-    assert line.status == "bad"
-    assert "reader" not in line.found or "NOPERM" in line.found
+def test_a_store_that_cannot_be_used(make_project: MakeProject, away: str) -> None:
+    line = lines(make_project(ROWS, project={"online": away}))["online store"]
+    assert (line.status, "Not a directory" in line.found) == ("bad", True)
+    assert "`online` in project.yaml" in line.remedy
+
+
+class _Served(MemoryStore):
+    def servers(self) -> list[ServerReport]:
+        return [ServerReport("Vault", "host:1", "2.0", 90.0), ServerReport("Vault", "host:2", "1")]
+
+
+def test_what_a_stores_servers_say_of_themselves_is_shown(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "open_online_store", lambda _: _Served())
+    told = [line for line in examine(make_project(ROWS)) if "Vault" in line.check]
+    assert told == [
+        Line("Vault", "ok", "host:1: 2.0"),
+        Line("clock of Vault", "bad", "90.0 s ahead at host:1", told[1].remedy),
+        Line("Vault", "ok", "host:2: 1"),
+    ]
 
 
 @pytest.mark.parametrize(("ahead_s", "status"), [(0.2, "ok"), (-5.0, "bad"), (90.0, "bad")])
 def test_clocks_that_are_apart(ahead_s: float, status: str) -> None:
-    line = doctor._clock_line("clock of Redis", ahead_s, "at there")
+    line = doctor._clock_line("clock of a server", ahead_s, "at there")
     assert (line.status, bool(line.remedy)) == (status, status == "bad")
 
 

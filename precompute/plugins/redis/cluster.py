@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from precompute.store.errors import OnlineStoreError
-from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.kernels import I8, U8, RowBatch, Rows
-from precompute.store.online.redis.connection import (
+from precompute.plugins.redis.connection import (
     Command,
     Connection,
     Lost,
@@ -27,8 +24,8 @@ from precompute.store.online.redis.connection import (
     opener,
     packed,
 )
-from precompute.store.online.redis.layout import SLOTS, Block, Layout, slot_of
-from precompute.store.online.redis.link import (
+from precompute.plugins.redis.layout import SLOTS, Block, Layout, slot_of
+from precompute.plugins.redis.link import (
     MOVING,
     Breaker,
     Budget,
@@ -38,8 +35,8 @@ from precompute.store.online.redis.link import (
     no_answer,
     refusal,
 )
-from precompute.store.online.redis.removal import counted
-from precompute.store.online.redis.servers import (
+from precompute.plugins.redis.removal import counted
+from precompute.plugins.redis.servers import (
     ADMIN_S,
     OTHER_KIND,
     STALL_S,
@@ -49,6 +46,9 @@ from precompute.store.online.redis.servers import (
     SingleServer,
     send_all,
 )
+from precompute.store.errors import OnlineStoreError
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.kernels import I8, U8, RowBatch, Rows
 
 PAUSE_S = 0.05
 """Seconds between two looks at a cluster in which something moves."""

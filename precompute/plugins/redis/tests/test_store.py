@@ -15,6 +15,19 @@ from typing import Any
 import pytest
 import redis
 
+from precompute.plugins.redis import meta, removal, servers
+from precompute.plugins.redis.layout import MSET_KEYS, blocks, key_cost_bytes
+from precompute.plugins.redis.link import Breaker, ServerState, check_room
+from precompute.plugins.redis.servers import SingleServer
+from precompute.plugins.redis.store import WARM_CONNECTIONS, RedisStore
+from precompute.plugins.redis.tests.processes import (
+    Proxy,
+    RedisProcess,
+    eventually,
+    newest_redis,
+    redis_binaries,
+)
+from precompute.plugins.redis.tests.rig import OpenStore, commands_in
 from precompute.store.errors import (
     ConfigError,
     ConflictError,
@@ -24,31 +37,17 @@ from precompute.store.errors import (
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online.kernels import Packed, Rows
 from precompute.store.online.online_store import Generation, Pointer, Terms
-from precompute.store.online.redis import meta, removal, servers
-from precompute.store.online.redis.layout import MSET_KEYS, blocks, key_cost_bytes
-from precompute.store.online.redis.link import Breaker, ServerState, check_room
-from precompute.store.online.redis.redis_store import WARM_CONNECTIONS, RedisStore
-from precompute.store.online.redis.servers import SingleServer
 from precompute.store.online.url import open_online_store, shown_url
 from tests.online import (
     DAMAGED_POINTERS,
     TABLE,
-    OpenStore,
     Stopped,
-    commands_in,
     is_refused,
     many,
     rows_of,
     values,
 )
-from tests.redis_process import (
-    Proxy,
-    RedisProcess,
-    eventually,
-    free_port,
-    newest_redis,
-    redis_binaries,
-)
+from tests.server import free_port
 
 VIEW = FeatureView("numbers", ("id",), (Feature("x", "float32", 4),), ttl_s=60, stale_for_s=0)
 BINARIES = redis_binaries()

@@ -13,16 +13,22 @@ import pyarrow as pa
 import pytest
 import redis
 
+from precompute.plugins.redis.store import KNOWN_S, RedisStore
+from precompute.plugins.redis.tests.processes import (
+    Proxy,
+    RedisCluster,
+    RedisProcess,
+    eventually,
+    newest_redis,
+)
+from precompute.plugins.redis.tests.rig import OpenStore
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.record import replace
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.app import create_app
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
-from precompute.store.online.redis.redis_store import KNOWN_S, RedisStore
 from tests.asgi import call, exchange, samples, scope_of
-from tests.online import OpenStore
-from tests.redis_process import Proxy, RedisCluster, RedisProcess, eventually, newest_redis
 
 VIEW = FeatureView(
     "numbers",

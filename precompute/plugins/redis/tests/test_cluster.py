@@ -13,17 +13,24 @@ import numpy as np
 import pytest
 import redis
 
+from precompute.plugins.redis import servers
+from precompute.plugins.redis.cluster import SlotMap, target
+from precompute.plugins.redis.connection import Lost, Refused
+from precompute.plugins.redis.layout import SLOTS, row_slots, slot_of
+from precompute.plugins.redis.servers import Pipe
+from precompute.plugins.redis.store import RedisStore
+from precompute.plugins.redis.tests.processes import (
+    RedisCluster,
+    RedisProcess,
+    eventually,
+    newest_redis,
+    redis_binaries,
+)
+from precompute.plugins.redis.tests.rig import OpenStore
 from precompute.store.errors import OnlineStoreError
 from precompute.store.online.kernels import Packed, Rows
 from precompute.store.online.online_store import Generation, Terms
-from precompute.store.online.redis import servers
-from precompute.store.online.redis.cluster import SlotMap, target
-from precompute.store.online.redis.connection import Lost, Refused
-from precompute.store.online.redis.layout import SLOTS, row_slots, slot_of
-from precompute.store.online.redis.redis_store import RedisStore
-from precompute.store.online.redis.servers import Pipe
-from tests.online import TABLE, OpenStore, back_to, many, numbers, pointer, rows_of, values
-from tests.redis_process import RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
+from tests.online import TABLE, back_to, many, numbers, pointer, rows_of, values
 
 BINARIES = redis_binaries()
 NEWEST = newest_redis()
@@ -416,8 +423,8 @@ def answers(store: RedisStore, table: dict[bytes, bytes]) -> bool:
 def test_a_cluster_whose_replicas_lag_is_not_made_live(
     own_cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precompute.store.online.redis.servers.REPLICATED_S", 0.3)
-    monkeypatch.setattr("precompute.store.online.redis.meta.FLIPPED_S", 0.3)
+    monkeypatch.setattr("precompute.plugins.redis.servers.REPLICATED_S", 0.3)
+    monkeypatch.setattr("precompute.plugins.redis.meta.FLIPPED_S", 0.3)
     store = open_store(own_cluster.url())
     own_cluster.replicas[0].stop()
     with pytest.raises(

@@ -12,24 +12,9 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import ClassVar
 
-from precompute.store.disk.record import replace
-from precompute.store.errors import ConflictError, OnlineStoreError
-from precompute.store.feature_view import NAME
-from precompute.store.online import kernels
-from precompute.store.online.codec import FORMAT_VERSION, HEADER_BYTES
-from precompute.store.online.found_rows import FoundRows, overlaid
-from precompute.store.online.kernels import Rows
-from precompute.store.online.online_store import (
-    Generation,
-    OnlineStore,
-    Pointer,
-    Terms,
-    foreign_view,
-    still_live,
-)
-from precompute.store.online.redis.cluster import open_servers
-from precompute.store.online.redis.connection import Command, Lost, RedisOptions, Refused, packed
-from precompute.store.online.redis.layout import (
+from precompute.plugins.redis.cluster import open_servers
+from precompute.plugins.redis.connection import Command, Lost, RedisOptions, Refused, packed
+from precompute.plugins.redis.layout import (
     FEW,
     FIELDS,
     OWN_BYTES,
@@ -39,7 +24,7 @@ from precompute.store.online.redis.layout import (
     bucket_cost_bytes,
     key_cost_bytes,
 )
-from precompute.store.online.redis.link import (
+from precompute.plugins.redis.link import (
     Budget,
     Full,
     Link,
@@ -51,7 +36,7 @@ from precompute.store.online.redis.link import (
     no_answer,
     server_state,
 )
-from precompute.store.online.redis.meta import (
+from precompute.plugins.redis.meta import (
     EVERYTHING,
     Loaded,
     Loading,
@@ -62,13 +47,29 @@ from precompute.store.online.redis.meta import (
     doubts,
     read_pointer,
 )
-from precompute.store.online.redis.removal import KeyList, Removal
-from precompute.store.online.redis.servers import (
+from precompute.plugins.redis.removal import KeyList, Removal
+from precompute.plugins.redis.servers import (
     ADMIN_S,
     Progress,
     begun,
     keep_small,
     replicated,
+)
+from precompute.store.disk.record import replace
+from precompute.store.errors import ConflictError, OnlineStoreError
+from precompute.store.feature_view import NAME
+from precompute.store.online import kernels
+from precompute.store.online.codec import FORMAT_VERSION, HEADER_BYTES
+from precompute.store.online.found_rows import FoundRows, overlaid
+from precompute.store.online.kernels import Rows
+from precompute.store.online.online_store import (
+    Generation,
+    OnlineStore,
+    Pointer,
+    ServerReport,
+    Terms,
+    foreign_view,
+    still_live,
 )
 
 KNOWN_S = 0.1
@@ -370,14 +371,9 @@ class RedisStore(OnlineStore):
             else:
                 return
 
-    def servers(self) -> list[tuple[str, ServerState, float | None]]:
-        """Each master: where it is, what it says of itself, and by how many seconds its clock is
-        ahead of this machine's; None where the user may not know.
-
-        Raises:
-            OnlineStoreError: one does not answer.
-        """
-        doing, found = "look at it", list[tuple[str, ServerState, float | None]]()
+    def servers(self) -> list[ServerReport]:
+        """As :class:`OnlineStore`'s, of each master."""
+        doing, found = "look at it", list[ServerReport]()
         for link, state in self._servers.states(doing, ADMIN_S).items():
             sent = time.time()
             (at,) = link.replies(packed(("TIME",)), 1, doing, ADMIN_S)
@@ -386,7 +382,7 @@ class RedisStore(OnlineStore):
                 if isinstance(at, Refused)
                 else int(at[0]) + int(at[1]) / 1e6 - (sent + time.time()) / 2
             )
-            found.append((link.where, state, ahead_s))
+            found.append(ServerReport("Redis", link.where, _told(state), ahead_s))
         return found
 
     def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
@@ -542,6 +538,20 @@ class _Plan:
 
     owner: str
     buckets: int = 0
+
+
+def _told(state: ServerState) -> str:
+    """What a server says of itself, for people."""
+    used = ""
+    if state.used_bytes is not None:
+        limit = _gb(state.limit_bytes) if state.limit_bytes else "what the machine has"
+        used = f", uses {_gb(state.used_bytes)} of {limit}"
+    version, policy = ".".join(map(str, state.version)), state.policy or "not known"
+    return f"{version}, {state.role}{used}, maxmemory-policy {policy}"
+
+
+def _gb(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:,.1f} GB"
 
 
 def _taken_over(view: str, number: int) -> ConflictError:

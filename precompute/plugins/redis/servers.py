@@ -14,10 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from precompute.store.errors import OnlineStoreError
-from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.kernels import U8, Packed, RowBatch, Rows
-from precompute.store.online.redis.connection import (
+from precompute.plugins.redis.connection import (
     Command,
     Connection,
     Lost,
@@ -27,8 +24,8 @@ from precompute.store.online.redis.connection import (
     packed,
     words,
 )
-from precompute.store.online.redis.layout import FIELDS, WIDEST_VALUE, Block, Layout
-from precompute.store.online.redis.link import (
+from precompute.plugins.redis.layout import FIELDS, WIDEST_VALUE, Block, Layout
+from precompute.plugins.redis.link import (
     MOVING,
     PASSING,
     Budget,
@@ -38,6 +35,9 @@ from precompute.store.online.redis.link import (
     refusal,
     server_state,
 )
+from precompute.store.errors import OnlineStoreError
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.kernels import U8, Packed, RowBatch, Rows
 
 log = logging.getLogger(__name__)
 

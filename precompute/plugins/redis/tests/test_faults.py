@@ -16,17 +16,25 @@ import numpy as np
 import pytest
 import redis
 
+from precompute.plugins.redis import meta, removal, servers
+from precompute.plugins.redis.cluster import Cluster, SlotMap
+from precompute.plugins.redis.connection import RedisOptions, Refused
+from precompute.plugins.redis.layout import SLOTS, slot_of
+from precompute.plugins.redis.removal import sweep
+from precompute.plugins.redis.tests.processes import (
+    Proxy,
+    RedisCluster,
+    RedisProcess,
+    eventually,
+    newest_redis,
+)
+from precompute.plugins.redis.tests.rig import OpenStore
+from precompute.plugins.redis.tests.test_cluster import in_one_slot, migrate, read_all
 from precompute.store.errors import ConflictError, OnlineStoreError
 from precompute.store.online.kernels import Rows
 from precompute.store.online.online_store import Generation, Pointer, Terms
-from precompute.store.online.redis import meta, removal, servers
-from precompute.store.online.redis.cluster import Cluster, SlotMap
-from precompute.store.online.redis.connection import RedisOptions, Refused
-from precompute.store.online.redis.layout import SLOTS, slot_of
-from precompute.store.online.redis.removal import sweep
 from tests.online import (
     TABLE,
-    OpenStore,
     Stopped,
     is_refused,
     many,
@@ -35,14 +43,6 @@ from tests.online import (
     rows_of,
     values,
 )
-from tests.redis_process import (
-    Proxy,
-    RedisCluster,
-    RedisProcess,
-    eventually,
-    newest_redis,
-)
-from tests.store.test_redis_cluster import in_one_slot, migrate, read_all
 
 NEWEST = newest_redis()
 META = "precompute:{numbers}:meta"
@@ -132,7 +132,7 @@ def test_what_is_elsewhere_is_read_there_at_once(
 ) -> None:
     """Without a pause."""
     # which no clock takes
-    monkeypatch.setattr("precompute.store.online.redis.cluster.PAUSE_S", -1.0)
+    monkeypatch.setattr("precompute.plugins.redis.cluster.PAUSE_S", -1.0)
     together = in_one_slot(20)
     store = open_store(cluster.url())
     publish(store, 1, together)

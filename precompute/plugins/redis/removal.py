@@ -12,14 +12,14 @@ from functools import partial
 
 import numpy as np
 
+from precompute.plugins.redis.connection import Command, Refused, packed
+from precompute.plugins.redis.layout import Layout, names
+from precompute.plugins.redis.link import Link, refusal
+from precompute.plugins.redis.meta import EVERYTHING, Loaded, Names, ViewHashes
+from precompute.plugins.redis.servers import ADMIN_S, Servers
 from precompute.store.errors import ConflictError
 from precompute.store.online import kernels
 from precompute.store.online.kernels import Packed, Rows
-from precompute.store.online.redis.connection import Command, Refused, packed
-from precompute.store.online.redis.layout import Layout, names
-from precompute.store.online.redis.link import Link, refusal
-from precompute.store.online.redis.meta import EVERYTHING, Loaded, Names, ViewHashes
-from precompute.store.online.redis.servers import ADMIN_S, Servers
 
 SCANNED_KEYS = 1000
 """Looked at between two pauses: a third of a millisecond of the server's time, and half of one for

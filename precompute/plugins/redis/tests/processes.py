@@ -19,18 +19,13 @@ from typing import Any, Self
 import pytest
 import redis
 
+from tests.server import free_port
+
 START_S = 10.0
 
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
 """Before a command: a server does not outlive tests that are killed (util-linux). It ends with the
 thread that starts it, so let the main one do that."""
-
-
-def free_port() -> int:
-    """A port of this machine that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def redis_binaries() -> dict[str, str]:

@@ -14,16 +14,9 @@ import pyarrow as pa
 import pytest
 import redis
 
-from precompute.store.errors import ConflictError, DamagedPointerError, OnlineStoreError
-from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.online import kernels
-from precompute.store.online.codec import RowCodec, State
-from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.kernels import Packed, RowBatch, Rows
-from precompute.store.online.online_store import Generation, Pointer
-from precompute.store.online.redis import layout as layouts
-from precompute.store.online.redis import removal, servers
-from precompute.store.online.redis.layout import (
+from precompute.plugins.redis import layout as layouts
+from precompute.plugins.redis import removal, servers
+from precompute.plugins.redis.layout import (
     FEW,
     FIELDS,
     Block,
@@ -33,11 +26,24 @@ from precompute.store.online.redis.layout import (
     key_cost_bytes,
     slot_of,
 )
-from precompute.store.online.redis.meta import Loaded
-from precompute.store.online.redis.redis_store import RedisStore, bucket_count
-from tests.online import OpenStore, Stopped, commands_in, plain, values
-from tests.redis_process import RedisCluster, RedisProcess, newest_redis, redis_binaries
-from tests.store.test_redis_cluster import migrate
+from precompute.plugins.redis.meta import Loaded
+from precompute.plugins.redis.store import RedisStore, bucket_count
+from precompute.plugins.redis.tests.processes import (
+    RedisCluster,
+    RedisProcess,
+    newest_redis,
+    redis_binaries,
+)
+from precompute.plugins.redis.tests.rig import OpenStore, commands_in
+from precompute.plugins.redis.tests.test_cluster import migrate
+from precompute.store.errors import ConflictError, DamagedPointerError, OnlineStoreError
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.online import kernels
+from precompute.store.online.codec import RowCodec, State
+from precompute.store.online.found_rows import FoundRows
+from precompute.store.online.kernels import Packed, RowBatch, Rows
+from precompute.store.online.online_store import Generation, Pointer
+from tests.online import Stopped, plain, values
 
 BINARIES = redis_binaries()
 META = "precompute:{scores}:meta"
@@ -383,7 +389,7 @@ def test_buckets_in_a_cluster_follow_slots_that_move_and_masters_that_go(
         generation = Generation(1, 1)
         store.prepare("scores", generation, len(keys), 50 * len(keys), "", CODEC.fixed_bytes)
         monkeypatch.setattr(layouts, "BUCKETS_SLICE_ROWS", 3000)
-        monkeypatch.setattr("precompute.store.online.redis.removal.SCANNED_KEYS", 100)
+        monkeypatch.setattr("precompute.plugins.redis.removal.SCANNED_KEYS", 100)
         victim = cluster.masters[1]
         name = "precompute:{}scores:1:00000000"
         source = cluster.master_of(name)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from precompute.store.errors import OnlineStoreError
-from precompute.store.online.redis.connection import (
+from precompute.plugins.redis.connection import (
     Connection,
     Lost,
     Node,
@@ -22,6 +21,7 @@ from precompute.store.online.redis.connection import (
     packed,
     words,
 )
+from precompute.store.errors import OnlineStoreError
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class Link:
         as :class:`Refused`, and only one that passes is waited for.
 
         Args:
-            commands: as :func:`precompute.store.online.redis.connection.packed` made them; they may
+            commands: as :func:`precompute.plugins.redis.connection.packed` made them; they may
                 be sent again when a reply is lost.
             count: how many they are.
             doing: what for, as an infinitive: for messages.

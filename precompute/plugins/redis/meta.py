@@ -8,6 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from precompute.plugins.redis.connection import Command
+from precompute.plugins.redis.layout import Buckets
+from precompute.plugins.redis.link import (
+    ServerState,
+    evicted_of,
+    identity_of,
+    keys_of,
+    server_state,
+)
+from precompute.plugins.redis.servers import ADMIN_S, Servers
 from precompute.store.disk.record import Record, digest_of, read_record, sealed
 from precompute.store.errors import DamagedPointerError, OnlineStoreError
 from precompute.store.feature_view import NAME
@@ -19,16 +29,6 @@ from precompute.store.online.online_store import (
     stale_epoch,
     still_live,
 )
-from precompute.store.online.redis.connection import Command
-from precompute.store.online.redis.layout import Buckets
-from precompute.store.online.redis.link import (
-    ServerState,
-    evicted_of,
-    identity_of,
-    keys_of,
-    server_state,
-)
-from precompute.store.online.redis.servers import ADMIN_S, Servers
 
 _FLIP = """
 for number in string.gmatch(ARGV[6], '%d+') do
