@@ -42,6 +42,18 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "what a view takes at another number of rows: time, CPU and GPU hours, bytes, memory"
             " and money, fitted to its own runs; what will not fit is said first",
         ),
+        "report": Way(
+            "page",
+            "command:add",
+            "one HTML file of a run: stages, rejections, figures beside what is live, a map",
+        ),
+    },
+    "route": {
+        "/": Way(
+            "page",
+            "route:ROUTE",
+            "a page for people: views and how fresh they are, their runs, latency, fallback",
+        ),
     },
 }
 """Door → the name that a user writes → where it leads."""
@@ -178,3 +190,6 @@ def _is_here(way: Way) -> bool:
 
 COMMANDS: Door[Callable[[Any], None]] = Door("command")
 """A word after ``precompute`` → ``add(commands)``, which adds the one command of this name."""
+
+ROUTES: Door[Any] = Door("route")
+"""Of ours the path → a :class:`precompute.store.http.routes.Route`."""

@@ -131,7 +131,6 @@ SEAMS = {
         "store/http/stand_in/stand_in.py",
     },
     "prometheus_client": {"store/http/metrics.py"},
-    "jinja2": {"store/http/page/page.py"},
     # imported only where traces are configured
     "opentelemetry": {"store/http/telemetry/tracing.py"},
     "pydantic": {
@@ -183,7 +182,7 @@ WINGS = {
     # the past is what was answered
     "store/history": {"store/answers", "store/disk", "store/offline"},
     "store/client": {"store/wire"},
-    # people are shown the runs behind what is live; a stand-in has the clients, too
+    # a stand-in has the clients, too
     "store/http": {
         "store/account",
         "store/answers",

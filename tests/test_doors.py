@@ -3,6 +3,7 @@ without any, which starts and says of each name in one line what it lacks."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 from precompute.store import doors
 from precompute.store.doors import KNOWN, Door
 from precompute.store.errors import ConfigError
+from precompute.store.http.openapi import openapi_document
+from precompute.store.wire import bodies
 from tests import REPOSITORY
 from tests.server import make_folder
 
@@ -90,7 +93,7 @@ for command in (["--help"], ["validate"], ["run", "numbers"], ["lookup", "number
     assert status in (0, None), (command, status)
 """
 SERVES = """
-import os, signal, sys, threading, time, urllib.request
+import json, os, signal, sys, threading, time, urllib.error, urllib.request
 from precompute.jobs.cli import main
 def ask():
     for _ in range(300):
@@ -98,8 +101,14 @@ def ask():
         try:
             line = open(sys.argv[1] + "/said").read()
             url = line.partition("serving on ")[2].split()[0]
-            said = urllib.request.urlopen(url + "/v1/views/numbers/rows/1").read()
-            open(sys.argv[1] + "/answer", "wb").write(said)
+            with open(sys.argv[1] + "/answer", "w") as answers:
+                for path in ["/v1/views/numbers/rows/1", "/openapi.json", *sys.argv[2:]]:
+                    try:
+                        reply = urllib.request.urlopen(url + path)
+                    except urllib.error.HTTPError as exc:
+                        reply = exc
+                    said = reply.status, reply.headers["content-type"], reply.read().decode()
+                    print(json.dumps(said), file=answers)
             break
         except (OSError, IndexError):
             pass
@@ -111,23 +120,41 @@ sys.exit(main(["-c", sys.argv[1], "serve"]))
 
 
 def test_a_house_without_it_starts(house: tuple[str, Path], tmp_path: Path) -> None:
-    _, copy = house
+    without, copy = house
     make_folder(tmp_path, {"numbers": {}})
-    environment = os.environ | {
-        "PYTHONPATH": f"{copy}:{REPOSITORY}",
-        "PRECOMPUTE_SERVE__BIND": "127.0.0.1:0",
-    }
-    for code in (WEEK, SERVES):
+    absent = names_of(without, "route")
+    row, document, *others = served(copy, tmp_path, absent, WEEK, SERVES)
+    assert '"double":2.0' in row[2]
+    assert json.loads(document[2]) == json.loads(bodies.encode(openapi_document()))
+    for path, (status, kind, text) in zip(absent, others, strict=True):
+        assert (status, kind) == (404, "text/plain; charset=utf-8")
+        (line,) = text.splitlines()
+        assert f"route '{path}' comes with the plug-in {KNOWN['route'][path].power}," in line
+
+
+def served(before: Path, folder: Path, paths: list[str], *codes: str) -> list[tuple[int, str, str]]:
+    """Status, type and body of a row, of the document and of these paths, of a server with that
+    folder before ours on Python's path."""
+    for code in codes:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", code, str(tmp_path), str(copy)],
-            env=environment,
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                code,
+                str(folder),
+                *([str(before)] if code == WEEK else paths),
+            ],
+            env=os.environ
+            | {"PYTHONPATH": f"{before}:{REPOSITORY}", "PRECOMPUTE_SERVE__BIND": "127.0.0.1:0"},
             capture_output=True,
             text=True,
             timeout=100,
         )
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
-    assert b'"double":2.0' in (tmp_path / "answer").read_bytes()
+    answers = [json.loads(line) for line in (folder / "answer").read_text().splitlines()]
+    return [(status, kind, text) for status, kind, text in answers]
 
 
 def names_of(without: str, door: str) -> list[str]:
@@ -159,11 +186,35 @@ def call(arguments):
 def broken(commands):
     raise RuntimeError("not today")
 """,
+    "others_routes.py": """
+from precompute.store.errors import RequestError
+from precompute.store.http.messages import json_reply
+from precompute.store.http.routes import Route, Who
+
+def nearby(parts):
+    async def answer(scope, receive, view, key):
+        if parts.serving.lookup.online.live(view) is None:
+            raise RequestError(f"no view {view!r}", status=404, code="unknown_view")
+        return json_reply({"view": view, "near": key.decode()})
+    return answer
+
+def about(parts):
+    async def answer(scope, receive):
+        return json_reply({"views": len(parts.serving.views.read().pointers)})
+    return answer
+
+OPERATION = {"summary": "What lies near", "responses": {"200": {"description": "answered"}}}
+NEARBY = Route("/v1/views/{view}/nearby/{key}", "GET", nearby, operation=OPERATION)
+ABOUT = Route("/about", "GET", about, Who.OPERATORS)
+TAKEN = Route("/livez", "GET", about, Who.ANYONE)
+""",
     "others-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: others\nVersion: 1.0\n",
     "others-1.0.dist-info/entry_points.txt": """
 [precompute.plugins]
 command.greet = others:add
 command.gone = others:nothing_of_this_name
+route.nearby = others_routes:NEARBY
+route.about = others_routes:ABOUT
 """,
 }
 
@@ -195,3 +246,73 @@ def test_another_packages_command_is_one_like_ours(package: Path, tmp_path: Path
         " module 'others' has no attribute 'nothing_of_this_name'; mend that package, or take it"
         " out\n",
     )
+
+
+def test_another_packages_route_is_one_like_ours(package: Path, tmp_path: Path) -> None:
+    make_folder(tmp_path, {"numbers": {}}).publish_all()
+    near, gone = "/v1/views/numbers/nearby/a/b", "/v1/views/nothing/nearby/1"
+    _, document, *others = served(package, tmp_path, [near, gone, "/about"], SERVES)
+    assert json.loads(others[0][2]) == {"view": "numbers", "near": "a/b"}
+    assert others[1][:2] == (404, "application/problem+json")
+    assert "no view 'nothing'" in others[1][2]
+    assert json.loads(others[2][2]) == {"views": 1}
+    told = json.loads(document[2])["paths"]["/v1/views/{view}/nearby/{key}"]["get"]
+    assert (told["summary"], "401" in told["responses"]) == ("What lies near", True)
+
+
+NAMED = """
+import json, sys
+from precompute.store.http.guard.access import AccessControl
+from precompute.store.http.telemetry.access_log import route_of
+from precompute.store.http.telemetry.instruments import Meter
+asked = {"headers": [], "server": ("127.0.0.1", 80)}
+access = AccessControl(Meter(), None, ("127.0.0.1", 9090))
+for path in sys.argv[1:]:
+    reply = access(asked | {"raw_path": path.encode()})
+    print(json.dumps([*route_of({"raw_path": path.encode()}), reply and reply.status]))
+"""
+
+
+def test_its_routes_have_names_in_logs_and_are_guarded_as_ours(package: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", NAMED, "/v1/views/numbers/nearby/a", "/about", "/v1/about"],
+        env=os.environ | {"PYTHONPATH": f"{package}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        ["/v1/views/{view}/nearby/{key}", "numbers", None],
+        ["/about", None, 404],
+        ["other", None, None],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        (
+            "others_routes:TAKEN",
+            "route GET /livez is there already, as /livez: give it another path",
+        ),
+        (
+            "others_routes:OPERATION",
+            "route 'about' leads to no Route, but to {'summary': 'What lies near',"
+            " 'responses': {'200': {'description': 'answered'}}}",
+        ),
+        (
+            "others_routes:gone",
+            "route 'about' of others_routes:gone cannot be loaded: AttributeError: module"
+            " 'others_routes' has no attribute 'gone'; mend that package, or take it out",
+        ),
+    ],
+)
+def test_a_route_that_cannot_be_used_ends_serve_in_a_line(
+    package: Path, tmp_path: Path, target: str, why: str
+) -> None:
+    path = package / "others-1.0.dist-info/entry_points.txt"
+    path.write_text(path.read_text().replace("others_routes:ABOUT", target))
+    make_folder(tmp_path, {"numbers": {}})
+    done = called(package, "serve", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (2, f"precompute: {why}\n")
