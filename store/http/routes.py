@@ -108,6 +108,7 @@ class Routes:
         """What stands before a name → what stands after it, up to a key → the whole path."""
         for route in routes:
             self._add(route)
+        self._heads = [(head, len(head), below) for head, below in self._below.items()]
 
     def _add(self, route: Route) -> None:
         path = route.path
@@ -138,19 +139,17 @@ class Routes:
         """A path as it was requested, undecoded, so that an encoded slash in a name or a key is no
         separator → the route's path, None where there is none; the name in it, None where it is
         fixed; and the rest, which is a key."""
+        # first, since who may ask is looked up by what is fixed
         found = self._fixed.get(path)
         if found is not None:
             return found, None, b""
-        for head, below in self._below.items():
+        for head, length, below in self._heads:
             if path.startswith(head):
-                name, slash, rest = path[len(head) :].partition(b"/")
-                found = below.get(slash + rest)
+                name, slash, rest = path[length:].partition(b"/")
+                word, deeper, key = rest.partition(b"/")
+                found = below.get(slash + word + deeper)
                 if found is not None:
-                    return found, name, b""
-                word, slash, rest = rest.partition(b"/")
-                found = below.get(b"/%b/" % word) if slash else None
-                if found is not None:
-                    return found, name, rest
+                    return found, name, key
         return None, None, b""
 
 
