@@ -508,6 +508,8 @@ def is_safe_loader(file: str, name: str) -> bool:
 def test_what_the_fast_tests_leave_out_is_there() -> None:
     for name in sorted(SLOW):
         file, _, test = name.partition("::")
+        if (power := power_of(file)) and not (REPOSITORY / PLUGINS / power).is_dir():
+            continue
         named = test.removesuffix("::runTest")
         source = (REPOSITORY / file).read_text(encoding="utf-8")
         assert re.search(rf"^(def {named}\(|{named} = )", source, re.MULTILINE), (

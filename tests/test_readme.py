@@ -22,6 +22,7 @@ from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.schedule import ScheduleConfig
 from precompute.jobs.config.serve import ServiceConfig
 from precompute.jobs.config.view import FeatureConfig, ViewConfig
+from precompute.store.doors import KNOWN
 from precompute.store.feature_view import RESERVED
 from precompute.store.wire.bodies import LookupRequest, SearchRequest, ServiceRequest
 from precompute.techniques.machine import has_bf16
@@ -261,8 +262,9 @@ def test_the_tree_names_every_file() -> None:
         if path.name != "__init__.py" and path.parent.name != "templates"
         if REPOSITORY / "precompute/plugins" not in path.parents
     )
-    powers = (REPOSITORY / "precompute/plugins").glob("*/__init__.py")
-    assert listed == files + Counter(path.parent.name for path in powers)
+    assert listed == files + Counter(
+        {way.power for ways in KNOWN.values() for way in ways.values()}
+    )
 
 
 def test_the_readme_is_short() -> None:

@@ -165,7 +165,10 @@ def every_route() -> Routes:
     for name in (*ROUTES.known(), *ROUTES.foreign()):
         opened = ROUTES.open(name) if ROUTES.is_here(name) else _absent(name)
         if not isinstance(opened, Route):
-            raise ConfigError(f"route {name!r} leads to no Route, but to {opened!r:.80}")
+            raise ConfigError(
+                f"route {name!r} leads to no Route, but to a {type(opened).__name__}: mend that"
+                " package, or take it out"
+            )
         routes.append(opened)
     return Routes(routes)
 
