@@ -55,6 +55,15 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "a page for people: views and how fresh they are, their runs, latency, fallback",
         ),
     },
+    "testing": {
+        "Request": Way("stand_in", "stand_in:Request", "what a stand-in was asked", "testing"),
+        "StandIn": Way(
+            "stand_in",
+            "stand_in:StandIn",
+            "a lookup service inside a service's own tests",
+            "testing",
+        ),
+    },
 }
 """Door → the name that a user writes → where it leads."""
 
@@ -193,3 +202,6 @@ COMMANDS: Door[Callable[[Any], None]] = Door("command")
 
 ROUTES: Door[Any] = Door("route")
 """Of ours the path → a :class:`precompute.store.http.routes.Route`."""
+
+TESTING: Door[Any] = Door("testing")
+"""A name of :mod:`precompute.testing` → what it is."""

@@ -202,6 +202,37 @@ def test_its_routes_say_in_a_line_what_they_lack(house: tuple[str, Path], tmp_pa
         assert reply["name"] == path
 
 
+STANDS_IN = """
+from precompute.testing import StandIn
+with StandIn() as stand_in, stand_in.client() as client:
+    stand_in.view("items", {1: {"double": 2.0}})
+    print(client.get("items", [1])["double"].to_pylist())
+"""
+
+
+def test_a_stand_in_answers_or_says_in_a_line_that_it_is_not_here(
+    house: tuple[str, Path], tmp_path: Path
+) -> None:
+    without, copy = house
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", STANDS_IN],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{copy}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if names_of(without, "testing"):
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == (
+            "precompute.store.errors.ConfigError: testing 'StandIn' comes with the plug-in stand_in,"
+            " which is not installed here (no folder precompute/plugins/stand_in): install"
+            " precompute-store with it, or do without 'StandIn'"
+        )
+    else:
+        assert (done.stdout, done.returncode) == ("[2.0]\n", 0), done.stderr
+
+
 # ---- another package's
 
 PACKAGE = {
