@@ -42,6 +42,12 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "what a view takes at another number of rows: time, CPU and GPU hours, bytes, memory"
             " and money, fitted to its own runs; what will not fit is said first",
         ),
+        "doctor": Way(
+            "doctor",
+            "command:add",
+            "look at the machine, the installation and the project's stores: each line with its"
+            " remedy",
+        ),
         "report": Way(
             "page",
             "command:add",
