@@ -65,6 +65,33 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
         "unix": Way("redis", "kind:KIND", "unix:///socket"),
         "redis+cluster": Way("redis", "kind:KIND", "redis+cluster://host:6379,host:6379"),
         "rediss+cluster": Way("redis", "kind:KIND", "rediss+cluster://…"),
+        "doctor": Way(
+            "doctor",
+            "command:add",
+            "look at the machine, the installation and the project's stores: each line with its"
+            " remedy",
+        ),
+        "report": Way(
+            "page",
+            "command:add",
+            "one HTML file of a run: stages, rejections, figures beside what is live, a map",
+        ),
+    },
+    "route": {
+        "/": Way(
+            "page",
+            "route:ROUTE",
+            "a page for people: views and how fresh they are, their runs, latency, fallback",
+        ),
+    },
+    "testing": {
+        "Request": Way("stand_in", "stand_in:Request", "what a stand-in was asked", "testing"),
+        "StandIn": Way(
+            "stand_in",
+            "stand_in:StandIn",
+            "a lookup service inside a service's own tests",
+            "testing",
+        ),
     },
 }
 """Door → the name that a user writes → where it leads."""
@@ -209,3 +236,9 @@ made from it."""
 ONLINE: Door[Any] = Door("online")
 """The scheme of a URL in the configuration's ``online`` → the store that such a URL names, as an
 :class:`~precompute.store.online.url.OnlineKind`. Table files are the rooms' own."""
+
+ROUTES: Door[Any] = Door("route")
+"""Of ours the path → a :class:`precompute.store.http.routes.Route`."""
+
+TESTING: Door[Any] = Door("testing")
+"""A name of :mod:`precompute.testing` → what it is."""

@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from precompute.store.client.client import AsyncClient, Client
+from precompute.store.doors import COMMANDS
 from precompute.store.errors import PrecomputeError
 from tests import REPOSITORY
 from tests.online_rig import rigs
@@ -262,7 +263,8 @@ def nights(journey: Journey) -> None:
     do("history", "numbers")
     do("diff", "numbers", "2", "3")
     do("log", "numbers")
-    do("report", "texts")
+    if COMMANDS.is_here("report"):
+        do("report", "texts")
     do("export", "numbers", "--to", "numbers.csv")
     do("plan", "numbers", ends=1)
     do("profile", "texts", "--rows", "32")

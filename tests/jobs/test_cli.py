@@ -749,11 +749,10 @@ def test_words_are_completed(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.chdir(make_project(ROWS, views={"letters": {}}).folder)
-    named = next(
-        action.choices for action in _parser()._actions if isinstance(action.choices, dict)
-    )
+    commands = _parser().commands
+    assert commands is not None
     for words, found in (
-        ([""], list(named)),
+        ([""], list(commands.shown())),
         (["pro"], ["profile"]),
         (["run", "num"], ["numbers"]),
         (["run", "numbers", ""], ["letters", "numbers"]),

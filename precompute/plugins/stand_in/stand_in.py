@@ -17,6 +17,15 @@ from urllib.parse import unquote
 
 import msgspec
 
+from precompute.plugins.stand_in.memory import (
+    GENERATION,
+    MemoryIndex,
+    Model,
+    RowsOfAView,
+    check_view,
+    features_of,
+    plain_features,
+)
 from precompute.store.answers.fallback import Computed, Fallback, Miss, unpacked_view
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.search import Searches
@@ -37,18 +46,9 @@ from precompute.store.errors import (
 from precompute.store.feature_view import FeatureView, IndexSpec
 from precompute.store.http.app import Front, create_app
 from precompute.store.http.messages import problem
-from precompute.store.http.stand_in.memory import (
-    GENERATION,
-    MemoryIndex,
-    MemoryStore,
-    Model,
-    RowsOfAView,
-    check_view,
-    features_of,
-    plain_features,
-)
 from precompute.store.keys import key_text, parts_hint
 from precompute.store.online.codec import RowCodec
+from precompute.store.online.memory_store import MemoryStore
 from precompute.store.online.online_store import Generation, Pointer
 from precompute.store.times import Reason, as_datetime, iso
 from precompute.store.vectors.vector_index import VectorIndex

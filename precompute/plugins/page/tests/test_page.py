@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 
-from precompute.store.feature_view import Feature
-from precompute.store.http.metrics import totals
-from precompute.store.http.page.figures import (
+from precompute.plugins.page.figures import (
     Figures,
     Times,
     ViewFigures,
@@ -25,7 +23,7 @@ from precompute.store.http.page.figures import (
     duration_ms,
     run_marks,
 )
-from precompute.store.http.page.page import (
+from precompute.plugins.page.page import (
     LOOKUP,
     NEAR,
     POLICY,
@@ -37,6 +35,8 @@ from precompute.store.http.page.page import (
     status_page,
     telling,
 )
+from precompute.store.feature_view import Feature
+from precompute.store.http.metrics import totals
 from precompute.store.http.telemetry import instruments as counted
 from precompute.store.http.telemetry.instruments import BUCKETS, Meter
 from precompute.store.offline.runs import Report, Runs

@@ -16,15 +16,7 @@ from urllib.parse import parse_qs, urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from precompute.store.answers.lookup import Lookup
-from precompute.store.errors import (
-    OnlineStoreError,
-    PrecomputeError,
-    RequestError,
-    VectorIndexError,
-)
-from precompute.store.feature_view import Feature
-from precompute.store.http.page.figures import (
+from precompute.plugins.page.figures import (
     BAD_ENDS,
     Figures,
     ViewFigures,
@@ -42,6 +34,14 @@ from precompute.store.http.page.figures import (
     stages,
     tables,
 )
+from precompute.store.answers.lookup import Lookup
+from precompute.store.errors import (
+    OnlineStoreError,
+    PrecomputeError,
+    RequestError,
+    VectorIndexError,
+)
+from precompute.store.feature_view import Feature
 from precompute.store.http.telemetry.instruments import Meter
 from precompute.store.keys import key_from_path
 from precompute.store.offline.runs import Report

@@ -19,13 +19,8 @@ import pyarrow.compute as pc
 from precompute.jobs.config.project import Project, read_tuning
 from precompute.jobs.ops.history import find_run, rejections
 from precompute.jobs.run.report import COMPUTING
-from precompute.store.disk.durable_file import disk_message, replace_undurably
-from precompute.store.disk.record import plain, record_of
-from precompute.store.errors import ConfigError, SnapshotError
-from precompute.store.feature_view import Feature
-from precompute.store.history.changes import beside, figures_of, shown_figure
-from precompute.store.http.page.figures import REPORT, RUNS
-from precompute.store.http.page.page import (
+from precompute.plugins.page.figures import REPORT, RUNS
+from precompute.plugins.page.page import (
     COMMONEST_VALUES,
     Age,
     Bar,
@@ -36,6 +31,11 @@ from precompute.store.http.page.page import (
     RunFigures,
     run_page,
 )
+from precompute.store.disk.durable_file import disk_message, replace_undurably
+from precompute.store.disk.record import plain, record_of
+from precompute.store.errors import ConfigError, SnapshotError
+from precompute.store.feature_view import Feature
+from precompute.store.history.changes import beside, figures_of, shown_figure
 from precompute.store.keys import key_column
 from precompute.store.offline.refs import Publishing
 from precompute.store.offline.row_figures import quantiles
