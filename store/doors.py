@@ -48,6 +48,17 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "measure precisions and back ends on a view's rows, and pick the fastest that is"
             " accurate",
         ),
+        "doctor": Way(
+            "doctor",
+            "command:add",
+            "look at the machine, the installation and the project's stores: each line with its"
+            " remedy",
+        ),
+        "report": Way(
+            "page",
+            "command:add",
+            "one HTML file of a run: stages, rejections, figures beside what is live, a map",
+        ),
     },
     "technique": {
         "fp32-onnx": Way("onnx", "technique:Exported", "ONNX Runtime", "onnx"),
@@ -65,17 +76,6 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
         "unix": Way("redis", "kind:KIND", "unix:///socket"),
         "redis+cluster": Way("redis", "kind:KIND", "redis+cluster://host:6379,host:6379"),
         "rediss+cluster": Way("redis", "kind:KIND", "rediss+cluster://…"),
-        "doctor": Way(
-            "doctor",
-            "command:add",
-            "look at the machine, the installation and the project's stores: each line with its"
-            " remedy",
-        ),
-        "report": Way(
-            "page",
-            "command:add",
-            "one HTML file of a run: stages, rejections, figures beside what is live, a map",
-        ),
     },
     "route": {
         "/": Way(
