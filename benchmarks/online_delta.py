@@ -26,8 +26,8 @@ from benchmarks import store_plan
 from benchmarks.common import child, cpu_s, report, run, settle, stages
 from benchmarks.store_plan import CHANGED
 from precompute.jobs.config.project import Project
+from precompute.plugins.redis.tests.processes import RedisProcess, newest_redis
 from precompute.store.online.url import open_online_store
-from tests.redis_process import RedisProcess, newest_redis
 
 CASES = {
     "table": 5_000_000,

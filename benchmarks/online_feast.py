@@ -29,8 +29,8 @@ import yaml
 from benchmarks.common import DIM, numbers, report, run, settle
 from benchmarks.store_plan import items
 from precompute.jobs.config.project import Project
+from precompute.plugins.redis.tests.processes import RedisProcess, newest_redis
 from precompute.store.answers.lookup import Lookup
-from tests.redis_process import RedisProcess, newest_redis
 
 ROWS = 50_000
 ROUNDS = 3

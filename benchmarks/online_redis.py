@@ -28,14 +28,14 @@ from benchmarks.common import DIM, VIEW, cpu_s, report
 from benchmarks.online_table import CODEC, PART_ROWS, decoded, packed, write_part
 from precompute.engine.ahead import Ahead, StageTime
 from precompute.jobs.run.loader import AHEAD_BYTES
+from precompute.plugins.redis.store import RedisStore
+from precompute.plugins.redis.tests.processes import RedisCluster, RedisProcess
 from precompute.store.answers.lookup import Lookup
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import Packed, RowBatch
 from precompute.store.online.online_store import Generation, Pointer
-from precompute.store.online.redis.redis_store import RedisStore
-from tests.redis_process import RedisCluster, RedisProcess
 
 ROWS = 300_000
 NARROW_ROWS, READS = 163_840, 200

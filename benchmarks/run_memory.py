@@ -316,7 +316,7 @@ def measured_shape(name: str, share: float) -> dict[str, Any]:
 
             open_store("s3://bucket", 10.0, 10.0).put("x.parquet", folder / "x.parquet")
         if shape.at == "redis":
-            from tests.redis_process import RedisProcess, newest_redis
+            from precompute.plugins.redis.tests.processes import RedisProcess, newest_redis
 
             server = stack.enter_context(RedisProcess(newest_redis(), folder))
             settle(folder, online=server.url())

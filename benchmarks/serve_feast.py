@@ -33,7 +33,12 @@ import pyarrow as pa
 
 from benchmarks.common import DIM, numbers, report, run, settle
 from benchmarks.online_feast import FEATURES, PEER, STORES, committed, feast_python, figures_of
-from tests.redis_process import DIES_WITH_US, RedisProcess, free_port, newest_redis
+from precompute.plugins.redis.tests.processes import (
+    DIES_WITH_US,
+    RedisProcess,
+    newest_redis,
+)
+from tests.server import free_port
 
 ROWS = 20_000
 ROUNDS = 3

@@ -25,8 +25,8 @@ import numpy as np
 from benchmarks.common import numbers, report, run, settle
 from benchmarks.online_feast import REPOSITORY, STORES, feast_python
 from benchmarks.serve_service import KEYS, SERVICE, VIEWS, published
+from precompute.plugins.redis.tests.processes import RedisProcess, newest_redis
 from precompute.store.answers.lookup import Lookup
-from tests.redis_process import RedisProcess, newest_redis
 
 ROWS, REQUESTS = 20_000, 200
 PEER = REPOSITORY / "benchmarks" / "peers" / "feast_service.py"

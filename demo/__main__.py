@@ -17,15 +17,15 @@ import pyarrow.parquet as pq
 
 from demo.data import write_docstrings, write_movielens
 from demo.evaluate import evaluate
-from precompute.jobs.commands.measure import describe_tuning
 from precompute.jobs.commands.rows import describe_row
 from precompute.jobs.commands.run import describe_report
 from precompute.jobs.config.project import Project
-from precompute.jobs.ops.tune import tune
 from precompute.jobs.run.command_process import progress_for
 from precompute.jobs.run.run_view import run_view
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.models.two_tower import train_two_tower
+from precompute.plugins.tune.command import describe_tuning
+from precompute.plugins.tune.tune import tune
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import PrecomputeError
 from precompute.store.online.url import open_online_store

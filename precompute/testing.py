@@ -8,10 +8,16 @@ fixture ``stand_in``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from precompute.store.http.stand_in.stand_in import Request, StandIn
+from precompute.store.doors import TESTING
+
+if TYPE_CHECKING:
+    from precompute.plugins.stand_in.stand_in import Request, StandIn
+else:
+    StandIn, Request = TESTING.open("StandIn"), TESTING.open("Request")
 
 __all__ = ["Request", "StandIn", "stand_in"]
 

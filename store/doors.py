@@ -42,6 +42,23 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "what a view takes at another number of rows: time, CPU and GPU hours, bytes, memory"
             " and money, fitted to its own runs; what will not fit is said first",
         ),
+        "tune": Way(
+            "tune",
+            "command:add",
+            "measure precisions and back ends on a view's rows, and pick the fastest that is"
+            " accurate",
+        ),
+        "doctor": Way(
+            "doctor",
+            "command:add",
+            "look at the machine, the installation and the project's stores: each line with its"
+            " remedy",
+        ),
+        "report": Way(
+            "page",
+            "command:add",
+            "one HTML file of a run: stages, rejections, figures beside what is live, a map",
+        ),
     },
     "model": {
         "onnx": Way("onnx", "model:OnnxModel", "any graph over columns", "onnx"),
@@ -57,6 +74,30 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
         "bf16-openvino": Way("openvino", "technique:Graph", "OpenVINO", "openvino"),
         "int8-static-openvino": Way("openvino", "technique:Static", "OpenVINO", "openvino"),
         "int8-dynamic-openvino": Way("openvino", "technique:Grouped", "OpenVINO", "openvino"),
+    },
+    # each form as people write it
+    "online": {
+        "redis": Way("redis", "kind:KIND", "redis://host:6379/0"),
+        "rediss": Way("redis", "kind:KIND", "rediss://…"),
+        "unix": Way("redis", "kind:KIND", "unix:///socket"),
+        "redis+cluster": Way("redis", "kind:KIND", "redis+cluster://host:6379,host:6379"),
+        "rediss+cluster": Way("redis", "kind:KIND", "rediss+cluster://…"),
+    },
+    "route": {
+        "/": Way(
+            "page",
+            "route:ROUTE",
+            "a page for people: views and how fresh they are, their runs, latency, fallback",
+        ),
+    },
+    "testing": {
+        "Request": Way("stand_in", "stand_in:Request", "what a stand-in was asked", "testing"),
+        "StandIn": Way(
+            "stand_in",
+            "stand_in:StandIn",
+            "a lookup service inside a service's own tests",
+            "testing",
+        ),
     },
 }
 """Door → the name that a user writes → where it leads."""
@@ -202,3 +243,13 @@ FILE`` knows the files."""
 TECHNIQUES: Door[Callable[[str], Any]] = Door("technique")
 """``<precision>-<backend>`` → the :class:`precompute.techniques.technique.Technique` of that name,
 made from it."""
+
+ONLINE: Door[Any] = Door("online")
+"""The scheme of a URL in the configuration's ``online`` → the store that such a URL names, as an
+:class:`~precompute.store.online.url.OnlineKind`. Table files are the rooms' own."""
+
+ROUTES: Door[Any] = Door("route")
+"""Of ours the path → a :class:`precompute.store.http.routes.Route`."""
+
+TESTING: Door[Any] = Door("testing")
+"""A name of :mod:`precompute.testing` → what it is."""

@@ -11,14 +11,14 @@ from typing import Any
 import yaml
 from safetensors.torch import save_file
 
+from precompute.store.doors import TESTING
 from tests import REPOSITORY
 from tests.documents import blocks
-from tests.fixtures import redis_binary
 from tests.jobs import test_endpoint_run
 from tests.journey import DOUBLED, Journey, Measured, service, write
 from tests.object_store import object_store
+from tests.online_rig import rigs
 from tests.precompute.test_torch_module import STATE, export
-from tests.redis_process import RedisCluster
 from tests.stand_in import StandIn
 from tests.test_models_documented import MADE, VIEWS, write_texts
 
@@ -43,9 +43,13 @@ def spent(folder: Path) -> None:
     try_a_service(with_shop)
     with object_store() as store:
         share_a_root(folder, f"s3://bucket/{store.prefix}")
-    (folder / "nodes").mkdir()
-    with RedisCluster(redis_binary(), folder / "nodes", replicas=False) as cluster:
-        grow_into_a_cluster(Journey(folder / "cluster", cluster.url()))
+    if "redis" in rigs():
+        from precompute.plugins.redis.tests.fixtures import redis_binary
+        from precompute.plugins.redis.tests.processes import RedisCluster
+
+        (folder / "nodes").mkdir()
+        with RedisCluster(redis_binary(), folder / "nodes", replicas=False) as cluster:
+            grow_into_a_cluster(Journey(folder / "cluster", cluster.url()))
 
 
 def begin(newcomer: Measured) -> None:
@@ -267,7 +271,8 @@ def try_a_service(journey: Journey) -> None:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
     journey.do("-q", "-p", "no:cacheprovider", "shop", module="pytest")
-    journey.script("stand_ins", STAND_INS)
+    if TESTING.is_here("StandIn"):
+        journey.script("stand_ins", STAND_INS)
 
 
 def share_a_root(folder: Path, root: str) -> None:

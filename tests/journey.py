@@ -30,10 +30,10 @@ import pyarrow.parquet as pq
 import yaml
 
 from precompute.store.client.client import AsyncClient, Client
+from precompute.store.doors import COMMANDS
 from precompute.store.errors import PrecomputeError
 from tests import REPOSITORY
-from tests.fixtures import redis_binary
-from tests.redis_process import RedisProcess
+from tests.online_rig import rigs
 
 ROWS = 400
 DAYS = ("2026-01-01", "2026-01-02", "2026-01-03")
@@ -263,7 +263,8 @@ def nights(journey: Journey) -> None:
     do("history", "numbers")
     do("diff", "numbers", "2", "3")
     do("log", "numbers")
-    do("report", "texts")
+    if COMMANDS.is_here("report"):
+        do("report", "texts")
     do("export", "numbers", "--to", "numbers.csv")
     do("plan", "numbers", ends=1)
     do("profile", "texts", "--rows", "32")
@@ -357,6 +358,18 @@ def travel(folder: Path) -> None:
     service(tables)
     days_after(tables)
     scheduled(tables)
+    if "redis" in rigs():
+        over_redis(folder)
+    from tests.first_weeks import spent
+
+    spent(folder)
+
+
+def over_redis(folder: Path) -> None:
+    """Beside a Redis, where its power is here."""
+    from precompute.plugins.redis.tests.fixtures import redis_binary
+    from precompute.plugins.redis.tests.processes import RedisProcess
+
     (folder / "redis").mkdir()
     with RedisProcess(redis_binary(), folder / "redis") as server:
         redis = Journey(folder / "beside", server.url())
@@ -370,9 +383,6 @@ def travel(folder: Path) -> None:
         service(redis)
         with server.client() as client:
             days_after_redis(redis, client)
-    from tests.first_weeks import spent
-
-    spent(folder)
 
 
 def days_after_redis(journey: Journey, client: Any) -> None:

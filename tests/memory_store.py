@@ -1,5 +1,5 @@
-"""Memory store: the one of the stand-in, for tests that need a store and none in particular."""
+"""Memory store: in dictionaries, for tests that need a store and none in particular."""
 
-from precompute.store.http.stand_in.memory import MemoryStore
+from precompute.store.online.memory_store import MemoryStore
 
 __all__ = ["MemoryStore"]

@@ -3,14 +3,9 @@ publishing."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
-import pytest
-import redis
 
 from precompute.store.disk.record import replace
 from precompute.store.errors import OnlineStoreError
@@ -19,10 +14,6 @@ from precompute.store.online import kernels
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.kernels import Packed, RowBatch, Rows
 from precompute.store.online.online_store import Generation, OnlineStore, Pointer
-from precompute.store.online.redis import redis_store
-
-OpenStore = Callable[[str], redis_store.RedisStore]
-"""Opens a Redis store, which is closed after the test."""
 
 
 def pointer(epoch: int, view: str = "numbers", snapshot: int | None = None) -> Pointer:
@@ -126,46 +117,6 @@ TABLE = {b"a": b"1", b"b": b"22", b"c": b"3", b"d": b"\0\xff" * 300}
 def back_to(generation: int, epoch: int, **changes: Any) -> Pointer:
     """A pointer of a later publishing that goes back to an older generation."""
     return replace(pointer(epoch), generation=generation, **changes)
-
-
-def in_buckets(monkeypatch: pytest.MonkeyPatch, *counts: int) -> None:
-    """Have Redis stores lay out what they load in so many buckets, in turns, whatever the rows'
-    width; 0: a key for each row. Bases and overlays come to differ."""
-    turns, plan = itertools.cycle(counts or (3, 1, 0, 50)), redis_store._Plan
-    monkeypatch.setattr(redis_store, "_Plan", lambda owner, _=0: plan(owner, next(turns)))
-
-
-def put_into_redis(url: str, view: str, number: int, key: bytes, row: bytes | None) -> None:
-    """Write a row of a generation behind the store's back, wherever it lies; None removes it."""
-    with (
-        contextlib.closing(redis_store.RedisStore(url)) as store,
-        redis.Redis.from_url(url) as client,
-    ):
-        (layout,) = store._layouts(view, [number], "change a row", 5.0)
-        (get,) = layout.gets([key])
-        if row is None:
-            (_, *where) = commands_in(get)[0]
-            assert client.execute_command("UNLINK" if layout.buckets is None else "HDEL", *where)
-        else:
-            _, (put,) = layout.puts(Packed.of([key]), Packed.of([row]), np.arange(1))
-            client.execute_command(*commands_in(put)[0])
-
-
-def commands_in(data: bytes) -> list[list[bytes]]:
-    """RESP, read by the letter."""
-    found, at = [], 0
-    while at < len(data):
-        end = data.index(b"\r\n", at)
-        assert data[at : at + 1] == b"*"
-        count, at, command = int(data[at + 1 : end]), end + 2, []
-        for _ in range(count):
-            end = data.index(b"\r\n", at)
-            size = int(data[at + 1 : end])
-            assert (data[at : at + 1], data[end + 2 + size : end + 4 + size]) == (b"$", b"\r\n")
-            command.append(data[end + 2 : end + 2 + size])
-            at = end + 4 + size
-        found.append(command)
-    return found
 
 
 class Stopped(Exception):

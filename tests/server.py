@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from precompute.store.http.openapi import openapi_document
+from precompute.store.http.routes import Who, every_route
 from precompute.store.wire import arrow, bodies
 from tests import REPOSITORY
 from tests.scene import Scene
@@ -257,6 +258,13 @@ def state(pid: int) -> str:
         return ""
 
 
+def free_port() -> int:
+    """A port of this machine that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def eventually(
     holds: Callable[[], bool], why: Callable[[], str] = lambda: "", seconds: float = 20.0
 ) -> None:
@@ -269,6 +277,10 @@ def eventually(
 
 def slow(seconds: float, **args: Any) -> View:
     return {"model": {"use": "tests.models:Doubler", "args": {"sleep_s": seconds, **args}}}
+
+
+OPERATORS = sorted(path.decode() for path in every_route().paths(Who.OPERATORS))
+"""Paths of what operators look at, of the core and of the plug-ins that are here."""
 
 
 # ---- whether the OpenAPI document says so; held for each answer that any test gets of the API

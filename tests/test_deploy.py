@@ -69,7 +69,7 @@ def test_every_setting_and_every_file_that_they_name_is_there(make_project: Make
     texts = {path: path.read_text() for path in FILES}
     named = set().union(*(re.findall(r"\bPRECOMPUTE_[A-Z_]+", text) for text in texts.values()))
     settings = {
-        "ONLINE": "redis://redis:6379/0",
+        "ONLINE": "table:/data/online",
         "ROOT": "/data/root",
         "SERVE__BIND": "0.0.0.0:8080",
         "SERVE__TOKENS": "/project/tokens",

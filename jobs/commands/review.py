@@ -1,6 +1,5 @@
 """Review: the commands that show what happened to a view and what its snapshots hold (``history``,
-``diff``, ``log``, ``export``, ``report``), and what is live and needs attention (``status``,
-``verify``)."""
+``diff``, ``log``, ``export``), and what is live and needs attention (``status``, ``verify``)."""
 
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ from precompute.jobs.commands.command import (
     with_history,
 )
 from precompute.store.disk.record import plain
+from precompute.store.doors import COMMANDS
 from precompute.store.errors import ConfigError
 from precompute.store.times import duration, shown_time
 
@@ -31,7 +31,7 @@ SHOWN_EVENTS = 30
 
 
 def add(commands: Commands) -> None:
-    """The commands ``history``, ``diff``, ``log``, ``export`` and ``report``."""
+    """The commands ``history``, ``diff``, ``log`` and ``export``."""
     history = commands.add(
         "history",
         _history,
@@ -86,22 +86,6 @@ def add(commands: Commands) -> None:
     )
     export.option("--snapshot", "N", "another one than the live one", type=int)
     export.flag("--replace", "though there is such a file")
-    report = commands.add(
-        "report",
-        _report,
-        "one HTML file of a run: stages, rejections, figures beside what is live, a map",
-        view=True,
-        only=True,
-        reads=True,
-    )
-    report.option("--run", "RUN", "which (default: the last that did anything)")
-    report.option(
-        "--to",
-        "FILE",
-        "ends with .html (default: beside its snapshots, where the status page links it)",
-        type=Path,
-    )
-    report.flag("--replace", "though there is such a file")
 
 
 def _history(arguments: argparse.Namespace) -> int:
@@ -300,10 +284,9 @@ def _log_lines(report: Report, rejected: Mapping[str, Any] | None) -> Iterator[s
     if rejected:
         yield f"  {rejected['rows']:,} rejected, in {rejected['path']}"
         yield from (f"    {count:,} × {reason}" for reason, count in rejected["reasons"].items())
-    shown = [
-        f"precompute history {report.view}",
-        f"precompute report {report.view} --run {report.run}",
-    ]
+    shown = [f"precompute history {report.view}"]
+    if COMMANDS.is_here("report"):
+        shown.append(f"precompute report {report.view} --run {report.run}")
     yield f"  see also: {' · '.join(shown)}"
 
 
@@ -322,26 +305,6 @@ def _export(arguments: argparse.Namespace) -> int:
         f" {done.size_bytes / 1e6:,.3f} MB"
     )
     return answer(arguments, plain(done), with_history(text, done.view))
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.ops.history import checked_target
-    from precompute.jobs.ops.run_figures import write_report
-
-    if arguments.to is not None:
-        checked_target(arguments.to, (".html",), arguments.replace)
-    path, report = write_report(project_of(arguments), arguments.view, arguments.run, arguments.to)
-    size = path.stat().st_size
-    line = {
-        "view": report.view,
-        "run": report.run,
-        "snapshot": report.snapshot,
-        "path": str(path),
-        "size_bytes": size,
-    }
-    return answer(
-        arguments, line, f"{path}: run {report.run} of {report.view}, {size / 1e6:,.3f} MB"
-    )
 
 
 def add_status(commands: Commands) -> None:

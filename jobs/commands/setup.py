@@ -1,5 +1,5 @@
-"""Setup: the commands before a run: ``init``, ``new``, ``validate``, ``doctor``, ``schema`` and
-``completion``, from nothing to a project that runs."""
+"""Setup: the commands before a run: ``init``, ``new``, ``validate``, ``schema`` and ``completion``,
+from nothing to a project that runs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ from precompute.jobs.commands.command import (
     show_checks,
 )
 from precompute.jobs.run.command_process import show
-from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError
 
 if TYPE_CHECKING:
-    from precompute.jobs.config.project import Project
     from precompute.jobs.setup.scaffold import Scaffold, Wanted
     from precompute.jobs.setup.validate import Check
 
 
 def add(commands: Commands) -> None:
-    """The commands ``init``, ``new``, ``validate`` and ``doctor``."""
+    """The commands ``init``, ``new`` and ``validate``."""
     init = commands.add(
         "init", _init, "make a project that runs at once, over a file of yours or a sample"
     )
@@ -68,11 +66,6 @@ def add(commands: Commands) -> None:
         " published",
     )
     validate.option("views", "VIEW", "which (default: all)", nargs="*")
-    commands.add(
-        "doctor",
-        _doctor,
-        "look at the machine, the installation and the project's stores: each line with its remedy",
-    )
 
 
 def _init(arguments: argparse.Namespace) -> int:
@@ -187,37 +180,6 @@ def _validate(arguments: argparse.Namespace) -> int:
             yield check.view, check
 
     return DONE if show_checks(arguments, checks()) else status
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.setup.doctor import examine
-
-    folder, lines = folder_of(arguments), []
-    try:
-        project: Project | ConfigError | None = None if folder is None else project_of(arguments)
-    except ConfigError as exc:
-        project = exc
-    for line in examine(project):
-        lines.append(line)
-        if not arguments.json:
-            print(
-                f"{_MARKS[line.status]}  {line.check}:"
-                f" {line.found}{f'. → {line.remedy}' if line.remedy else ''}",
-                flush=True,
-            )
-    bad = any(line.status == "bad" for line in lines)
-    if arguments.json:
-        show(json.dumps({"ok": not bad, "checks": plain(lines)}))
-        return FAILED if bad else DONE
-    if folder is None:
-        print(
-            f"there is no {PROJECT_FILE} here or above: disk, Redis and clock were not looked at"
-            " (-c FOLDER names a project)"
-        )
-    return FAILED if bad else DONE
-
-
-_MARKS = {"ok": "ok  ", "slow": "slow", "bad": "BAD "}
 
 
 SHELLS = {

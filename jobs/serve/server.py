@@ -35,6 +35,7 @@ from precompute.store.disk.sql import SpillFolder
 from precompute.store.disk.storage import LOCAL, storage_of
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.http.guard.connections import Listener, tls_of, tokens_of
+from precompute.store.http.routes import every_route
 from precompute.store.http.telemetry.instruments import MODEL_SPARES, RESTARTS, Meter
 from precompute.store.online.url import open_online_store
 from precompute.workers.process import end_all
@@ -256,12 +257,14 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
 
     Raises:
         ConfigError: an address cannot be bound, or is open to strangers; the files of tokens or TLS
-            cannot be used; or ``TMPDIR`` has too long a name.
+            cannot be used; a route of another package cannot; or ``TMPDIR`` has too long a name.
         PrecomputeError: no worker comes up.
     """
     settings = project.settings.serve
     with contextlib.ExitStack() as stack:
         access = _access(project)
+        # of other packages, too: a mistake of one reaches the operator
+        every_route()
         addresses = {"serve.bind": settings.bind, "serve.admin": settings.admin}
         tls = settings.tls
         guarded = settings.tokens is not None or (tls is not None and tls.client_ca is not None)

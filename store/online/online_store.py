@@ -48,6 +48,17 @@ class FileCheck(NamedTuple):
     damage: Callable[[], str | None]
 
 
+class ServerReport(NamedTuple):
+    """What one of a store's servers says of itself, for people. ``what`` it is, as ``Redis``.
+    ``ahead_s``: by how many seconds its clock is ahead of this machine's; None where that cannot be
+    known."""
+
+    what: str
+    where: str
+    found: str
+    ahead_s: float | None = None
+
+
 class Terms(Record, frozen=True):
     """The terms on which a store takes a load. ``lossy``: it may drop rows by itself. ``number``
     and ``rows_done``: an unfinished load of the same rows that can be resumed, and how many of its
@@ -209,6 +220,14 @@ class OnlineStore(ABC):
 
     def doubts(self, view: str) -> list[str]:
         """Reasons, for people, why rows of what is live may be lost; empty without any."""
+        return []
+
+    def servers(self) -> list[ServerReport]:
+        """What each of the store's servers says of itself; empty where it has none.
+
+        Raises:
+            OnlineStoreError: one does not answer.
+        """
         return []
 
     @abstractmethod

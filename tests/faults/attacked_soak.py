@@ -41,7 +41,6 @@ import redis
 from precompute.store.errors import PrecomputeError
 from tests.faults.flipped_bits import Place, draw, places
 from tests.faults.serve_soak import FIRST_CLIENT, KNOWN, STEP, STORED, Soak, Versioned, report, run
-from tests.redis_process import RedisProcess, newest_redis
 from tests.scene import Scene
 from tests.server import Server, make_folder, write_numbers
 
@@ -253,6 +252,8 @@ class Attack:
     def losses(self, client: redis.Redis) -> None:
         """Everything in Redis is gone: emptied, and each second time its address leads to another
         server, which is empty."""
+        from precompute.plugins.redis.tests.processes import RedisProcess, newest_redis
+
         port, process_id = (
             urlsplit(self.project.online).port,
             int(client.info("server")["process_id"]),
@@ -362,6 +363,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if arguments.redis:
+            from precompute.plugins.redis.tests.processes import RedisProcess, newest_redis
+
             (folder / "online.url").write_text(
                 stack.enter_context(RedisProcess(newest_redis(), folder)).url()
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness import FaultScene, changed, recover
-from tests.fixtures import MEMORY, keys_of, restore_keys
+from tests.fixtures import MEMORY
 
 ROWS = {key: key * 10 for key in range(200)}
 
@@ -106,27 +106,3 @@ def put_on_stage(scene: FaultScene, original: str) -> FaultScene:
     shutil.rmtree(scene.folder, ignore_errors=True)
     shutil.copytree(scene.folder.with_name(original), scene.folder)
     return scene.copied(scene.folder)
-
-
-@pytest.fixture(scope="session")
-def prepared_redis(memory_folder: Path, redis_server: str) -> tuple[FaultScene, dict[bytes, bytes]]:
-    """As :func:`prepared` on Redis, and what Redis held then."""
-    restore_keys(redis_server, {})
-    scene = two_published(FaultScene(memory_folder / "stage-redis", online=redis_server))
-    scene.folder.rename(memory_folder / "prepared-redis")
-    return scene, keys_of(redis_server)
-
-
-@pytest.fixture
-def delta_to_come_redis(
-    prepared_redis: tuple[FaultScene, dict[bytes, bytes]], redis_url: str
-) -> MakeScene:
-    """Makes a copy of :func:`prepared_redis` in place of the one before, the server's content with
-    it."""
-
-    def make() -> FaultScene:
-        scene, keys = prepared_redis
-        restore_keys(redis_url, keys)
-        return put_on_stage(scene, "prepared-redis")
-
-    return make

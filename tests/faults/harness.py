@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import redis
 import yaml
 
 import precompute.jobs.run.rows.chunks
@@ -39,6 +38,7 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.vectors.vector_index import VectorIndex
+from tests.online_rig import rigged
 from tests.scene import Scene
 
 VIEW = "numbers"
@@ -596,20 +596,7 @@ def check_online_is_tidy(scene: FaultScene) -> None:
         extra = files - {f"{number:020d}.table" for number in generations} - {"live.json", ".lock"}
         assert extra == set(), f"left in the online store: {sorted(extra)}"
     else:
-        client = redis.Redis.from_url(scene.online)
-        try:
-            of = {
-                key.decode().split(":")[2]
-                for key in client.scan_iter(match=f"precompute:{{}}{VIEW}:*", count=5000)
-            }
-            assert of <= {str(number) for number in generations}, (
-                f"left in Redis: generations {sorted(of)}"
-            )
-            fields: list[Any] = client.hkeys(f"precompute:{{{VIEW}}}:meta")
-            loading = [field for field in fields if field.startswith((b"loading:", b"dropping:"))]
-            assert loading == []
-        finally:
-            client.close()
+        rigged(scene.online).check_tidy(scene.online, VIEW, generations)
 
 
 def recover(scene: FaultScene, **options: Any) -> Report:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import precompute.store.online.redis.servers
 import precompute.store.online.table_file
 from precompute.engine.runner import AHEAD_WINDOWS
 from precompute.store.disk import crashpoint
@@ -251,31 +250,6 @@ def test_a_run_that_is_killed_while_it_merges_deltas(
     check_everything(scene)
 
 
-REDIS_POINTS = ("online.load", "online.verify", "live.cas", "online.flip", "gc")
-
-
-@pytest.mark.parametrize(
-    ("point", "mode"),
-    [
-        *((point, "kill") for point in REDIS_POINTS),
-        # what a process undoes in Redis that lives on
-        *((point, "raise") for point in ("online.load", "online.flip")),
-    ],
-)
-def test_a_run_that_fails_anywhere_with_redis(
-    point: str, mode: str, delta_to_come_redis: MakeScene
-) -> None:
-    scene = delta_to_come_redis()
-    old, new = scene.history[-2], scene.history[-1]
-    ended = inject(scene, point, 1, mode)
-    check_error(ended, point, mode)
-    assert check_readers(scene) == (new if point in FLIPPED else old)
-    recover(scene)
-    check_reports(scene, ended)
-    assert TO_COMPUTE <= scene.computed() <= TO_COMPUTE + AHEAD
-    check_everything(scene)
-
-
 # ---- rollback
 
 
@@ -376,27 +350,8 @@ def test_nothing_is_left_in_the_online_store_by_a_load_that_was_killed(
     check_everything(scene)
 
 
-def test_nothing_is_left_in_redis_by_a_load_that_was_killed(delta_to_come_redis: MakeScene) -> None:
-    scene = delta_to_come_redis()
-    assert Child(scene, before=kill_in_redis_load).ended().signal == 9
-    assert check_readers(scene) == scene.history[-2]
-    recover(scene)
-    check_everything(scene)
-
-
 def kill_in_table_load() -> None:
     def killed(self):  # type: ignore[no-untyped-def]
         os.kill(os.getpid(), signal.SIGKILL)
 
     precompute.store.online.table_file.TableWriter.finish = killed  # type: ignore[method-assign]
-
-
-def kill_in_redis_load() -> None:
-    send = precompute.store.online.redis.servers.Pipe.send
-
-    def killed(self, block, number):  # type: ignore[no-untyped-def]
-        send(self, block, number)
-        self.settle()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    precompute.store.online.redis.servers.Pipe.send = killed  # type: ignore[method-assign]

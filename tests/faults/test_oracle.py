@@ -8,18 +8,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import redis
 
 from precompute.store.disk.record import replace
 from tests.faults import random_kills
-from tests.faults.conftest import ROWS, MakeScene
+from tests.faults.conftest import ROWS
 from tests.faults.harness import (
     VIEW,
     FaultScene,
     changed,
-    check_everything,
     check_online_is_tidy,
-    check_readers,
     check_snapshots,
     recover,
     state_of,
@@ -89,15 +86,3 @@ def test_random_kills(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith("seed 1, ")
     assert "4 kills, " in said
     assert "0 lost, 0 doubled, 0 mixed" in said
-
-
-def test_a_redis_that_lost_everything_is_loaded_again(delta_to_come_redis: MakeScene) -> None:
-    scene = delta_to_come_redis()
-    scene.write(scene.history[-2][0])
-    scene.history.pop()
-    client = redis.Redis.from_url(scene.online)
-    client.flushdb()
-    client.close()
-    assert recover(scene).status == "published"
-    assert check_readers(scene) == scene.history[-1]
-    check_everything(scene)

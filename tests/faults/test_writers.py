@@ -3,12 +3,8 @@ publishing."""
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 
-import precompute.store.online.redis.servers
 from precompute.store.disk import durable_file
 from precompute.store.errors import ConflictError
 from tests.faults.conftest import MakeScene
@@ -62,47 +58,6 @@ def test_a_zombie_changes_nothing_that_is_live(point: str, delta_to_come: MakeSc
     if point not in DONE:
         assert ended.error is not None
         assert ended.error.startswith(REFUSED)
-    recover(scene)
-    check_everything(scene)
-
-
-@pytest.mark.parametrize("point", ["online.load", "online.flip"])
-def test_a_zombie_changes_nothing_that_is_live_in_redis(
-    point: str, delta_to_come_redis: MakeScene
-) -> None:
-    zombie, scene = overtaken(delta_to_come_redis(), point)
-    newest = scene.history[-1]
-    zombie.go_on()
-    assert check_readers(scene) == newest
-    recover(scene)
-    check_everything(scene)
-
-
-def stop_in_redis_load() -> None:
-    send = precompute.store.online.redis.servers.Pipe.send
-
-    def stopped(self, block, number):  # type: ignore[no-untyped-def]
-        precompute.store.online.redis.servers.Pipe.send = send  # type: ignore[method-assign]
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return send(self, block, number)
-
-    precompute.store.online.redis.servers.Pipe.send = stopped  # type: ignore[method-assign]
-
-
-def test_late_writes_of_a_zombie_go_into_a_generation_of_its_own(
-    delta_to_come_redis: MakeScene,
-) -> None:
-    scene = delta_to_come_redis()
-    zombie = Child(scene, before=stop_in_redis_load)
-    zombie.stopped()
-    scene.forget_lease()
-    scene.write(changed(scene.rows, [1, 2, 3]))
-    recover(scene)
-    ended = zombie.go_on()
-    assert ended.error is not None
-    assert ended.error.startswith("ConflictError: ")
-    assert check_readers(scene) == scene.history[-1]
-    scene.write(changed(scene.rows, [4]))
     recover(scene)
     check_everything(scene)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import redis
 
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.rollback import reconcile
@@ -20,6 +19,7 @@ from precompute.store.account.checker import Rounds, check_live, is_due, share_o
 from precompute.store.disk.record import replace
 from precompute.store.errors import PrecomputeError
 from tests.fixtures import MakeProject, Prepared
+from tests.online_rig import rig_of, rigs
 from tests.scene import Scene
 
 ROWS = 40
@@ -68,61 +68,6 @@ def part(project: Scene, number: int, name: str = "part-00000.parquet") -> Path:
     return project.store.data / project.store.snapshot(number).run / name
 
 
-def client(project: Scene) -> contextlib.closing[redis.Redis]:
-    return contextlib.closing(redis.Redis.from_url(project.online))
-
-
-def keys(project: Scene, generation: int) -> list[bytes]:
-    with client(project) as server:
-        return sorted(server.scan_iter(f"precompute:{{}}numbers:{generation}:*"))
-
-
-def garble(project: Scene, generation: int) -> None:
-    """A bit of one row, which lies under a key of its own, or with others in a bucket."""
-    with client(project) as server:
-        key = keys(project, generation)[0]
-        bucket = server.type(key) == b"hash"
-        field, row = (
-            sorted(server.hgetall(key).items())[0] if bucket else (b"", server.get(key) or b"")
-        )
-        assert isinstance(row, bytes)
-        row = row[:-1] + bytes([row[-1] ^ 1])
-        if bucket:
-            server.hset(key, field, row)
-        else:
-            server.set(key, row)
-
-
-def retype(project: Scene) -> None:
-    with client(project) as server:
-        key = keys(project, 1)[0]
-        server.delete(key)
-        server.lpush(key, "1")
-
-
-def on_meta(change: Callable[[redis.Redis, str], object]) -> Callable[[Scene], None]:
-    def damage(project: Scene) -> None:
-        with client(project) as server:
-            change(server, "precompute:{numbers}:meta")
-
-    return damage
-
-
-def flip_field(name: str) -> Callable[[redis.Redis, str], object]:
-    def change(server: redis.Redis, meta: str) -> None:
-        value = server.hget(meta, name)
-        assert isinstance(value, bytes)
-        at = len(value) // 2
-        server.hset(meta, name, value[:at] + bytes([value[at] ^ 4]) + value[at + 1 :])
-
-    return change
-
-
-def delete_rows(project: Scene) -> None:
-    with client(project) as server:
-        server.delete(*keys(project, 1)[:2])
-
-
 FILES: dict[str, Callable[[Scene], object]] = {
     "a bit of the index's vectors": lambda p: flip(index(p, 1, "vectors.faiss")),
     "a bit of the index's rows": lambda p: flip(index(p, 1, "rows.arrow")),
@@ -144,25 +89,15 @@ TABLES: dict[str, Callable[[Scene], object]] = {
     "a bit of the online pointer": lambda p: flip(p.folder / "online" / "numbers" / "live.json"),
     "all that is online": lambda p: shutil.rmtree(p.folder / "online"),
 }
-REDIS: dict[str, Callable[[Scene], object]] = {
-    "a bit of a row": lambda p: garble(p, 1),
-    "a bit of the overlay": lambda p: garble(p, 2),
-    "rows": delete_rows,
-    "a row's type": retype,
-    "a bit of the pointer": on_meta(flip_field("pointer")),
-    "a bit of what is noted of the base": on_meta(flip_field("rows:1")),
-    "the pointer": on_meta(lambda server, meta: server.hdel(meta, "pointer", "version")),
-    "all": on_meta(lambda server, _: server.flushall()),
-}
 ON = [("table", name) for name in FILES | TABLES] + [
-    ("redis", name) for name in FILES.keys() & {"the index"} | REDIS.keys()
+    (rig.name, name) for rig in rigs().values() for name in {"the index"} | rig.damages.keys()
 ]
 
 
 @pytest.mark.parametrize(("online", "damage"), sorted(ON), indirect=["online"])
 def test_it_is_seen_and_healed_from_the_root(project: Scene, damage: str) -> None:
-    on_table = project.online.startswith("table")
-    (FILES | (TABLES if on_table else REDIS))[damage](project)
+    rig = rig_of(project.online)
+    (FILES | (TABLES if rig is None else dict(rig.damages)))[damage](project)
     assert project.cli("status") == 1
     # none of it is served
     with project.lookup() as lookup:
@@ -215,22 +150,6 @@ def test_a_bit_of_a_small_record_is_told_as_damage_and_stops_nobody(
     )
     assert project.run().status == "published"
     reconcile(project, "numbers", Silent())
-    assert (project.status()["attention"], project.served(range(ROWS))[0]) == ([], 3)
-
-
-@pytest.mark.parametrize("name", ["epoch", "owner", "live"])
-@pytest.mark.parametrize("online", ["redis"], indirect=True)
-def test_a_bit_of_what_stands_beside_the_pointer_in_redis_is_nobodys_act(
-    project: Scene, name: str, make_project: MakeProject
-) -> None:
-    on_meta(flip_field(name))(project)
-    (told,) = project.status()["attention"]
-    assert told.startswith(f"field {name} of precompute:{{numbers}}:meta in Redis is ")
-    # who publishes goes by the pointer, which has a seal
-    project = make_project(rows(3), project={"online": project.online}, view=INDEXED)
-    assert (project.run().snapshot, project.status()["attention"]) == (3, [])
-    on_meta(flip_field(name))(project)
-    assert reconcile(project, "numbers", Silent()) is not None
     assert (project.status()["attention"], project.served(range(ROWS))[0]) == ([], 3)
 
 
@@ -289,10 +208,10 @@ def test_who_publishes_what_is_live_already_heals_it_too(project: Scene, command
 def test_an_overlay_is_not_laid_over_a_base_that_lost_rows(
     project: Scene, make_project: MakeProject
 ) -> None:
-    if project.online.startswith("table"):
+    if (rig := rig_of(project.online)) is None:
         flip(table(project, 1), 0.52)
     else:
-        delete_rows(project)
+        rig.damages["rows"](project)
     project = make_project(rows(3), project={"online": project.online}, view=INDEXED)
     assert project.run().status == "published"
     assert project.live().place.overlays == ()
@@ -300,38 +219,6 @@ def test_an_overlay_is_not_laid_over_a_base_that_lost_rows(
 
 
 # ---- how much is read, and when
-
-
-@pytest.mark.parametrize("online", ["redis"], indirect=True)
-def test_a_window_moves_over_all_rows(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not whole is read at every look, until it is."""
-    monkeypatch.setattr(checker, "SAMPLE_ROWS", 0)
-    with project.online_store() as online:
-
-        def looked() -> tuple[int, int, list[str]]:
-            # of no time there is always enough for one row group
-            account = check_live(project.store, online, budget_s=-1.0)
-            return account.turn.rows, account.turn.file, account.trouble
-
-        assert check_live(project.store, online, share=1.0).turn.before_us
-        # base and overlay lie in a file each
-        assert [looked() for _ in range(4)] == [(38, 0, []), (40, 1, []), (0, 0, []), (38, 0, [])]
-        # of another base it begins again
-        refs, account = (
-            project.store.refs.folder,
-            read_account(project.store.refs.folder, "numbers"),
-        )
-        write_account(refs, replace(account, turn=replace(account.turn, base=99)))
-        assert looked() == (38, 0, [])
-        garble(project, 1)
-        assert [looked() for _ in range(2)] == [(40, 1, []), (0, 0, [])]
-        (told,) = looked()[2]
-        assert told.startswith(
-            "1 of 40 rows of view 'numbers' are missing or damaged in the online store, that of key "
-        )
-        assert looked()[2] == [told]
-        garble(project, 1)
-        assert looked()[2] == []
 
 
 def test_what_a_wrong_clock_noted_is_looked_at_again(

@@ -17,7 +17,13 @@ from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.errors import GateError
 from precompute.store.feature_view import Feature, FeatureView
 from tests.fixtures import MakeProject
-from tests.jobs.test_tune import LOOSE, TorchDoubler, live_number, torch_model, torch_project
+from tests.jobs.test_converted_view import (
+    LOOSE,
+    TorchDoubler,
+    live_number,
+    torch_model,
+    torch_project,
+)
 from tests.scene import Scene
 
 ROWS = 3000

@@ -455,25 +455,6 @@ def test_an_error_has_its_exit_status(
     assert (refusal["error"]["kind"], refusal["exit_status"]) == (type(error).__name__, status)
 
 
-def test_an_online_store_that_does_not_answer_is_status_1(
-    make_project: MakeProject, capsys: Captured
-) -> None:
-    project = make_project(ROWS, project={"online": "redis://:hunter2@127.0.0.1:1/0"})
-    for command in (
-        ["run", "numbers"],
-        ["lookup", "numbers", "1"],
-        ["status"],
-        ["status", "--json"],
-    ):
-        assert project.cli(*command) == 1
-        captured = capsys.readouterr()
-        assert "is it running?" in (captured.out if command[0] == "status" else captured.err)
-        assert "hunter2" not in captured.err + captured.out
-    assert "hunter2" not in "".join(
-        p.read_text() for p in (project.root / "numbers" / "runs").iterdir()
-    )
-
-
 # ---- as a process
 
 
@@ -707,7 +688,7 @@ REFUSALS = [
     ),
     (["search", "numbers"], 2, "BadUsage", "--key --text is required"),
     (["profile", "numbers", "--rows", "0"], 2, "ConfigError", "--rows: 0: at least 1"),
-    (["tune", "numbers", "--within", "soon"], 2, "ConfigError", "--within: 'soon'"),
+    (["thresholds", "numbers", "--agreement", "2"], 2, "ConfigError", "--agreement: 2"),
     (["pin", "numbers"], 2, "ConfigError", "never published"),
     (["token", "me"], 2, "ConfigError", "serve.tokens"),
     (["serve", "--workers", "0"], 2, "ConfigError", "--workers"),
@@ -768,11 +749,10 @@ def test_words_are_completed(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.chdir(make_project(ROWS, views={"letters": {}}).folder)
-    named = next(
-        action.choices for action in _parser()._actions if isinstance(action.choices, dict)
-    )
+    commands = _parser().commands
+    assert commands is not None
     for words, found in (
-        ([""], list(named)),
+        ([""], list(commands.shown())),
         (["pro"], ["profile"]),
         (["run", "num"], ["numbers"]),
         (["run", "numbers", ""], ["letters", "numbers"]),

@@ -171,7 +171,7 @@ def test_a_schedule_from_the_environment_replaces_the_files(make_project: MakePr
 @pytest.mark.parametrize(
     ("variable", "value", "path", "read"),
     [
-        ("ONLINE", "redis://:pw@host:6379/0", "settings.online", "redis://:pw@host:6379/0"),
+        ("ONLINE", "table:/srv/online", "settings.online", "table:/srv/online"),
         ("SERVE__BIND", "unix:./api.sock", "settings.serve.bind", "unix:./api.sock"),
         ("SERVE__LIMITS__IDLE_TIME", "1m", "settings.serve.limits.idle_time", 60.0),
         (

@@ -3,11 +3,9 @@ from what a worker holds; unknown is what nobody published, or what was dropped.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
-import redis
 
 from precompute.jobs.ops.retention import drop
 from precompute.jobs.run.command_process import Silent
@@ -16,6 +14,7 @@ from precompute.store.errors import RequestError, RowsLostError
 from precompute.store.http.app import create_app
 from tests.asgi import call
 from tests.fixtures import MakeProject
+from tests.online_rig import rigged
 from tests.scene import Scene
 
 ROWS = [(i, float(i)) for i in range(8)]
@@ -26,8 +25,7 @@ def lose_pointer(project: Scene) -> None:
     if project.online.startswith("table"):
         (project.folder / "online" / "numbers" / "live.json").unlink()
     else:
-        with contextlib.closing(redis.Redis.from_url(project.online)) as client:
-            client.flushall()
+        rigged(project.online).restore(project.online, None)
 
 
 @pytest.fixture

@@ -18,7 +18,11 @@ from typing import NamedTuple
 import pytest
 
 from precompute.jobs.cli import main
+from precompute.store.doors import ONLINE
+from precompute.store.online.url import FORMS
 
+STORES = " or ".join(re.split(", | or ", FORMS)[:2])
+"""What is proposed: table files, and the first store of those that are here."""
 NEAR = "views/near.yaml"
 
 PROJECT = {
@@ -281,8 +285,8 @@ MISTAKES = {
     "an unknown key of the project": Mistake(project("onlin: x"), "books/project.yaml:5: onlin: unknown key; did you mean 'online'?"),
     "no root": Mistake(swap("root: ./var\n", "", "project.yaml"), "books/project.yaml: root: missing; add it, for it has no default"),
     "a root on a network": Mistake(project("root: ftp://bucket/x"), "books/project.yaml:1: root: 'ftp://bucket/x': give a folder, or a bucket and a prefix in an object store, as in s3://bucket/prefix, gs://bucket/prefix, az://bucket/prefix"),
-    "a store's scheme": Mistake(project("online: redsi://:hunter2@host:6379/0?a=hunter2"), "books/project.yaml:2: online: 'redsi://…@host:6379/0' names no online store: write table:./folder or redis://host:6379/0; did you mean 'redis'?"),
-    "a store that is a path": Mistake(project("online: ./var/online"), "books/project.yaml:2: online: './var/online' names no online store: write table:./folder or redis://host:6379/0 (there are: table, redis, rediss, unix, redis+cluster, rediss+cluster)"),
+    "a store's scheme": Mistake(project("online: tabel://:hunter2@host:6379/0?a=hunter2"), f"books/project.yaml:2: online: 'tabel://…@host:6379/0' names no online store: write {STORES}; did you mean 'table'?"),
+    "a store that is a path": Mistake(project("online: ./var/online"), f"books/project.yaml:2: online: './var/online' names no online store: write {STORES} (there are: {', '.join(['table', *ONLINE.known()])})"),
     "a bind without a host": Mistake(project("serve: {bind: \"8080\"}"), "books/project.yaml:5: serve.bind: '8080': write host:port, such as 127.0.0.1:8080, or unix:./api.sock"),
     "a bind with a port that is none": Mistake(project("serve: {bind: \"localhost:65536\"}"), "books/project.yaml:5: serve.bind: 'localhost:65536': a port is at most 65535"),
     "a host with a port": Mistake(project("serve: {hosts: [\"features.internal:80\"]}"), "books/project.yaml:5: serve.hosts.0: 'features.internal:80': write a host's name or address, without a port"),
@@ -334,7 +338,6 @@ MISTAKES = {
     "a filter by no feature": Mistake(nothing, "view 'books' has no scalar feature 'lenght' to filter by (it has: length); did you mean 'length'?", command='search books --key 1 --filter {"lenght":1}'),
     "a filter's bounds": Mistake(nothing, "filter: the bounds of 'length' are some of gte, gt, lte, lt, got ['gtt']", command='search books --key 1 --filter {"length":{"gtt":1}}'),
     "a key without a history": Mistake(nothing, "view 'books' has no history of key '99': none of its 1 snapshots has it, and no run rejected it", command="explain books 99"),
-    "a precision to pick of a model that has none": Mistake(nothing, "view 'books': this model computes in its own way; only torch models (text_encoder, text_classifier, static_embedding, image_encoder, two_tower, top_k, torch_module) have other precisions", command="tune books"),
     "thresholds of no semantic cache": Mistake(nothing, "view 'books' has no semantic_cache: say which view embeds the same text, as in --by item_vectors", command="thresholds books"),
     "the bad configuration of a server": Mistake(project("serve: {tls: {cert: x.pem, key: y.pem}}"), "serve.tls: books/x.pem and books/y.pem cannot be used: [Errno 2] No such file or directory", command="serve"),
 }

@@ -496,7 +496,6 @@ TUNING = {"version": 1, "model": None, "precision": "fp32", "backend": "eager"}
 def test_a_damaged_tuning_file_is_found_before_anything_is_made(
     make_project: MakeProject,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
     tuning: str,
 ) -> None:
     scene = scene_of(make_project)
@@ -509,8 +508,6 @@ def test_a_damaged_tuning_file_is_found_before_anything_is_made(
         optimize(scene, "numbers")
     assert not (scene.home / "students").exists()
     assert path.read_bytes() == before
-    # a report is about a run, and leaves it out
-    assert scene.cli("report", "numbers", "--to", str(tmp_path / "page.html")) == 0
 
 
 @pytest.mark.parametrize(
@@ -645,22 +642,6 @@ def test_what_fits_nothing_says_what_does(
     assert "no student is made by prune for fallback: --for fallback goes with --by distil" in (
         capsys.readouterr().err
     )
-
-
-def test_a_runs_page_has_speed_against_accuracy(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    scene = scene_of(make_project)
-    page = tmp_path / "page.html"
-    assert scene.cli("report", "numbers", "--to", str(page)) == 0
-    assert "Speed against accuracy" not in page.read_text()
-    quickly(monkeypatch, SmallMlp(steps=200))
-    mlp = optimize(scene, "numbers")["students"][1]
-    assert scene.cli("report", "numbers", "--to", str(page), "--replace") == 0
-    shown = page.read_text()
-    assert "Speed against accuracy" in shown
-    assert "fp32-eager: 1 times float32" in shown
-    assert f"mlp: {mlp['speed']:.3g} times float32" in shown
 
 
 @pytest.mark.parametrize(

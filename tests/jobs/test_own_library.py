@@ -171,9 +171,6 @@ def test_a_model_is_equal_to_its_own_library_and_that_is_shown(
         assert project.cli(command, *["numbers"] * (command != "status")) == 0
         assert found.said in capsys.readouterr().out, command
     assert f"  library: {found.said}" in describe_report(report).splitlines()
-    page = tmp_path / "page.html"
-    assert project.cli("report", "numbers", "--to", str(page)) == 0
-    assert f"<dt>library</dt><dd>{found.said}</dd>" in page.read_text()
     (check,) = [check for check in validate(project) if check.check == "model"]
     assert check.ok
     assert f"equal to {made.library} {found.version} in " in check.found

@@ -14,8 +14,6 @@ from precompute.jobs.run.judge.value_gates import Verdicts
 from precompute.jobs.run.judge.vector_gates import judge_packed
 from precompute.store.errors import GateError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.http.page.figures import Figures, ViewFigures
-from precompute.store.http.page.page import status_page
 from precompute.store.offline.refs import Place
 from precompute.store.online.row_values import packed_vectors, unpacked_vectors
 from tests.fixtures import MakeProject
@@ -114,7 +112,6 @@ def test_rows_are_packed_and_parquet_and_index_are_not(
         "dim": DIM,
         "packed": packed,
     }
-    assert f"vector: float32[{DIM}] as {packed}" in status_page(Figures([ViewFigures(told)]))
 
 
 def test_another_packing_computes_nothing_and_loads_a_base(

@@ -440,16 +440,10 @@ def looked_up(project: Scene, ahead_s: float, keys: list[int]) -> list[tuple[str
         return [(row["status"], round(row["age_s"] / 100)) for row in rows]
 
 
-@pytest.mark.parametrize("online", ["table", "redis"])
 def test_unchanged_rows_are_as_fresh_as_the_run_that_saw_them(
-    make_project: MakeProject,
-    request: pytest.FixtureRequest,
-    clock: Callable[[float], None],
-    online: str,
+    make_project: MakeProject, clock: Callable[[float], None], online: str
 ) -> None:
-    project_yaml = {
-        "online": request.getfixturevalue("redis_url") if online == "redis" else "table:./online"
-    }
+    project_yaml = {"online": online}
     project = make_project(ROWS, view=COUNTING, project=project_yaml)
     project.run()
     clock(5000)  # past the ttl of an hour

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from precompute.jobs.commands.command import FAILED, REJECTED
 from precompute.store.errors import (
@@ -52,14 +51,9 @@ def refused(project: Scene, error: type[PrecomputeError], message: str, **option
 
 
 def test_a_store_that_is_not_there_or_cannot_be_written(
-    make_project: MakeProject, tmp_path: Path, redis_url: str
+    make_project: MakeProject, tmp_path: Path
 ) -> None:
-    down = make_project(ROWS, view=COUNTED, project={"online": "redis://127.0.0.1:1/0"})
-    refused(
-        down,
-        OnlineStoreError,
-        "does not answer, could not look whether 'numbers' can be published: is it running",
-    )
+    make_project(ROWS)
     (tmp_path / "file").write_text("")
     # below a file there is nothing, and below /proc nothing is made, by whomever
     for folder in (tmp_path / "file", "/proc"):
@@ -69,32 +63,10 @@ def test_a_store_that_is_not_there_or_cannot_be_written(
             OnlineStoreError,
             f"{folder}/online/numbers.*(No such file|Not a directory|Permission|Read-only)",
         )
-    with redis.Redis.from_url(redis_url) as client:
-        client.acl_setuser(
-            "reader",
-            enabled=True,
-            nopass=True,
-            keys=["*"],
-            commands=["+@read", "+hello", "+info", "+ping"],
-        )
-        try:
-            reader = redis_url.replace("redis://", "redis://reader:x@")
-            refused(
-                make_project(view=COUNTED, project={"online": reader}),
-                OnlineStoreError,
-                "may not|no right|NOPERM|permission",
-            )
-        finally:
-            client.acl_deluser("reader")
-    assert down.numbers() == []
+    assert unwritable.numbers() == []
 
 
-def test_nothing_stays_of_what_was_tried(make_project: MakeProject, redis_url: str) -> None:
-    project = make_project(ROWS, project={"online": redis_url})
-    with project.online_store() as store:
-        store.check_writable("numbers", "me")
-    with redis.Redis.from_url(redis_url) as client:
-        assert client.keys() == []
+def test_nothing_stays_of_what_was_tried(make_project: MakeProject) -> None:
     project = make_project(ROWS, project={"online": "table:./none/online"})
     with project.online_store() as store:
         store.check_writable("numbers", "me")
@@ -136,13 +108,13 @@ def test_an_index_that_nothing_here_builds(
 
 
 def test_a_run_that_publishes_nothing_needs_no_online_store(
-    make_project: MakeProject, online: str
+    make_project: MakeProject, online: str, away: str
 ) -> None:
     first = {"online": online}
     project = make_project(ROWS, view=DAYS, project=first)
     for day in ("2026-01-03", "2026-01-02"):
         assert project.cli("run", "numbers", "--partition", day) == 0
-    down = make_project(view=DAYS, project={"online": "redis://127.0.0.1:1/0"})
+    down = make_project(view=DAYS, project={"online": away})
     assert down.cli("run", "numbers", "--partition", "2026-01-01") == 0
     assert down.cli("run", "numbers", "--partition", "2026-01-04") == FAILED
     assert down.cli("backfill", "numbers", "--from", "2026-01-05", "--to", "2026-01-05") == FAILED

@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from precompute.jobs.commands.measure import PACE, describe_profile
-from precompute.jobs.ops import tune as profile_module
-from precompute.jobs.ops.tune import profile
+from precompute.jobs.ops import profile as profile_module
+from precompute.jobs.ops.profile import profile
 from precompute.store.errors import ConfigError, SourceError
 from precompute.store.times import containing
 from tests.fixtures import MakeProject

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.publisher import Publisher
@@ -375,28 +374,6 @@ def test_a_store_that_lost_or_altered_rows_is_not_made_live(
     report, pointer = publish_to(memory, store)
     assert (pointer.snapshot, "load" in report.stages_s) == (2, True)
     assert Lookup(memory).get("numbers", [1, 2, 3])["double"].to_pylist() == [20.0, 40.0, 60.0]
-
-
-def test_a_redis_that_runs_full_keeps_what_is_live(
-    make_project: MakeProject, redis_url: str
-) -> None:
-    make: dict[str, Any] = {"project": {"online": redis_url}, "view": UNJUDGED}
-    project = make_project([(1, 1.0)], **make)
-    project.run()
-    client = redis.Redis.from_url(redis_url)
-    used = client.info("memory")["used_memory"]
-    client.config_set("maxmemory", used + 300_000)
-    with pytest.raises(OnlineStoreError, match="has no room"):
-        make_project([(i, 2.0) for i in range(20_000)], **make).run()
-    assert project.served([1]) == (1, [2.0])
-    assert epochs(project) == (1, 1)
-    client.config_set("maxmemory", 0)
-    make_project([(i, 2.0) for i in range(2_000)], **make).run()
-    assert project.served([1]) == (3, [4.0])
-    held = list(client.scan_iter("precompute:{}numbers:*", count=5000))
-    # the live generation and the last; nothing of the failed one
-    assert sum(client.hlen(key) for key in held) == 2_001
-    client.close()
 
 
 # ---- a snapshot that cannot be trusted

@@ -3,7 +3,6 @@ hand and by the scheduler."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 import yaml
 
 from precompute.jobs.run.command_process import Silent
@@ -33,6 +31,7 @@ from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import OnlineStore
 from tests.fixtures import MakeProject, Prepared
+from tests.online_rig import rigged
 from tests.scene import Scene
 
 ROWS = [(i, float(i)) for i in range(40)]
@@ -68,16 +67,14 @@ def lose(project: Scene, number: int) -> None:
         data[4096:-16] = bytes(len(data) - 4112)
         path.write_bytes(data)
     else:
-        with contextlib.closing(redis.Redis.from_url(project.online)) as client:
-            client.delete(*client.scan_iter(f"precompute:{{}}numbers:{number}:*"))
+        rigged(project.online).lose(project.online, "numbers", number)
 
 
 def lose_all(project: Scene) -> None:
     if project.online.startswith("table"):
         shutil.rmtree(project.online.removeprefix("table:"))
     else:
-        with contextlib.closing(redis.Redis.from_url(project.online)) as client:
-            client.flushall()
+        rigged(project.online).restore(project.online, None)
 
 
 def lose_features(project: Scene) -> None:

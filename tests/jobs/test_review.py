@@ -1,11 +1,9 @@
-"""What looks at what was committed: history, diff, log, export and the page of a run."""
+"""What looks at what was committed: history, diff, log and export."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +14,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.jobs.ops.history import diff, off_by
-from precompute.jobs.ops.run_figures import principal_axes
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.history import changes
-from precompute.store.http.page.figures import REPORT, ViewFigures, graph, report_path
 from precompute.techniques.row_errors import MOST
 from tests.fixtures import MakeProject
 from tests.models import Doubler
 from tests.scene import Scene
-from tests.store.test_page import DETAILS, Parsed, harmless, report
 
 Captured = pytest.CaptureFixture[str]
 OPEN = {"gates": dict.fromkeys(("rows", "moved", "norm", "drift", "shift", "rolled_back", "mass"))}
 
 
-@pytest.fixture
-def project(make_project: MakeProject, capsys: Captured) -> Scene:
+def three_snapshots(make_project: MakeProject) -> Scene:
     """1: keys 0 to 39. 2, a delta of it: 3 by another value, 39 gone, 40 new. 3: all computed again
     by another model, to the same values."""
     first = [(key, float(key)) for key in range(40)]
@@ -44,6 +38,12 @@ def project(make_project: MakeProject, capsys: Captured) -> Scene:
         view=OPEN | {"model": {"use": "tests.models:Doubler", "args": {"version": 2}}}
     )
     project.run()
+    return project
+
+
+@pytest.fixture
+def project(make_project: MakeProject, capsys: Captured) -> Scene:
+    project = three_snapshots(make_project)
     capsys.readouterr()
     return project
 
@@ -211,8 +211,7 @@ class Hostile(Doubler):
 EVIL = "</title><script>document.title='ran'</script>'\""
 
 
-@pytest.fixture
-def hostile(make_project: MakeProject) -> Scene:
+def hostile_project(make_project: MakeProject) -> Scene:
     """Keys, values and errors that are markup; composite keys; rejected rows."""
     table = pa.table(
         {
@@ -232,68 +231,8 @@ def hostile(make_project: MakeProject) -> Scene:
     return project
 
 
-def test_the_page_of_a_run_escapes_whatever_it_shows(hostile: Scene, capsys: Captured) -> None:
-    assert hostile.cli("report", "numbers", "--json") == 0
-    line = json.loads(capsys.readouterr().out)
-    path = hostile.root / "numbers" / REPORT
-    assert (line["path"], line["snapshot"], line["size_bytes"]) == (
-        str(path),
-        1,
-        path.stat().st_size,
-    )
-    page = Parsed(path.read_text(encoding="utf-8"))
-    harmless(page)
-    policy = next(
-        meta["content"]
-        for meta in page.all("meta")
-        if meta.get("http-equiv") == "Content-Security-Policy"
-    )
-    assert str(policy).startswith("default-src 'none'; style-src 'sha256-")
-    assert len(page.all("circle")) >= 30
-    for words in (
-        "1 rows got no value",
-        f"model: ValueError: {EVIL}",
-        "30 written",
-        f"commonest {EVIL} (",
-    ):
-        assert words in page.text, words
-    assert any(EVIL[:40] in text for text in page.texts)
-    assert any(
-        str(svg.get("class")) == "then" or svg.get("height") == "90" for svg in page.all("svg")
-    )
-    assert report_path(hostile.root, "numbers") == path
-    assert report_path(hostile.root, "others") is report_path(None, "numbers") is None
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium on the PATH")
-def test_in_a_browser_nothing_of_a_hostile_row_runs(hostile: Scene, tmp_path: Path) -> None:
-    """By its escaping alone, without the page's policy; a page with the script let in shows that it
-    ran, lest the test see nothing."""
-    assert hostile.cli("report", "numbers", "--to", str(tmp_path / "page.html")) == 0
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    page = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
-    (tmp_path / "open.html").write_text(page.replace("<main>", f"<main>{EVIL}"), encoding="utf-8")
-    assert title_in_browser(tmp_path / "open.html") == "ran"
-    (tmp_path / "page.html").write_text(page, encoding="utf-8")
-    assert title_in_browser(tmp_path / "page.html").startswith("numbers: ")
-
-
-def title_in_browser(path: Path) -> str:
-    command = [
-        "chromium",
-        "--headless=old",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--dump-dom",
-        f"file://{path}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    title = re.search("<title>(.*?)</title>", done.stdout)
-    assert title is not None, done
-    return title[1]
-
-
-def test_a_run_in_words(hostile: Scene, capsys: Captured) -> None:
+def test_a_run_in_words(make_project: MakeProject, capsys: Captured) -> None:
+    hostile = hostile_project(make_project)
     run = hostile.report().run
     for which in (run, run[:-3], "numbers"):
         assert hostile.cli("log", which) == 0
@@ -314,36 +253,6 @@ def test_a_run_in_words(hostile: Scene, capsys: Captured) -> None:
     for which in ("nope", "", "../numbers", "*"):
         assert hostile.cli("log", which) == 2
         assert "precompute history VIEW" in capsys.readouterr().err or which == ""
-
-
-def test_a_failed_run_has_a_page_too(
-    project: Scene, make_project: MakeProject, capsys: Captured, tmp_path: Path
-) -> None:
-    project = make_project(
-        view=OPEN
-        | {
-            "model": {"use": "tests.models:Doubler", "args": {"nan_on": 5.0}},
-            "max_rejected": 0.0,
-        }
-    )
-    assert project.cli("run", "numbers") == 3
-    capsys.readouterr()
-    assert project.cli("report", "numbers", "--to", str(tmp_path / "page.html")) == 0
-    # a view's own file is none to write a page into
-    assert (
-        project.cli("report", "numbers", "--to", str(project.folder / "views" / "numbers.yaml"))
-        == 2
-    )
-    assert project.cli("report", "numbers", "--to", str(tmp_path / "page.html")) == 2
-    page = Parsed((tmp_path / "page.html").read_text(encoding="utf-8"))
-    harmless(page)
-    assert "run rejected" in page.text
-    assert not (project.root / "numbers" / REPORT).exists()
-    # of a run that committed, beside what is live
-    first = project.offline.view("numbers").runs.reports()[-1].run
-    assert project.cli("report", "numbers", "--run", first) == 0
-    page = Parsed((project.root / "numbers" / REPORT).read_text(encoding="utf-8"))
-    assert "beside snapshot 3, which is live" in page.text
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
@@ -370,49 +279,3 @@ def test_an_export_is_the_live_rows_in_one_file(
     assert project.cli("export", "numbers", "--to", str(tmp_path / "rows.xls")) == 2
     assert project.cli("export", "numbers", "--to", str(tmp_path / "no" / "rows.csv")) == 2
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == [path.name]
-
-
-@pytest.mark.parametrize("shape", [(50, 3), (4, 1), (1, 2)], ids=str)
-def test_principal_axes_are_those_of_the_variance(shape: tuple[int, int]) -> None:
-    vectors = np.random.default_rng(1).normal(size=shape) * np.arange(1, shape[1] + 1) * 1e200
-    middle, axes, shares = principal_axes(vectors)
-    scaled = (vectors - middle) / 1e200
-    values = np.linalg.svd(scaled, compute_uv=False) ** 2
-    expected = (
-        [*values[:2] / max(values.sum(), 1e-300), 0.0, 0.0][:2] if shape[0] > 1 else [0.0, 0.0]
-    )
-    assert shares == pytest.approx(tuple(expected))
-    along = ((scaled @ axes) ** 2).sum(axis=0)
-    assert along == pytest.approx([*values, 0.0, 0.0][:2] if shape[0] > 1 else [0.0, 0.0])
-
-
-def test_the_page_draws_what_depends_on_what() -> None:
-    def view(name: str, *inputs: str, after: str | None = None) -> ViewFigures:
-        run = report(
-            "published",
-            19,
-            inputs=dict.fromkeys(inputs, 1),
-            parents={} if after is None else {after: 1},
-        )
-        return ViewFigures(DETAILS | {"view": name}, [report("failed", 20), run])
-
-    drawn = graph(
-        [
-            view("top", "middle", "base"),
-            view("base"),
-            view("middle", "base", "gone"),
-            view("late", after="base"),
-        ]
-    )
-    assert drawn is not None
-    places = {node.view: (node.x, node.y) for node in drawn.nodes}
-    assert places["base"][0] < places["middle"][0] == places["late"][0] < places["top"][0]
-    assert len(set(places.values())) == 4
-    assert {(edge.words, edge.reads) for edge in drawn.edges} == {
-        ("top reads middle", True),
-        ("top reads base", True),
-        ("middle reads base", True),
-        ("late runs after base", False),
-    }
-    assert graph([view("a", "a"), view("b", "gone")]) is None
-    assert graph([view("a", "b"), view("b", "a")]) is not None

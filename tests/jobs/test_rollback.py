@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from precompute.jobs.run import run_view as run_module
 from precompute.jobs.run.loader import Loader
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.disk.lease import Lease, take
-from precompute.store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
+from precompute.store.errors import GateError, PrecomputeError, SnapshotError
 from precompute.store.offline.refs import PUBLISH_LEASE
 from precompute.store.times import containing
 from tests.fixtures import MakeProject, Prepared
@@ -277,29 +276,7 @@ def test_publish_by_hand_ends_the_hold_unless_it_is_refused(versions: Versions) 
     assert served(project)[1] == 7.0
 
 
-# ---- stores that are full, damaged, or gone
-
-
-def test_when_redis_is_full_the_pointer_still_moves(versions: Versions, redis_url: str) -> None:
-    project = versions(1.0, 10.0, online=redis_url)
-    client = redis.Redis.from_url(redis_url)
-    client.config_set("maxmemory-policy", "noeviction")
-    client.config_set("maxmemory", "1")
-    try:
-        with pytest.raises(redis.exceptions.OutOfMemoryError):
-            client.set("x", "y")
-        report = project.rollback()
-        assert (report.status, report.snapshot) == ("published", 1)
-        assert served(project) == (1, 1.0)
-        assert project.faults() == []
-        with pytest.raises(OnlineStoreError, match="full"):
-            versions(100.0, online=redis_url)
-        assert served(project) == (1, 1.0)
-    finally:
-        client.config_set("maxmemory", "0")
-        client.close()
-    versions(100.0, online=redis_url)
-    assert served(project)[1] == 100.0
+# ---- stores that are damaged, or gone
 
 
 @pytest.mark.parametrize("damaged", ["generation", "index"])
@@ -404,11 +381,11 @@ def test_a_run_of_a_held_view_finishes_what_a_killed_rollback_began(versions: Ve
 
 
 def test_a_run_of_a_held_view_needs_no_online_store(
-    versions: Versions, make_project: MakeProject, caplog: pytest.LogCaptureFixture
+    versions: Versions, make_project: MakeProject, caplog: pytest.LogCaptureFixture, away: str
 ) -> None:
     versions(1.0, 10.0).rollback(hold=True)
-    away = make_project([(1, 50.0)], project={"online": "redis://127.0.0.1:1/0"})
-    assert away.run(accept=["contract"]).status == "committed"
+    without = make_project([(1, 50.0)], project={"online": away})
+    assert without.run(accept=["contract"]).status == "committed"
     assert "whether readers see what is live is not known" in caplog.text
 
 

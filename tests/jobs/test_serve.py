@@ -3,7 +3,6 @@ models and stores come and go."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -23,13 +22,11 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.serve.server import serve
 from precompute.store.errors import ConfigError
 from precompute.store.http.app import create_app
-from precompute.store.online.redis.redis_store import KNOWN_S
 from precompute.store.wire import bodies
 from tests import REPOSITORY
 from tests.asgi import call
-from tests.fixtures import redis_binary
-from tests.redis_process import RedisProcess, free_port
-from tests.server import Server, eventually, make_folder, read_reply, slow, write_numbers
+from tests.online_rig import KINDS, rig_of, url_of
+from tests.server import OPERATORS, Server, eventually, make_folder, read_reply, slow, write_numbers
 
 # ---- life and death
 
@@ -124,7 +121,6 @@ def test_it_is_ready_once_a_view_is_published_without_a_restart(tmp_path: Path) 
             )
             server.get("/v1/views/numbers/rows/1").check_problem(404, "unknown_view")
             assert server.get("/v1/views").json == {"views": []}
-            assert "No view is published" in server.get("/").body.decode()
         project.publish_all()
         eventually(lambda: server.get("/readyz").status == 200, lambda: str(server.get("/readyz")))
         assert server.get("/readyz").json["views"] == {"numbers": 1}
@@ -198,9 +194,10 @@ def test_a_view_with_a_damaged_pointer_is_refused_alone(tmp_path: Path) -> None:
             shown = get("/metrics").body.decode()
             assert 'precompute_view_up{view="numbers"} 0.0' in shown
             assert 'precompute_view_up{view="others"} 1.0' in shown
-            assert get("/").status == 200
-            for body in (damaged.body, ready.body, get("/").body):
-                assert str(tmp_path) not in body.decode()
+            shown_to_operators = [get(path) for path in OPERATORS]
+            assert {reply.status for reply in shown_to_operators} == {200}
+            for reply in (damaged, ready, *shown_to_operators):
+                assert str(tmp_path) not in reply.body.decode()
         live.write_bytes(good)
         assert get("/v1/views/numbers/rows/1").status == 200
 
@@ -208,16 +205,17 @@ def test_a_view_with_a_damaged_pointer_is_refused_alone(tmp_path: Path) -> None:
 # ---- publishing meanwhile
 
 
-@pytest.mark.parametrize("store", ["table", "redis"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(
-    tmp_path: Path, redis_url: str, store: str
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str
 ) -> None:
     ids = list(range(40))
     # all rows are the same, and grow from snapshot to snapshot
     alike = {"gates": dict.fromkeys(("norm", "duplicates", "constant", "shift", "moved"))}
     project = make_folder(
-        tmp_path, {"numbers": alike}, **({"online": redis_url} if store == "redis" else {})
+        tmp_path, {"numbers": alike}, online=url_of(request, kind, "table:./var/online")
     )
+    rig = rig_of(project.online)
     write_numbers(tmp_path, ids, x=1)
     project.publish_all()
     done = threading.Event()
@@ -254,71 +252,10 @@ def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(
             for version in range(2, 4):
                 write_numbers(tmp_path, ids, x=version)
                 project.publish_all()
-                # rows of Redis that a worker keeps may be of what was live so long ago
-                time.sleep(KNOWN_S if store == "redis" else 0)
+                # rows that a worker keeps may be of what was live so long ago
+                time.sleep(0 if rig is None else rig.known_s)
                 row = server.get("/v1/views/numbers/rows/7").json
                 assert (row["snapshot"], row["features"]["double"]) == (version, 2.0 * version)
         finally:
             done.set()
         assert all(reader.result() > 0 for reader in readers)
-
-
-# ---- Redis
-
-
-def test_without_redis_all_is_503_and_with_it_back_all_is_answered(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    port = free_port()
-    project = make_folder(
-        tmp_path, {"numbers": {"fallback": None}}, online=f"redis://127.0.0.1:{port}/0"
-    )
-    with contextlib.ExitStack() as stack:
-        with RedisProcess(redis_binary(), tmp_path, port=port):
-            project.publish_all()
-            app = create_app(stack.enter_context(project.lookup()))
-            get, post = partial(call, app, "GET"), partial(call, app, "POST")
-            for path in ("/readyz", "/v1/views/numbers/rows/1"):
-                assert get(path).status == 200
-        # cached in the worker's memory, and served in the store's stead
-        eventually(lambda: get("/v1/views/numbers/rows/1").json["status"] == "stale")
-        get("/v1/views/numbers/rows/1", cache_control="no-cache").check_problem(
-            503, "store_unavailable"
-        )
-        for reply in (
-            get("/v1/views/numbers/rows/2"),
-            get("/v1/views/numbers/rows/a/b"),
-            post("/v1/views/numbers/lookup", {"keys": [1]}),
-            post("/v1/views/numbers/search", {"key": 1}),
-        ):
-            reply.check_problem(503, "store_unavailable")
-            assert int(reply.headers["retry-after"]) > 0
-            assert str(port) not in reply.body.decode()
-        (one,) = post("/v1/lookup", {"requests": [{"view": "numbers", "keys": [1]}]}).json[
-            "responses"
-        ]
-        assert (one["view"], one["problem"]["status"]) == ("numbers", 503)
-        views = get("/v1/views").json
-        assert ([view["view"] for view in views["views"]], views["unreadable"]) == (
-            ["numbers"],
-            ["numbers"],
-        )
-        # whatever worker answers, and whichever has the row
-        ready = get("/readyz")
-        assert (ready.status, ready.json["status"], ready.json["views"]) == (
-            200,
-            "degraded",
-            {"numbers": 1},
-        )
-        assert ready.json["why"].startswith("the online store does not answer")
-        assert [get(path).status for path in ("/livez", "/metrics", "/")] == [200, 200, 200]
-        shown = get("/metrics").body.decode()
-        assert "precompute_store_up 0.0" in shown
-        assert 'precompute_view_live_snapshot{view="numbers"} 1.0' in shown
-        assert str(port) not in shown + get("/readyz").body.decode() + get("/").body.decode()
-        assert f":{port}" in caplog.text
-        with RedisProcess(redis_binary(), tmp_path, port=port):
-            # the store asks a server that was gone only once in a while
-            eventually(lambda: "was lost" in get("/v1/views/numbers/rows/2").json["detail"])
-            project.publish_all()
-            assert get("/v1/views/numbers/rows/1").json["features"]["double"] == 2.0

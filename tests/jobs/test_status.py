@@ -128,26 +128,6 @@ def test_a_failed_run_shows_beside_what_is_still_live(make_project: MakeProject)
     assert selected(project, Selection(failed=True)) == ["numbers"]
 
 
-def test_what_the_files_know_shows_though_the_online_store_is_down(
-    make_project: MakeProject,
-) -> None:
-    project = make_project([(1, 1.0)])
-    project.run()
-    (known,), (line,) = (
-        project_status(project),
-        project_status(make_project(project={"online": "redis://127.0.0.1:1/0"})),
-    )
-    assert line["attention"][0].startswith(
-        "whether it is served is not known: Redis at redis://127.0.0.1:1/0 does not answer"
-    )
-    differing = {
-        "age_s": line["age_s"],
-        "source_age_s": line["source_age_s"],
-        "attention": line["attention"],
-    }
-    assert line == known | differing | {"online": None}
-
-
 @pytest.mark.parametrize("file", ["refs/live.json", f"manifests/{1:020d}.json"])
 def test_a_damaged_file_is_an_error_and_the_other_views_have_their_lines(
     make_project: MakeProject, file: str

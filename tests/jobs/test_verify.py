@@ -24,7 +24,8 @@ from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.table_file import TableWriter
 from precompute.store.online.url import open_online_store
 from tests.fixtures import MakeProject, Prepared
-from tests.online import batch_of, put_into_redis
+from tests.online import batch_of
+from tests.online_rig import rigged
 from tests.scene import Scene
 
 CHECKS = ["manifest", "checksums", "rows", "online pointer", "online rows", "index", "account"]
@@ -231,7 +232,7 @@ def put(project: Scene, key: bytes, value: bytes | None) -> None:
             writer.add(batch_of(table))
             writer.finish()
     else:
-        put_into_redis(project.online, "numbers", number, key, value)
+        rigged(project.online).put(project.online, "numbers", number, key, value)
 
 
 def row(project: Scene, key: bytes) -> bytes:

@@ -28,6 +28,7 @@ from precompute.store.http.guard.connections import Listener, Tls
 from precompute.store.http.messages import STRANGER
 from precompute.store.http.openapi import openapi_document
 from precompute.store.http.telemetry.instruments import AUTH_REFUSED, Meter
+from tests.server import OPERATORS
 
 BIND = {"guarded": False, "tls": False}
 
@@ -196,7 +197,7 @@ def test_every_route_but_two_needs_a_token_and_operators_another(file: Path) -> 
         assert [status(path, f"Bearer {secret}".encode()) for secret in (read, admin)] == [200, 200]
         assert [status(path, basic(secret)) for secret in (read, admin)] == [200, 200]
         assert status(path, None) == 401
-    for path in ("/", "/metrics"):
+    for path in OPERATORS:
         assert [status(path, f"bearer  {secret}".encode()) for secret in (read, admin)] == [
             403,
             200,
@@ -229,7 +230,7 @@ def test_every_route_but_two_needs_a_token_and_operators_another(file: Path) -> 
     assert headers[b"cache-control"] == b"no-store"
     assert [
         int(meter.counter(AUTH_REFUSED, why).value) for why in ("none", "unknown", "scope")
-    ] == [len(ROUTES) + 9, 3, 2]
+    ] == [len(ROUTES) + len(OPERATORS) + 7, 3, len(OPERATORS)]
 
 
 def test_a_request_that_passed_is_known_by_its_tokens_name(file: Path) -> None:
@@ -259,7 +260,7 @@ def test_what_operators_look_at_is_on_the_admin_address_alone(
     admin: Any, there: list[Any], elsewhere: list[Any]
 ) -> None:
     access = AccessControl(Meter(), None, admin)
-    for path in ("/", "/metrics"):
+    for path in OPERATORS:
         assert [access(asked(path, None, server)) for server in there] == [None] * len(there)
         replies = [access(asked(path, None, server)) for server in elsewhere]
         assert [reply and reply.status for reply in replies] == [404] * len(elsewhere)

@@ -472,48 +472,6 @@ def test_metrics_count_rows_requests_and_refusals(api: Server) -> None:
     assert "never-heard-of" not in api.get("/metrics").body.decode()
 
 
-def test_the_page_shows_each_view(api: Server) -> None:
-    page = api.get("/")
-    assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert page.headers["content-security-policy"].startswith(
-        "default-src 'none'; style-src 'sha256-"
-    )
-    text = page.body.decode()
-    for shown in (
-        "<code>numbers</code>",
-        "shop, item",
-        "double: float64, vector: float32[4]",
-        "<dd>exact</dd>",
-        ">fresh<",
-        ">stale<",
-        ">expired<",
-        " run <span>published</span>, snapshot 1: 3 rows written, 0 rejected, ",
-    ):
-        assert shown in text
-
-
-@pytest.mark.parametrize(
-    ("question", "status", "answer"),
-    [
-        ("view=numbers&q=2", 200, "fresh from store</span>"),
-        ("view=numbers&q=2", 200, "<dt>vector</dt><dd>[2, 3, 4, 5]</dd>"),
-        ("view=pairs&q=a%252Fb/c", 200, "<dt>double</dt>"),
-        ("view=numbers&q=77", 200, "missing: unknown_entity</span>"),
-        ("view=numbers&q=2&do=near", 200, '<a href="?view=numbers&amp;q=1&amp;do=lookup">1</a>'),
-        ("view=nothing&q=2", 404, "no view &#39;nothing&#39; is live"),
-        ("view=broken&q=2&do=near", 400, "has no vector index"),
-        ("view=numbers&q=2&do=text", 400, "a text needs a view with one text input column"),
-        ("view=numbers&q=%00", 200, "missing: bad_key</span>"),
-    ],
-)
-def test_the_page_answers_the_question_in_its_box(
-    api: Server, question: str, status: int, answer: str
-) -> None:
-    page = api.get(f"/?{question}")
-    assert (page.status, page.headers["content-type"]) == (status, "text/html; charset=utf-8")
-    assert answer in page.body.decode()
-
-
 def test_what_a_body_holds_is_counted_before_it_is_decoded() -> None:
     text = rb'"\\\",[[[{{{,,,"'
     few = b'{"keys":["9"],"inputs":{"9":{"x":[' + b",".join([text] * 100_000) + b"]}}}"

@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, settings
 
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.service import Service, ServicePart
+from precompute.store.errors import ConfigError
 from precompute.store.http.app import create_app
 from precompute.store.http.openapi import Credentials, openapi_document
+from precompute.store.http.routes import Handler, Parts, Route, Routes, Who, every_route
 from precompute.store.http.telemetry.access_log import route_of
 from tests import REPOSITORY
 from tests.memory_store import MemoryStore
@@ -102,17 +104,90 @@ def test_and_so_it_is_of_a_view_that_is_there(case: Any) -> None:
 
 
 def test_every_route_is_in_the_document_and_has_its_name_in_logs() -> None:
-    front = create_app(Lookup(MemoryStore()))
-    routes = {
-        *((path.decode(), name) for path, methods in front._fixed.items() for name in methods),
-        *((f"/v1/views/{{view}}/{name.decode()}", "POST") for name in front._view_posts),
-        ("/v1/views/{view}/rows/{key}", "GET"),
-        ("/v1/services/{service}", "POST"),
-    }
+    routes = {(route.path, route.method) for route in every_route()}
     documented = openapi_document()["paths"].items()
     operations = {(path, name.upper()) for path, methods in documented for name in methods}
     assert operations | {("/", "GET"), ("/openapi.json", "GET")} == routes
     assert [path for path, _ in routes if route_of({"raw_path": path.encode()})[0] != path] == []
+
+
+def handled(parts: Parts) -> Handler:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "name", "rest"),
+    [
+        ("/a", "/a", None, ""),
+        ("/a/b.c-d", "/a/b.c-d", None, ""),
+        ("/a/{x}", "/a/", "", ""),
+        ("/a/{x}", "/a/%2F", "%2F", ""),
+        ("/{x}", "/b", "b", ""),
+        ("/a/{x}/b", "/a/1/b", "1", ""),
+        ("/a/{x}/b/{key}", "/a/1/b/", "1", ""),
+        ("/a/{x}/b/{key}", "/a/1/b/2/b/3", "1", "2/b/3"),
+        *((path, asked, None, None) for path, asked in (("/a", "/a/"), ("/a", "/A"), ("/a", ""))),
+        *(("/a/{x}", asked, None, None) for asked in ("/a", "/a/1/", "/a/1/2")),
+        *(("/a/{x}/b", asked, None, None) for asked in ("/a/b", "/a/1/b/", "/a/1/b/2", "/a/1/c")),
+        *(("/a/{x}/b/{key}", asked, None, None) for asked in ("/a/1/b", "/a/1/", "/a/1/c/2")),
+    ],
+)
+def test_a_path_leads_to_its_route_alone(
+    path: str, asked: str, name: str | None, rest: str | None
+) -> None:
+    routes = Routes([Route("/z/{other}/b", "GET", handled), Route(path, "GET", handled)])
+    found = routes.find(asked.encode())
+    if rest is None:
+        assert found == (None, None, b"")
+    else:
+        assert found == (path, None if name is None else name.encode(), rest.encode())
+
+
+def test_a_fixed_path_is_found_before_a_name() -> None:
+    """Since who may ask for it is looked up by the path as it was requested."""
+    routes = [Route("/a/{x}", "GET", handled), Route("/a/free", "GET", handled, Who.ANYONE)]
+    for both in (routes, routes[::-1]):
+        assert Routes(both).find(b"/a/free") == ("/a/free", None, b"")
+        assert Routes(both).find(b"/a/fre") == ("/a/{x}", b"fre", b"")
+
+
+FORM = "a path is fixed, as /v1/greeting, or"
+
+
+@pytest.mark.parametrize(
+    ("route", "why"),
+    [
+        *(
+            (Route(path, "GET", handled), FORM)
+            for path in (
+                "",
+                "a",
+                "/a/",
+                "/a b",
+                "/{x}{y}",
+                "/{x}/{y}",
+                "/a/{x}/b/c",
+                "/{x}/b/{y}/c",
+            )
+        ),
+        # who may ask is looked up by the path as it was requested
+        (Route("/a/{x}", "GET", handled, Who.OPERATORS), FORM),
+        (Route("/a/{x}", "GET", handled, Who.ANYONE), FORM),
+        (Route("/livez", "GET", handled, Who.ANYONE), "is there already, as /livez"),
+        (Route("/livez", "POST", handled), "is there already, as /livez"),
+        (
+            Route("/v1/views/{name}/rows/{id}", "POST", handled),
+            "is there already, as /v1/views/{view}/rows/{key}",
+        ),
+    ],
+)
+def test_a_route_that_would_hide_or_open_another_is_refused(route: Route, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"^route .*{re.escape(why)}"):
+        Routes([*every_route(), route])
+    # another method, by the same who
+    assert Route("/v1/lookup", "GET", handled) in Routes(
+        [*every_route(), Route("/v1/lookup", "GET", handled)]
+    )
 
 
 def test_every_status_that_the_code_names_is_in_the_document() -> None:

@@ -32,9 +32,8 @@ from precompute.store.errors import (
 from tests import REPOSITORY
 from tests.clients import opened
 from tests.hostile import Hostile
-from tests.redis_process import free_port
 from tests.scene import Scene
-from tests.server import Server, make_folder, slow, write_numbers
+from tests.server import Server, free_port, make_folder, slow, write_numbers
 from tests.store.test_every_way import flat
 
 

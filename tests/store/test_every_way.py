@@ -21,6 +21,7 @@ from precompute.store.online.url import open_online_store
 from precompute.store.wire import bodies
 from precompute.store.wire.lookup_options import LookupOptions
 from tests.asgi import call
+from tests.online_rig import KINDS, rigs
 from tests.world import LOOKUP, PUBLISHED, ROW, STALE_FOR, TTL, World
 
 AGES: dict[Any, float] = {
@@ -40,7 +41,7 @@ STATUS_OF = {"unknown_entity": 404, "expired": 404, "damaged": 500, "deadline": 
 """Of a missing row by itself; among others it is a row like any other."""
 
 
-@pytest.fixture(scope="module", params=["table", "redis", "memory"])
+@pytest.fixture(scope="module", params=[*KINDS, "memory"])
 def worlds(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, World]]:
@@ -51,9 +52,8 @@ def worlds(
         if request.param == "memory":
             return None
         url = f"table:{folder / name}"
-        if request.param == "redis":
-            # of other tests' databases none
-            url = f"{request.getfixturevalue('redis_server').rpartition('/')[0]}/{10 + len(opened)}"
+        if request.param != "table":
+            url = request.getfixturevalue(rigs()[request.param].apart)(len(opened))
         opened.append(open_online_store(url))
         return opened[-1]
 

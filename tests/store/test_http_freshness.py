@@ -16,6 +16,7 @@ from precompute.store.http.encoding.caching import MOST_PARTS, Caching, cache_co
 from precompute.store.http.messages import both, wants_arrow
 from precompute.store.wire import bodies
 from precompute.store.wire.lookup_options import CacheControl, LookupOptions
+from tests.server import OPERATORS
 from tests.world import LOOKUP, PUBLISHED, ROW, SEARCH, World
 
 # ---- what a request may ask
@@ -285,7 +286,7 @@ def test_caches_learn_the_same_of_a_row_on_every_path(tmp_path: Path) -> None:
         "private, max-age=10, stale-while-revalidate=5, stale-if-error=5"
     }
     assert world.get(ROW + "none").headers["cache-control"] == "no-store"
-    for path in ("/v1/views", "/readyz", "/livez", "/metrics", "/"):
+    for path in ("/v1/views", "/readyz", "/livez", *OPERATORS):
         assert world.get(path).headers["cache-control"] == "no-store", path
     several = {"requests": [{"view": "things", "keys": ["old"]}]}
     for path, body in (
@@ -301,12 +302,9 @@ def test_caches_learn_the_same_of_a_row_on_every_path(tmp_path: Path) -> None:
             ), path
 
 
-@pytest.mark.parametrize(
-    ("loaded", "shown"),
-    [(True, "the model answers misses"), (False, "no model answers misses now")],
-)
+@pytest.mark.parametrize("loaded", [True, False])
 def test_readyz_and_the_problem_say_whether_the_model_is_loaded(
-    tmp_path: Path, loaded: bool, shown: str
+    tmp_path: Path, loaded: bool
 ) -> None:
     world = World(tmp_path, {"new": 1.0})
     world.app = create_app(
@@ -316,7 +314,6 @@ def test_readyz_and_the_problem_say_whether_the_model_is_loaded(
         f'precompute_fallback_up{{view="things"}} {float(loaded)}'.encode()
         in world.get("/metrics").body
     )
-    assert shown.encode() in world.get("/").body
     assert world.get("/readyz").json["fallback"] == {"things": "ready" if loaded else "not ready"}
     for late in (world.get(ROW + "late"), world.post(SEARCH, {"inputs": {"x": 1.0}})):
         late.check_problem(504, "deadline")

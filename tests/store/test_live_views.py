@@ -17,6 +17,7 @@ from precompute.store.online.online_store import Generation, Pointer
 from tests.asgi import call, samples
 from tests.memory_store import MemoryStore
 from tests.online import TABLE, back_to, over, pointer, publish, rows_of
+from tests.server import OPERATORS
 
 
 class Remote(MemoryStore):
@@ -32,7 +33,8 @@ class Remote(MemoryStore):
 
 
 @pytest.mark.parametrize(
-    ("path", "status"), [("/readyz", 503), ("/metrics", 200), ("/", 200), ("/v1/views", 503)]
+    ("path", "status"),
+    [("/readyz", 503), ("/v1/views", 503), *((path, 200) for path in OPERATORS)],
 )
 def test_a_store_that_goes_away_between_two_views_is_reported(path: str, status: int) -> None:
     app = create_app(Lookup(Remote()))

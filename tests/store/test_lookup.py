@@ -27,7 +27,7 @@ from precompute.store.answers.fallback import Computed, Miss, unpacked_view
 from precompute.store.answers.lookup import MAX_KEYS, Lookup
 from precompute.store.answers.plan import ANSWER_FIELDS
 from precompute.store.disk.record import plain, replace
-from precompute.store.errors import ConfigError, OnlineStoreError, RequestError, VectorIndexError
+from precompute.store.errors import OnlineStoreError, RequestError, VectorIndexError
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.http.metrics import LiveViews, Metrics
 from precompute.store.keys import key_text
@@ -43,7 +43,7 @@ from precompute.store.vectors.index_files import VECTORS, index_figures
 from precompute.store.vectors.vector_index import VectorIndex
 from precompute.store.wire.lookup_options import MAX_NEIGHBOURS, LookupOptions
 from tests.memory_store import MemoryStore
-from tests.redis_process import free_port
+from tests.online_rig import KINDS, url_of
 
 NOW = 1_700_000_000.0
 NOW_US = int(NOW * 1e6)
@@ -232,12 +232,9 @@ def damaged_rows(
     return RowBatch(batch.keys, Packed.of(rows), batch.hashes)
 
 
-@pytest.fixture(params=["table", "redis"])
+@pytest.fixture(params=KINDS)
 def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
-    table = f"table:{tmp_path / 'online'}"
-    online = open_online_store(
-        table if request.param == "table" else request.getfixturevalue("redis_url")
-    )
+    online = open_online_store(url_of(request, request.param, f"table:{tmp_path / 'online'}"))
     yield House(online, tmp_path / "root")
     online.close()
 
@@ -426,22 +423,6 @@ def test_a_new_snapshot_is_answered_from_by_the_next_request(house: House) -> No
         == from_table(before.table())
         == [ANSWERS["new"], ANSWERS["nobody"]]
     )
-
-
-def test_a_store_that_does_not_answer_is_its_own_error(tmp_path: Path) -> None:
-    lookup = Lookup.open(f"redis://127.0.0.1:{free_port()}/0", tmp_path)
-    for call in (
-        lambda: lookup.get("things", ["a"]),
-        lambda: lookup.get("things", [1]),
-        lambda: lookup.row("things", "a"),
-        lambda: lookup.search("things", key="a"),
-        lookup.views,
-    ):
-        with pytest.raises(OnlineStoreError):
-            call()
-    lookup.close()
-    with pytest.raises(ConfigError):
-        Lookup.open("nowhere:")
 
 
 def test_a_lookup_opened_by_url_answers_by_the_wall_clock(tmp_path: Path) -> None:

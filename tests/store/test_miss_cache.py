@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from precompute.jobs.serve.fallback import MissCacheWriter
 from precompute.store.answers.fallback import Miss
@@ -24,13 +23,14 @@ from precompute.store.online.miss_cache import (
     MissCache,
     MissCacheFile,
     MissCacheLimits,
-    MissCacheRedis,
     input_names,
 )
 from precompute.store.online.online_store import Pointer
+from precompute.store.online.url import open_miss_cache
 from precompute.store.times import AHEAD_US, Reason
 from precompute.store.wire.lookup_options import LookupOptions
 from tests.memory_store import MemoryStore
+from tests.online_rig import KINDS, url_of
 from tests.server import eventually
 from tests.store.test_lookup import NOW, NOW_US, STALE_FOR, TTL, House, Row, Scripted, computed_row
 
@@ -56,17 +56,15 @@ class Clock:
 Open = Callable[..., MissCache]
 
 
-@pytest.fixture(params=["file", "redis"])
+@pytest.fixture(params=KINDS)
 def open_cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens the one store that there is."""
     opened: list[MissCache] = []
 
     def make(limits: MissCacheLimits | None = None, clock: Clock | None = None) -> MissCache:
-        limits, clock = limits or MissCacheLimits(), clock or Clock()
-        if request.param == "file":
-            opened.append(MissCacheFile(tmp_path / "misses", limits, clock))
-        else:
-            opened.append(MissCacheRedis(request.getfixturevalue("redis_url"), limits, clock))
+        url = url_of(request, request.param, f"table:{tmp_path}")
+        opened.append(open_miss_cache(url, limits or MissCacheLimits()))
+        opened[-1]._now_us = clock or Clock()
         return opened[-1]
 
     yield make
@@ -146,15 +144,6 @@ def test_a_row_is_cached_for_its_time_and_its_absence_for_less(
         assert set(miss_cache.read(pointer, ["a", "none"])) == known
 
 
-def test_what_redis_caches_is_gone_once_nothing_of_it_counts(
-    redis_url: str, pointer: Pointer
-) -> None:
-    MissCacheRedis(redis_url, MissCacheLimits(), Clock()).write(pointer, [CachedMiss("a", None)])
-    with redis.Redis.from_url(redis_url) as client:
-        (name,) = client.keys("*:misses:*")
-        assert 90_000 < client.pttl(name) <= 100_000
-
-
 def test_what_a_clock_that_ran_ahead_cached_does_not_count(
     open_cache: Open, pointer: Pointer
 ) -> None:
@@ -209,13 +198,10 @@ def test_without_its_store_nothing_is_cached_and_nothing_raised(
     tmp_path: Path, pointer: Pointer
 ) -> None:
     (tmp_path / "misses").write_text("no folder")
-    for miss_cache in (
-        MissCacheFile(tmp_path / "misses", MissCacheLimits()),
-        MissCacheRedis("redis://127.0.0.1:1/0?budget_ms=50", MissCacheLimits()),
-    ):
-        miss_cache.write(pointer, [CachedMiss("a", None)])
-        assert miss_cache.read(pointer, ["a"]) == {}
-        miss_cache.close()
+    miss_cache = MissCacheFile(tmp_path / "misses", MissCacheLimits())
+    miss_cache.write(pointer, [CachedMiss("a", None)])
+    assert miss_cache.read(pointer, ["a"]) == {}
+    miss_cache.close()
 
 
 def test_a_damaged_file_is_replaced(tmp_path: Path, pointer: Pointer) -> None:

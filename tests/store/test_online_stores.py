@@ -23,7 +23,6 @@ from tests.online import (
     Stopped,
     back_to,
     batch_of,
-    in_buckets,
     load,
     numbers,
     over,
@@ -35,33 +34,27 @@ from tests.online import (
     torn,
     values,
 )
+from tests.online_rig import rigs
 
 OpenStore = Callable[[], OnlineStore]
 
 
-KINDS = ["memory", "table", "redis", "oldest_redis", "cluster"]
-KINDS += [f"{kind} buckets" for kind in KINDS[2:]]
+CONTRACTS = {kind: fixtures for rig in rigs().values() for kind, fixtures in rig.contract.items()}
+"""Of each power that brings an online store: kind → its fixtures, the last of them a URL."""
 
 
-@pytest.fixture(params=KINDS)
-def open_store(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[OpenStore]:
+@pytest.fixture(params=["memory", "table", *CONTRACTS])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenStore]:
     """Opens the same store once more, as another reader would; memory has only one."""
     opened: list[OnlineStore] = []
-    kind, _, how = request.param.partition(" ")
-    if how == "buckets":
-        in_buckets(monkeypatch)
+    url = f"table:{tmp_path / 'online'}"
+    for fixture in CONTRACTS.get(request.param, ()):
+        url = request.getfixturevalue(fixture)
 
     def another() -> OnlineStore:
-        if kind == "memory":
+        if request.param == "memory":
             opened[:] = opened or [MemoryStore()]
         else:
-            url = (
-                f"table:{tmp_path / 'online'}"
-                if kind == "table"
-                else request.getfixturevalue(f"{kind}_url")
-            )
             opened.append(open_online_store(url))
         return opened[-1]
 

@@ -23,9 +23,7 @@ from precompute.store.answers.service import PART_FIELDS, Service, ServicePart
 from precompute.store.client import Client
 from precompute.store.errors import ConfigError, OnlineStoreError, PrecomputeError, RequestError
 from precompute.store.history import get_historical_features
-from precompute.store.http.app import create_app
 from precompute.store.wire import bodies
-from tests.asgi import call
 from tests.clients import opened
 from tests.scene import Scene
 from tests.server import Server, damage_row, make_folder, slow, write_numbers
@@ -609,29 +607,3 @@ def test_a_training_set_that_would_lack_a_feature_is_refused(
         get_historical_features(project.offline, rows, service=service)
     with pytest.raises(RequestError, match="name the one or the other"), contextlib.nullcontext():
         get_historical_features(project.offline, rows, ["numbers"], service=service)
-
-
-def test_over_redis_views_are_read_at_once_and_it_is_the_same(
-    tmp_path: Path, redis_url: str
-) -> None:
-    views = {f"v{i}": PLAIN for i in range(6)} | {
-        "pairs": PLAIN | {"entity": ["id", "item"], "source": PAIRS}
-    }
-    scene = make_folder(tmp_path, views, online=redis_url)
-    scene.publish_all()
-    parts = tuple(ServicePart(name, ("double",)) for name in (*views, "unpublished"))
-    with scene.lookup(services=[Service("wide", ("id", "item"), parts)]) as lookup:
-        entities = {"id": [1, 2, None], "item": ["50%", "x", "y"]}
-        table = lookup.service("wide", entities)
-        assert table["v5__double"].to_pylist() == [2.0, 4.0, None]
-        assert table["pairs__double"].to_pylist() == [2.0, None, None]
-        app = create_app(lookup)
-        for accept in (bodies.ARROW, bodies.JSON):
-            reply = call(app, "POST", "/v1/services/wide", {"entities": entities}, accept=accept)
-            assert reply.status == 200
-            alike = (
-                of_table(reply.arrow)
-                if accept == bodies.ARROW
-                else of_rows(reply.json, lookup.services["wide"])
-            )
-            assert alike == of_table(table)

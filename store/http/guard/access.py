@@ -25,6 +25,7 @@ from typing import Any
 from precompute.store.disk.durable_file import locked, replace_durably
 from precompute.store.errors import ConfigError
 from precompute.store.http.messages import STRANGER, Reply, Scope, problem
+from precompute.store.http.routes import Who, every_route
 from precompute.store.http.telemetry.instruments import AUTH_REFUSED, Meter
 from precompute.store.times import utc_now
 
@@ -221,13 +222,6 @@ def _is_address(name: str) -> bool:
     return True
 
 
-OPERATORS = frozenset({b"/", b"/metrics"})
-"""What operators look at: on the admin address alone where there is one, and with a token of scope
-``admin`` where there are tokens."""
-
-_OPEN = frozenset({b"/livez", b"/readyz"})
-"""Open to all: a probe has no token. Who has none gets no more than a word."""
-
 _ANY = ("0.0.0.0", "::")  # noqa: S104  # compared with, not bound
 _CHALLENGE = [
     (b"www-authenticate", b'Bearer realm="precompute", Basic realm="precompute"'),
@@ -251,6 +245,9 @@ class AccessControl:
         tokens: those that are let in; None: everyone who reaches an address.
         admin: the admin socket's own name: host and port, or a path; None: there is none.
         hosts: the names that it may be addressed by over TCP; None: by any.
+
+    Raises:
+        ConfigError: a route of another package cannot be used.
     """
 
     def __init__(
@@ -261,6 +258,8 @@ class AccessControl:
         hosts: Hosts | None = None,
     ) -> None:
         self._meter, self._tokens, self._hosts = meter, tokens, hosts
+        routes = every_route()
+        self._operators, self._open = routes.paths(Who.OPERATORS), routes.paths(Who.ANYONE)
         self._admin = (
             (admin, None) if isinstance(admin, str) else None if admin is None else tuple(admin[:2])
         )
@@ -270,12 +269,12 @@ class AccessControl:
         path = scope["raw_path"]
         if self._hosts is not None and not self._is_meant(scope, self._hosts):
             return self._refused("host", _NOT_HERE)
-        if self._admin is not None and path in OPERATORS and not self._is_admin(scope):
+        if self._admin is not None and path in self._operators and not self._is_admin(scope):
             return problem(404, "no_such_route", "there is no such route here")
         if self._tokens is None:
             return None
         secret = _secret(scope)
-        if path in _OPEN:
+        if path in self._open:
             scope[STRANGER] = secret is None or self._tokens.find(secret) is None
             return None
         if secret is None:
@@ -288,7 +287,7 @@ class AccessControl:
             return self._refused(
                 "unknown", problem(401, "unknown_token", "no such token is valid", _CHALLENGE)
             )
-        if path in OPERATORS and token.scope != "admin":
+        if path in self._operators and token.scope != "admin":
             return self._refused(
                 "scope",
                 problem(403, "wrong_scope", "this takes a token of scope admin", _CHALLENGE[1:]),

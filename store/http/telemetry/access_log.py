@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from precompute.store.http.routes import every_route
+
 log = logging.getLogger(__name__)
 
 _FLUSH_LINES = 500
@@ -115,22 +117,6 @@ def _same(path: Path, file: int) -> bool:
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
-_VIEWS = b"/v1/views/"
-_OF_A_VIEW = {b"lookup": "/v1/views/{view}/lookup", b"search": "/v1/views/{view}/search"}
-_SERVICES = b"/v1/services/"
-_FIXED = {
-    path.encode(): path
-    for path in (
-        "/",
-        "/v1/views",
-        "/v1/services",
-        "/v1/lookup",
-        "/livez",
-        "/readyz",
-        "/metrics",
-        "/openapi.json",
-    )
-}
 OTHER = "other"
 """What is no route of the API."""
 
@@ -138,14 +124,6 @@ OTHER = "other"
 def route_of(scope: dict[str, Any]) -> tuple[str, str | None]:
     """(route, view) of an ASGI scope: ``("/v1/views/{view}/rows/{key}", "numbers")``; the view, or
     the service, as it was requested, cut at 63 characters."""
-    path: bytes = scope["raw_path"]
-    if path.startswith(_SERVICES) and b"/" not in (name := path[len(_SERVICES) :]):
-        return "/v1/services/{service}", unquote_to_bytes(name).decode(errors="replace")[:63]
-    if not path.startswith(_VIEWS):
-        return _FIXED.get(path, OTHER), None
-    name, _, rest = path[len(_VIEWS) :].partition(b"/")
-    view = unquote_to_bytes(name).decode(errors="replace")[:63]
-    if rest.startswith(b"rows/"):
-        return "/v1/views/{view}/rows/{key}", view
-    route = _OF_A_VIEW.get(rest)
-    return (OTHER, None) if route is None else (route, view)
+    route, name, _ = every_route().find(scope["raw_path"])
+    view = None if name is None else unquote_to_bytes(name).decode(errors="replace")[:63]
+    return route or OTHER, view

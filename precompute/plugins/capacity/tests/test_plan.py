@@ -279,11 +279,11 @@ def test_memory_is_bounded_by_the_settings(project: Scene) -> None:
     assert memory == {"value": 10**9 + 2**30, "error": 0.0}
 
 
-def test_an_object_store_and_redis_are_no_disks(
+def test_an_object_store_and_a_store_elsewhere_are_no_disks(
     runs: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capacity, "storage_of", lambda _: None)
-    monkeypatch.setattr(runs, "online", "redis://nowhere")
+    monkeypatch.setattr(capacity, "table_folder", lambda _: None)
     whats = [limit["what"] for limit in plan(runs, "numbers", rows=10**9)["limits"]]
     assert sorted(whats) == ["memory", "seconds within the TTL"]
 

@@ -1,0 +1,1 @@
+"""Doctor: checks the machine, the installation and a project's stores."""

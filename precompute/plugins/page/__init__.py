@@ -1,0 +1,1 @@
+"""Page: the status page at ``/``, and the page of one run."""

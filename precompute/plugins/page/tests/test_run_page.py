@@ -1,0 +1,209 @@
+"""The page of one run, and the command that writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from precompute.plugins.page.figures import REPORT, ViewFigures, feature_words, graph, report_path
+from precompute.plugins.page.page import RunFigures, run_page
+from precompute.plugins.page.run_figures import principal_axes
+from precompute.plugins.page.tests.test_page import DETAILS, Parsed, harmless, report
+from precompute.store.feature_view import LibraryCheck
+from tests.fixtures import MakeProject
+from tests.jobs.test_review import EVIL, OPEN, hostile_project, three_snapshots
+from tests.scene import Scene
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def hostile(make_project: MakeProject) -> Scene:
+    return hostile_project(make_project)
+
+
+def test_the_page_of_a_run_escapes_whatever_it_shows(hostile: Scene, capsys: Captured) -> None:
+    assert hostile.cli("report", "numbers", "--json") == 0
+    line = json.loads(capsys.readouterr().out)
+    path = hostile.root / "numbers" / REPORT
+    assert (line["path"], line["snapshot"], line["size_bytes"]) == (
+        str(path),
+        1,
+        path.stat().st_size,
+    )
+    page = Parsed(path.read_text(encoding="utf-8"))
+    harmless(page)
+    policy = next(
+        meta["content"]
+        for meta in page.all("meta")
+        if meta.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert str(policy).startswith("default-src 'none'; style-src 'sha256-")
+    assert len(page.all("circle")) >= 30
+    for words in (
+        "1 rows got no value",
+        f"model: ValueError: {EVIL}",
+        "30 written",
+        f"commonest {EVIL} (",
+    ):
+        assert words in page.text, words
+    assert any(EVIL[:40] in text for text in page.texts)
+    assert any(
+        str(svg.get("class")) == "then" or svg.get("height") == "90" for svg in page.all("svg")
+    )
+    assert report_path(hostile.root, "numbers") == path
+    assert report_path(hostile.root, "others") is report_path(None, "numbers") is None
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium on the PATH")
+def test_in_a_browser_nothing_of_a_hostile_row_runs(hostile: Scene, tmp_path: Path) -> None:
+    """By its escaping alone, without the page's policy; a page with the script let in shows that it
+    ran, lest the test see nothing."""
+    assert hostile.cli("report", "numbers", "--to", str(tmp_path / "page.html")) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
+    (tmp_path / "open.html").write_text(page.replace("<main>", f"<main>{EVIL}"), encoding="utf-8")
+    assert title_in_browser(tmp_path / "open.html") == "ran"
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    assert title_in_browser(tmp_path / "page.html").startswith("numbers: ")
+
+
+def title_in_browser(path: Path) -> str:
+    command = [
+        "chromium",
+        "--headless=old",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--dump-dom",
+        f"file://{path}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    title = re.search("<title>(.*?)</title>", done.stdout)
+    assert title is not None, done
+    return title[1]
+
+
+def test_a_failed_run_has_a_page_too(
+    make_project: MakeProject, capsys: Captured, tmp_path: Path
+) -> None:
+    three_snapshots(make_project)
+    project = make_project(
+        view=OPEN
+        | {
+            "model": {"use": "tests.models:Doubler", "args": {"nan_on": 5.0}},
+            "max_rejected": 0.0,
+        }
+    )
+    assert project.cli("run", "numbers") == 3
+    capsys.readouterr()
+    assert project.cli("report", "numbers", "--to", str(tmp_path / "page.html")) == 0
+    # a view's own file is none to write a page into
+    assert (
+        project.cli("report", "numbers", "--to", str(project.folder / "views" / "numbers.yaml"))
+        == 2
+    )
+    assert project.cli("report", "numbers", "--to", str(tmp_path / "page.html")) == 2
+    page = Parsed((tmp_path / "page.html").read_text(encoding="utf-8"))
+    harmless(page)
+    assert "run rejected" in page.text
+    assert not (project.root / "numbers" / REPORT).exists()
+    # of a run that committed, beside what is live
+    first = project.offline.view("numbers").runs.reports()[-1].run
+    assert project.cli("report", "numbers", "--run", first) == 0
+    page = Parsed((project.root / "numbers" / REPORT).read_text(encoding="utf-8"))
+    assert "beside snapshot 3, which is live" in page.text
+
+
+@pytest.mark.parametrize("shape", [(50, 3), (4, 1), (1, 2)], ids=str)
+def test_principal_axes_are_those_of_the_variance(shape: tuple[int, int]) -> None:
+    vectors = np.random.default_rng(1).normal(size=shape) * np.arange(1, shape[1] + 1) * 1e200
+    middle, axes, shares = principal_axes(vectors)
+    scaled = (vectors - middle) / 1e200
+    values = np.linalg.svd(scaled, compute_uv=False) ** 2
+    expected = (
+        [*values[:2] / max(values.sum(), 1e-300), 0.0, 0.0][:2] if shape[0] > 1 else [0.0, 0.0]
+    )
+    assert shares == pytest.approx(tuple(expected))
+    along = ((scaled @ axes) ** 2).sum(axis=0)
+    assert along == pytest.approx([*values, 0.0, 0.0][:2] if shape[0] > 1 else [0.0, 0.0])
+
+
+def test_the_page_draws_what_depends_on_what() -> None:
+    def view(name: str, *inputs: str, after: str | None = None) -> ViewFigures:
+        run = report(
+            "published",
+            19,
+            inputs=dict.fromkeys(inputs, 1),
+            parents={} if after is None else {after: 1},
+        )
+        return ViewFigures(DETAILS | {"view": name}, [report("failed", 20), run])
+
+    drawn = graph(
+        [
+            view("top", "middle", "base"),
+            view("base"),
+            view("middle", "base", "gone"),
+            view("late", after="base"),
+        ]
+    )
+    assert drawn is not None
+    places = {node.view: (node.x, node.y) for node in drawn.nodes}
+    assert places["base"][0] < places["middle"][0] == places["late"][0] < places["top"][0]
+    assert len(set(places.values())) == 4
+    assert {(edge.words, edge.reads) for edge in drawn.edges} == {
+        ("top reads middle", True),
+        ("top reads base", True),
+        ("middle reads base", True),
+        ("late runs after base", False),
+    }
+    assert graph([view("a", "a"), view("b", "gone")]) is None
+    assert graph([view("a", "b"), view("b", "a")]) is not None
+
+
+def test_it_says_how_the_model_compares_with_its_library() -> None:
+    said = "equal to transformers 5.14 in 8 rows (<1e-6>)"
+    compared = report("published", 19, library=LibraryCheck("equal", "transformers", said))
+    page = Parsed(run_page(RunFigures(compared)))
+    assert f"library {said}" in page.text
+
+
+def test_a_feature_is_told_with_how_it_is_packed() -> None:
+    vector = {"name": "vector", "dtype": "float32", "dim": 4, "packed": "int8"}
+    assert feature_words([vector]) == "vector: float32[4] as int8"
+
+
+def measured(scene: Scene, **found: Any) -> str:
+    """A tuning file of what ``tune`` and ``optimize`` measured."""
+    model = scene.model_as_written("numbers")
+    return json.dumps(
+        {"version": 1, "model": model, "precision": "fp32", "backend": "eager"} | found
+    )
+
+
+def test_a_runs_page_has_speed_against_accuracy(make_project: MakeProject, tmp_path: Path) -> None:
+    scene = make_project([(i, float(i)) for i in range(5)])
+    scene.run()
+    tuning, page = scene.folder / "tuning" / "numbers.json", tmp_path / "page.html"
+    tuning.parent.mkdir()
+
+    def drawn(found: str) -> str:
+        tuning.write_text(found)
+        assert scene.cli("report", "numbers", "--to", str(page), "--replace") == 0
+        return page.read_text(encoding="utf-8")
+
+    assert "Speed against accuracy" not in drawn(measured(scene))
+    # a report is about a run, and leaves out what cannot be read
+    assert "Speed against accuracy" not in drawn("{")
+    assert "Speed against accuracy" not in drawn(measured(scene, measured=[{}]))
+    teacher = {"name": "teacher, fp32-eager", "speed": 1.0}
+    student = {"name": "mlp", "speed": 7.5, "accuracy": {"double": {"rank_correlation": 0.98}}}
+    shown = drawn(measured(scene, optimized={"students": [teacher, student]}))
+    assert "fp32-eager: 1 times float32" in shown
+    assert "mlp: 7.5 times float32's rate, 0.980" in shown

@@ -1,0 +1,465 @@
+"""Meta: what Redis holds of a view beside its rows: one hash, changed by small scripts, whole or
+not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from precompute.plugins.redis.connection import Command
+from precompute.plugins.redis.layout import Buckets
+from precompute.plugins.redis.link import (
+    ServerState,
+    evicted_of,
+    identity_of,
+    keys_of,
+    server_state,
+)
+from precompute.plugins.redis.servers import ADMIN_S, Servers
+from precompute.store.disk.record import Record, digest_of, read_record, sealed
+from precompute.store.errors import DamagedPointerError, OnlineStoreError
+from precompute.store.feature_view import NAME
+from precompute.store.online.online_store import (
+    Generation,
+    Pointer,
+    check_loaded,
+    foreign_view,
+    stale_epoch,
+    still_live,
+)
+
+_FLIP = """
+for number in string.gmatch(ARGV[6], '%d+') do
+  if redis.call('HEXISTS', KEYS[1], 'rows:' .. number) == 0 then return {'missing', number} end
+end
+local owner = redis.call('HGET', KEYS[1], 'owner')
+if owner and owner ~= '' and ARGV[4] ~= '' and owner ~= ARGV[4] and owner ~= ARGV[7] then return {'owner', owner} end
+local epoch = redis.call('HGET', KEYS[1], 'epoch')
+local number = tonumber(epoch or '')
+if number and number > tonumber(ARGV[1]) then return {'epoch', epoch} end
+redis.call('HDEL', KEYS[1], '-')
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'version', ARGV[2], 'pointer', ARGV[3], 'owner', ARGV[4], 'at', ARGV[5], 'live', ARGV[6])
+return {'done', ''}
+"""  # noqa: E501
+_MARK = """
+local live = ',' .. (redis.call('HGET', KEYS[1], 'live') or '') .. ','
+if string.find(live, ',' .. ARGV[1] .. ',', 1, true) then return {'live', live} end
+redis.call('HDEL', KEYS[1], '-', 'rows:' .. ARGV[1], 'loading:' .. ARGV[1], 'dropping:' .. ARGV[1])
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+return {'done', ''}
+"""
+_CHANGE = """
+local now = redis.call('HGET', KEYS[1], ARGV[1])
+if now == ARGV[2] then
+  redis.call('HDEL', KEYS[1], '-', ARGV[1])
+  redis.call('HSET', KEYS[1], ARGV[3], ARGV[4])
+  return {'done', ''}
+end
+if redis.call('HGET', KEYS[1], ARGV[3]) == ARGV[4] then return {'done', ''} end
+return {'changed', now or ''}
+"""
+_END = """
+redis.call('UNLINK', KEYS[1])
+redis.call('HSET', KEYS[1], 'dropping:all', ARGV[1])
+return {'done', ''}
+"""
+_TAKE_END = """
+if redis.call('HEXISTS', KEYS[1], 'dropping:all') == 0 then return {'changed', ''} end
+redis.call('HDEL', KEYS[1], '-')
+redis.call('HSET', KEYS[1], 'dropping:all', ARGV[1])
+return {'done', ''}
+"""
+_ENDED = """
+if #redis.call('HGETALL', KEYS[1]) == 0 then return {'done', ''} end
+if redis.call('HGET', KEYS[1], 'dropping:all') ~= ARGV[1] then return {'changed', ''} end
+redis.call('UNLINK', KEYS[1])
+return {'done', ''}
+"""
+# At maxmemory Redis >= 7 refuses a script whole unless it is flagged; before 7 it lets a script go
+# on once a command that needs no memory has written, hence the HDELs. So that an operator can go
+# back to an older version, or drop one, when Redis is full.
+_ALLOW_OOM = "#!lua flags=allow-oom\n"
+FLIPPED_S = 3.0
+"""Seconds until the replicas must have what was made live; under half of :data:`ADMIN_S`, which is
+how long a first try waits for an answer."""
+EVERYTHING = "all"
+
+
+class Loading(Record, frozen=True):
+    """A load that is on its way, or was: ``done`` of its rows, from the first on, are in the store.
+    ``layout`` is that of rows and keys, ``token`` the process's that loads, the rest as in
+    :class:`Loaded`."""
+
+    generation: Generation
+    layout: int
+    owner: str
+    token: str
+    done: int = 0
+    server: str = ""
+    evicted: int | None = None
+    buckets: Buckets | None = None
+
+
+class Loaded(Record, frozen=True):
+    """A generation that is whole, and how its server was: ``server`` names the process and its data
+    then (empty: not known), ``evicted`` is its count of keys that were evicted, from before the
+    first row. ``buckets`` that the rows lie in; None where each has a key of its own. ``key_parts``
+    of the list of its rows' keys; None where there is none."""
+
+    generation: Generation
+    rows: int
+    server: str = ""
+    evicted: int = 0
+    buckets: Buckets | None = None
+    key_parts: int | None = None
+
+    @property
+    def keys(self) -> int:
+        """How many keys of Redis its rows take, at least."""
+        if self.buckets is None:
+            return self.rows
+        # of 10⁹ buckets with 32 rows on average one is empty once in 10⁵ loads
+        return self.buckets.number if self.rows >= 32 * self.buckets.number else min(self.rows, 1)
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of keys in Redis.
+
+    <prefix>:{}<view>:<generation>:<entity key>    one packed row, or
+    <prefix>:{}<view>:<generation>:<bucket>        a hash of narrow rows
+    <prefix>:{<view>}:meta                         the view's hash
+    <prefix>:views                                 set of view names
+
+    In a cluster the text between the first braces decides a key's slot, all of the key where that
+    is empty: so an entity key may hold braces, and a view's rows are spread over all slots whatever
+    they hold.
+    """
+
+    prefix: str
+
+    def meta(self, view: str) -> str:
+        """The view's hash."""
+        return f"{self.prefix}:{{{view}}}:meta"
+
+    @property
+    def views(self) -> str:
+        """The set of views."""
+        return f"{self.prefix}:views"
+
+    def rows_of(self, view: str) -> bytes:
+        """What the keys of all rows of a view begin with."""
+        return f"{self.prefix}:{{}}{view}:".encode()
+
+    def rows(self, view: str, number: int) -> bytes:
+        """What the keys of a generation's rows begin with."""
+        return self.rows_of(view) + b"%d:" % number
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A view's hash, read."""
+
+    loaded: Mapping[int, Loaded] = field(default_factory=dict)
+    loading: Mapping[int, Loading] = field(default_factory=dict)
+    dropping: frozenset[str] = frozenset()
+    unreadable: frozenset[int] = frozenset()
+    owner: str = ""
+    live: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, reply: Sequence[bytes]) -> Meta:
+        """The record in the reply of HGETALL, or in some of its fields. What cannot be read of a
+        generation makes it one that is to be dropped; a field that is named as none of ours is left
+        alone."""
+        fields = dict(zip(reply[::2], reply[1::2], strict=True))
+        loaded: dict[int, Loaded] = {}
+        loading: dict[int, Loading] = {}
+        dropping, unreadable = set(), set()
+        for name, value in fields.items():
+            kind, _, rest = name.decode(errors="replace").partition(":")
+            if kind == "dropping" and (rest == EVERYTHING or _is_number(rest)):
+                dropping.add(rest)
+            if not _is_number(rest):
+                continue
+            try:
+                if kind == "rows":
+                    loaded[int(rest)] = read_record(Loaded, value)
+                elif kind == "loading":
+                    loading[int(rest)] = read_record(Loading, value)
+            except ValueError:
+                unreadable.add(int(rest))
+        pointer = sealed_pointer(fields.get(b"version"), fields.get(b"pointer"))
+        if pointer is not None:
+            # what scripts compare has no seal, and is never believed against it
+            owner, live = pointer.owner, pointer.generations
+        else:
+            owner = fields.get(b"owner", b"").decode(errors="replace")
+            try:
+                live = tuple(
+                    int(number) for number in fields.get(b"live", b"").split(b",") if number
+                )
+            except ValueError:
+                # not known: none of them is dropped before the next flip has written it again
+                live = tuple(sorted({*loaded, *unreadable}))
+        return cls(loaded, loading, frozenset(dropping), frozenset(unreadable), owner, live)
+
+    @property
+    def generations(self) -> list[Generation]:
+        """Those loaded whole, in the order of their numbers."""
+        return [loaded.generation for _, loaded in sorted(self.loaded.items())]
+
+
+def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str]:
+    """What makes one doubt that all rows of what is live are there, by what the servers say of
+    themselves; they hold ``beside`` keys that are no rows' of ours."""
+    server, evicted, keys = identity_of(states), evicted_of(states), keys_of(states)
+    found = []
+    for number in meta.live:
+        loaded = meta.loaded.get(number)
+        if loaded is None:
+            found.append(f"generation {number}, which is live, is not loaded whole")
+            continue
+        if loaded.server and server and loaded.server != server:
+            found.append(
+                "the server was restarted, or another one took its place, since generation"
+                f" {number} was loaded"
+            )
+        elif (
+            evicted is not None
+            and evicted > loaded.evicted
+            and any(state.evicts for state in states)
+        ):
+            found.append(
+                f"{evicted - loaded.evicted} keys were evicted since generation {number} was loaded"
+            )
+    wanted = sum(loaded.keys for loaded in meta.loaded.values())
+    if keys is not None and (there := max(0, keys - beside)) < wanted:
+        found.append(
+            f"the server holds {there} keys of rows, and {wanted} of this view alone were loaded"
+        )
+    return found
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def version_of(pointer: bytes) -> bytes:
+    """A digest of a pointer's bytes, which differs from any other's, and checks them."""
+    return digest_of(pointer).encode()
+
+
+def read_pointer(version: bytes, body: bytes, view: str | None, where: str = "") -> Pointer:
+    """A pointer; of that view, where one is given.
+
+    Raises:
+        DamagedPointerError: the bytes are not those that were written.
+    """
+    try:
+        if version != version_of(body):
+            raise ValueError("its bytes are not those that were written")
+        return Pointer.from_bytes(body, view)
+    except (ValueError, KeyError, TypeError) as exc:
+        raise DamagedPointerError(
+            f"the pointer of {view!r} in {where} is damaged ({exc}); publish the view again"
+        ) from exc
+
+
+def sealed_pointer(version: bytes | None, body: bytes | None) -> Pointer | None:
+    """The pointer of a view's hash; None where there is none, or its bytes are not those that were
+    written."""
+    with contextlib.suppress(DamagedPointerError):
+        if version is not None and body is not None:
+            return read_pointer(version, body, None)
+    return None
+
+
+BESIDE = ("epoch", "owner", "live")
+"""Fields of a view's hash that stand beside its pointer, for scripts to compare."""
+
+
+def beside(pointer: Pointer) -> dict[str, bytes]:
+    """:data:`BESIDE`, as a pointer has them."""
+    live = ",".join(map(str, pointer.generations))
+    values = (b"%d" % pointer.epoch, pointer.owner.encode(), live.encode())
+    return dict(zip(BESIDE, values, strict=True))
+
+
+def buckets_of(record: bytes | None, view: str, number: int) -> Buckets | None:
+    """The buckets of a generation, from the field that says that it is loaded.
+
+    Raises:
+        DamagedPointerError: it cannot be read.
+    """
+    try:
+        return None if record is None else read_record(Loaded, record).buckets
+    except ValueError as exc:
+        raise DamagedPointerError(
+            f"what is noted of generation {number} of {view!r} is damaged ({exc}); publish the view"
+            " again"
+        ) from exc
+
+
+class ViewHashes:
+    """The views' hashes: read, and changed by small scripts, whole or not at all.
+
+    Every method raises OnlineStoreError where there is no answer, or a refusal.
+    """
+
+    def __init__(self, servers: Servers, names: Names) -> None:
+        self._servers, self._names = servers, names
+        self._flags_scripts: bool | None = None
+
+    def call(self, view: str, commands: Sequence[Command], doing: str) -> list[Any]:
+        """Replies to commands on a view's hash."""
+        return self._servers.call(self._names.meta(view), commands, doing, ADMIN_S)
+
+    def read(self, view: str) -> Meta:
+        """All of a view's hash; an empty one for a name that no view can have."""
+        if not NAME.match(view):
+            return Meta()
+        (fields,) = self.call(view, [("HGETALL", self._names.meta(view))], f"look at {view!r}")
+        return Meta.of(fields)
+
+    def trials(self, view: str) -> list[Command]:
+        """Scripts that change nothing that is read, to see whether they may be run."""
+        nothing = sealed(Loading(Generation(0, 0), 0, "", ""))
+        scripts: list[tuple[str, tuple[bytes | str | int, ...]]] = [
+            (_CHANGE, ("loading:0", nothing, "loading:0", nothing)),
+            (_MARK, (0, "dropping:0", "1")),
+        ]
+        return [self._script(text, view, *arguments) for text, arguments in scripts]
+
+    def _script(self, text: str, view: str, *arguments: bytes | str | int) -> Command:
+        meta = self._names.meta(view)
+        if self._flags_scripts is None:
+            link, doing = self._servers.at(meta), f"move what is live of {view!r}"
+            self._flags_scripts = server_state(link, doing, ADMIN_S).flags_scripts
+        return "EVAL", (_ALLOW_OOM if self._flags_scripts else "") + text, 1, meta, *arguments
+
+    def _run(self, text: str, view: str, *arguments: bytes | str | int) -> list[bytes]:
+        """Run a script on a view's hash: what came of it, and a detail."""
+        (answer,) = self.call(
+            view, [self._script(text, view, *arguments)], f"move what is live of {view!r}"
+        )
+        assert isinstance(answer, list)
+        return answer
+
+    # ---- the pointer
+
+    def flip(self, pointer: Pointer, replicas: int = 0) -> None:
+        """Make a pointer live, and wait until so many replicas have it.
+
+        Raises:
+            ConflictError, OnlineStoreError: as :meth:`OnlineStore.flip`; or it is live, and
+                replicas do not keep up.
+        """
+        view = pointer.view.name
+        said, what, have = self._flip(pointer, replicas)
+        if said in ("epoch", "owner") and self._mended(view):
+            # no other publisher's act, but a flipped bit
+            said, what, have = self._flip(pointer, replicas)
+        if said == "missing":
+            loaded = sorted(self.read(view).loaded)
+            check_loaded(pointer, [number for number in loaded if number != int(what)])
+        if said == "owner":
+            raise foreign_view(view, what, pointer.owner)
+        if said == "epoch":
+            raise stale_epoch(view, int(what), pointer.epoch)
+        if said != "done":
+            raise OnlineStoreError(f"the flip of {view!r} was answered with {said!r}")
+        if have < replicas:
+            raise OnlineStoreError(
+                f"of {replicas} replicas only {have} have the pointer of {view!r} after"
+                f" {FLIPPED_S:.0f} s: a failover would bring the one before back. Nothing older"
+                " is dropped; mend or remove the one that lags, and do it again"
+            )
+
+    def _flip(self, pointer: Pointer, replicas: int) -> tuple[str, str, int]:
+        """What came of it, a detail, and how many replicas have it: a server counts for one
+        connection what that wrote, so both go together."""
+        view, body, right = pointer.view.name, pointer.to_bytes(), beside(pointer)
+        script = self._script(
+            _FLIP,
+            view,
+            pointer.epoch,
+            version_of(body),
+            body,
+            pointer.owner,
+            pointer.at,
+            right["live"],
+            pointer.took_over,
+        )
+        wait: list[Command] = [("WAIT", replicas, int(FLIPPED_S * 1000))] if replicas else []
+        (said, what), *have = self.call(view, [script, *wait], f"move what is live of {view!r}")
+        return said.decode(), what.decode(), have[0] if have else 0
+
+    def damaged_beside(self, view: str) -> dict[str, tuple[bytes, bytes]]:
+        """Which of :data:`BESIDE` are not as the pointer has them: field → (what it is, what it
+        should be). A pointer that is not whole says nothing."""
+        names = ("version", "pointer", *BESIDE)
+        (values,) = self.call(
+            view, [("HMGET", self._names.meta(view), *names)], f"look at {view!r}"
+        )
+        version, body, *others = values
+        pointer = sealed_pointer(version, body)
+        if pointer is None:
+            return {}
+        return {
+            name: (value or b"", right)
+            for (name, right), value in zip(beside(pointer).items(), others, strict=True)
+            if value != right
+        }
+
+    def _mended(self, view: str) -> bool:
+        """Correct what :meth:`damaged_beside` finds, unless it was changed since; whether there was
+        anything."""
+        found = self.damaged_beside(view)
+        for name, (damaged, right) in found.items():
+            self._run(_CHANGE, view, name, damaged, name, right)
+        return bool(found)
+
+    # ---- loads and drops
+
+    def begin_loading(self, view: str, loading: Loading) -> None:
+        """Note a load, or take over one of the same number.
+
+        Raises:
+            ConflictError: the generation is live.
+        """
+        number = loading.generation.number
+        if self._run(_MARK, view, number, f"loading:{number}", sealed(loading))[0] == b"live":
+            raise still_live(view, number)
+
+    def note_loading(self, view: str, before: Loading, after: Loading | Loaded) -> bool:
+        """Note how far a load is, or that it is whole; False where it is another process's now."""
+        number = before.generation.number
+        name = f"{'rows' if isinstance(after, Loaded) else 'loading'}:{number}"
+        answer = self._run(_CHANGE, view, f"loading:{number}", sealed(before), name, sealed(after))
+        return answer[0] == b"done"
+
+    def begin_dropping(self, view: str, number: int) -> None:
+        """Mark a generation as one that is to be dropped.
+
+        Raises:
+            ConflictError: it is live.
+        """
+        if self._run(_MARK, view, number, f"dropping:{number}", "1")[0] == b"live":
+            raise still_live(view, number)
+
+    def end_view(self, view: str, token: str) -> None:
+        """Take a view from its readers, and mark all of it as to be dropped, by the process that
+        has the token."""
+        self._run(_END, view, token)
+
+    def take_end(self, view: str, token: str) -> bool:
+        """Take over the drop of all of a view; False where there is none."""
+        return self._run(_TAKE_END, view, token)[0] == b"done"
+
+    def ended(self, view: str, token: str) -> bool:
+        """Remove a view's hash once all else is dropped; False where that is another process's by
+        now."""
+        return self._run(_ENDED, view, token)[0] == b"done"

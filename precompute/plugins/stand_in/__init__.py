@@ -1,0 +1,1 @@
+"""Stand-in: a lookup service inside a service's own tests."""

@@ -1,0 +1,1 @@
+"""Tune: which precision and back end computes a view's model fastest here, and near enough."""
