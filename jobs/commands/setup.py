@@ -57,7 +57,7 @@ def add(commands: Commands) -> None:
             "--encoder", "FOLDER", "a sentence-transformers folder, or of images CLIP's or SigLIP's"
         )
         command.option(
-            "--model", "FILE", "a LightGBM, XGBoost, CatBoost or ONNX file, for the template model"
+            "--model", "FILE", "a file of a built-in model, for the template model"
         )
     validate = commands.add(
         "validate",
