@@ -43,6 +43,13 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             " and money, fitted to its own runs; what will not fit is said first",
         ),
     },
+    "project key": {
+        "iceberg": Way("iceberg", "keys:IcebergKeys"),
+    },
+    "snapshots": {
+        "iceberg": Way("iceberg", "table:Hook"),
+    },
+    "view key": {},
 }
 """Door → the name that a user writes → where it leads."""
 
@@ -100,7 +107,12 @@ class Door(Generic[T]):
 
     def absence(self, name: str) -> str:
         """What is said to whoever names what is not here: one line."""
-        way = self._known[name]
+        way = self._known.get(name)
+        if way is None:
+            return (
+                f"{self.name} {name!r} comes with another package, which is not installed here:"
+                f" install that, or do without {name!r}"
+            )
         return (
             f"{self.name} {name!r} comes with the plug-in {way.power}, which is not installed here"
             f" (no folder {os.path.join('precompute', 'plugins', way.power)}): install"
@@ -178,3 +190,15 @@ def _is_here(way: Way) -> bool:
 
 COMMANDS: Door[Callable[[Any], None]] = Door("command")
 """A word after ``precompute`` → ``add(commands)``, which adds the one command of this name."""
+
+PROJECT_KEYS: Door[type[Any]] = Door("project key")
+"""A key of ``project.yaml``, with the sections that it stands in, as ``serve.tracing`` → the class
+of a :class:`precompute.jobs.config.open_section.Keys` that has it."""
+
+SNAPSHOTS: Door[type[Any]] = Door("snapshots")
+"""A folder in a view's, also the key that a configuration asks for it by → the class of a
+:class:`precompute.store.offline.hooks.SnapshotHook`, which derives that folder from the view's
+snapshots."""
+
+VIEW_KEYS: Door[type[Any]] = Door("view key")
+"""A key of a view's file, with the sections that it stands in → as of :data:`PROJECT_KEYS`."""

@@ -107,7 +107,6 @@ SEAMS = {
         "store/disk/remote_files.py",
     },
     "fsspec": {"store/disk/remote_files.py"},
-    "pyiceberg": {"store/offline/iceberg_files.py"},
     "ray": {"jobs/run/shards/launcher.py"},
     "redis": {"store/online/redis/connection.py"},
     "hiredis": {"store/online/redis/connection.py"},
@@ -136,6 +135,7 @@ SEAMS = {
     "opentelemetry": {"store/http/telemetry/tracing.py"},
     "pydantic": {
         "jobs/config/gates.py",
+        "jobs/config/open_section.py",
         "jobs/config/project.py",
         "jobs/config/schedule.py",
         "jobs/config/section.py",
