@@ -43,6 +43,9 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             " and money, fitted to its own runs; what will not fit is said first",
         ),
     },
+    "launcher": {
+        "ray": Way("ray", "launcher:RayLauncher"),
+    },
     "project key": {
         "iceberg": Way("iceberg", "keys:IcebergKeys"),
     },
@@ -190,6 +193,10 @@ def _is_here(way: Way) -> bool:
 
 COMMANDS: Door[Callable[[Any], None]] = Door("command")
 """A word after ``precompute`` → ``add(commands)``, which adds the one command of this name."""
+
+LAUNCHERS: Door[Callable[[Any, int], Any]] = Door("launcher")
+"""A value of ``engine.on`` → what makes of that section and of how many workers there are at most a
+:class:`precompute.jobs.run.shards.launcher.Launcher`."""
 
 PROJECT_KEYS: Door[type[Any]] = Door("project key")
 """A key of ``project.yaml``, with the sections that it stands in, as ``serve.tracing`` → the class

@@ -107,7 +107,6 @@ SEAMS = {
         "store/disk/remote_files.py",
     },
     "fsspec": {"store/disk/remote_files.py"},
-    "ray": {"jobs/run/shards/launcher.py"},
     "redis": {"store/online/redis/connection.py"},
     "hiredis": {"store/online/redis/connection.py"},
     "xxhash": {

@@ -147,6 +147,18 @@ def test_its_commands_say_in_a_line_what_they_lack(house: tuple[str, Path], tmp_
         assert f"\n    {name} " not in listed
 
 
+def test_its_launchers_say_in_a_line_what_they_lack(
+    house: tuple[str, Path], tmp_path: Path
+) -> None:
+    without, copy = house
+    for name in names_of(without, "launcher"):
+        make_folder(tmp_path, {"numbers": {}})
+        where = write_key(tmp_path / "project.yaml", "engine.on", name)
+        done = called(copy, "run", "numbers", folder=tmp_path)
+        (line,) = done.stderr.splitlines()
+        assert f"{where}launcher {name!r} comes with the plug-in" in line
+
+
 KEYS = {"project key": "project.yaml", "view key": "views/numbers.yaml"}
 """Door → the file that its keys stand in."""
 
@@ -162,7 +174,9 @@ def write_key(path: Path, name: str, value: Any) -> str:
     inner[key] = value
     path.write_text(yaml.safe_dump(settings))
     lines = path.read_text().splitlines()
-    line = next(n for n, line in enumerate(lines, 1) if line.strip().startswith(f"{key}:"))
+    line = next(
+        n for n, line in enumerate(lines, 1) if line.strip().replace("'", "").startswith(f"{key}:")
+    )
     return f"{path.name}:{line}: {name}: "
 
 
@@ -260,6 +274,7 @@ class GlossaryKeys(Keys):
 [precompute.plugins]
 command.greet = others:add
 command.gone = others:nothing_of_this_name
+launcher.hosts = others:hosts
 project-key.archive = others_keys:ArchiveKeys
 snapshots.archive = others_keys:Archive
 view-key.glossary = others_keys:GlossaryKeys
@@ -313,6 +328,9 @@ def test_another_packages_keys_are_keys_like_ours(package: Path, tmp_path: Path)
         "answers have a column 'double' of their own then; call the feature or key something else"
     )
     assert wrong("views/numbers.yaml", "glossary", {"double": 1}) == taken
+    near = wrong("project.yaml", "engine.on", "host")
+    assert near.startswith("'host' is not one of local, elsewhere, ")
+    assert near.endswith("hosts; did you mean 'hosts'?")
     make_folder(tmp_path, {"numbers": {}})
     write_key(tmp_path / "project.yaml", "archive", ["numbers"])
     (line,) = called(package, "run", "numbers", folder=tmp_path).stderr.splitlines()
@@ -320,6 +338,7 @@ def test_another_packages_keys_are_keys_like_ours(package: Path, tmp_path: Path)
     schemas = json.loads(called(package, "schema", "--json", folder=tmp_path).stdout)
     assert schemas["project"]["properties"]["archive"]["description"] == "views that are archived"
     assert "glossary" in schemas["view"]["properties"]
+    assert "hosts" in schemas["project"]["$defs"]["EngineConfig"]["properties"]["on"]["enum"]
 
 
 def test_another_packages_hook_hears_of_snapshots(package: Path, tmp_path: Path) -> None:

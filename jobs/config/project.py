@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -49,7 +49,7 @@ from precompute.jobs.config.serve import (
 from precompute.store.disk.durable_file import make_folder, replace_durably
 from precompute.store.disk.record import digest_of
 from precompute.store.disk.storage import LOCAL, OBJECT_STORES, mount, storage_of
-from precompute.store.doors import PROJECT_KEYS
+from precompute.store.doors import LAUNCHERS, PROJECT_KEYS
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.feature_view import why_no_semantic_cache
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -132,6 +132,15 @@ def _model(model: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps({"use": model["use"], "args": model["args"]}, default=str))
 
 
+_PLACES = ("local", "elsewhere")
+"""Where workers run without a power."""
+
+
+def _places() -> list[str]:
+    """What ``engine.on`` may say."""
+    return [*_PLACES, *filter(LAUNCHERS.is_here, (*LAUNCHERS.known(), *LAUNCHERS.foreign()))]
+
+
 class EngineConfig(Section):
     """What computes: the run's own process, or worker processes, one for each GPU where there are
     any (what breaks a GPU's context, breaks it for its process)."""
@@ -140,13 +149,24 @@ class EngineConfig(Section):
     """processes that compute; 0: one for each GPU, and without any the run's own process"""
     hang: Duration = Field(default=600.0, gt=0)
     """a worker that finishes no batch for this long is replaced"""
-    on: Literal["local", "ray", "elsewhere"] = "local"
-    """where the workers of a view's shards run: processes of this machine, actors of a Ray cluster,
-    or wherever others start `precompute work`"""
+    on: str = Field(default="local", json_schema_extra=lambda schema: schema.update(enum=_places()))
+    """where the workers of a view's shards run: `local`, processes of this machine; `elsewhere`,
+    wherever others start `precompute work`; or what a plug-in starts them on, such as `ray`"""
     cpus: float = Field(default=1.0, ge=0)
-    """that each of these workers wants of a Ray cluster"""
+    """that each of these workers wants of a cluster"""
     gpus: float = Field(default=0.0, ge=0)
     """the same of GPUs; of this machine, too"""
+
+    @field_validator("on")
+    @classmethod
+    def _place(cls, on: str) -> str:
+        if on in _PLACES or LAUNCHERS.is_here(on):
+            return on
+        if LAUNCHERS.has(on):
+            raise ValueError(LAUNCHERS.absence(on))
+        raise ValueError(
+            f"{on!r} is not one of {', '.join(_places())}{did_you_mean(on, _places())}"
+        )
 
 
 class RetentionConfig(Section):
