@@ -76,10 +76,13 @@ def kill_node(node: Any) -> list[list[str]]:
     from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 
     (raylet,) = node.all_processes[PROCESS_TYPE_RAYLET]
-    commands = []
-    for pid in [raylet.process.pid, *below(raylet.process.pid)]:
+    commands, pids = [], [raylet.process.pid, *below(raylet.process.pid)]
+    # before the first one is killed, which ends others
+    for pid in pids:
         with contextlib.suppress(OSError):
             commands.append(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+    for pid in pids:
+        with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     return commands
 
