@@ -48,9 +48,13 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
     },
     "project key": {
         "iceberg": Way("iceberg", "keys:IcebergKeys"),
+        "serve.tracing": Way("traces", "keys:TracesKeys"),
     },
     "snapshots": {
         "iceberg": Way("iceberg", "table:Hook"),
+    },
+    "traces": {
+        "serve.tracing": Way("traces", "spans:spans_of", extra="otel"),
     },
     "view key": {},
 }
@@ -206,6 +210,10 @@ SNAPSHOTS: Door[type[Any]] = Door("snapshots")
 """A folder in a view's, also the key that a configuration asks for it by → the class of a
 :class:`precompute.store.offline.hooks.SnapshotHook`, which derives that folder from the view's
 snapshots."""
+
+TRACES: Door[Callable[[Any, str], Any]] = Door("traces")
+"""A key of the section ``serve``, with its name → what makes of that key's ``spec`` and the name of
+a process of the server a :class:`precompute.store.http.telemetry.instruments.Tracer`."""
 
 VIEW_KEYS: Door[type[Any]] = Door("view key")
 """A key of a view's file, with the sections that it stands in → as of :data:`PROJECT_KEYS`."""

@@ -130,8 +130,6 @@ SEAMS = {
     },
     "prometheus_client": {"store/http/metrics.py"},
     "jinja2": {"store/http/page/page.py"},
-    # imported only where traces are configured
-    "opentelemetry": {"store/http/telemetry/tracing.py"},
     "pydantic": {
         "jobs/config/gates.py",
         "jobs/config/open_section.py",

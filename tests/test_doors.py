@@ -269,6 +269,34 @@ class GlossaryKeys(Keys):
     def columns(self):
         return ["double"] if "double" in self.glossary else []
 """,
+    "others_traces.py": """
+from precompute.jobs.config.open_section import Keys
+
+class DiaryKeys(Keys):
+    '''A diary of requests.'''
+    diary: str | None = None
+    '''file that they are written to'''
+
+    def spec(self):
+        return {"serve.diary": self.diary}
+
+class Diary:
+    def __init__(self, spec, process):
+        self._path, self._process = spec, process
+
+    def traced(self, app):
+        async def traced(scope, receive, send):
+            await app(scope, receive, send)
+            self.tell("", scope["path"], 0, 0, 1)
+        return traced
+
+    def tell(self, trace, name, began_ns, ended_ns, rows):
+        with open(self._path, "a") as file:
+            print(self._process, name, file=file)
+
+    def close(self):
+        self.tell("", "the end", 0, 0, 0)
+""",
     "others-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: others\nVersion: 1.0\n",
     "others-1.0.dist-info/entry_points.txt": """
 [precompute.plugins]
@@ -276,7 +304,9 @@ command.greet = others:add
 command.gone = others:nothing_of_this_name
 launcher.hosts = others:hosts
 project-key.archive = others_keys:ArchiveKeys
+project-key.serve.diary = others_traces:DiaryKeys
 snapshots.archive = others_keys:Archive
+traces.serve.diary = others_traces:Diary
 view-key.glossary = others_keys:GlossaryKeys
 """,
 }
@@ -338,6 +368,7 @@ def test_another_packages_keys_are_keys_like_ours(package: Path, tmp_path: Path)
     schemas = json.loads(called(package, "schema", "--json", folder=tmp_path).stdout)
     assert schemas["project"]["properties"]["archive"]["description"] == "views that are archived"
     assert "glossary" in schemas["view"]["properties"]
+    assert "diary" in schemas["project"]["$defs"]["ServeConfig"]["properties"]
     assert "hosts" in schemas["project"]["$defs"]["EngineConfig"]["properties"]["on"]["enum"]
 
 
@@ -361,3 +392,18 @@ def test_another_packages_hook_hears_of_snapshots(package: Path, tmp_path: Path)
         " install that, or do without 'glossary'"
     ) in line["attention"]
     assert "double: 2" in called(REPOSITORY, "lookup", "numbers", "1", folder=tmp_path).stdout
+
+
+def test_another_package_traces_what_a_server_does(package: Path, tmp_path: Path) -> None:
+    make_folder(tmp_path, {"numbers": {}}).publish_all()
+    write_key(tmp_path / "project.yaml", "serve.diary", str(tmp_path / "diary"))
+    served = subprocess.run(
+        [sys.executable, "-P", "-c", SERVES, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": f"{package}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert served.returncode == 0, served.stderr
+    lines = (tmp_path / "diary").read_text().splitlines()
+    assert lines == ["worker-0 /v1/views/numbers/rows/1", "worker-0 the end"]

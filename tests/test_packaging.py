@@ -30,7 +30,7 @@ ROOMS = ("store", "precompute", "jobs")
 PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 USES = {
-    "store": ["cpu", "otel", "s3"],
+    "store": ["cpu", "s3"],
     "precompute": [
         "engine",
         "endpoint",
@@ -43,7 +43,7 @@ USES = {
         "images",
         "libraries",
     ],
-    "precompute/plugins": ["engine", "iceberg", "ray"],
+    "precompute/plugins": ["engine", "iceberg", "otel", "ray"],
     "jobs": ["engine", "notebook", "images"],
     "demo": ["engine", "demo"],
     "docs": ["engine", "docs"],

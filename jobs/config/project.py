@@ -355,7 +355,7 @@ class Project:
                 f" view{nearest_or_all(unknown[0], self.names)}"
             )
         check_schedules(self.schedules(), self.names, project_file, over)
-        for keys in self.settings.powers:
+        for keys in (*self.settings.powers, *self.settings.serve.powers):
             if (wrong := keys.check(self.names)) is not None:
                 raise _mistaken(wrong, project_file)
 

@@ -168,7 +168,7 @@ class ViewFallback(Fallback):
         miss_cache: MissCache | None = None,
         watch: Watch | None = None,
         meter: Meter | None = None,
-        tell: Tell | None = None,
+        tells: Sequence[Tell] = (),
     ) -> None:
         self._watch = watch or Watch(may_try_suspects=True)
         self.suspects = dict[int, float]()
@@ -177,7 +177,7 @@ class ViewFallback(Fallback):
         self._postponed: deque[_Postponed] = deque()
         """Rows that may end the process, until a spare stands by."""
         meter = meter or Meter()
-        self._batches = Batches(meter, tell)
+        self._batches = Batches(meter, tells)
         self._writer = None if miss_cache is None else MissCacheWriter(miss_cache, meter)
         self._opener = Opener(store, folder.absolute(), memory_mb)
         self._opened: dict[tuple[str, tuple[int, str]], LiveView] = {}

@@ -288,7 +288,6 @@ MISTAKES = {
     "a bind without a host": Mistake(project("serve: {bind: \"8080\"}"), "books/project.yaml:5: serve.bind: '8080': write host:port, such as 127.0.0.1:8080, or unix:./api.sock"),
     "a bind with a port that is none": Mistake(project("serve: {bind: \"localhost:65536\"}"), "books/project.yaml:5: serve.bind: 'localhost:65536': a port is at most 65535"),
     "a host with a port": Mistake(project("serve: {hosts: [\"features.internal:80\"]}"), "books/project.yaml:5: serve.hosts.0: 'features.internal:80': write a host's name or address, without a port"),
-    "a collector without a scheme": Mistake(project("serve: {tracing: {endpoint: \"collector:4318\"}}"), "books/project.yaml:5: serve.tracing.endpoint: 'collector:4318': write a URL, such as http://127.0.0.1:4318"),
     "a scheduled view": Mistake(project("schedule: {boks: \"0 2 * * *\"}"), "books/project.yaml:4: schedule.boks: '0 2 * * *': no such view; did you mean 'books'?"),
     "a cron field": Mistake(project("schedule: {books: \"61 * * * *\"}"), "books/project.yaml:4: schedule.books: '61 * * * *': not a cron line: '61' is no minute"),
     "six cron fields": Mistake(project("schedule: {books: \"0 0 2 * * *\"}"), "books/project.yaml:4: schedule.books: '0 0 2 * * *': write five cron fields (minute hour day month weekday), such as '0 2 * * *', or 'after <view>'"),
