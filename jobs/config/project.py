@@ -149,7 +149,9 @@ class EngineConfig(Section):
     """processes that compute; 0: one for each GPU, and without any the run's own process"""
     hang: Duration = Field(default=600.0, gt=0)
     """a worker that finishes no batch for this long is replaced"""
-    on: str = Field(default="local", json_schema_extra=lambda schema: schema.update(enum=_places()))
+    on: str = Field(
+        default="local", json_schema_extra=lambda schema: schema.update(enum=[*_places()])
+    )
     """where the workers of a view's shards run: `local`, processes of this machine; `elsewhere`,
     wherever others start `precompute work`; or what a plug-in starts them on, such as `ray`"""
     cpus: float = Field(default=1.0, ge=0)
