@@ -156,7 +156,7 @@ class ViewFallback(Fallback):
         watch: set before anything that may hang, and infinity once nothing goes on; says whether
             a suspect may be tried now.
         meter: counts.
-        tell: reports the spans of traced requests, as
+        tells: each reports the spans of traced requests, as
             :class:`precompute.store.http.telemetry.instruments.Batches` has it.
     """
 
