@@ -132,13 +132,13 @@ def _model(model: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps({"use": model["use"], "args": model["args"]}, default=str))
 
 
-_PLACES = ("local", "elsewhere")
+PLACES = ("local", "elsewhere")
 """Where workers run without a power."""
 
 
 def _places() -> list[str]:
     """What ``engine.on`` may say."""
-    return [*_PLACES, *filter(LAUNCHERS.is_here, (*LAUNCHERS.known(), *LAUNCHERS.foreign()))]
+    return [*PLACES, *filter(LAUNCHERS.is_here, (*LAUNCHERS.known(), *LAUNCHERS.foreign()))]
 
 
 class EngineConfig(Section):
@@ -162,7 +162,7 @@ class EngineConfig(Section):
     @field_validator("on")
     @classmethod
     def _place(cls, on: str) -> str:
-        if on in _PLACES or LAUNCHERS.is_here(on):
+        if on in PLACES or LAUNCHERS.is_here(on):
             return on
         if LAUNCHERS.has(on):
             raise ValueError(LAUNCHERS.absence(on))

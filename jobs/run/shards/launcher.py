@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from precompute.engine.resources import share_of_cpus
-from precompute.jobs.config.project import EngineConfig
+from precompute.jobs.config.project import PLACES, EngineConfig
 from precompute.store.doors import LAUNCHERS
 from precompute.store.errors import PrecomputeError
 from precompute.workers.process import ChildProcess, end_all, python_module
@@ -134,7 +134,7 @@ def launcher_of(engine: EngineConfig, workers: int) -> Launcher:
     Raises:
         ConfigError: what it needs is not installed, or does not answer.
     """
-    if engine.on == "local":
+    if engine.on in PLACES:
         return LocalLauncher(workers)
     launcher: Launcher = LAUNCHERS.open(engine.on)(engine, workers)
     return launcher
