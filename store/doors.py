@@ -99,6 +99,20 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "testing",
         ),
     },
+    "launcher": {
+        "ray": Way("ray", "launcher:RayLauncher"),
+    },
+    "project key": {
+        "iceberg": Way("iceberg", "keys:IcebergKeys"),
+        "serve.tracing": Way("traces", "keys:TracesKeys"),
+    },
+    "snapshots": {
+        "iceberg": Way("iceberg", "table:Hook"),
+    },
+    "traces": {
+        "serve.tracing": Way("traces", "spans:spans_of", extra="otel"),
+    },
+    "view key": {},
 }
 """Door → the name that a user writes → where it leads."""
 
@@ -156,7 +170,12 @@ class Door(Generic[T]):
 
     def absence(self, name: str) -> str:
         """What is said to whoever names what is not here: one line."""
-        way = self._known[name]
+        way = self._known.get(name)
+        if way is None:
+            return (
+                f"{self.name} {name!r} comes with another package, which is not installed here:"
+                f" install that, or do without {name!r}"
+            )
         return (
             f"{self.name} {name!r} comes with the plug-in {way.power}, which is not installed here"
             f" (no folder {os.path.join('precompute', 'plugins', way.power)}): install"
@@ -253,3 +272,23 @@ ROUTES: Door[Any] = Door("route")
 
 TESTING: Door[Any] = Door("testing")
 """A name of :mod:`precompute.testing` → what it is."""
+
+LAUNCHERS: Door[Callable[[Any, int], Any]] = Door("launcher")
+"""A value of ``engine.on`` → what makes of that section and of how many workers there are at most a
+:class:`precompute.jobs.run.shards.launcher.Launcher`."""
+
+PROJECT_KEYS: Door[type[Any]] = Door("project key")
+"""A key of ``project.yaml``, with the sections that it stands in, as ``serve.tracing`` → the class
+of a :class:`precompute.jobs.config.open_section.Keys` that has it."""
+
+SNAPSHOTS: Door[type[Any]] = Door("snapshots")
+"""A folder in a view's, also the key that a configuration asks for it by → the class of a
+:class:`precompute.store.offline.hooks.SnapshotHook`, which derives that folder from the view's
+snapshots."""
+
+TRACES: Door[Callable[[Any, str], Any]] = Door("traces")
+"""A key of the section ``serve``, with its name → what makes of that key's ``spec`` and the name of
+a process of the server a :class:`precompute.store.http.telemetry.instruments.Tracer`."""
+
+VIEW_KEYS: Door[type[Any]] = Door("view key")
+"""A key of a view's file, with the sections that it stands in → as of :data:`PROJECT_KEYS`."""

@@ -209,6 +209,9 @@ class FeatureView:
     """Folder of the student that computes misses in the model's stead, as configured."""
     semantic_cache: SemanticCacheSpec | None = None
     """A miss may be answered by the row of the entity whose input is nearest."""
+    powers: Mapping[str, Any] = field(default_factory=dict)
+    """Key of a power (:data:`precompute.store.doors.VIEW_KEYS`) → what that keeps, plain JSON: who
+    reads it without that power, tells so."""
 
     @property
     def feature_names(self) -> tuple[str, ...]:

@@ -99,8 +99,6 @@ SEAMS = {
         "store/disk/remote_files.py",
     },
     "fsspec": {"store/disk/remote_files.py"},
-    "pyiceberg": {"store/offline/iceberg_files.py"},
-    "ray": {"jobs/run/shards/launcher.py"},
     "xxhash": {
         "store/online/kernels.py",
         "store/online/table_file.py",
@@ -120,10 +118,9 @@ SEAMS = {
         "store/disk/record.py",
     },
     "prometheus_client": {"store/http/metrics.py"},
-    # imported only where traces are configured
-    "opentelemetry": {"store/http/telemetry/tracing.py"},
     "pydantic": {
         "jobs/config/gates.py",
+        "jobs/config/open_section.py",
         "jobs/config/project.py",
         "jobs/config/schedule.py",
         "jobs/config/section.py",

@@ -28,7 +28,7 @@ ROOMS = ("store", "precompute", "jobs")
 PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 USES = {
-    "store": ["cpu", "iceberg", "otel", "s3"],
+    "store": ["cpu", "s3"],
     "precompute": [
         "engine",
         "endpoint",
@@ -38,14 +38,17 @@ USES = {
     ],
     "precompute/plugins": [
         "engine",
+        "iceberg",
         "onnx",
         "openvino",
+        "otel",
+        "ray",
         "lightgbm",
         "xgboost",
         "catboost",
         "libraries",
     ],
-    "jobs": ["engine", "notebook", "images", "ray"],
+    "jobs": ["engine", "notebook", "images"],
     "demo": ["engine", "demo"],
     "docs": ["engine", "docs"],
     "tests": ["cpu", "demo", "dev"],

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from pydantic import BaseModel
 
 from demo.__main__ import VIEWS
 from precompute.jobs.cli import _parser
 from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.schedule import ScheduleConfig
+from precompute.jobs.config.section import Section
 from precompute.jobs.config.serve import ServiceConfig
 from precompute.jobs.config.view import FeatureConfig, ViewConfig
 from precompute.store.doors import COMMANDS, KNOWN
@@ -292,17 +292,13 @@ def test_links_lead_somewhere() -> None:
                 }, f"{document}: {target}"
 
 
-def settings(model: type[BaseModel]) -> Iterator[str]:
-    """Names of its fields and of those of every model in them, but for the gates, which have a
+def settings(model: type[Section]) -> Iterator[str]:
+    """Names of its keys and of those of every model in them, but for the gates, which have a
     table of their own."""
-    for name, field in model.model_fields.items():
+    for name, field in model.known().items():
         yield name
         for inner in (field.annotation, *get_args(field.annotation)):
-            if (
-                inner is not GatesConfig
-                and isinstance(inner, type)
-                and issubclass(inner, BaseModel)
-            ):
+            if inner is not GatesConfig and isinstance(inner, type) and issubclass(inner, Section):
                 yield from settings(inner)
 
 

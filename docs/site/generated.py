@@ -29,7 +29,7 @@ from precompute.foreign_file import KnownKeys
 from precompute.jobs.cli import _parser
 from precompute.jobs.commands.command import Parser
 from precompute.jobs.config.project import ProjectConfig
-from precompute.jobs.config.section import descriptions, parse_duration
+from precompute.jobs.config.section import Section, descriptions, parse_duration
 from precompute.jobs.config.serve import ServiceConfig
 from precompute.jobs.config.view import ViewConfig
 from precompute.store.doors import COMMANDS
@@ -87,10 +87,10 @@ def configuration() -> str:
     return text
 
 
-def _section(model: type[BaseModel], path: str) -> Iterator[str]:
+def _section(model: type[Section], path: str) -> Iterator[str]:
     """A table of a section's keys, then each section in it, below a heading of its own."""
     rows, inner, described = [], [], descriptions(model)
-    for name, field in model.model_fields.items():
+    for name, field in model.known().items():
         sections = list(_sections(field.annotation, f"{path}{name}"))
         inner += sections
         links = ", ".join(
@@ -112,9 +112,9 @@ def _section(model: type[BaseModel], path: str) -> Iterator[str]:
         yield from _section(section, f"{where}.")
 
 
-def _sections(annotation: Any, path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+def _sections(annotation: Any, path: str) -> Iterator[tuple[str, type[Section]]]:
     """(path, section) of a key that is one, or whose values are."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         yield path, annotation
     elif get_origin(annotation) is dict:
         yield from _sections(get_args(annotation)[1], f"{path}.<name>")

@@ -56,9 +56,7 @@ def add(commands: Commands) -> None:
         command.option(
             "--encoder", "FOLDER", "a sentence-transformers folder, or of images CLIP's or SigLIP's"
         )
-        command.option(
-            "--model", "FILE", "a file of a built-in model, for the template model"
-        )
+        command.option("--model", "FILE", "a file of a built-in model, for the template model")
     validate = commands.add(
         "validate",
         _validate,

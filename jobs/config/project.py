@@ -13,10 +13,11 @@ import os
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator
 
+from precompute.jobs.config.open_section import Mistake, OpenSection
 from precompute.jobs.config.schedule import (
     RunsConfig,
     Schedule,
@@ -48,6 +49,7 @@ from precompute.jobs.config.serve import (
 from precompute.store.disk.durable_file import make_folder, replace_durably
 from precompute.store.disk.record import digest_of
 from precompute.store.disk.storage import LOCAL, OBJECT_STORES, mount, storage_of
+from precompute.store.doors import LAUNCHERS, PROJECT_KEYS
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.feature_view import why_no_semantic_cache
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -130,6 +132,15 @@ def _model(model: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps({"use": model["use"], "args": model["args"]}, default=str))
 
 
+PLACES = ("local", "elsewhere")
+"""Where workers run without a power."""
+
+
+def _places() -> list[str]:
+    """What ``engine.on`` may say."""
+    return [*PLACES, *filter(LAUNCHERS.is_here, (*LAUNCHERS.known(), *LAUNCHERS.foreign()))]
+
+
 class EngineConfig(Section):
     """What computes: the run's own process, or worker processes, one for each GPU where there are
     any (what breaks a GPU's context, breaks it for its process)."""
@@ -138,13 +149,26 @@ class EngineConfig(Section):
     """processes that compute; 0: one for each GPU, and without any the run's own process"""
     hang: Duration = Field(default=600.0, gt=0)
     """a worker that finishes no batch for this long is replaced"""
-    on: Literal["local", "ray", "elsewhere"] = "local"
-    """where the workers of a view's shards run: processes of this machine, actors of a Ray cluster,
-    or wherever others start `precompute work`"""
+    on: str = Field(
+        default="local", json_schema_extra=lambda schema: schema.update(enum=[*_places()])
+    )
+    """where the workers of a view's shards run: `local`, processes of this machine; `elsewhere`,
+    wherever others start `precompute work`; or what a plug-in starts them on, such as `ray`"""
     cpus: float = Field(default=1.0, ge=0)
-    """that each of these workers wants of a Ray cluster"""
+    """that each of these workers wants of a cluster"""
     gpus: float = Field(default=0.0, ge=0)
     """the same of GPUs; of this machine, too"""
+
+    @field_validator("on")
+    @classmethod
+    def _place(cls, on: str) -> str:
+        if on in PLACES or LAUNCHERS.is_here(on):
+            return on
+        if LAUNCHERS.has(on):
+            raise ValueError(LAUNCHERS.absence(on))
+        raise ValueError(
+            f"{on!r} is not one of {', '.join(_places())}{did_you_mean(on, _places())}"
+        )
 
 
 class RetentionConfig(Section):
@@ -166,8 +190,10 @@ class SourcesConfig(Section):
     them is a variable of the environment, and relative paths start with ./ or ../"""
 
 
-class ProjectConfig(Section):
+class ProjectConfig(OpenSection):
     """``project.yaml``: where and when."""
+
+    door = PROJECT_KEYS
 
     root: str
     """folder of the offline store, or s3://bucket/prefix, gs://…, az://…"""
@@ -191,8 +217,6 @@ class ProjectConfig(Section):
     timezone: str = "UTC"
     """of the cron lines"""
     retention: RetentionConfig = RetentionConfig()
-    iceberg: list[Name] = Field(default_factory=list)
-    """views whose snapshots are the versions of an Iceberg table, too, in <root>/<view>/iceberg"""
     notify: list[str] = Field(default_factory=list)
     """a command and its arguments, run after every publishing, refusal, failure and rollback"""
     memory_mb: int = Field(default=1024, ge=64)
@@ -333,11 +357,9 @@ class Project:
                 f" view{nearest_or_all(unknown[0], self.names)}"
             )
         check_schedules(self.schedules(), self.names, project_file, over)
-        if unknown := [name for name in self.settings.iceberg if name not in self.names]:
-            raise ConfigError(
-                f"{place(project_file, ('iceberg',))}: iceberg: no such view"
-                f" {unknown[0]!r}{nearest_or_all(unknown[0], self.names)}"
-            )
+        for keys in (*self.settings.powers, *self.settings.serve.powers):
+            if (wrong := keys.check(self.names)) is not None:
+                raise _mistaken(wrong, project_file)
 
     @property
     def views(self) -> Mapping[str, ViewConfig]:
@@ -509,6 +531,12 @@ class Project:
         offline = self.offline
         return offline.view(self.named(name, offline.views()))
 
+    def wants(self, view: ViewConfig, hook: str) -> bool:
+        """Whether a view is to have what a hook derives: there is a key of its name, of the project
+        or of the view, that asks for it."""
+        powers = (*self.settings.powers, *view.powers)
+        return any(hook in keys.known() and keys.wants(view.name) for keys in powers)
+
     def schedules(self) -> dict[str, Schedule]:
         """The schedule section, every view's options spelled out."""
         return spelled_out(self.settings.schedule, self.settings.runs, self.settings.timezone)
@@ -549,14 +577,13 @@ class Project:
                     )
                     read.right.pop(name, None)
         views = dict(read.right)
+        known = {name: view.feature_view() for name, view in views.items()}
         for name, view in views.items():
-            halves = [one for one, config in view.features.items() if config.dtype == "float16"]
-            if name in self.settings.iceberg and halves:
-                where = place(self.folder / "views" / f"{name}.yaml", ("features", halves[0]))
-                read.broken[name] = ConfigError(
-                    f"{where}: features.{halves[0]}: Iceberg has no float16: give it the dtype"
-                    " float32, or take the view out of `iceberg` in project.yaml"
-                )
+            powers = (*self.settings.powers, *view.powers)
+            found = (keys.mistake(known[name], self.names, known) for keys in powers)
+            if (wrong := next(filter(None, found), None)) is not None:
+                path = self.folder / "views" / f"{name}.yaml"
+                read.broken[name] = _mistaken(wrong, path)
                 del read.right[name]
                 continue
             if (
@@ -584,6 +611,11 @@ class Project:
             seen.add(named.view)
             named = views[named.view].semantic_cache
         return why_no_semantic_cache(view.feature_view(), views[by].feature_view())
+
+
+def _mistaken(wrong: Mistake, file: Path) -> ConfigError:
+    """What a power finds wrong with a key of a file."""
+    return ConfigError(f"{place(file, wrong.key)}: {'.'.join(map(str, wrong.key))}: {wrong.what}")
 
 
 def json_schemas() -> dict[str, Any]:

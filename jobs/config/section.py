@@ -23,6 +23,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     ValidationError,
 )
+from pydantic.fields import FieldInfo
 
 from precompute.store.errors import ConfigError, did_you_mean, nearest, nearest_or_all
 from precompute.store.feature_view import NAME
@@ -308,11 +309,24 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @classmethod
+    def parts(cls) -> tuple[type[Section], ...]:
+        """The classes whose fields are its keys."""
+        return (cls,)
+
+    @classmethod
+    def known(cls) -> dict[str, FieldInfo]:
+        """What it may have."""
+        return {key: field for part in cls.parts() for key, field in part.model_fields.items()}
+
+    @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: Any, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         schema = handler(core_schema)
         keys = handler.resolve_ref_schema(schema)["properties"]
+        for part in cls.parts()[1:]:
+            added = handler.resolve_ref_schema(handler(part.__pydantic_core_schema__))
+            keys |= added["properties"]
         for key, text in descriptions(cls).items():
             keys[key]["description"] = text
         return schema
@@ -324,9 +338,13 @@ def config_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("[!.]*.yaml"))
 
 
-def descriptions(section: type[BaseModel]) -> dict[str, str]:
+def descriptions(section: type[Section]) -> dict[str, str]:
     """Key → the text below it. Pydantic's own ``use_attribute_docstrings`` would parse the file for
     every command."""
+    return {key: text for part in section.parts() for key, text in _descriptions(part).items()}
+
+
+def _descriptions(section: type[Section]) -> dict[str, str]:
     (node,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(node, ast.ClassDef)
     written = {
@@ -352,7 +370,16 @@ def as_mistake(where: str = "") -> Iterator[None]:
         raise ValueError(f"{where}{exc}") from exc
 
 
-_Kind = TypeVar("_Kind", bound=BaseModel)
+class Several(ValueError):
+    """Mistakes that pydantic found (``errors``, as it reports them) where a section was read in
+    parts."""
+
+    def __init__(self, errors: Sequence[Any]) -> None:
+        super().__init__("; ".join(error["msg"] for error in errors))
+        self.errors = errors
+
+
+_Kind = TypeVar("_Kind", bound="Section")
 
 
 def checked(
@@ -383,7 +410,7 @@ def checked(
 
 
 def _lines(
-    kind: type[BaseModel],
+    kind: type[Section],
     data: Mapping[str, Any],
     path: Path,
     over: Mapping[str, Any],
@@ -393,7 +420,7 @@ def _lines(
     """A line for each mistake; what all kinds of values that a key may have say of one is one
     mistake."""
     mistakes: dict[Any, list[Any]] = {}
-    located = [_located(error, data) for error in exc.errors()]
+    located = [_located(error, data) for error in _errors(exc.errors())]
     meant = [
         (*error["loc"][:-1], nearest(str(error["loc"][-1]), _keys_at(kind, error["loc"][:-1])))
         for error in located
@@ -419,6 +446,17 @@ def _lines(
             for error in others
         ]
     return lines
+
+
+def _errors(found: Sequence[Any]) -> Iterator[Any]:
+    """Mistakes as pydantic reports them, each of :class:`Several` by itself."""
+    for error in found:
+        several = error.get("ctx", {}).get("error")
+        if isinstance(several, Several):
+            for one in _errors(several.errors):
+                yield one | {"loc": (*error["loc"], *one["loc"])}
+        else:
+            yield error
 
 
 def _located(mistake: Any, data: Any) -> dict[str, Any]:
@@ -475,7 +513,7 @@ def _dotted(location: Sequence[int | str], separator: str = ".") -> str:
     )
 
 
-def _message(kind: type[BaseModel], error: Any) -> str:
+def _message(kind: type[Section], error: Any) -> str:
     where, given, text = _dotted(error["loc"]), error["input"], error["msg"]
     if error["type"] == "extra_forbidden" and given is None and " " in where:
         return (
@@ -533,7 +571,7 @@ _WORDS = {
 _PLAIN = {id(None): "null", id(True): "true", id(False): "false"}
 
 
-def _as_section(kind: type[BaseModel], error: Any) -> str:
+def _as_section(kind: type[Section], error: Any) -> str:
     """How a value would be written that stands where a section is expected: under the section's one
     key that must be there, if that is all it has to have."""
     section, given = _section_at(kind, error["loc"]), error["input"]
@@ -542,44 +580,44 @@ def _as_section(kind: type[BaseModel], error: Any) -> str:
     # of a source the text is most likely its SQL, though a frame may take its place
     keys = [
         name
-        for name, field in section.model_fields.items()
+        for name, field in section.known().items()
         if field.is_required() or (name == "sql" and isinstance(given, str))
     ]
-    if isinstance(given, bool) and "enabled" in section.model_fields:
+    if isinstance(given, bool) and "enabled" in section.known():
         keys, given = ["enabled"], _PLAIN[id(given)]
     if error["type"] == "dict_type":
         return f", for each name {{{', '.join(f'{key}: …' for key in keys)}}}"
     if len(keys) == 1 and isinstance(given, (str, int)):
         return f", {{{keys[0]}: {given}}}"
-    return f" (the keys: {', '.join(section.model_fields)})"
+    return f" (the keys: {', '.join(section.known())})"
 
 
-def _keys_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+def _keys_at(kind: type[Section], location: tuple[int | str, ...]) -> list[str]:
     """The keys allowed at a place in the file."""
     section = _section_at(kind, location)
-    return list(section.model_fields) if section is not None else []
+    return list(section.known()) if section is not None else []
 
 
-def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
+def _section_at(kind: type[Section], location: tuple[int | str, ...]) -> type[Section] | None:
     """The section at a place in the file."""
     current: Any = kind
     parts = iter(location)
     for part in parts:
         field = (
-            current.model_fields.get(str(part))
-            if isinstance(current, type) and issubclass(current, BaseModel)
+            current.known().get(str(part))
+            if isinstance(current, type) and issubclass(current, Section)
             else None
         )
         if field is None:
             continue
         models = [
-            t for t in _types(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)
+            t for t in _types(field.annotation) if isinstance(t, type) and issubclass(t, Section)
         ]
         current = models[0] if models else None
         if getattr(field.annotation, "__origin__", None) is dict:
             # a name, such as a feature's
             next(parts, None)
-    found: type[BaseModel] | None = current
+    found: type[Section] | None = current
     return found
 
 

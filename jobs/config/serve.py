@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
+from precompute.jobs.config.open_section import OpenSection
 from precompute.jobs.config.section import Duration, Name, Section, checked, read_yaml
 from precompute.store.answers.service import MAX_VIEWS, Service, ServicePart
+from precompute.store.doors import PROJECT_KEYS
 from precompute.store.errors import ConfigError, did_you_mean
 from precompute.store.http.encoding.caching import MAX_CACHE_BYTES, Caching
 from precompute.store.http.guard.limits import Limits
@@ -92,22 +94,6 @@ class LimitsConfig(Section):
         return Limits(**{name.replace("_time", "_s"): value for name, value in self})
 
 
-class TracingConfig(Section):
-    """OpenTelemetry; needs the extra ``[otel]``."""
-
-    endpoint: str
-    """a collector's OTLP over HTTP, such as http://127.0.0.1:4318"""
-    sample: float = Field(default=0.01, ge=0, le=1)
-    """share of the requests that are traced, of those whose caller did not decide"""
-
-    @field_validator("endpoint")
-    @classmethod
-    def _url(cls, endpoint: str) -> str:
-        if not endpoint.startswith(("http://", "https://")):
-            raise ValueError("write a URL, such as http://127.0.0.1:4318")
-        return endpoint
-
-
 class ModelsConfig(Section):
     """The processes that compute misses, one for each model that is live."""
 
@@ -127,8 +113,11 @@ class MissCacheConfig(Section):
     """at most"""
 
 
-class ServeConfig(Section):
+class ServeConfig(OpenSection):
     """The HTTP API."""
+
+    door = PROJECT_KEYS
+    within = "serve"
 
     bind: str = "127.0.0.1:8080"
     """host:port, or unix:./api.sock; others than this machine reach it only with `tokens` or
@@ -158,8 +147,6 @@ class ServeConfig(Section):
     """file that gets a line of JSON for each request, or - for the standard error"""
     server_timing: bool = False
     """answers say what took how long (Server-Timing)"""
-    tracing: TracingConfig | None = None
-    """traces for OpenTelemetry; none: no spans"""
 
     @field_validator("bind", "admin")
     @classmethod

@@ -11,12 +11,13 @@ import pyarrow as pa
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from precompute.jobs.config.gates import AccuracyConfig, GatesConfig
+from precompute.jobs.config.open_section import OpenSection
 from precompute.jobs.config.section import Duration, Name, Section, as_mistake, parse_time
 from precompute.registry import check_use
 from precompute.sources.database import check_sql, parameters, referenced_views
 from precompute.sources.frame import frame_sql
 from precompute.store.answers.plan import default_row
-from precompute.store.doors import TECHNIQUES
+from precompute.store.doors import TECHNIQUES, VIEW_KEYS
 from precompute.store.errors import ConfigError, nearest_or_all
 from precompute.store.feature_view import (
     CHUNK,
@@ -244,8 +245,10 @@ class PartitionConfig(Section):
         return at
 
 
-class ViewConfig(Section):
+class ViewConfig(OpenSection):
     """``views/<view>.yaml``: what is computed."""
+
+    door = VIEW_KEYS
 
     name: Name
     """as the file is called"""
@@ -315,6 +318,12 @@ class ViewConfig(Section):
                 raise ValueError(
                     f"{key}: answers have a column {beside[0]!r} of their own then; call the"
                     " feature or key something else"
+                )
+        for keys in self.powers:
+            for name in {*self.features, *self.entity}.intersection(keys.columns()):
+                raise ValueError(
+                    f"{next(iter(keys.known()))}: answers have a column {name!r} of their own then;"
+                    " call the feature or key something else"
                 )
         self._check_chunk()
         for name in self.accuracy.features:
@@ -516,6 +525,7 @@ class ViewConfig(Section):
                 empty="publish" if self.partition and self.partition.empty == "publish" else "keep",
                 chunk=chunk,
             ),
+            powers={name: kept for keys in self.powers for name, kept in keys.spec().items()},
         )
 
     def inputs(self) -> list[str]:

@@ -20,6 +20,7 @@ from precompute.store.account.checker import LOOK_S, check_live
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import Record, plain
 from precompute.store.disk.storage import StorageError, read_record_file
+from precompute.store.doors import VIEW_KEYS
 from precompute.store.errors import (
     OnlineStoreError,
     PrecomputeError,
@@ -27,6 +28,7 @@ from precompute.store.errors import (
     UnreadableError,
 )
 from precompute.store.feature_view import status_of
+from precompute.store.offline import hooks
 from precompute.store.offline.gc import damage
 from precompute.store.offline.refs import LiveRef
 from precompute.store.offline.runs import Report
@@ -259,8 +261,13 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         attention += [
             in_words(behind) for behind in line["behind"] if is_late(project, snapshot, behind)
         ]
+        attention += [
+            f"snapshot {snapshot.number}: {VIEW_KEYS.absence(key)}"
+            for key in snapshot.view.powers
+            if not VIEW_KEYS.is_here(key)
+        ]
     attention += [str(broken)] if broken else []
-    attention += _behind_root(store)
+    attention += _behind_root(store) + hooks.left(store)
     # where the pointer was moved since it was looked at, what is wrong is with another one
     attention += account.trouble if ref is None or line["online"] else []
     return line | {"attention": _attention(line) + attention + damage(store)}

@@ -36,7 +36,7 @@ from precompute.store.errors import (
     VectorIndexError,
 )
 from precompute.store.history.changes import Changes
-from precompute.store.offline.iceberg_table import follow
+from precompute.store.offline import hooks
 from precompute.store.offline.part_file import layers_that_stay
 from precompute.store.offline.refs import LiveRef, Place
 from precompute.store.offline.runs import Report
@@ -366,7 +366,7 @@ class Publisher:
                 raise
             self._flip_online(self._pointer(snapshot, ref))
             crashpoint("online.flip")
-        follow(self._store)
+        hooks.published(self._store)
         return ref
 
     def _flip_online(self, pointer: Pointer) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from precompute.jobs.config.project import Project, RetentionConfig
 from precompute.jobs.config.view import ViewConfig
@@ -45,8 +46,8 @@ from precompute.store.errors import (
     SnapshotError,
     UnreadableError,
 )
+from precompute.store.offline import hooks
 from precompute.store.offline.gc import SWEPT_FOLDERS, collect
-from precompute.store.offline.iceberg_table import keep_table
 from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
 from precompute.store.offline.runs import AHEAD_S, Report
 from precompute.store.offline.snapshot import Snapshot, Verdict
@@ -142,8 +143,7 @@ def _run(job: Job, report: Report, progress: Progress) -> None:
         snapshot = _snapshot_to_publish(job, report)
     else:
         snapshot = materialize(job, report, progress)
-        keeps_iceberg = job.config.name in job.project.settings.iceberg
-        report.attention += keep_table(job.store, keeps_iceberg)
+        report.attention += hooks.committed(job.store, partial(job.project.wants, job.config))
     if options.command != "materialize":
         _publish(job, snapshot, report, progress)
     if options.command == "run" and options.partition is not None and options.backfill is None:
@@ -495,7 +495,7 @@ def check_before(
         take_over: whether the view may be another project's.
 
     Raises:
-        ConfigError: the index, or the Iceberg table, cannot be built here.
+        ConfigError: the index, or what a power makes, cannot be built here.
         GateError: the gate ``contract`` would refuse any result.
         OnlineStoreError, ConflictError: the online store cannot be reached or written, or the view
             is another project's.
@@ -504,7 +504,8 @@ def check_before(
     if Standing(store).why_stays(None if config.serves_all else partition) is not None:
         return
     check_index(config)
-    check_table(project, name)
+    for keys in (*project.settings.powers, *config.powers):
+        keys.preflight(config.feature_view())
     if "contract" not in accept:
         verdict = contract_verdict(config, store)
         if verdict is not None and not verdict.passed:
@@ -525,20 +526,6 @@ def check_index(config: ViewConfig) -> None:
         raise ConfigError(
             f"view {config.name!r}: index: FAISS, which builds it, is not installed: pip install"
             " 'precompute-store[cpu]', or leave `index` out"
-        )
-
-
-def check_table(project: Project, name: str) -> None:
-    """Check that an Iceberg table can be written here.
-
-    Raises:
-        ConfigError: the view has an Iceberg table, and what writes it is not installed.
-    """
-    if name in project.settings.iceberg and importlib.util.find_spec("pyiceberg") is None:
-        raise ConfigError(
-            f"view {name!r}: iceberg: pyiceberg, which writes the table, is not installed: pip"
-            " install 'precompute-store[iceberg]', or take the view out of `iceberg` in"
-            " project.yaml"
         )
 
 

@@ -156,7 +156,7 @@ class ViewFallback(Fallback):
         watch: set before anything that may hang, and infinity once nothing goes on; says whether
             a suspect may be tried now.
         meter: counts.
-        tell: reports the spans of traced requests, as
+        tells: each reports the spans of traced requests, as
             :class:`precompute.store.http.telemetry.instruments.Batches` has it.
     """
 
@@ -168,7 +168,7 @@ class ViewFallback(Fallback):
         miss_cache: MissCache | None = None,
         watch: Watch | None = None,
         meter: Meter | None = None,
-        tell: Tell | None = None,
+        tells: Sequence[Tell] = (),
     ) -> None:
         self._watch = watch or Watch(may_try_suspects=True)
         self.suspects = dict[int, float]()
@@ -177,7 +177,7 @@ class ViewFallback(Fallback):
         self._postponed: deque[_Postponed] = deque()
         """Rows that may end the process, until a spare stands by."""
         meter = meter or Meter()
-        self._batches = Batches(meter, tell)
+        self._batches = Batches(meter, tells)
         self._writer = None if miss_cache is None else MissCacheWriter(miss_cache, meter)
         self._opener = Opener(store, folder.absolute(), memory_mb)
         self._opened: dict[tuple[str, tuple[int, str]], LiveView] = {}

@@ -33,6 +33,7 @@ from precompute.jobs.serve.remote_fallback import RemoteFallback
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.service import Service
 from precompute.store.disk.record import replace
+from precompute.store.doors import TRACES
 from precompute.store.errors import PrecomputeError
 from precompute.store.http.app import create_app
 from precompute.store.http.encoding.caching import Caching
@@ -43,7 +44,7 @@ from precompute.store.http.guard.server import GuardedServer
 from precompute.store.http.messages import Timing
 from precompute.store.http.metrics import LiveViews
 from precompute.store.http.telemetry.access_log import AccessLog
-from precompute.store.http.telemetry.instruments import Meter
+from precompute.store.http.telemetry.instruments import Meter, Tracer
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.miss_cache import MissCacheLimits
 from precompute.store.online.online_store import Pointer
@@ -303,7 +304,7 @@ def main() -> None:
             )
             limits = Limits(**spec["limits"])
             timing = (Timing.IN_HEADER if spec["server_timing"] else Timing.UNREPORTED) | (
-                Timing.IN_SCOPE if spec["tracing"] else Timing.UNREPORTED
+                Timing.IN_SCOPE if spec["traces"] else Timing.UNREPORTED
             )
             app = create_app(
                 lookup,
@@ -362,13 +363,10 @@ def _with_telemetry(
     """The application with tracing and access log, where they are configured; ``on_tick`` gets what
     must be called regularly, ``stack`` what must be called at the end."""
     name = f"worker-{spec['number']}"
-    if spec["tracing"] is not None:
-        # the extra [otel]
-        from precompute.store.http.telemetry.tracing import Spans, Tracing
-
-        spans = Spans(spec["tracing"]["endpoint"], spec["tracing"]["sample"], name)
-        stack.callback(spans.close)
-        app = Tracing(app, spans)
+    for key, of in spec["traces"].items():
+        tracer: Tracer = TRACES.open(key)(of, name)
+        stack.callback(tracer.close)
+        app = tracer.traced(app)
     if spec["access_log"] is not None:
         lines = AccessLog(
             app, None if spec["access_log"] == "-" else Path(spec["access_log"]), name

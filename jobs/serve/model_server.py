@@ -28,6 +28,7 @@ from precompute.jobs.serve.fallback import LOAD_S, ViewFallback
 from precompute.jobs.serve.live_view import REFUSED_S
 from precompute.jobs.serve.processes import STATUS_RESTART, Watch, read_spec
 from precompute.store.answers.fallback import CLIENT, Computed, Miss
+from precompute.store.doors import TRACES
 from precompute.store.errors import PrecomputeError
 from precompute.store.http.telemetry.instruments import TRACE, Meter, Tell
 from precompute.store.offline.view_store import OfflineStore
@@ -240,13 +241,8 @@ def _meter(spec: Mapping[str, Any]) -> Meter:
         return Meter()
 
 
-def _tell(spec: Mapping[str, Any]) -> Tell | None:
-    if spec["tracing"] is None:
-        return None
-    # the extra [otel]
-    from precompute.store.http.telemetry.tracing import Spans
-
-    return Spans(spec["tracing"]["endpoint"], spec["tracing"]["sample"], spec["process"]).tell
+def _tells(spec: Mapping[str, Any]) -> list[Tell]:
+    return [TRACES.open(name)(of, spec["process"]).tell for name, of in spec["traces"].items()]
 
 
 def main() -> None:
@@ -267,7 +263,7 @@ def main() -> None:
         open_miss_cache(spec["online"], MissCacheLimits(**spec["miss_cache"])),
         watch,
         meter,
-        _tell(spec),
+        _tells(spec),
     )
     order = spec if spec["serves"] else _stand_by(fallback, open_list, orders, watch)
     fallback.suspects = dict(order["suspects"])

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from precompute.store.account.checker import Rounds
 from precompute.store.answers.service import Service
 from precompute.store.disk.sql import SpillFolder
 from precompute.store.disk.storage import LOCAL, storage_of
+from precompute.store.doors import TRACES
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.http.guard.connections import Listener, tls_of, tokens_of
 from precompute.store.http.routes import every_route
@@ -303,7 +303,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         )
         supervisor = Supervisor(
             worker,
-            shared | {"folder": str(project.home), "tracing": worker["tracing"]},
+            shared | {"folder": str(project.home), "traces": worker["traces"]},
             limits,
             workers or settings.workers,
         )
@@ -358,19 +358,18 @@ def _observing(project: Project) -> dict[str, Any]:
         ConfigError: the log cannot be written, or the extra is not installed.
     """
     settings = project.settings.serve
-    access_log, tracing = settings.access_log, settings.tracing
+    access_log = settings.access_log
     if access_log is not None and access_log != "-":
         access_log = str(project.home / access_log)
         try:
             Path(access_log).open("ab").close()
         except OSError as exc:
             raise ConfigError(f"serve.access_log: {access_log} cannot be written: {exc}") from exc
-    if tracing is not None and find_spec("opentelemetry") is None:
-        raise ConfigError(
-            "serve.tracing: OpenTelemetry is not installed: pip install 'precompute-store[otel]'"
-        )
+    for keys in settings.powers:
+        keys.preflight(None)
+    given = {name: of for keys in settings.powers for name, of in keys.spec().items()}
     return {
         "access_log": access_log,
         "server_timing": settings.server_timing,
-        "tracing": None if tracing is None else tracing.model_dump(),
+        "traces": {name: of for name, of in given.items() if TRACES.has(name)},
     }

@@ -16,7 +16,7 @@ from precompute.store.disk.durable_file import disk_message, sync_folder
 from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.storage import LOCAL, Item
 from precompute.store.errors import ConflictError, SnapshotError
-from precompute.store.offline.iceberg_table import follow
+from precompute.store.offline import hooks
 from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import NAME as JOURNAL
 from precompute.store.offline.runs import run_of_folder
@@ -100,7 +100,7 @@ def collect(
     numbers = sorted(manifests.keys() - retained)
     gone = [Garbage(store.manifest_path(n), catalog.stamps[n][0], why.format(n)) for n in numbers]
     if not dry_run:
-        follow(store, gone=numbers)
+        hooks.going(store, numbers)
         _remove(store, gone, leases)
         try:
             crashpoint("gc")

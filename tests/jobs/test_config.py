@@ -267,8 +267,8 @@ def test_what_is_no_time() -> None:
 
 def test_the_json_schemas_know_every_key_and_fit_the_shipped_files() -> None:
     schemas = json.loads(json.dumps(json_schemas()))
-    assert set(schemas["project"]["properties"]) == set(ProjectConfig.model_fields)
-    assert set(schemas["view"]["properties"]) == set(ViewConfig.model_fields)
+    assert set(schemas["project"]["properties"]) == set(ProjectConfig.known())
+    assert set(schemas["view"]["properties"]) == set(ViewConfig.known())
     files = [SHIPPED / "project.yaml", *sorted((SHIPPED / "views").glob("*.yaml"))]
     assert len(files) == 7
     for file in files:

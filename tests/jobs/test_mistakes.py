@@ -18,6 +18,8 @@ from typing import NamedTuple
 import pytest
 
 from precompute.jobs.cli import main
+from precompute.jobs.config.project import ProjectConfig
+from precompute.jobs.config.serve import ServeConfig
 from precompute.store.doors import ONLINE
 from precompute.store.online.url import FORMS
 
@@ -290,7 +292,6 @@ MISTAKES = {
     "a bind without a host": Mistake(project("serve: {bind: \"8080\"}"), "books/project.yaml:5: serve.bind: '8080': write host:port, such as 127.0.0.1:8080, or unix:./api.sock"),
     "a bind with a port that is none": Mistake(project("serve: {bind: \"localhost:65536\"}"), "books/project.yaml:5: serve.bind: 'localhost:65536': a port is at most 65535"),
     "a host with a port": Mistake(project("serve: {hosts: [\"features.internal:80\"]}"), "books/project.yaml:5: serve.hosts.0: 'features.internal:80': write a host's name or address, without a port"),
-    "a collector without a scheme": Mistake(project("serve: {tracing: {endpoint: \"collector:4318\"}}"), "books/project.yaml:5: serve.tracing.endpoint: 'collector:4318': write a URL, such as http://127.0.0.1:4318"),
     "a scheduled view": Mistake(project("schedule: {boks: \"0 2 * * *\"}"), "books/project.yaml:4: schedule.boks: '0 2 * * *': no such view; did you mean 'books'?"),
     "a cron field": Mistake(project("schedule: {books: \"61 * * * *\"}"), "books/project.yaml:4: schedule.books: '61 * * * *': not a cron line: '61' is no minute"),
     "six cron fields": Mistake(project("schedule: {books: \"0 0 2 * * *\"}"), "books/project.yaml:4: schedule.books: '0 0 2 * * *': write five cron fields (minute hour day month weekday), such as '0 2 * * *', or 'after <view>'"),
@@ -312,9 +313,9 @@ MISTAKES = {
     "a variable of what is wrong elsewhere": Mistake(nothing, "environment PRECOMPUTE_VIEWS__BOOKS__INDEX__ON: index.on: 'length' is a single value of float32, and what is searched is a vector of float16, float32 or float64: name one (vector), or give it a dim", environment="PRECOMPUTE_VIEWS__BOOKS__INDEX__ON=length"),
     "a variable of a whole view": Mistake(nothing, "environment PRECOMPUTE_VIEWS__BOOKS: name a key too, as in …__TTL=1h", environment="PRECOMPUTE_VIEWS__BOOKS=x"),
     "a variable of all views": Mistake(nothing, "environment PRECOMPUTE_VIEWS: name a view and a key, as in PRECOMPUTE_VIEWS__ITEM_VECTOR__TTL=1h", environment="PRECOMPUTE_VIEWS=x"),
-    "a variable of a whole section": Mistake(nothing, "environment PRECOMPUTE_SERVE: serve: 'x': write keys and values (the keys: bind, hosts, workers, admin, tokens, tls, limits, models, miss_cache, cache_mb, shared_max_age, access_log, server_timing, tracing)", environment="PRECOMPUTE_SERVE=x"),
+    "a variable of a whole section": Mistake(nothing, "environment PRECOMPUTE_SERVE: serve: 'x': write keys and values (the keys: " + ", ".join(ServeConfig.known()) + ")", environment="PRECOMPUTE_SERVE=x"),
     "variables that contradict": Mistake(nothing, "environment PRECOMPUTE_SERVE__BIND: contradicts PRECOMPUTE_SERVE; set one of them", environment="PRECOMPUTE_SERVE=x PRECOMPUTE_SERVE__BIND=y"),
-    "a variable without a name": Mistake(nothing, "environment PRECOMPUTE_: : unknown key (there are: root, cache, cache_gb, online, vars, sources, serve, schedule, runs, engine, lease, reconcile, timezone, retention, iceberg, notify, memory_mb)", environment="PRECOMPUTE_=x"),
+    "a variable without a name": Mistake(nothing, "environment PRECOMPUTE_: : unknown key (there are: " + ", ".join(ProjectConfig.known()) + ")", environment="PRECOMPUTE_=x"),
     "a variable of an unknown scheduled view": Mistake(nothing, "environment PRECOMPUTE_SCHEDULE__BOKS: schedule.boks: 'daily': no such view; did you mean 'books'?", environment="PRECOMPUTE_SCHEDULE__BOKS=daily"),
     "a variable with a quote in it": Mistake(nothing, 'environment PRECOMPUTE_VARS__DATA: vars.data: "it\'s" holds a quote, which cannot stand inside SQL; use a path without', environment="PRECOMPUTE_VARS__DATA=it's"),
     # ---- commands

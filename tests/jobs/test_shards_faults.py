@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from precompute.jobs.config.project import EngineConfig
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.shards import coordinator as coordinator_module
 from precompute.jobs.run.shards import worker as worker_module
@@ -24,6 +26,7 @@ from precompute.jobs.run.shards.launcher import LocalLauncher
 from precompute.jobs.run.shards.shard_folder import ShardFolder
 from precompute.jobs.run.shards.worker import work
 from precompute.store.disk.lease import Lease
+from precompute.store.doors import GROUP, LAUNCHERS
 from precompute.store.errors import (
     ConfigError,
     ConflictError,
@@ -360,9 +363,10 @@ def test_a_worker_that_is_to_end_while_it_waits(
 
 
 class Launched(LocalLauncher):
-    """Processes that stand in for those of a cluster's hosts."""
+    """Processes that stand in for those of a cluster's hosts, as another package has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: EngineConfig, workers: int) -> None:
+        assert (engine.on, engine.workers) == ("hosts", workers) == ("hosts", 2)
         super().__init__(3)
 
 
@@ -386,13 +390,15 @@ class OfAnotherHost(Doubler):
 def test_a_host_with_another_model_ends_alone_in_a_cluster(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(coordinator_module, "launcher_of", lambda engine, workers: Launched())
+    point = EntryPoint("launcher.hosts", f"{HERE}:Launched", GROUP)
+    monkeypatch.setattr(LAUNCHERS, "_foreign", {"hosts": point})
     file = tmp_path / "first"
     file.touch()
     model = {"use": f"{HERE}:OfAnotherHost", "args": {"file": str(file)}}
-    scene = make_project(
-        ROWS, view={"shards": 2, "model": model}, project={"engine": {"on": "ray", "workers": 2}}
-    )
+    view = {"shards": 2, "model": model}
+    folder = make_project(ROWS, view=view, project={"engine": {"workers": 2}}).folder
+    # the package is not where the workers run, which need not know how they were started
+    scene = Scene(folder, {"PRECOMPUTE_ENGINE__ON": "hosts"})
     assert scene.run().status == "published"
     assert not file.exists()
     assert scene.doubles() == {i: 2 * x for i, x in ROWS}

@@ -25,7 +25,6 @@ from precompute.sources.session import Setup
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, PrecomputeError, SourceError
 from tests.fixtures import MakeProject
-from tests.object_store import ObjectStore
 from tests.scene import Scene
 
 PASSWORD = "it's a 'secret'"
@@ -431,41 +430,6 @@ def test_types_of_a_delta_table_are_those_of_its_schema(tmp_path: Path) -> None:
             "day": ("VARCHAR", "007"),
             "number": ("INTEGER", "7"),
         }
-
-
-def test_our_iceberg_table_is_what_we_read_and_a_source(make_project: MakeProject) -> None:
-    gates = {"rows": None, "moved": None, "shift": None, "norm": None}
-    rows = [(i, float(i)) for i in range(400)]
-    scene = make_project(rows, view={"gates": gates}, project={"iceberg": ["numbers"]})
-    scene.run()
-    for step in range(1, 4):
-        rows = [(i, x + (i % 40 == step or step == 3)) for i, x in rows if i % 100 != step]
-        make_project(rows, view={"gates": gates}, project={"iceberg": ["numbers"]}).run()
-    scene.rollback()
-    table = f"{scene.root}/numbers/iceberg"
-    setup = ("LOAD avro", "LOAD iceberg")
-    for number in scene.numbers():
-        sql = f"SELECT * EXCLUDE (input_hash) FROM iceberg_scan('{table}', snapshot_from_id = {number}::UBIGINT)"
-        with opened(sql, scene.home, *setup) as source:
-            assert ordered(source.head(1000).to_pylist()) == ordered(scene.rows(number))
-    with opened(f"SELECT id, double FROM iceberg_scan('{table}')", scene.home, *setup) as source:
-        live = {row["id"]: row["double"] for row in source.head(1000).to_pylist()}
-    assert live == scene.doubles(scene.live().snapshot)
-
-
-def test_an_iceberg_table_in_an_object_store_is_a_source(
-    bucket: ObjectStore, make_project: MakeProject
-) -> None:
-    root = {"root": f"s3://bucket/{bucket.prefix}", "online": "table:./online"}
-    scene = make_project([(1, 1.0), (2, 2.5)], project=root | {"iceberg": ["numbers"]})
-    scene.run()
-    sql = f"SELECT id, double FROM iceberg_scan('s3://bucket/{bucket.prefix}/numbers/iceberg')"
-    with opened(sql, scene.home, "LOAD avro", "LOAD iceberg") as source:
-        assert ordered(source.head(9).to_pylist()) == [
-            {"id": 1, "double": 2.0},
-            {"id": 2, "double": 5.0},
-        ]
-        assert source.modified_us() is None
 
 
 def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

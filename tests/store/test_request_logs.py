@@ -1,23 +1,16 @@
-"""What is written down of requests: lines of JSON, and spans; never a key, a query or a token."""
+"""What is written down of requests, lines of JSON; never a key, a query or a token."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from precompute.store.http.telemetry.access_log import AccessLog, route_of
-from precompute.store.http.telemetry.tracing import MOST_BY_CALLERS_S, Spans, Tracing
-from tests import REPOSITORY
-from tests.collector import collecting
 from tests.scene import files_of_at_most
 
 SECRETS = ["alice@example.com", "deadline_ms", "pct_secret"]
@@ -164,114 +157,3 @@ def test_a_log_that_cannot_be_written_stops_no_request(
     ]
     assert lines[2].startswith('{"at":')
     assert len(lines) == 4
-
-
-@pytest.fixture
-def collector() -> Iterator[tuple[str, Callable[[], list[Any]]]]:
-    with collecting() as found:
-        yield found
-
-
-def test_a_request_is_a_span_under_its_callers_with_its_stages_below(
-    collector: tuple[str, Callable[[], list[Any]]],
-) -> None:
-    address, spans = collector
-    made = Spans(address, 0.0, "worker-0")
-    tracing = Tracing(answering, made)
-    caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-"
-    row = "/v1/views/numbers/rows/alice@example.com"
-    ask(
-        tracing,
-        scope(row, traceparent=caller + "01"),
-        scope(f"{row}/refused", traceparent=caller + "01"),
-    )
-    # not sampled: by its caller, by us, by what is no traceparent
-    ask(
-        tracing,
-        scope(row, traceparent=caller + "00"),
-        scope(row),
-        scope(row, traceparent="nonsense"),
-    )
-    made.close()
-    got = spans()
-    named = {span.name: span for span in got}
-    assert (
-        sorted(span.name for span in got)
-        == ["GET /v1/views/{view}/rows/{key}"] * 2 + ["encode"] * 2 + ["read"] * 2
-    )
-    for span in got:
-        assert span.trace_id.hex() == caller[3:35]
-    whole = [span for span in got if span.name.startswith("GET")]
-    assert {span.parent_span_id.hex() for span in whole} == {caller[36:52]}
-    assert {span.parent_span_id for span in got} - {bytes.fromhex(caller[36:52])} == {
-        span.span_id for span in whole
-    }
-    assert (
-        named["read"].end_time_unix_nano - named["read"].start_time_unix_nano
-    ) / 1e9 == pytest.approx(0.002)
-    assert named["encode"].start_time_unix_nano == named["read"].end_time_unix_nano
-    told = [
-        {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
-        for span in whole
-    ]
-    assert sorted(
-        (t["http.response.status_code"], t["precompute.view"], t["http.route"]) for t in told
-    ) == [
-        (200, "numbers", "/v1/views/{view}/rows/{key}"),
-        (503, "numbers", "/v1/views/{view}/rows/{key}"),
-    ]
-    assert sorted(span.status.code for span in whole) == [0, 2]
-    assert not [
-        secret
-        for secret in SECRETS
-        if secret.encode() in b"".join(span.SerializeToString() for span in got)
-    ]
-
-
-def test_every_request_is_traced_where_the_share_is_one(
-    collector: tuple[str, Callable[[], list[Any]]],
-) -> None:
-    address, spans = collector
-    made = Spans(address + "/", 1.0, "worker-0")
-    tracing = Tracing(answering, made)
-    ask(tracing, *[scope("/v1/lookup", "POST")] * 3)
-    made.close()
-    assert len({span.trace_id for span in spans()}) == 3
-
-
-def test_no_caller_has_all_of_its_requests_traced(
-    collector: tuple[str, Callable[[], list[Any]]],
-) -> None:
-    address, spans = collector
-    made = Spans(address, 0.0, "worker-0")
-    tracing = Tracing(answering, made)
-    began = time.monotonic()
-    asked = scope(
-        "/v1/lookup", "POST", traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    )
-    ask(tracing, *[asked] * 500)
-    seconds = time.monotonic() - began
-    made.close()
-    # a second's worth, and what came since
-    traced = sum(span.name.startswith("POST") for span in spans())
-    assert MOST_BY_CALLERS_S <= traced <= MOST_BY_CALLERS_S * (1 + seconds)
-
-
-WITHOUT = """
-import sys
-sys.modules["opentelemetry"] = None
-import precompute.jobs.cli, precompute.jobs.serve.lookup_worker, precompute.jobs.serve.model_server, precompute.store.answers.lookup
-"""
-
-
-def test_without_opentelemetry_all_else_is_there() -> None:
-    """It is an extra of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")

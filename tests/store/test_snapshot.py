@@ -108,7 +108,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT_VERSION == 1
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "942fec7e2cca843a6d4583dcd9cd70eded8487e7fe48ce5c1896606a556626b8"
+        == "7413277b6d7c61a37952a25b3399a10638b05b87c1c02b69f5c59f0c964450ca"
     )
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from precompute.store.disk.durable_file import allocate
 from precompute.store.disk.record import Record, read_record, sealed
@@ -489,7 +489,26 @@ class Caller(NamedTuple):
 
 
 Tell = Callable[[str, str, int, int, int], None]
-""":meth:`precompute.store.http.telemetry.tracing.Spans.tell`."""
+""":meth:`Tracer.tell`."""
+
+
+class Tracer(Protocol):
+    """What makes the spans of a process; :data:`precompute.store.doors.TRACES` leads to it."""
+
+    def traced(self, app: Any) -> Any:
+        """An ASGI application that traces what another one answers. It finds in
+        ``scope["stages"]`` how long each stage took (name → seconds, one after the other), and has
+        set :data:`TRACE` meanwhile."""
+        ...
+
+    def tell(self, trace: str, name: str, began_ns: int, ended_ns: int, rows: int) -> None:
+        """Some work is over, for the request that ``trace`` (a ``traceparent``) names; times in ns
+        since 1970. Called by any thread; returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Send what was not sent, for at most a few seconds."""
+        ...
 
 
 class Batches:
@@ -497,18 +516,18 @@ class Batches:
 
     Args:
         meter: counts.
-        tell: makes a span under a request's; None where nothing is traced.
+        tells: each makes a span under a request's; none where nothing is traced.
     """
 
-    def __init__(self, meter: Meter, tell: Tell | None = None) -> None:
-        self._meter, self._tell = meter, tell
+    def __init__(self, meter: Meter, tells: Sequence[Tell] = ()) -> None:
+        self._meter, self._tells = meter, tells
 
     def begun(self, callers: Sequence[Caller | None]) -> None:
         """A batch of these begins now: until then they were in the queue."""
-        if self._tell is not None:
-            now_ns = time.time_ns()
+        now_ns = time.time_ns()
+        for tell in self._tells:
             for one in _once(callers):
-                self._tell(one.trace, "queue", one.at_ns, now_ns, callers.count(one))
+                tell(one.trace, "queue", one.at_ns, now_ns, callers.count(one))
 
     @contextlib.contextmanager
     def inputs(self, callers: Sequence[Caller | None]) -> Iterator[None]:
@@ -532,11 +551,11 @@ class Batches:
             self._reported("model", began_ns, callers)
 
     def _reported(self, name: str, began_ns: int, callers: Sequence[Caller | None]) -> None:
-        if self._tell is not None:
-            now_ns = time.time_ns()
+        now_ns = time.time_ns()
+        for tell in self._tells:
             for one in _once(callers):
                 # of how many rows, whosever they are: these are computed together
-                self._tell(one.trace, name, began_ns, now_ns, len(callers))
+                tell(one.trace, name, began_ns, now_ns, len(callers))
 
 
 def _once(callers: Iterable[Caller | None]) -> list[Caller]:

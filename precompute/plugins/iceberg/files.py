@@ -1,4 +1,4 @@
-"""Iceberg files: the manifests of one version of a table, by pyiceberg: which parts it has, and
+"""Files: the manifests of one version of a table, by pyiceberg: which parts it has, and
 which rows of them are no rows of it (position deletes).
 
 A version is a snapshot under the same number, and so is its sequence number: its deletes hold for

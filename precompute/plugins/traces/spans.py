@@ -1,4 +1,4 @@
-"""Tracing: spans of OpenTelemetry, one for each request, under its caller's ``traceparent``, and
+"""Spans: spans of OpenTelemetry, one for each request, under its caller's ``traceparent``, and
 one for each piece of work below it; imported only where it is configured.
 
 Spans go to the collector in a thread of the SDK's own, in batches; one that does not answer costs
@@ -8,7 +8,7 @@ spans, and no request waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -61,9 +61,19 @@ class Spans:
             ended_ns
         )
 
+    def traced(self, app: _App) -> Tracing:
+        """An ASGI application that traces what ``app`` answers."""
+        return Tracing(app, self)
+
     def close(self) -> None:
         """Send what was not sent, for at most a few seconds."""
         self._provider.shutdown()
+
+
+def spans_of(spec: Mapping[str, Any], process: str) -> Spans:
+    """What a process makes spans with, as :class:`precompute.plugins.traces.keys.TracesKeys` has
+    it."""
+    return Spans(spec["endpoint"], spec["sample"], process)
 
 
 class Tracing:

@@ -3,6 +3,7 @@ read of the snapshot of that number."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -16,11 +17,11 @@ import pytest
 from pyiceberg.table import StaticTable
 
 from precompute.jobs.ops.retention import gc
-from precompute.jobs.run import run_view
-from precompute.jobs.run.run_view import check_table
+from precompute.jobs.run.run_view import check_before
+from precompute.plugins.iceberg.keys import IcebergKeys
+from precompute.plugins.iceberg.table import MOST_METADATA, Hook
 from precompute.store.disk.storage import LocalStorage
 from precompute.store.errors import ConfigError
-from precompute.store.offline.iceberg_table import MOST_METADATA, follow, keep_table
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
 from tests.jobs.test_serve_all import Corpus
@@ -181,7 +182,7 @@ def test_a_killed_run_leaves_the_table_to_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(run_view, "keep_table", killed)
+        patched.setattr(Hook, "committed", killed)
         with pytest.raises(KeyboardInterrupt):
             scene.run()
     assert check(scene) == [1]
@@ -196,9 +197,8 @@ def test_a_table_is_whole_wherever_its_writer_stops(
     scene.run()
     make(make_project, [(1, 1.0), (2, 5.0)])
     with monkeypatch.context() as patched:
-        patched.setattr(run_view, "keep_table", lambda *_: [])
-        patched.setattr("precompute.jobs.run.publisher.follow", lambda *_: None)
-        patched.setattr("precompute.store.offline.gc.follow", lambda *_, **__: None)
+        for heard in ("committed", "published", "going"):
+            patched.setattr(Hook, heard, lambda *_: None)
         scene.run()
     writes: dict[str, Callable[..., None]] = {
         "create": LocalStorage.create,
@@ -221,7 +221,7 @@ def test_a_table_is_whole_wherever_its_writer_stops(
             for name in writes:
                 patched.setattr(LocalStorage, name, writing(name))
             try:
-                assert keep_table(scene.store, True) == []
+                assert Hook().committed(scene.store, True) == []
                 break
             except KeyboardInterrupt:
                 stopped.append(stop)
@@ -241,7 +241,7 @@ def test_a_damaged_snapshot_and_what_builds_on_it_is_no_version(make_project: Ma
     shutil.rmtree(scene.root / "numbers" / "iceberg")
     part = scene.root / "numbers" / scene.snapshot(1).parts[0].path
     part.write_bytes(b"x")
-    wrong = keep_table(scene.store, True)
+    wrong = Hook().committed(scene.store, True)
     assert [sentence.partition(":")[0] for sentence in wrong] == ["snapshot 1 is no version of it"]
     assert json.loads((metadata(scene) / "v1.metadata.json").read_text())["snapshots"] == []
 
@@ -254,8 +254,8 @@ def test_where_what_is_live_is_no_version_main_is_behind(
     make(make_project, [(1, 1.0), (2, 5.0)])
     with monkeypatch.context() as patched:
         # as on a host without pyiceberg
-        patched.setitem(sys.modules, "precompute.store.offline.iceberg_files", None)
-        patched.setattr("precompute.jobs.run.run_view.check_table", lambda *_: None)
+        patched.setitem(sys.modules, "precompute.plugins.iceberg.files", None)
+        patched.setattr(IcebergKeys, "preflight", lambda *_: None)
         report = scene.run()
     assert any("pyiceberg is not installed" in line for line in report.attention)
     assert table_of(scene).scan().to_arrow().num_rows == 2
@@ -301,7 +301,7 @@ def test_a_view_that_is_taken_out_has_no_table_left(make_project: MakeProject) -
     make_project(project={"iceberg": None})
     scene.reread().run()
     assert not (scene.root / "numbers" / "iceberg").exists()
-    follow(scene.store)
+    Hook().published(scene.store)
     assert not (scene.root / "numbers" / "iceberg").exists()
 
 
@@ -319,9 +319,12 @@ def test_what_cannot_be_in_a_table_is_refused(
     ):
         make_project(project={"iceberg": ["number"]})
     scene = make(make_project, [(1, 1.0)])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "pyiceberg" else found(name)
+    )
     with pytest.raises(ConfigError, match="pip install 'precompute-store"):
-        check_table(scene, "numbers")
+        check_before(scene, "numbers")
 
 
 def test_a_table_that_cannot_be_written_fails_no_run(

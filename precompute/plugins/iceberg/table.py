@@ -1,4 +1,4 @@
-"""Iceberg table: a view's snapshots as the versions of an Iceberg v2 table beside them, which
+"""Table: a view's snapshots as the versions of an Iceberg v2 table beside them, which
 readers that are not ours find by its folder. Derived, and never believed: the manifests say what
 is; a table that is lost, torn or behind is made again.
 
@@ -39,44 +39,36 @@ _METADATA = re.compile(r"v(\d+)\.metadata\.json")
 _OF_VERSION = re.compile(r"(\d{20})-\w+\.(?:avro|parquet)")
 
 
-def keep_table(store: ViewStore, wanted: bool) -> list[str]:
-    """Have a view's table say what there is, or have none; called at a commit, which stands
-    whatever becomes of the table.
+class Hook:
+    """Keeps the tables of views; as of :class:`precompute.store.offline.hooks.SnapshotHook`."""
 
-    Args:
-        store: of the view.
-        wanted: whether the project wants a table of it.
+    def committed(self, store: ViewStore, wanted: bool) -> list[str]:
+        """Have a view's table say what there is, or have none."""
+        table = _Table(store)
+        try:
+            if wanted:
+                return table.write()
+            if table.exists():
+                store.storage.delete_all(table.folder)
+        except (ConfigError, SnapshotError, UnreadableError, OSError) as exc:
+            return [f"the Iceberg table is behind until the next run: {exc}"]
+        return []
 
-    Returns:
-        a sentence for whatever keeps the table from saying all.
-    """
-    table = _Table(store)
-    try:
-        if wanted:
-            return table.write()
-        if table.exists():
-            store.storage.delete_all(table.folder)
-    except (ConfigError, SnapshotError, UnreadableError, OSError) as exc:
-        return [f"the Iceberg table is behind until the next run: {exc}"]
-    return []
+    def published(self, store: ViewStore) -> None:
+        """Have a view's table, if it has one, say what is live."""
+        self.going(store, ())
 
-
-def follow(store: ViewStore, gone: Collection[int] = ()) -> None:
-    """Have a view's table, if it has one, say what is live and which snapshots there are; where it
-    cannot, that is logged, and the next run does.
-
-    Args:
-        store: of the view.
-        gone: snapshots that are about to be removed.
-    """
-    table, wrong = _Table(store), list[str]()
-    try:
-        if table.exists():
-            wrong = table.write(gone)
-    except (ConfigError, SnapshotError, UnreadableError) as exc:
-        wrong = [f"it is behind until the next run: {exc}"]
-    for sentence in wrong:
-        log.warning("view %r: its Iceberg table: %s", store.name, sentence)
+    def going(self, store: ViewStore, numbers: Collection[int]) -> None:
+        """Have a view's table, if it has one, say what is live and which snapshots will be there;
+        where it cannot, that is logged, and the next run does."""
+        table, wrong = _Table(store), list[str]()
+        try:
+            if table.exists():
+                wrong = table.write(numbers)
+        except (ConfigError, SnapshotError, UnreadableError) as exc:
+            wrong = [f"it is behind until the next run: {exc}"]
+        for sentence in wrong:
+            log.warning("view %r: its Iceberg table: %s", store.name, sentence)
 
 
 class _Table:
@@ -236,7 +228,7 @@ class _Versions:
 
     def _written(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         try:
-            from precompute.store.offline.iceberg_files import write_version
+            from precompute.plugins.iceberg.files import write_version
         except ImportError as exc:
             raise ConfigError(
                 "pyiceberg is not installed: pip install 'precompute-store[iceberg]', or take the"

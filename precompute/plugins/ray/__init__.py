@@ -1,0 +1,1 @@
+"""Ray: a run's shards computed by actors of a Ray cluster."""

@@ -1,0 +1,1 @@
+"""Traces: spans of OpenTelemetry, of each request and of the work that it makes."""

@@ -1,0 +1,79 @@
+"""Hooks: what powers derive from a view's snapshots, in a folder of their own beside them, hears
+when one was committed, another one went live, or some are about to go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from precompute.store.doors import SNAPSHOTS
+from precompute.store.offline.view_store import ViewStore
+
+log = logging.getLogger(__name__)
+
+
+class SnapshotHook(Protocol):
+    """What a power derives in the folder ``<view>/<name of its door>``. The manifests stay the
+    truth: what is derived may be behind, and is made again. So nothing is raised."""
+
+    def committed(self, store: ViewStore, wanted: bool) -> list[str]:
+        """A snapshot was committed, which stands whatever becomes of this.
+
+        Args:
+            store: of the view.
+            wanted: whether the configuration asks for it; where not, what is there goes.
+
+        Returns:
+            sentences for the run's report, of what an operator should look at.
+        """
+        ...
+
+    def published(self, store: ViewStore) -> None:
+        """What is live is another snapshot."""
+        ...
+
+    def going(self, store: ViewStore, numbers: Collection[int]) -> None:
+        """Snapshots of these numbers are about to be removed."""
+        ...
+
+
+def committed(store: ViewStore, wanted: Callable[[str], bool]) -> list[str]:
+    """As of :class:`SnapshotHook`, of all that are here; ``wanted`` of each by its name."""
+    return _each(lambda name, hook: hook.committed(store, wanted(name)))
+
+
+def published(store: ViewStore) -> None:
+    """As of :class:`SnapshotHook`, of all that are here; what is wrong is logged."""
+    for sentence in _each(lambda _, hook: hook.published(store)):
+        log.warning("view %r: %s", store.name, sentence)
+
+
+def going(store: ViewStore, numbers: Collection[int]) -> None:
+    """As of :class:`SnapshotHook`, of all that are here; what is wrong is logged."""
+    for sentence in _each(lambda _, hook: hook.going(store, numbers)):
+        log.warning("view %r: %s", store.name, sentence)
+
+
+def _each(call: Callable[[str, SnapshotHook], list[str] | None]) -> list[str]:
+    """What every hook that is here says; one that fails says that: it may be somebody else's code,
+    and what it hears of is done."""
+    said = list[str]()
+    for name in (*SNAPSHOTS.known(), *SNAPSHOTS.foreign()):
+        if SNAPSHOTS.is_here(name):
+            try:
+                said += call(name, SNAPSHOTS.open(name)()) or []
+            except Exception as exc:
+                said.append(f"snapshots {name!r} failed: {type(exc).__name__}: {exc}")
+    return said
+
+
+def left(store: ViewStore) -> list[str]:
+    """A sentence for what each power that is not here left in the view's folder: nobody keeps it up
+    to date."""
+    return [
+        f"{SNAPSHOTS.absence(name)}, and remove what it left,"
+        f" {store.storage.shown(store.folder / name)}"
+        for name in SNAPSHOTS.known()
+        if not SNAPSHOTS.is_here(name) and store.storage.names(store.folder / name)
+    ]
