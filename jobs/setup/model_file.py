@@ -181,7 +181,7 @@ def _kinds() -> Iterator[tuple[str, FileKind]]:
 
 
 def _saved() -> str:
-    """How a file is saved that a model here reads, and the names of the models that are not here."""
+    """How a file is saved that a model here reads, and the names of models that are not here."""
     *others, last = [kind.saved for _, kind in _kinds()] or ["what a plug-in reads"]
     listed = f"{', '.join(others)} or {last}" if others else last
     absent = ", ".join(use for use in MODELS.known() if not MODELS.is_here(use))
