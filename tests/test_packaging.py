@@ -324,5 +324,6 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours() -> None:
                     re.findall(r"pip install (?:-[^c]\S* )*['\"]?([A-Za-z][\w-]*)", text),
                 )
             )
-    assert named == {"precompute-store", "onnxruntime-gpu"}
+    # the latter by a plug-in, where that is here
+    assert {"precompute-store"} <= named <= {"precompute-store", "onnxruntime-gpu"}
     assert PROJECT["project"]["name"] == "precompute-store"

@@ -125,4 +125,4 @@ def test_another_packages_model_is_one_like_ours(package: Path, tmp_path: Path) 
     points = package / "others-1.0.dist-info" / "entry_points.txt"
     points.write_text("[precompute.plugins]\nmodel.halver = others:Halver\n")
     given = ("--from", "../shirts.csv", "--model", "../shirts.csv")
-    assert "or a file of halves (.half); pickles" in ask("new", "view", "x", *given).stderr
+    assert "a file of halves (.half); pickles" in ask("new", "view", "x", *given).stderr
