@@ -5,35 +5,37 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONFIG ?= configs/movielens
 
-.PHONY: help setup demo serve test test-fast test-gpu check docs bench clean
+.PHONY: help setup demo serve test test-core test-fast test-gpu check docs bench clean
 
 help:
 	@echo "make demo       install, compute and publish the demo's views, print what came out"
 	@echo "make serve      keep the demo's answers up over HTTP"
 	@echo "make test       install and run the tests"
+	@echo "make test-core  the core's tests, in a copy without any plug-in"
 	@echo "make test-fast  the quick ones, in three minutes"
 	@echo "make test-gpu   what only a GPU shows, where there is one"
 	@echo "make check      lint, format and types"
 	@echo "make docs       the documents as a site, in var/site"
 	@echo "make bench      the speed claims, as ratios measured side by side"
 
-setup: $(VENV)/.demo
+setup: $(VENV)/.dev
 
-# recbole holds the MovieLens-100k files; its own dependencies are neither needed nor installed
-$(VENV)/.demo: $(VENV)/.base
+# what the demo needs: no tools, and no plug-in's libraries. recbole holds the MovieLens-100k files; its own dependencies are neither needed nor installed
+$(VENV)/.demo: pyproject.toml constraints.txt setup.py store/online/_kernels.c $(wildcard precompute/text/_encoder*.cpp precompute/text/_encoder*.h)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt torch  # first and alone: a CPU build in pip's reach then satisfies everything after it
+	$(PIP) --constraint constraints.txt --editable ".[cpu,demo]"
 	$(PIP) --constraint constraints.txt --no-deps recbole==1.2.1
 	@touch $@
 
-$(VENV)/.base: pyproject.toml constraints.txt setup.py store/online/_kernels.c $(wildcard precompute/text/_encoder*.cpp precompute/text/_encoder*.h)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --constraint constraints.txt torch  # first and alone: a CPU build in pip's reach then satisfies everything after it
+$(VENV)/.dev: $(VENV)/.demo
 	$(PIP) --constraint constraints.txt --editable ".[cpu,demo,dev]"
 	@touch $@
 
-demo: setup
+demo: $(VENV)/.demo
 	$(BIN)/python -m demo -c $(CONFIG)
 
-serve: setup
+serve: $(VENV)/.demo
 	$(BIN)/precompute -c $(CONFIG) serve
 
 # how long each test took is in var/tests.xml; what is slow by that, `make test-fast` leaves out
@@ -43,6 +45,13 @@ test: setup
 	$(BIN)/python -m compileall -q -j 0 precompute jobs store  # once, and not by each of the tests' processes
 	$(PYTEST) --durations 25 --durations-min 1 --junitxml var/tests.xml
 
+# the rooms as they are with every folder of precompute/plugins deleted
+test-core: setup
+	rm -rf var/core && mkdir -p var/core
+	git ls-files -z -- ':!precompute/plugins' | xargs -0 cp --parents --no-dereference --target-directory var/core
+	for built in store/online/*.so precompute/text/*.so; do test ! -e $$built || cp $$built var/core/$$built; done
+	cd var/core && PYTHONPATH=. ../../$(PYTEST)
+
 test-fast: setup
 	$(PYTEST) -m "not slow"
 
@@ -50,7 +59,7 @@ test-fast: setup
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu tests/precompute
 
-check: $(VENV)/.base
+check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -61,7 +70,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # what the benchmarks compare with
-$(VENV)/.bench: $(VENV)/.demo
+$(VENV)/.bench: $(VENV)/.dev
 	$(PIP) --constraint constraints.txt --editable ".[bench]"
 	@touch $@
 
