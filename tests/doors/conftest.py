@@ -108,6 +108,13 @@ def weeks(first: Path, house: Path, folder: Path) -> None:
     assert b'"double":2.0' in (folder / "answer").read_bytes()
 
 
+def without_each_of(*opened: str) -> pytest.MarkDecorator:
+    """Run a test in the houses without a power that these doors lead to, each alone, and without
+    any at all."""
+    powers = {way.power for door in opened for way in KNOWN[door].values()} & set(POWERS)
+    return pytest.mark.parametrize("house", [*sorted(powers), EVERY], indirect=True)
+
+
 def names_of(without: str, door: str) -> list[str]:
     return [name for name, way in KNOWN[door].items() if without in (way.power, EVERY)]
 

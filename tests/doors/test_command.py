@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from precompute.store.doors import KNOWN
-from tests.doors.conftest import Install, called, names_of
+from tests.doors.conftest import Install, called, names_of, without_each_of
 
 
+@without_each_of("command")
 def test_its_commands_say_in_a_line_what_they_lack(house: tuple[str, Path], tmp_path: Path) -> None:
     without, copy = house
     listed = called(copy, "--help", folder=tmp_path).stdout

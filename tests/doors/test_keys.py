@@ -14,10 +14,11 @@ import yaml
 
 from precompute.store.doors import KNOWN
 from tests import REPOSITORY
-from tests.doors.conftest import SERVES, Install, called, names_of
+from tests.doors.conftest import SERVES, Install, called, names_of, without_each_of
 from tests.server import make_folder
 
 
+@without_each_of("launcher")
 def test_its_launchers_say_in_a_line_what_they_lack(
     house: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -51,6 +52,7 @@ def write_key(path: Path, name: str, value: Any) -> str:
     return f"{path.name}:{line}: {name}: "
 
 
+@without_each_of("project key", "view key")
 def test_its_keys_say_in_a_line_what_they_lack(house: tuple[str, Path], tmp_path: Path) -> None:
     without, copy = house
     for door, file in KEYS.items():
@@ -65,6 +67,7 @@ def test_its_keys_say_in_a_line_what_they_lack(house: tuple[str, Path], tmp_path
             )
 
 
+@without_each_of("snapshots")
 def test_status_tells_what_it_left(house: tuple[str, Path], tmp_path: Path) -> None:
     without, copy = house
     names = names_of(without, "snapshots")

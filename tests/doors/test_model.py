@@ -15,10 +15,11 @@ from precompute.store import doors
 from precompute.store.doors import KNOWN
 from precompute.students import columns_student
 from precompute.students.columns_student import Trees
-from tests.doors.conftest import Install, called, names_of
+from tests.doors.conftest import Install, called, names_of, without_each_of
 from tests.server import make_folder
 
 
+@without_each_of("model")
 def test_its_models_say_so_at_the_key_that_names_one(
     house: tuple[str, Path], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from precompute.store.doors import KNOWN
 from tests import REPOSITORY
-from tests.doors.conftest import Install, called, names_of, weeks
+from tests.doors.conftest import Install, called, names_of, weeks, without_each_of
 from tests.server import make_folder
 
 
@@ -35,6 +35,7 @@ for url in sys.argv[1:]:
 """
 
 
+@without_each_of("online")
 def test_its_urls_are_told_in_a_line_with_file_and_line(
     house: tuple[str, Path], tmp_path: Path
 ) -> None:

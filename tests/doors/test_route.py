@@ -15,7 +15,7 @@ from precompute.store.doors import KNOWN
 from precompute.store.http.openapi import openapi_document
 from precompute.store.wire import bodies
 from tests import REPOSITORY
-from tests.doors.conftest import Install, called, names_of
+from tests.doors.conftest import Install, called, names_of, without_each_of
 from tests.server import make_folder
 
 ASKS = """
@@ -57,6 +57,7 @@ def answered(first: Path, folder: Path, *paths: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@without_each_of("route")
 def test_its_routes_say_in_a_line_what_they_lack(house: tuple[str, Path], tmp_path: Path) -> None:
     without, copy = house
     absent = names_of(without, "route")
@@ -80,6 +81,7 @@ with StandIn() as stand_in, stand_in.client() as client:
 """
 
 
+@without_each_of("testing", "route")
 def test_a_stand_in_answers_or_says_in_a_line_that_it_is_not_here(
     house: tuple[str, Path], tmp_path: Path
 ) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from precompute.store.doors import KNOWN
 from precompute.techniques.table import words
-from tests.doors.conftest import called, names_of
+from tests.doors.conftest import called, names_of, without_each_of
 from tests.server import make_folder
 
 
+@without_each_of("technique")
 def test_its_techniques_say_so_at_the_key_that_names_one(
     house: tuple[str, Path], tmp_path: Path
 ) -> None:
