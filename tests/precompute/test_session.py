@@ -133,7 +133,7 @@ def test_what_comes_from_the_environment_is_in_no_message(
             source.table(
                 "SELECT error('no: ' || path) FROM duckdb_databases() WHERE path IS NOT NULL"
             )
-        assert f"{shop}/${{SHOP}}" in str(raised.value)
+        assert "no: ${SHOP}" in str(raised.value)
         assert "shop.duckdb" not in "".join(traceback.format_exception(raised.value))
         # nor a part of it, where a message is cut
         for length in range(260, 300):
