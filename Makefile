@@ -5,13 +5,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONFIG ?= configs/movielens
 
-.PHONY: help setup demo serve test test-core test-fast test-gpu check docs bench clean
+.PHONY: help setup demo serve test test-fast test-gpu check docs bench clean
 
 help:
 	@echo "make demo       install, compute and publish the demo's views, print what came out"
 	@echo "make serve      keep the demo's answers up over HTTP"
 	@echo "make test       install and run the tests"
-	@echo "make test-core  the core's tests, in a copy without any plug-in"
 	@echo "make test-fast  the quick ones, in three minutes"
 	@echo "make test-gpu   what only a GPU shows, where there is one"
 	@echo "make check      lint, format and types"
@@ -44,13 +43,6 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 test: setup
 	$(BIN)/python -m compileall -q -j 0 precompute jobs store  # once, and not by each of the tests' processes
 	$(PYTEST) --durations 25 --durations-min 1 --junitxml var/tests.xml
-
-# the rooms as they are with every folder of precompute/plugins deleted
-test-core: setup
-	rm -rf var/core && mkdir -p var/core
-	git ls-files -z -- ':!precompute/plugins' | xargs -0 cp --parents --no-dereference --target-directory var/core
-	for built in store/online/*.so precompute/text/*.so; do test ! -e $$built || cp $$built var/core/$$built; done
-	cd var/core && PYTHONPATH=. ../../$(PYTEST)
 
 test-fast: setup
 	$(PYTEST) -m "not slow"
