@@ -207,7 +207,7 @@ def _export(project: Project) -> None:
 
 
 def _frame(project: Project) -> None:
-    from precompute.jobs.notebook.open_project import OpenProject
+    import precompute
 
     (view,) = project.names
     file = pq.ParquetFile(next(project.folder.glob("x.*")))
@@ -215,7 +215,8 @@ def _frame(project: Project) -> None:
     groups = map(file.read_row_group, range(file.num_row_groups))
     batches = (batch for group in groups for batch in group.to_batches())
     reader = pa.RecordBatchReader.from_batches(file.schema_arrow, batches)
-    OpenProject(project.folder).run(view, frame=reader)
+    with precompute.open(project.folder) as opened:
+        opened.run(view, frame=reader)
 
 
 STEPS: dict[str, Callable[[Project], None]] = {

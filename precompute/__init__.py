@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from precompute.jobs.notebook.open_project import OpenProject
     from precompute.model import Model, digest
+    from precompute.plugins.notebook.open_project import OpenProject
     from precompute.store.answers.lookup import Lookup
     from precompute.store.answers.service import Service, ServicePart
     from precompute.store.client import AsyncClient, Client, Tls, ViewLookupRequest
@@ -76,13 +76,12 @@ _MODULES = {
     "ServicePart": "precompute.store.answers.service",
     "Model": "precompute.model",
     "digest": "precompute.model",
-    "OpenProject": "precompute.jobs.notebook.open_project",
 }
 
 
 def open(project: "str | Path") -> "OpenProject":
     """A project, to run its views, look rows up and search them from Python: see
-    :class:`precompute.jobs.notebook.open_project.OpenProject`.
+    :class:`precompute.plugins.notebook.open_project.OpenProject`.
 
     Where there is no project but its online store, :meth:`precompute.Lookup.open` reads that, and
     :class:`precompute.Client` reads from a server.
@@ -94,6 +93,7 @@ def open(project: "str | Path") -> "OpenProject":
         ConfigError: there is no project, its configuration is wrong, or what it needs is not
             installed.
     """
+    from precompute.store.doors import NAMES
     from precompute.store.errors import ConfigError
 
     scheme = str(project).partition(":")[0]
@@ -103,7 +103,7 @@ def open(project: "str | Path") -> "OpenProject":
             " online store, precompute.Client(url) reads from a server"
         )
     try:
-        from precompute.jobs.notebook.open_project import OpenProject
+        opened: type[OpenProject] = NAMES.open("precompute.OpenProject")
     except ModuleNotFoundError as exc:
         if (exc.name or "").partition(".")[0] == "precompute":
             raise
@@ -111,7 +111,7 @@ def open(project: "str | Path") -> "OpenProject":
             f"{exc.name} is not installed: a project is opened with pip install"
             " 'precompute-store[cpu]', or [gpu]; precompute.Client reads from a server"
         ) from exc
-    return OpenProject(project)
+    return opened(project)
 
 
 def services(folder: "str | Path") -> "dict[str, Service]":
@@ -133,6 +133,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
+        if name == "OpenProject":
+            return import_module("precompute.store.doors").NAMES.open("precompute.OpenProject")
         return getattr(import_module(_MODULES.get(name, "precompute.store.errors")), name)
     except ModuleNotFoundError as exc:
         if (exc.name or "").partition(".")[0] == "precompute":

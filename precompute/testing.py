@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from precompute.store.doors import TESTING
+from precompute.store.doors import NAMES
 
 if TYPE_CHECKING:
     from precompute.plugins.stand_in.stand_in import Request, StandIn
 else:
-    StandIn, Request = TESTING.open("StandIn"), TESTING.open("Request")
+    StandIn = NAMES.open("precompute.testing.StandIn")
+    Request = NAMES.open("precompute.testing.Request")
 
 __all__ = ["Request", "StandIn", "stand_in"]
 

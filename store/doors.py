@@ -90,9 +90,14 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "a page for people: views and how fresh they are, their runs, latency, fallback",
         ),
     },
-    "testing": {
-        "Request": Way("stand_in", "stand_in:Request", "what a stand-in was asked", "testing"),
-        "StandIn": Way(
+    "name": {
+        "precompute.OpenProject": Way(
+            "notebook", "open_project:OpenProject", "a project from Python, by precompute.open"
+        ),
+        "precompute.testing.Request": Way(
+            "stand_in", "stand_in:Request", "what a stand-in was asked", "testing"
+        ),
+        "precompute.testing.StandIn": Way(
             "stand_in",
             "stand_in:StandIn",
             "a lookup service inside a service's own tests",
@@ -270,8 +275,8 @@ ONLINE: Door[Any] = Door("online")
 ROUTES: Door[Any] = Door("route")
 """Of ours the path → a :class:`precompute.store.http.routes.Route`."""
 
-TESTING: Door[Any] = Door("testing")
-"""A name of :mod:`precompute.testing` → what it is."""
+NAMES: Door[Any] = Door("name")
+"""A name that users import of :mod:`precompute` or :mod:`precompute.testing` → what it is."""
 
 LAUNCHERS: Door[Callable[[Any, int], Any]] = Door("launcher")
 """A value of ``engine.on`` → what makes of that section and of how many workers there are at most a

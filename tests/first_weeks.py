@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from safetensors.torch import save_file
 
-from precompute.store.doors import TESTING
+from precompute.store.doors import NAMES
 from tests import REPOSITORY
 from tests.documents import blocks
 from tests.jobs import test_endpoint_run
@@ -39,7 +39,8 @@ def spent(folder: Path) -> None:
     bring_models(Measured(folder / "models"))
     ask_endpoints(Measured(folder / "endpoints"))
     with_shop = Journey(folder / "python", "table:./online")
-    work_in_python(with_shop)
+    if NAMES.is_here("precompute.OpenProject"):
+        work_in_python(with_shop)
     try_a_service(with_shop)
     with object_store() as store:
         share_a_root(folder, f"s3://bucket/{store.prefix}")
@@ -271,7 +272,7 @@ def try_a_service(journey: Journey) -> None:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
     journey.do("-q", "-p", "no:cacheprovider", "shop", module="pytest")
-    if TESTING.is_here("StandIn"):
+    if NAMES.is_here("precompute.testing.StandIn"):
         journey.script("stand_ins", STAND_INS)
 
 

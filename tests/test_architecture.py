@@ -204,8 +204,6 @@ WINGS = {
         "jobs/serve",
         "jobs/setup",
     },
-    # what a run did is shown in a notebook in the words of the command line
-    "jobs/notebook": {"jobs/commands", "jobs/config", "jobs/ops", "jobs/run", "jobs/serve"},
 }
 """Wing → the other wings of its room that it may import."""
 
@@ -240,10 +238,12 @@ UNSAFE_CALLS = {
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, by its full name, and the line."""
+    """One imported module, by its full name, and the line; ``typed`` where only type checkers
+    do."""
 
     module: str
     line: int
+    typed: bool = False
 
 
 @cache
@@ -272,16 +272,23 @@ MODULES = {module_of(file): file for file in (*FILES, *POWERS)}
 def imports(file: str) -> Iterator[Import]:
     """Every import anywhere in the file, inside functions too; ``from a import b`` is a.b where
     that is a module of ours."""
+    typed = {
+        inner
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, node.lineno)
+                yield Import(alias.name, node.lineno, node in typed)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
             assert node.module is not None
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield Import(inner if inner in MODULES else node.module, node.lineno)
+                module = inner if inner in MODULES else node.module
+                yield Import(module, node.lineno, node in typed)
 
 
 def dotted(node: ast.expr) -> str:
@@ -358,7 +365,8 @@ def test_a_power_is_imported_by_no_other_and_by_no_room() -> None:
             power = power_of(MODULES.get(found.module, ""))
             free = file in DOORS or file.startswith("demo/")
             assert free or power in ("", power_of(file)), where
-            if (room := room_of(found.module)) not in (*ROOMS, *sys.stdlib_module_names):
+            room = room_of(found.module)
+            if room not in (*ROOMS, *sys.stdlib_module_names) and not found.typed:
                 assert room not in ("tests", "benchmarks", "demo") or file in FILES, where
                 libraries.setdefault(found.module.partition(".")[0], set()).add(power_of(file))
     shared = {library: by for library, by in libraries.items() if len(by) > 1 and "" not in by}

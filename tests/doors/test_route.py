@@ -81,7 +81,7 @@ with StandIn() as stand_in, stand_in.client() as client:
 """
 
 
-@without_each_of("testing", "route")
+@without_each_of("name", "route")
 def test_a_stand_in_answers_or_says_in_a_line_that_it_is_not_here(
     house: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -94,12 +94,12 @@ def test_a_stand_in_answers_or_says_in_a_line_that_it_is_not_here(
         text=True,
         timeout=60,
     )
-    if names_of(without, "testing"):
+    if "precompute.testing.StandIn" in names_of(without, "name"):
         assert done.returncode == 1
         assert done.stderr.splitlines()[-1] == (
-            "precompute.store.errors.ConfigError: testing 'StandIn' comes with the plug-in stand_in,"
-            " which is not installed here (no folder precompute/plugins/stand_in): install"
-            " precompute-store with it, or do without 'StandIn'"
+            "precompute.store.errors.ConfigError: name 'precompute.testing.StandIn' comes with the"
+            " plug-in stand_in, which is not installed here (no folder precompute/plugins/stand_in):"
+            " install precompute-store with it, or do without 'precompute.testing.StandIn'"
         )
     else:
         assert (done.stdout, done.returncode) == ("[2.0]\n", 0), done.stderr

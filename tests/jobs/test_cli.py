@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import precompute
 from precompute.jobs.cli import _parser, main
 from precompute.jobs.commands.rows import describe_row
 from precompute.jobs.commands.run import describe_report
@@ -96,6 +95,8 @@ def test_messages_name_commands_that_there_are() -> None:
     (commands,) = (set(a.choices) for a in _parser()._actions if isinstance(a.choices, dict))
     for room in ("jobs", "precompute", "store", "demo"):
         for path in (REPOSITORY / room).rglob("*.py"):
+            if "tests" in path.parts:
+                continue
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     named = re.findall(r"(?<!from )\bprecompute (?:-c \S+ )?([a-z]+)\b", node.value)
@@ -282,9 +283,6 @@ def test_lookup_of_composite_keys(make_project: MakeProject, capsys: Captured) -
         ("1/x%2Fy", 2.0),
         ("1/50%25", 4.0),
     ]
-    with precompute.open(project.folder) as opened:
-        keys = table.select(["b", "a"])
-        assert opened.lookup("numbers", keys)["double"].to_pylist() == [2.0, 4.0]
     assert project.cli("lookup", "numbers", "1") == 2
     assert "2 part(s) (a, b), got 1" in capsys.readouterr().err
 
@@ -326,12 +324,6 @@ def test_a_feature_may_be_called_score_beside_the_score_of_a_search(
         table = lookup.get("numbers", ["2"])
     assert (found["key"], found["score"], found["features"]) == ("2", 4.0, {"score": 4.0})
     assert table.column("score").to_pylist() == [4.0]
-    with precompute.open(project.folder) as opened:
-        near = opened.search("numbers", key=1, k=2)
-    assert [(row["key"], row["score"], row["features.score"]) for row in near] == [
-        ("2", 4.0, 4.0),
-        ("3", 3364.0, 60.0),
-    ]
 
 
 def test_search_by_key_leaves_the_key_out_and_is_narrowed(

@@ -255,12 +255,6 @@ def test_a_service_from_python_and_as_validate_reports_it(
     written(scene, GOOD)
     for view in ("numbers", "other"):
         assert scene.cli("run", view) == 0
-    with precompute.open(scene.folder) as project:
-        rows = project.service("ranking", {"id": [2, 99]}).to_pylist()
-        assert [(row["id"], row["numbers__double"], row["numbers__status"]) for row in rows] == [
-            ("2", 4.0, "fresh"),
-            ("99", None, "missing"),
-        ]
     capsys.readouterr()
     assert scene.cli("validate") == 0
     written(scene, HEAD + "views: {numbers: [dubble]}\n")

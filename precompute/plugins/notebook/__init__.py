@@ -1,0 +1,1 @@
+"""Notebook: a project from Python, a notebook or a script: ``precompute.open``."""

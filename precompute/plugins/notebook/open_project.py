@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.section import parse_time
-from precompute.jobs.notebook.rows import Ran, Rows, counted, table_html, table_text
+from precompute.plugins.notebook.rows import Ran, Rows, Shown, counted
 from precompute.store.answers.fallback import no_fallback
 from precompute.store.answers.lookup import Lookup
 from precompute.store.answers.plan import ANSWER_FIELDS, AnswerPlan
@@ -437,10 +437,10 @@ class OpenProject:
         self.close()
 
     def __repr__(self) -> str:
-        return table_text(*self._shown())
+        return self._shown().as_text()
 
     def _repr_html_(self) -> str:
-        return table_html(*self._shown())
+        return self._shown().as_html()
 
     # ---- what lies behind
 
@@ -485,14 +485,14 @@ class OpenProject:
             )
         return pointer
 
-    def _shown(self) -> tuple[str, list[str], list[list[Any]], list[str]]:
+    def _shown(self) -> Shown:
         """Caption, head, rows and notes: what is configured, what is live of it, what is wrong.
         Nothing is raised: a notebook calls it to show the project."""
         caption, notes = f"Precompute project {self.folder.name} ({self.folder})", list[str]()
         try:
             project = self._project()
         except PrecomputeError as exc:
-            return caption, [], [], [str(exc)]
+            return Shown(caption, [], [], [str(exc)])
         try:
             lookup = self._lookup()
             live, absent = {line["view"]: line for line in lookup.views()}, "not published"
@@ -506,7 +506,7 @@ class OpenProject:
             if name in project.broken:
                 notes.append(str(project.broken[name]))
             rows.append([name, *_view_cells(project, name, line, absent)])
-        return f"{caption}: {counted(len(project.names), 'view')}", head, rows, notes
+        return Shown(f"{caption}: {counted(len(project.names), 'view')}", head, rows, notes)
 
 
 def _keys(keys: Any, view: FeatureView) -> list[Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import pyarrow as pa
 
@@ -50,41 +50,50 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def table_html(
-    caption: str, head: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()
-) -> str:
-    """A table for ``_repr_html_``: ``rows`` of values, at most :data:`MOST_ROWS` of which are
-    shown; ``notes`` below it are what needs attention."""
-    lines = ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
-    for row in rows[:MOST_ROWS]:
-        values = (html.escape(shown(value, name)) for name, value in zip(head, row, strict=True))
-        lines.append("<tr>" + "".join(f"<td>{value}</td>" for value in values) + "</tr>")
-    body = f"<div><b>{html.escape(caption)}</b>"
-    body += f"<table>{''.join(lines)}</table>" if head else ""
-    body += f"<div>… {len(rows) - MOST_ROWS:,} more</div>" if len(rows) > MOST_ROWS else ""
-    return body + "".join(f"<div>⚠ {html.escape(note)}</div>" for note in notes) + "</div>"
+class Shown(NamedTuple):
+    """What is shown of an answer, for people."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    """Of values; the first :data:`MOST_ROWS` are shown."""
+    notes: Sequence[str] = ()
+    """What needs attention, below the table."""
+
+    def lines(self) -> list[list[str]]:
+        """The head and the rows, each value as a text."""
+        rows = (
+            [shown(value, name) for name, value in zip(self.head, row, strict=True)]
+            for row in self.rows[:MOST_ROWS]
+        )
+        return [list(self.head), *rows] if self.head else []
+
+    def below(self) -> list[str]:
+        """Lines below the table."""
+        more = len(self.rows) - MOST_ROWS
+        return [*([f"… {more:,} more"] if more > 0 else []), *self.notes]
+
+    def as_text(self) -> str:
+        """For ``repr``."""
+        lines = self.lines()
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.head))]
+        table = (
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
+        return "\n".join([self.caption, *table, *self.below()])
+
+    def as_html(self) -> str:
+        """For ``_repr_html_``: a plain table."""
+        table = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>"
+            for line in self.lines()
+        )
+        below = "".join(f"<div>{html.escape(line)}</div>" for line in self.below())
+        return f"<div>{html.escape(self.caption)}</div><table>{table}</table>{below}"
 
 
-def table_text(
-    caption: str, head: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()
-) -> str:
-    """The table as text, for ``repr``."""
-    shown_rows = (
-        [shown(value, name) for name, value in zip(head, row, strict=True)]
-        for row in rows[:MOST_ROWS]
-    )
-    lines = [list(head), *shown_rows] if head else []
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    text = [caption]
-    text += [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
-    text += [f"… {len(rows) - MOST_ROWS:,} more"] if len(rows) > MOST_ROWS else []
-    return "\n".join([*text, *notes])
-
-
-# ---- Ran: what a run did, as a program reads it and as a notebook shows it.
+# ---- Ran: what a run did, as a program reads it and as a person does.
 
 
 class Ran:
@@ -116,9 +125,6 @@ class Ran:
 
     def __repr__(self) -> str:
         return "\n".join([describe_report(self.report), *self.report.attention])
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(repr(self))}</pre>"
 
 
 # ---- Rows: what a project answers with, as Arrow holds it and as a notebook shows it; a
@@ -222,17 +228,17 @@ class Rows:
         return self.table.slice(number, 1).to_pylist()[0]
 
     def __repr__(self) -> str:
-        return table_text(*self._shown(), self._notes)
+        return self._shown().as_text()
 
     def _repr_html_(self) -> str:
-        return table_html(*self._shown(), self._notes)
+        return self._shown().as_html()
 
-    def _shown(self) -> tuple[str, list[str], list[list[Any]]]:
+    def _shown(self) -> Shown:
         names = [name for name in self.columns if name not in self._hidden]
         first = self.table.select(names).slice(0, MOST_ROWS).to_pylist()
         rows: list[list[Any]] = [list(row.values()) for row in first]
         # those that are not shown are only counted
-        return self._caption, names, [*rows, *([[]] * (len(self) - len(rows)))]
+        return Shown(self._caption, names, [*rows, *([[]] * (len(self) - len(rows)))], self._notes)
 
 
 def _column(values: list[Any]) -> pa.Array:

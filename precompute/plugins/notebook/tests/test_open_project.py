@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 
 import precompute as pc
-from precompute.jobs.notebook.open_project import OpenProject
-from precompute.jobs.notebook.rows import Rows
 from precompute.jobs.ops.run_all import Selection, selected
+from precompute.plugins.notebook.open_project import OpenProject
+from precompute.plugins.notebook.rows import Rows
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
 from tests.scene import Scene
@@ -341,6 +341,46 @@ def test_answers_are_those_of_a_lookup(filled: OpenProject, scene: Scene) -> Non
     assert many[-1]["key"] == "2499"
 
 
+def test_keys_are_those_columns_of_a_table_that_the_entity_has(make_project: MakeProject) -> None:
+    table = pa.table({"a": [1, 1], "b": ["x/y", "50%"], "x": [1.0, 2.0]})
+    scene = make_project(table, view={"entity": ["a", "b"]})
+    scene.run()
+    with pc.open(scene.folder) as opened:
+        keys = table.select(["b", "a"])
+        assert opened.lookup("numbers", keys)["double"].to_pylist() == [2.0, 4.0]
+
+
+def test_a_feature_called_score_stands_beside_the_searchs_own(make_project: MakeProject) -> None:
+    view: dict[str, Any] = {
+        "model": {"use": "tests.jobs.test_cli:Scored"},
+        "features": {"score": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}},
+        "index": {"on": "vector", "metric": "l2"},
+    }
+    scene = make_project([(1, 1.0), (2, 2.0), (3, 30.0)], view=view)
+    scene.run()
+    with pc.open(scene.folder) as opened:
+        near = opened.search("numbers", key=1, k=2)
+    assert [(row["key"], row["score"], row["features.score"]) for row in near] == [
+        ("2", 4.0, 4.0),
+        ("3", 3364.0, 60.0),
+    ]
+
+
+def test_a_service_is_a_row_for_each_entity(make_project: MakeProject) -> None:
+    scene = make_project([(1, 1.0), (2, 2.0)])
+    (scene.folder / "services").mkdir()
+    (scene.folder / "services" / "ranking.yaml").write_text(
+        "name: ranking\nentity: [id]\nviews: {numbers: [double]}\n"
+    )
+    scene.run()
+    with pc.open(scene.folder) as project:
+        rows = project.service("ranking", {"id": [2, 99]}).to_pylist()
+    assert [(row["id"], row["numbers__double"], row["numbers__status"]) for row in rows] == [
+        ("2", 4.0, "fresh"),
+        ("99", None, "missing"),
+    ]
+
+
 def test_history_and_training_sets(filled: OpenProject) -> None:
     snapshots = filled.history("numbers")
     assert [(row["snapshot"], row["kind"], row["live"]) for row in snapshots] == [
@@ -430,10 +470,10 @@ def test_what_a_notebook_shows(filled: OpenProject, scene: Scene) -> None:
     )
     assert "<script>" not in odd._repr_html_()
     assert "<odd>" not in odd._repr_html_()
+    assert odd._repr_html_().endswith("</table>")
     assert "[1.5, 1.5, 1.5, 1.5, …] (9)" in repr(odd)
     ran = filled.run("numbers", frame=DATA | {"x": [1.0, 2.0, 7.0]}, progress=False)
     assert repr(ran).startswith("numbers: current, snapshot 2, 3 of 3 rows (3 unchanged)")
-    assert ran._repr_html_().startswith("<pre>numbers: current")
     status = filled.status()
     assert {row["view"]: row["status"] for row in status} == {
         "broken": "unpublished",
@@ -441,6 +481,16 @@ def test_what_a_notebook_shows(filled: OpenProject, scene: Scene) -> None:
         "numbers": "fresh",
     }
     assert "broken.yaml" in repr(status)
+
+
+def test_a_project_shows_what_it_can(filled: OpenProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def views(_: object) -> None:
+        raise pc.OnlineStoreError("the online store does not answer")
+
+    monkeypatch.setattr("precompute.store.answers.lookup.Lookup.views", views)
+    assert "vector" in repr(filled)
+    assert "unknown" in repr(filled)
+    assert repr(filled).endswith("\nthe online store does not answer")
 
 
 def test_a_project_that_is_gone_is_still_shown(filled: OpenProject, scene: Scene) -> None:
@@ -529,35 +579,6 @@ def test_it_is_opened_again_after_it_was_closed(filled: OpenProject) -> None:
     filled.close()
     assert filled.lookup("numbers", 1)[0]["double"] == 2.0
     assert filled.lookup("numbers", 1, fallback=True, max_age_s=0)[0]["status"] == "computed"
-
-
-# ---- what is imported
-
-LIGHT = """
-import sys
-before = set(sys.modules) | sys.stdlib_module_names
-def loaded():
-    return sorted(name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names)
-import precompute
-print(*loaded())
-precompute.PrecomputeError, precompute.open
-print(*loaded())
-"""
-
-
-def test_to_import_it_loads_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIGHT],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.stdout, done.stderr) == (
-        "precompute\nprecompute precompute.store precompute.store.errors\n",
-        "",
-    )
 
 
 def test_without_the_engine_it_says_what_to_install() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import precompute as pc
 from precompute.jobs.ops.status import project_status
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import OnlineStoreError
@@ -66,10 +65,3 @@ def test_what_the_files_know_shows_though_the_online_store_is_down(
         "attention": line["attention"],
     }
     assert line == known | differing | {"online": None}
-
-
-def test_an_open_project_shows_what_it_can(make_project: MakeProject) -> None:
-    project = make_project(ROWS, project={"online": "redis://127.0.0.1:1/0"})
-    with pc.open(project.folder) as opened:
-        assert "unknown" in repr(opened)
-        assert "Redis at redis://127.0.0.1:1/0 does not answer" in repr(opened)
