@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -236,6 +236,31 @@ class FileKind(Protocol):
 
     def is_its_file(self, name: str, head: bytes) -> bool:
         """Whether a file of this name that begins with these bytes, 64 KiB of it, is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewTemplate:
+    """What ``precompute init --template MODEL`` makes a view of, over a table with texts."""
+
+    text: Path
+    """A view's file. In it ``{{view}}`` is its name, ``{{noun}}`` what a row is about, ``{{key}}``
+    the columns of its key and ``{{example}}`` one of its keys, ``{{sql}}`` the source,
+    ``{{columns}}`` a comment on the table's; and what :attr:`values` has."""
+    makes: str
+    """What the view's name ends with, after what a row is about: ``label`` of ``book_label``."""
+    use: str
+    """What becomes of the columns with texts, said in that comment: "in the prompt"."""
+    values: Callable[[Sequence[str]], Mapping[str, str]]
+    """Of the columns with texts that the source yields → name in the text → what stands there."""
+    notes: tuple[str, ...] = ()
+    """What the user should know before the view runs."""
+
+
+@runtime_checkable
+class TemplateKind(Protocol):
+    """A model's class that brings a template of its views."""
+
+    template: ViewTemplate
 
 
 @runtime_checkable

@@ -36,6 +36,16 @@ class Way(NamedTuple):
 
 KNOWN: Mapping[str, Mapping[str, Way]] = {
     "command": {
+        "init": Way(
+            "init",
+            "command:add",
+            "make a project that runs at once, over a file of yours or a sample",
+        ),
+        "new": Way(
+            "init",
+            "command:add_new",
+            "add a view to the project, over a file of yours or a sample",
+        ),
         "plan": Way(
             "capacity",
             "command:add",
@@ -262,7 +272,8 @@ COMMANDS: Door[Callable[[Any], None]] = Door("command")
 MODELS: Door[Callable[..., Any]] = Door("model")
 """A view's ``model.use`` → the class, which makes a :class:`precompute.model.Model` of
 ``model.args``; of one that is also a :class:`precompute.model.FileKind`, ``precompute init --model
-FILE`` knows the files."""
+FILE`` knows the files, and of a :class:`precompute.model.TemplateKind` ``--template MODEL`` makes
+a view."""
 
 TECHNIQUES: Door[Callable[[str], Any]] = Door("technique")
 """``<precision>-<backend>`` → the :class:`precompute.techniques.technique.Technique` of that name,

@@ -26,7 +26,7 @@ ITEMS = "item_id,title,price,year\n" + "".join(
     f"{row},{title},{row * 1.5},{1990 + row}\n"
     for row, title in enumerate(["A ship at sea", "Two gardens", "", "The sea again"] * 3)
 )
-TEMPLATES = ("embeddings", "scores", "top-k", "pairs", "features", "model", "images")
+TEMPLATES = ("embeddings", "scores", "features", "model")
 
 WITH_PANDAS = str(REPOSITORY)
 """The path of processes that have it: those of tests do without, which is quicker, but catboost and
@@ -60,11 +60,10 @@ def begin(newcomer: Measured) -> None:
     for template in TEMPLATES:
         do("init", template, "--template", template)
         do("-c", template, "run", "--all")
-    do("-c", "top-k", "validate")
     do("init", "mine", "--from", "items.csv")
     do("init", "mine", ends=2)
     do("init", "other", "--from", "itmes.csv", ends=2)
-    do("init", "asked", "--template", "endpoint")
+    do("init", "asked", "--template", "chat_endpoint")
     do("-c", "asked", "validate", ends=1)
     do("-c", "mine", "new", "view", "worth", "--from", "items.csv", "--template", "scores")
     do("-c", "mine", "run", "worth")

@@ -54,7 +54,7 @@ SEAMS = {
         "precompute/text/sentence_folder.py",
         "precompute/text/unpadded.py",
     },
-    "PIL": {"jobs/setup/templates/image_colors.py", "precompute/models/image_file.py"},
+    "PIL": {"precompute/models/image_file.py"},
     # a loaded model is compared with its own library, in a process that ends with the answer
     "sentence_transformers": {
         "precompute/models/static_embedding.py",

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from precompute.store.doors import NAMES
+from precompute.store.doors import COMMANDS, NAMES
 from tests.documents import (
     BLOCK,
     PRECOMPUTE,
@@ -100,6 +100,8 @@ class Reader:
 def test_the_tutorial_prints_what_is_printed_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not COMMANDS.is_here("init"):
+        pytest.skip("init is not installed here")
     unset_settings(monkeypatch)
     monkeypatch.chdir(tmp_path)
     reader, seen = Reader(capsys, monkeypatch.chdir), list[str]()

@@ -1,21 +1,18 @@
-"""Setup: the commands before a run: ``init``, ``new``, ``validate``, ``schema`` and ``completion``,
-from nothing to a project that runs."""
+"""Setup: the commands before a run: ``validate``, ``schema`` and ``completion``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from precompute.jobs.commands.command import (
     BAD_USAGE,
     DONE,
     FAILED,
-    PROJECT_FILE,
     Commands,
     answer,
     folder_of,
@@ -26,37 +23,11 @@ from precompute.jobs.run.command_process import show
 from precompute.store.errors import ConfigError
 
 if TYPE_CHECKING:
-    from precompute.jobs.setup.scaffold import Scaffold, Wanted
     from precompute.jobs.setup.validate import Check
 
 
 def add(commands: Commands) -> None:
-    """The commands ``init``, ``new`` and ``validate``."""
-    init = commands.add(
-        "init", _init, "make a project that runs at once, over a file of yours or a sample"
-    )
-    init.option("folder", "NAME", "folder of the project; made if it is not there")
-    new = commands.add("new", _new, "add a view to the project, over a file of yours or a sample")
-    new.option("what", "KIND", "what is added: view", choices=("view",))
-    new.option("name", "NAME", "of the view")
-    for command in (init, new):
-        command.option(
-            "--from",
-            "FILE",
-            "CSV or Parquet, or a folder with pictures (default: a sample is written)",
-            dest="source",
-        )
-        command.option(
-            "--template",
-            "KIND",
-            "embeddings, scores, top-k, pairs, features, model, images or endpoint (default:"
-            " what suits the file's columns)",
-        )
-        command.option("--key", "A,B", "the columns that make the key (default: found in the file)")
-        command.option(
-            "--encoder", "FOLDER", "a sentence-transformers folder, or of images CLIP's or SigLIP's"
-        )
-        command.option("--model", "FILE", "a file of a built-in model, for the template model")
+    """The command ``validate``."""
     validate = commands.add(
         "validate",
         _validate,
@@ -64,106 +35,6 @@ def add(commands: Commands) -> None:
         " published",
     )
     validate.option("views", "VIEW", "which (default: all)", nargs="*")
-
-
-def _init(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.setup.scaffold import new_project
-
-    made = new_project(Path(arguments.folder), _wanted(arguments))
-    if arguments.json:
-        show(json.dumps(_as_json(made)))
-        return DONE
-    print(
-        f"{made.folder}: a project over {made.data} ({made.rows:,} rows), template {made.template}"
-    )
-    _print_files(made)
-    print("\nNext:")
-    for line in _next_commands(
-        made, ["cd " + shlex.quote(str(made.folder))] if os.path.relpath(made.folder) != "." else []
-    ):
-        print(f"  {line}")
-    return DONE
-
-
-def _new(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.setup.scaffold import new_view, schedule_of
-
-    project = project_of(arguments)
-    made = new_view(project, arguments.name, _wanted(arguments))
-    lines = [line for view in made.views if (line := schedule_of(project, view)) is not None]
-    if arguments.json:
-        show(json.dumps(_as_json(made) | {"schedule": lines}))
-        return DONE
-    print(
-        f"{arguments.name}: a view over {made.data} ({made.rows:,} rows), template {made.template}"
-    )
-    _print_files(made)
-    print("\nNext:")
-    for line in (
-        *_next_commands(made, [], project.settings.serve.bind),
-        *(f"add to schedule in {PROJECT_FILE}:  {line}" for line in lines),
-    ):
-        print(f"  {line}")
-    return DONE
-
-
-def _wanted(arguments: argparse.Namespace) -> Wanted:
-    from precompute.jobs.setup.scaffold import Wanted
-
-    source, model = (
-        None if given is None else Path(given) for given in (arguments.source, arguments.model)
-    )
-    return Wanted(
-        source,
-        arguments.template,
-        [] if arguments.key is None else arguments.key.split(","),
-        arguments.encoder,
-        model,
-    )
-
-
-def _as_json(made: Scaffold) -> dict[str, Any]:
-    return {
-        "project": str(made.folder),
-        "data": made.data,
-        "rows": made.rows,
-        "template": made.template,
-        "views": [view.name for view in made.views],
-        "files": list(made.files),
-        "notes": made.notes,
-    }
-
-
-def _print_files(made: Scaffold) -> None:
-    width = max(len(name) for name in made.files)
-    for name, what in sorted(made.files.items()):
-        print(f"  {name.ljust(width)}  {what}")
-    for note in made.notes:
-        print(f"  note: {note}")
-
-
-def _next_commands(
-    made: Scaffold, first: Sequence[str], address: str = "127.0.0.1:8080"
-) -> list[str]:
-    lines, last = [*first, "precompute validate"], made.views[-1]
-    lines += [f"precompute run {view.name}" for view in made.views]
-    lines += [
-        f"precompute lookup {view.name} {shlex.quote(view.example)}"
-        for view in made.views[-1:]
-        if view.example
-    ]
-    lines += [
-        f"precompute search {view.name} {view.searched} -k 3"
-        for view in made.views
-        if view.searched
-    ]
-    return [
-        *lines,
-        (
-            "precompute serve    # curl -s"
-            f" http://{address}/v1/views/{last.name}/rows/{last.example or '…'}"
-        ),
-    ]
 
 
 def _validate(arguments: argparse.Namespace) -> int:

@@ -684,9 +684,8 @@ REFUSALS = [
     (["pin", "numbers"], 2, "ConfigError", "never published"),
     (["token", "me"], 2, "ConfigError", "serve.tokens"),
     (["serve", "--workers", "0"], 2, "ConfigError", "--workers"),
-    (["new", "view", "numbers"], 2, "ConfigError", "is there"),
     (["explain", "numbers", ""], 1, "", ""),
-    (["nonsense"], 2, "BadUsage", "no command 'nonsense' (there are: init, new, "),
+    (["nonsense"], 2, "BadUsage", "no command 'nonsense' (there are: validate, run, "),
     (["rnu"], 2, "BadUsage", "no command 'rnu'; did you mean 'run'?"),
     (["run", "numbers", "--ful"], 2, "BadUsage", "no option '--ful'; did you mean '--full'?"),
     (

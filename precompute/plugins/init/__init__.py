@@ -1,0 +1,1 @@
+"""Init: a project or a view that runs at once, from templates, over the user's file or a sample."""

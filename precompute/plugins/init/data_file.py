@@ -1,14 +1,12 @@
 """Data file: what a CSV or Parquet file of the user's has: its columns, which of them may be the
-key, and what the others hold; or a folder of pictures, or a few made-up ones."""
+key, and what the others hold."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-import struct
 import unicodedata
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,10 +14,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from precompute.models.image_file import check_installed
 from precompute.sources.csv_types import CsvTypes, ragged
 from precompute.sources.database import Database, quoted
-from precompute.sources.reader_call import CSV, ReaderCall, literal
+from precompute.sources.reader_call import CSV, ReaderCall
 from precompute.sources.source import RESERVED as SOURCE_RESERVED
 from precompute.sources.text_lines import line_of_no_utf_8
 from precompute.store.errors import ConfigError, SourceError, did_you_mean
@@ -204,15 +201,10 @@ class DataFile:
 
     def pair(self) -> tuple[Column, Column] | None:
         """The two columns that are most likely the key of a pair; None without two that are called
-        so."""
+        so and come more than once."""
         called = [column for column in self.columns if column.may_be_key and column.is_called_key]
-        # an id of the pair itself has another value in each row, and beside it any column makes a
-        # key
-        repeated = [
-            column for column in called if self.rows == 1 or self.distinct([column]) < self.rows
-        ]
-        both = [*repeated, *(column for column in called if column not in repeated)]
-        return (both[0], both[1]) if len(both) > 1 else None
+        repeated = [column for column in called if self.distinct([column]) < self.rows]
+        return (repeated[0], repeated[1]) if len(repeated) > 1 else None
 
 
 def look_at(path: Path, project: Path) -> DataFile:
@@ -457,85 +449,3 @@ def number_text(value: Any) -> str:
     """A number as YAML and SQL read it, with some four digits."""
     text = f"{float(value):.4g}"
     return repr(float(text)) if "e" in text else text
-
-
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-PAINTED = {
-    "ruby": (200, 20, 40),
-    "brick": (180, 60, 50),
-    "sun": (250, 210, 40),
-    "sand": (220, 190, 120),
-    "grass": (60, 160, 50),
-    "forest": (20, 80, 30),
-    "sky": (110, 180, 240),
-    "sea": (20, 70, 150),
-}
-"""Name → red, green and blue of a sample."""
-
-
-@dataclass(frozen=True, slots=True)
-class PictureFolder:
-    """``read`` is the SQL that reads the pictures from the project's folder, ``example`` one's
-    name, ``others`` are files of other kinds."""
-
-    path: Path
-    read: str
-    pictures: int
-    others: int
-    example: str
-
-
-def look_at_pictures(folder: Path, project: Path, *, sample: bool = False) -> PictureFolder:
-    """Look at the names in a folder; of a ``sample`` that is not painted yet they are known.
-
-    Raises:
-        ConfigError: there is no picture, its name cannot stand in SQL, or what reads pictures is
-            not installed.
-    """
-    check_installed()
-    if not sample and not folder.is_dir():
-        raise ConfigError(
-            f"{folder}: is no folder: --template images takes a folder with pictures"
-            f" ({', '.join(ENDINGS)}); for a table with their names see `files` of image_encoder"
-        )
-    files = (
-        sorted(f"{name}.png" for name in PAINTED)
-        if sample
-        # macOS puts a hidden file beside each picture into an archive
-        else sorted(p.name for p in folder.iterdir() if p.is_file() and p.name[0] != ".")
-    )
-    pictures = [name for name in files if name.lower().endswith(ENDINGS)]
-    if not pictures:
-        raise ConfigError(
-            f"{folder}: has no pictures ({', '.join(ENDINGS)}); those of folders below it are not"
-            " looked for"
-        )
-    endings = sorted({Path(name).suffix for name in pictures})
-    inside = f"{name_from(folder, project)}/[!.]*"
-    patterns = ", ".join(literal(f"{inside}{ending}") for ending in endings)
-    return PictureFolder(
-        folder, f"read_blob([{patterns}])", len(pictures), len(files) - len(pictures), pictures[0]
-    )
-
-
-def painted() -> dict[str, bytes]:
-    """File → PNG, of the samples."""
-    return {f"photos/{name}.png": _png(color) for name, color in PAINTED.items()}
-
-
-def _png(color: tuple[int, int, int], size: int = 32) -> bytes:
-    """A square that darkens from top to bottom."""
-    rows = b"".join(
-        b"\0" + bytes(value * (2 * size - row) // (2 * size) for value in color) * size
-        for row in range(size)
-    )
-    chunks = (
-        (b"IHDR", struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)),
-        (b"IDAT", zlib.compress(rows)),
-        (b"IEND", b""),
-    )
-    whole = (
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(whole)

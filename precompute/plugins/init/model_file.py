@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 
 from precompute.foreign_file import read_json, what_it_is
-from precompute.jobs.setup.data_file import Column, DataFile, near, number_text, slug_of
 from precompute.model import (
     FileKind,
     GraphKind,
@@ -24,6 +23,7 @@ from precompute.model import (
     resolve_path,
     starting_from,
 )
+from precompute.plugins.init.data_file import Column, DataFile, near, number_text, slug_of
 from precompute.registry import load_model
 from precompute.sources.database import quoted
 from precompute.sources.source import Source
@@ -253,36 +253,15 @@ def encoder_dim(path: str, project: Path) -> int:
         ) from exc
 
 
-def image_dim(folder: Path) -> int:
-    """The length of the vectors of a CLIP or SigLIP folder, by its ``config.json``.
-
-    Raises:
-        ConfigError: there is none, or it names no size.
-    """
-    try:
-        config = read_json(folder.expanduser() / "config.json", "--encoder")
-        sizes = (
-            config.get("projection_dim"),
-            config.get("vision_config", {}).get("hidden_size"),
-            config.get("hidden_size"),
-        )
-        return next(size for size in sizes if isinstance(size, int))
-    except (OSError, ValueError, AttributeError, StopIteration, ModelError) as exc:
-        why = str(exc) or "its config.json names no size"
-        raise ConfigError(
-            f"--encoder {folder}: is no CLIP or SigLIP folder, as transformers saves it: {why}"
-        ) from exc
-
-
 def path_from(path: Path, project: Path) -> str:
     """A file or folder as a view of the project names it."""
     name = near(path.expanduser(), project)
     return name if name.startswith(("/", "../")) else f"./{name}"
 
 
-def filled(file: str, values: Mapping[str, str]) -> str:
-    """A template's text with ``{{name}}`` replaced. The lines of a value that begins a line are
-    indented alike."""
+def filled(file: str | Path, values: Mapping[str, str]) -> str:
+    """A template's text, of one of ours by its name, with ``{{name}}`` replaced. The lines of a
+    value that begins a line are indented alike."""
 
     def value(found: re.Match[str]) -> str:
         indent, text = found[1] or "", values[found[2]].rstrip("\n")

@@ -12,18 +12,11 @@ from pathlib import Path
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.section import read_yaml
-from precompute.jobs.setup.data_file import look_at, look_at_pictures, painted
-from precompute.jobs.setup.model_file import FOLDER, filled
-from precompute.jobs.setup.view_draft import (
-    SAMPLES,
-    TEMPLATES,
-    Draft,
-    drafts,
-    image_draft,
-    suited,
-)
+from precompute.plugins.init.data_file import look_at
+from precompute.plugins.init.model_file import FOLDER, filled
+from precompute.plugins.init.view_draft import Draft, checked_template, draft, suited
 from precompute.store.disk.durable_file import disk_message, replace_undurably
-from precompute.store.errors import ConfigError, PrecomputeError, did_you_mean
+from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.feature_view import NAME
 
 HARMLESS = re.compile(
@@ -36,31 +29,29 @@ one."""
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """A project or view that was written: ``files`` below ``folder``, each with what it is; the
-    views in the order in which they run."""
+    """A project or view that was written: ``files`` below ``folder``, each with what it is."""
 
     folder: Path
     data: str
     rows: int
     template: str
-    views: tuple[Draft, ...]
+    view: Draft
     files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
         """What a user who did not look at the data should know."""
-        return list(dict.fromkeys(note for view in self.views for note in view.notes))
+        return list(dict.fromkeys(self.view.notes))
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What a draft is made of.
 
-    ``source`` is a CSV or Parquet file, or a folder with pictures; a sample is written where there
-    is none. ``template`` is one of :data:`TEMPLATES`, by default the one that suits the source.
+    ``source`` is a CSV or Parquet file; a sample is written where there is none. ``template`` is
+    one of ours, or a model of a plug-in that brings one; by default the one that suits the source.
     ``key`` are the columns that make the key, found where none is named; ``encoder`` is a
-    sentence-transformers folder for texts, one of CLIP or SigLIP for pictures, and ``model`` the
-    file of the template ``model``.
+    sentence-transformers folder, and ``model`` the file of the template ``model``.
     """
 
     source: Path | None = None
@@ -83,15 +74,11 @@ def new_project(folder: Path, wanted: Wanted) -> Scaffold:
     """
     check_folder(folder, wanted)
     made = _planned(folder, wanted)
-    schedule = [
-        f'{view.name}: "0 2 * * *"' if view.after is None else f"{view.name}: after {view.after}"
-        for view in made.views
-    ]
     files = _files(made, wanted)
     files[".gitignore"] = ((FOLDER / "gitignore").read_bytes(), "what git leaves out")
     # last: a folder without it is no project yet
     files["project.yaml"] = (
-        filled("project.yaml", {"schedule": "\n".join(schedule)}).encode(),
+        filled("project.yaml", {"schedule": _schedule(made.view)}).encode(),
         "where results lie, and when views run",
     )
     return _written(made, files)
@@ -111,12 +98,10 @@ def new_view(project: Project, name: str, wanted: Wanted) -> Scaffold:
             " is at most 63 long"
         )
     made = _planned(project.folder, wanted, name)
-    for view in made.views:
-        if view.name in project.names:
-            raise ConfigError(
-                f"{project.folder / 'views' / view.name}.yaml is there: give the new view another"
-                " name"
-            )
+    if name in project.names:
+        raise ConfigError(
+            f"{project.folder / 'views' / name}.yaml is there: give the new view another name"
+        )
     return _written(made, _files(made, wanted))
 
 
@@ -153,27 +138,16 @@ def check_folder(folder: Path, wanted: Wanted) -> None:
 def _planned(folder: Path, wanted: Wanted, name: str | None = None) -> Scaffold:
     """What will be written; nothing is yet."""
     source, template, encoder, model = wanted.source, wanted.template, wanted.encoder, wanted.model
-    if template is not None and template not in TEMPLATES:
-        raise ConfigError(
-            f"--template {template}: is not one of"
-            f" {', '.join(TEMPLATES)}{did_you_mean(template, TEMPLATES)}"
-        )
-    template = template or ("model" if model else "images" if source and source.is_dir() else None)
-    if encoder is not None and template not in (None, "embeddings", "top-k", "images"):
+    template = template or ("model" if model else None)
+    if template is not None:
+        checked_template(template)
+    if encoder is not None and template not in (None, "embeddings"):
         raise ConfigError(f"--encoder: template {template} embeds nothing; leave it out")
     if model is not None and template != "model":
         raise ConfigError(
             f"--model: template {template} takes no model file; leave it out, or take --template"
             " model"
         )
-    if template == "images":
-        if wanted.key:
-            raise ConfigError("--key: the key of a picture is its file's name; leave it out")
-        pictures = look_at_pictures(
-            folder / "photos" if source is None else source, folder, sample=source is None
-        )
-        view = image_draft(pictures, folder, name=name, encoder=encoder)
-        return Scaffold(folder, str(source or "photos"), pictures.pictures, template, (view,))
     if template == "model" and (source is None) != (model is None):
         lacks = (
             "--model FILE, or neither for a sample"
@@ -183,32 +157,24 @@ def _planned(folder: Path, wanted: Wanted, name: str | None = None) -> Scaffold:
         raise ConfigError(f"--template model: give {lacks}, too")
     if source is None:
         template = template or "embeddings"
-        sample = FOLDER / SAMPLES.get(template, "books.csv")
         # as it will lie in the project
-        data, model = look_at(sample, sample.parent), FOLDER / "book_price.txt"
+        data, model = look_at(FOLDER / "books.csv", FOLDER), FOLDER / "book_price.txt"
     else:
         data = look_at(source, folder)
         template = template or suited(data)
-    views = drafts(template, data, folder, key=wanted.key, name=name, encoder=encoder, model=model)
-    return Scaffold(folder, str(source or data.path.name), data.rows, template, tuple(views))
+    view = draft(template, data, folder, key=wanted.key, name=name, encoder=encoder, model=model)
+    return Scaffold(folder, str(source or data.path.name), data.rows, template, view)
 
 
 def _files(made: Scaffold, wanted: Wanted) -> dict[str, tuple[bytes, str]]:
     """File → its content, and what it is."""
     files: dict[str, tuple[bytes, str]] = {}
-    if wanted.source is None and made.template == "images":
-        files |= {name: (content, "a sample picture") for name, content in painted().items()}
-    elif wanted.source is None:
+    if wanted.source is None:
         files[made.data] = ((FOLDER / made.data).read_bytes(), f"sample data, {made.rows} rows")
-    for view in made.views:
-        if view.module is not None:
-            files[view.module] = ((FOLDER / view.module).read_bytes(), "the model, yours to change")
-        what = (
-            "what is computed from what"
-            if view.after is None
-            else f"what is computed from {view.after}"
-        )
-        files[f"views/{view.name}.yaml"] = (view.text.encode(), what)
+    view = made.view
+    if view.module is not None:
+        files[view.module] = ((FOLDER / view.module).read_bytes(), "the model, yours to change")
+    files[f"views/{view.name}.yaml"] = (view.text.encode(), "what is computed from what")
     return files
 
 
@@ -246,7 +212,7 @@ def _written(made: Scaffold, files: Mapping[str, tuple[bytes, str]]) -> Scaffold
         made.data,
         made.rows,
         made.template,
-        made.views,
+        made.view,
         {name: what for name, (_, what) in new.items()},
     )
 
@@ -255,4 +221,8 @@ def schedule_of(project: Project, view: Draft) -> str | None:
     """The line to add to the project's schedule; None where it has one."""
     if view.name in read_yaml(project.folder / "project.yaml").get("schedule", {}):
         return None
-    return f'{view.name}: "0 2 * * *"' if view.after is None else f"{view.name}: after {view.after}"
+    return _schedule(view)
+
+
+def _schedule(view: Draft) -> str:
+    return f'{view.name}: "0 2 * * *"'

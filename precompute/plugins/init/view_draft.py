@@ -9,34 +9,33 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from precompute.jobs.setup.data_file import (
+from precompute.model import TemplateKind, ViewTemplate
+from precompute.plugins.init.data_file import (
     YAML_WORDS,
     Column,
     DataFile,
-    PictureFolder,
     is_key,
     number_text,
     slug_of,
 )
-from precompute.jobs.setup.model_file import (
+from precompute.plugins.init.model_file import (
     FOLDER,
     filled,
-    image_dim,
     look_at_model,
     path_from,
     text_model,
 )
 from precompute.sources.database import quoted
-from precompute.store.errors import ConfigError
+from precompute.store.doors import MODELS
+from precompute.store.errors import ConfigError, did_you_mean
 from precompute.store.feature_view import RESERVED
 
-TEMPLATES = ("embeddings", "scores", "top-k", "pairs", "features", "model", "images", "endpoint")
-SAMPLES = {"pairs": "readings.csv"}
-"""Template → the sample data of a project without data; of all others ``books.csv``."""
+TEMPLATES = ("embeddings", "scores", "features", "model")
+"""Those of ours; models that come in by their door may bring others."""
 
 MOST_WEIGHTS = 8
-MOST_RELATED = 10
 MOST_TOLD = 4
 """Columns that are told of two rows with one key."""
 
@@ -48,14 +47,13 @@ class Draft:
     """A view that is to be written.
 
     ``module`` is the template with its model's class, or the model itself, None for a built-in;
-    ``after`` the view that it reads, ``example`` a key of the data, ``searched`` the feature that a
-    search names, ``notes`` facts about the data for the user.
+    ``example`` a key of the data, ``searched`` the feature that a search names, ``notes`` facts
+    about the data for the user.
     """
 
     name: str
     text: str
     module: str | None = None
-    after: str | None = None
     example: str = ""
     searched: str = ""
     notes: tuple[str, ...] = ()
@@ -200,7 +198,26 @@ class _Shape:
         return "the key" if column in self.keys else self.used.get(column.name, "not used")
 
 
-def drafts(
+def checked_template(template: str) -> None:
+    """Look whether there is such a template.
+
+    Raises:
+        ConfigError: there is none, or its model has no plug-in here.
+    """
+    if template in TEMPLATES or (MODELS.has(template) and _brought(template) is not None):
+        return
+    known = [*TEMPLATES, *(name for name, kind in MODELS.all() if isinstance(kind, TemplateKind))]
+    raise ConfigError(
+        f"--template {template}: is not one of {', '.join(known)}{did_you_mean(template, known)}"
+    )
+
+
+def _brought(template: str) -> ViewTemplate | None:
+    kind: Any = MODELS.open(template)
+    return kind.template if isinstance(kind, TemplateKind) else None
+
+
+def draft(
     template: str,
     data: DataFile,
     project: Path,
@@ -209,13 +226,13 @@ def drafts(
     name: str | None = None,
     encoder: str | None = None,
     model: Path | None = None,
-) -> list[Draft]:
-    """The views of a template over a file, in the order in which they run.
+) -> Draft:
+    """The view of a template over a file.
 
     Args:
-        template: one of :data:`TEMPLATES`.
+        template: one that :func:`checked_template` knows.
         key: the columns that make the key; found where none is named.
-        name: of the last view; by default after what a row is about.
+        name: of the view; by default after what a row is about.
         encoder: a sentence-transformers folder, or ``package:name/folder``.
         model: of the template ``model``, its file.
 
@@ -225,69 +242,26 @@ def drafts(
     shape = _shape(template, data, key)
     shape.note_texts()
     if template == "features":
-        return [_features(shape, name or f"{shape.noun}_features")]
+        return _features(shape, name or f"{shape.noun}_features")
     if template == "model":
         assert model is not None
-        return [_model(shape, project, name or f"{shape.noun}_score", model)]
-    if template == "endpoint":
-        return [_endpoint(shape, name or f"{shape.noun}_label")]
+        return _model(shape, project, name or f"{shape.noun}_score", model)
     if template == "embeddings":
-        return [_embeddings(shape, project, name or f"{shape.noun}_embedding", encoder)]
-    if template == "top-k":
-        base = _embeddings(shape, project, f"{name or shape.noun}_embedding", encoder)
-        return [base, _top_k(shape, name or f"{shape.noun}_related", base.name)]
-    return [_scores(shape, template, name or f"{shape.noun}_score")]
-
-
-def image_draft(
-    pictures: PictureFolder, project: Path, *, name: str | None = None, encoder: str | None = None
-) -> Draft:
-    """The view of the template ``images``; arguments as of :func:`drafts`, ``encoder`` a CLIP or
-    SigLIP folder."""
-    stem = slug_of(pictures.path.absolute().name) or "photo"
-    noun = _singular(stem)
-    name, module = name or f"{noun}_embedding", None
-    if encoder is None:
-        model, dim, module = filled("model-image_colors.yaml", {}), 64, "image_colors.py"
-    else:
-        path = json.dumps(path_from(Path(encoder), project), ensure_ascii=False)
-        model, dim = filled("model-image_encoder.yaml", {"path": path}), image_dim(Path(encoder))
-    sql = (
-        f"SELECT\n  parse_filename(filename) AS {noun}_id,\n  content AS image\nFROM"
-        f" {pictures.read}"
-    )
-    values = {
-        "view": name,
-        "noun": noun.replace("_", " "),
-        "key": f"{noun}_id",
-        "model": model,
-        "dim": str(dim),
-        "sql": sql,
-        "example": shlex.quote(pictures.example),
-        "columns": f"# {pictures.path.name}: {pictures.pictures:,} pictures",
-    }
-    note = f"{pictures.others:,} files that are no pictures by their names are not read"
-    return Draft(
-        name,
-        filled("images.yaml", values),
-        module,
-        None,
-        pictures.example,
-        f"--key {shlex.quote(pictures.example)}",
-        (note,) if pictures.others else (),
-    )
+        return _embeddings(shape, project, name or f"{shape.noun}_embedding", encoder)
+    if template == "scores":
+        return _scores(shape, name or f"{shape.noun}_score")
+    brought = _brought(template)
+    assert brought is not None
+    return _of_texts(shape, brought, name or f"{shape.noun}_{brought.makes}")
 
 
 def suited(data: DataFile) -> str:
     """The template that fits a file best."""
     if any(column.is_text and column.letters > 20 for column in data.columns):
         return "embeddings"
-    pair = data.pair()
-    if pair is not None and all(data.distinct([column]) < data.rows for column in pair):
-        return "pairs"
     return (
         "scores"
-        if any(column.is_number and column != data.key() for column in data.columns)
+        if data.pair() or any(c.is_number and c != data.key() for c in data.columns)
         else "embeddings"
     )
 
@@ -300,17 +274,8 @@ def _shape(template: str, data: DataFile, key: Sequence[str]) -> _Shape:
                 raise ConfigError(
                     f"--key: {column.name!r} is {column.type}: a key is an integer or a short text"
                 )
-        if template == "top-k" and len(keys) > 1:
-            raise ConfigError("--key: top-k lists ids, so its key is one column")
         return _Shape(data, keys)
-    if template == "pairs":
-        pair = data.pair()
-        if pair is None:
-            names = ", ".join(column.name for column in data.columns)
-            raise ConfigError(
-                f"{data.path.name} has no two columns called like ids (it has: {names}): name them,"
-                " --key user,item"
-            )
+    if template == "scores" and (pair := data.pair()) is not None:
         return _Shape(data, list(pair))
     found = data.key()
     if found is not None:
@@ -359,15 +324,7 @@ def _embeddings(shape: _Shape, project: Path, name: str, encoder: str | None) ->
     return _draft("embeddings", name, shape, values, module=module, searched='--text "…"')
 
 
-def _top_k(shape: _Shape, name: str, base: str) -> Draft:
-    k = max(1, min(MOST_RELATED, shape.data.rows - 1))
-    (key,) = shape.names
-    integer = bool(shape.keys) and not shape.keys[0].type.startswith(("VARCHAR", "UUID"))
-    values = {"base": base, "k": str(k), "dtype": "int64" if integer else "string", "key": key}
-    return _draft("top-k", name, shape, values, after=base)
-
-
-def _scores(shape: _Shape, template: str, name: str) -> Draft:
+def _scores(shape: _Shape, name: str) -> Draft:
     numbers = [c for c in shape.data.columns if c.is_number and c not in shape.keys]
     # another table's key is a number that measures nothing
     numbers = ([c for c in numbers if not c.is_called_key] or numbers)[:MOST_WEIGHTS]
@@ -379,7 +336,7 @@ def _scores(shape: _Shape, template: str, name: str) -> Draft:
         for c in numbers
     }
     if not inputs:
-        inputs = _counted(shape, template)
+        inputs = _counted(shape)
     weights = {
         name: 1 / len(inputs) / (spread or abs(mean) or 1.0)
         for name, (_, mean, spread) in inputs.items()
@@ -390,10 +347,10 @@ def _scores(shape: _Shape, template: str, name: str) -> Draft:
         "bias": number_text(bias),
         "weights": "\n".join(f"{name}: {number_text(weight)}" for name, weight in weights.items()),
     }
-    return _draft(template, name, shape, values, module="linear_score.py")
+    return _draft("scores", name, shape, values, module="linear_score.py")
 
 
-def _counted(shape: _Shape, template: str) -> dict[str, tuple[str, float, float]]:
+def _counted(shape: _Shape) -> dict[str, tuple[str, float, float]]:
     """Numbers to score in a file without any: how long its texts are, or how often each id of a
     pair occurs."""
     texts = [c for c in shape.data.columns if c.is_text and c not in shape.keys][:MOST_WEIGHTS]
@@ -404,7 +361,7 @@ def _counted(shape: _Shape, template: str) -> dict[str, tuple[str, float, float]
             f"{c.alias}_letters": (f"coalesce(length({quoted(c.name)}), 0)::DOUBLE", c.letters, 0.0)
             for c in texts
         }
-    if template == "pairs":
+    if len(shape.keys) > 1:
         shape.notes.append("there is no column of numbers: how often each id comes is scored")
         counts = {c: shape.data.rows / max(1, shape.data.distinct([c])) for c in shape.keys}
         return {
@@ -547,9 +504,10 @@ def _model(shape: _Shape, project: Path, name: str, path: Path) -> Draft:
     return _draft("model", name, shape, values, module=path.name if path.parent == FOLDER else None)
 
 
-def _endpoint(shape: _Shape, name: str) -> Draft:
+def _of_texts(shape: _Shape, template: ViewTemplate, name: str) -> Draft:
+    """The view of a template that a model brings."""
     chosen = _texts(shape)
-    shape.used |= {column.name: "in the prompt" for column in chosen}
+    shape.used |= {column.name: template.use for column in chosen}
     shape.renamed = {column.name for column in chosen}
     there = " OR ".join(f"trim({quoted(column.name)}) <> ''" for column in chosen)
     empty = max(column.written for column in chosen) < shape.data.rows
@@ -560,43 +518,39 @@ def _endpoint(shape: _Shape, name: str) -> Draft:
         for c in chosen
         if c not in shape.keys
     }
-    shape.notes.append(
-        "url and model in the view are examples: put in those of your service, and its key in the"
-        " environment, before `precompute validate`"
-    )
-    values = {
-        "sql": shape.select(texts, f"({there})" if empty else None),
-        "prompt": "\n".join(f"{column.alias}: {{{column.alias}}}" for column in chosen),
-    }
-    return _draft("endpoint", name, shape, values)
+    shape.notes += template.notes
+    values = {"sql": shape.select(texts, f"({there})" if empty else None)}
+    values |= template.values([column.alias for column in chosen])
+    return _draft(template.text, name, shape, values)
 
 
 def _draft(
-    template: str,
+    template: str | Path,
     name: str,
     shape: _Shape,
     values: dict[str, str],
     *,
     module: str | None = None,
-    after: str | None = None,
     searched: str = "",
 ) -> Draft:
     example = shape.data.example(shape.keys) if shape.keys else ""
     # a line break of the data would be one of the view's file
     example = example if example.isprintable() else ""
-    noun = (
-        " and ".join(column.alias for column in shape.keys) if template == "pairs" else shape.noun
-    )
     common = {
         "view": name,
-        "noun": noun.replace("_", " "),
+        "noun": shape.noun.replace("_", " "),
         "key": ", ".join(shape.names),
         "columns": shape.described(),
         "example": shlex.quote(example) if example else "…",
     }
-    notes = (*shape.summary, *shape.notes) if after is None else ()
+    file = f"{template}.yaml" if isinstance(template, str) else template
     return Draft(
-        name, filled(f"{template}.yaml", common | values), module, after, example, searched, notes
+        name,
+        filled(file, common | values),
+        module,
+        example,
+        searched,
+        (*shape.summary, *shape.notes),
     )
 
 

@@ -21,10 +21,10 @@ import yaml
 
 from precompute.jobs.cli import main
 from precompute.jobs.config.project import Project
-from precompute.jobs.setup import model_file
-from precompute.jobs.setup.model_file import FOLDER
-from precompute.jobs.setup.view_draft import TEMPLATES
 from precompute.model import resolve_path
+from precompute.plugins.init import model_file
+from precompute.plugins.init.model_file import FOLDER
+from precompute.plugins.init.view_draft import TEMPLATES
 from precompute.store.answers.lookup import Lookup
 from precompute.store.doors import MODELS
 from tests.scene import files_of_at_most
@@ -96,10 +96,10 @@ def init(capsys: Captured, folder: Path, *options: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("template", "file"),
     [
-        *((one, "strange names") for one in ("embeddings", "scores", "top-k", "pairs", "features")),
+        *((one, "strange names") for one in ("embeddings", "scores", "features")),
         *((one, "a column of nulls") for one in ("embeddings", "scores", "features")),
-        *((one, "one row") for one in ("top-k", "pairs")),
-        *((one, "a sample of ours") for one in ("embeddings", "pairs")),
+        *((one, "one row") for one in ("embeddings", "scores")),
+        *((one, "a sample of ours") for one in ("embeddings", "scores")),
     ],
 )
 def test_each_template_runs_at_once_over_any_file(
@@ -114,7 +114,7 @@ def test_each_template_runs_at_once_over_any_file(
         str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()
     )
     # one title is null, and texts of nothing are left out
-    left = rows - (template in ("embeddings", "top-k") and rows == 4)
+    left = rows - (template == "embeddings" and rows == 4)
     project = Project(folder)
     for view in made["views"]:
         assert main(["-c", str(folder), "run", view, "--json"]) == 0
@@ -130,11 +130,7 @@ def test_each_template_runs_at_once_over_any_file(
         ).to_pylist()[0]
         row = lookup.row(view, [key[name] for name in project.view(view).entity])
     assert row["status"] == "fresh"
-    if template == "top-k":
-        own = key[project.view(view).entity[0]]
-        assert own not in row["features"]["related"]
-        assert len(row["features"]["related"]) == min(10, left - 1)
-    if template in ("scores", "pairs"):
+    if template == "scores":
         assert 0 < row["features"]["score"] < 1
 
 
@@ -182,7 +178,7 @@ def test_a_view_says_what_it_was_made_of(
         (TABLE, "scores", ["item_id"]),
         (
             {"user_id": [1, 1, 2, 2], "item_id": [1, 2, 1, 2], "n": [1, 2, 3, 4]},
-            "pairs",
+            "scores",
             ["user_id", "item_id"],
         ),
         (
@@ -206,7 +202,7 @@ def test_a_view_says_what_it_was_made_of(
         ({"x": [0.5, None, 0.7], "y": [None, 0.5, 3.0]}, "scores", ["row_id"]),
         (
             {"user_id": ["a\nmodel: {use: os:system}\n#"] * 2 + ["b"], "item_id": [1, 2, 1]},
-            "pairs",
+            "scores",
             ["user_id", "item_id"],
         ),
     ],
@@ -321,6 +317,18 @@ REFUSED: dict[str, tuple[str, bytes | None, list[str], str]] = {
         b"id,t\n1,abc\n",
         ["--encoder", ".", "--template", "embeddings"],
         "is no sentence-transformers folder",
+    ),
+    "a template that is none": (
+        "items.csv",
+        b"id,x\n1,0.5\n",
+        ["--template", "score"],
+        "--template score: is not one of embeddings, scores, features, model.*did you mean 'scores'",
+    ),
+    "a model that brings no template": (
+        "items.csv",
+        b"id,x\n1,0.5\n",
+        ["--template", "text_encoder"],
+        "--template text_encoder: is not one of embeddings, scores, features, model",
     ),
     "a model file without data of its own": (
         "items.csv",
@@ -456,49 +464,18 @@ def test_an_encoder_that_is_there_is_used(tmp_path: Path, capsys: Captured) -> N
     "template",
     [
         *(["model"] if MODELS.is_here("lightgbm") else []),  # of which the sample is one
-        "images",
         "features",
-        "top-k",
     ],
 )
 def test_a_sample_is_green_before_the_first_run_and_published_by_it(
     tmp_path: Path, capsys: Captured, template: str
 ) -> None:
-    """Of top-k, whose second view reads what the first will publish, too."""
     folder = tmp_path / "p"
-    views = init(capsys, folder, "--template", template)["views"]
-    if template == "images":
-        # macOS puts such a file beside each picture into an archive
-        (folder / "photos" / "._ruby.png").write_bytes(b"no picture")
-        given = ["--template", template, "--from", str(folder / "photos")]
-        assert init(capsys, tmp_path / "given", *given)["rows"] == 8
+    (view,) = init(capsys, folder, "--template", template)["views"]
     assert main(["-c", str(folder), "validate", "--json"]) == 0
-    found = [
-        check["found"]
-        for check in json.loads(capsys.readouterr().out)["checks"]
-        if check["view"] == views[-1]
-    ]
-    assert ("not published yet: precompute run book_embedding first" in found[1]) == (
-        template == "top-k"
-    )
-    for view in views:
-        assert main(["-c", str(folder), "run", view, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["counts"]["rejected"] == 0
-
-
-def test_an_endpoint_that_is_not_there_is_one_message(tmp_path: Path, capsys: Captured) -> None:
-    assert main(["init", str(tmp_path / "p"), "--template", "endpoint"]) == 0
-    assert "url and model in the view are examples" in capsys.readouterr().out
-    view = tmp_path / "p" / "views" / "book_label.yaml"
-    view.write_text(
-        view.read_text()
-        .replace("localhost:11434/v1  ", "127.0.0.1:1/v1")
-        .replace("limits: {", "limits: {tries: 1, ")
-    )
-    assert main(["-c", str(tmp_path / "p"), "validate", "--json"]) == 1
-    bad = [check for check in json.loads(capsys.readouterr().out)["checks"] if not check["ok"]]
-    assert [check["check"] for check in bad] == ["model"]
-    assert "no answer from http://127.0.0.1:1/v1" in bad[0]["found"]
+    capsys.readouterr()
+    assert main(["-c", str(folder), "run", view, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["rejected"] == 0
 
 
 def test_numbers_as_they_are_written_elsewhere(tmp_path: Path, capsys: Captured) -> None:
