@@ -23,8 +23,8 @@ import pyarrow as pa
 
 from benchmarks.common import cpu_s, report
 from precompute.engine.runner import Runner
-from precompute.models.endpoint.chat import ChatEndpoint
-from precompute.models.endpoint.transport import Transport
+from precompute.plugins.endpoints.chat import ChatEndpoint
+from precompute.plugins.endpoints.transport import Transport
 from precompute.store.feature_view import Feature, FeatureView
 
 IN_FLIGHT, DELAY_S = 64, 0.05
@@ -46,7 +46,7 @@ SCHEMA = {
 @contextlib.contextmanager
 def _stand_in() -> Iterator[str]:
     """Its base URL."""
-    command = [sys.executable, "-m", "tests.stand_in", str(DELAY_S)]
+    command = [sys.executable, "-m", "precompute.plugins.endpoints.tests.stand_in", str(DELAY_S)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

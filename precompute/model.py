@@ -195,6 +195,37 @@ class KeepingModel(Model, Protocol):
 
 
 @runtime_checkable
+class OneProcessModel(Model, Protocol):
+    """A model whose rates and budget are counted in one process."""
+
+    in_run_process: bool
+    """Whether a run computes it in its own, whatever ``engine.workers`` and shards say."""
+
+
+@runtime_checkable
+class CountingModel(StagedModel, Protocol):
+    """A model that counts what its rows took."""
+
+    def figures(self) -> dict[str, float]:
+        """Name → how much, for the run's report, where they stand by the name of its device."""
+
+
+@runtime_checkable
+class NamingModel(Model, Protocol):
+    """A model that knows the names of the features that it gives, since a call to find out is paid
+    for."""
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """Those a view may name."""
+
+
+def is_in_run_process(model: Model) -> bool:
+    """Whether a run computes the model in its own process."""
+    return isinstance(model, OneProcessModel) and model.in_run_process
+
+
+@runtime_checkable
 class QueryModel(Model, Protocol):
     """A model that treats what is searched by otherwise than what is found, in one space: an
     encoder with a prompt for each."""

@@ -50,8 +50,6 @@ BUILT_IN = {
     "two_tower": "precompute.models.two_tower:TwoTower",
     "top_k": "precompute.models.top_k:TopK",
     "torch_module": "precompute.models.torch_module:TorchModule",
-    "chat_endpoint": "precompute.models.endpoint.chat:ChatEndpoint",
-    "embedding_endpoint": "precompute.models.endpoint.embedding:EmbeddingEndpoint",
 }
 """Name in a view's ``model.use`` → class, of this room; others come in by the door."""
 

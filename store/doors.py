@@ -71,6 +71,12 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
         ),
     },
     "model": {
+        "chat_endpoint": Way(
+            "endpoints", "chat:ChatEndpoint", "labels, scores and summaries by a service"
+        ),
+        "embedding_endpoint": Way(
+            "endpoints", "embedding:EmbeddingEndpoint", "vectors of texts by a service"
+        ),
         "onnx": Way("onnx", "model:OnnxModel", "any graph over columns", "onnx"),
         "lightgbm": Way("trees", "lightgbm_model:LightGbm", "trees of LightGBM", "lightgbm"),
         "xgboost": Way("trees", "xgboost_model:XgBoost", "trees of XGBoost", "xgboost"),

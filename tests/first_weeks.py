@@ -11,15 +11,13 @@ from typing import Any
 import yaml
 from safetensors.torch import save_file
 
-from precompute.store.doors import NAMES
+from precompute.store.doors import MODELS, NAMES
 from tests import REPOSITORY
 from tests.documents import blocks
-from tests.jobs import test_endpoint_run
 from tests.journey import DOUBLED, Journey, Measured, service, write
 from tests.object_store import object_store
 from tests.online_rig import rigs
 from tests.precompute.test_torch_module import STATE, export
-from tests.stand_in import StandIn
 from tests.test_models_documented import MADE, VIEWS, write_texts
 
 ITEMS = "item_id,title,price,year\n" + "".join(
@@ -37,7 +35,8 @@ def spent(folder: Path) -> None:
     """All of it, in folders below."""
     begin(Measured(folder / "begin"))
     bring_models(Measured(folder / "models"))
-    ask_endpoints(Measured(folder / "endpoints"))
+    if MODELS.is_here("chat_endpoint"):
+        ask_endpoints(Measured(folder / "endpoints"))
     with_shop = Journey(folder / "python", "table:./online")
     if NAMES.is_here("precompute.OpenProject"):
         work_in_python(with_shop)
@@ -176,11 +175,14 @@ def save_trees(folder: Path, kind: str) -> None:
 def ask_endpoints(paying: Measured) -> None:
     """Labels and vectors of an OpenAI-compatible service: run, run again from the cache, and a
     budget that is spent."""
+    from precompute.plugins.endpoints.tests import test_run
+    from precompute.plugins.endpoints.tests.stand_in import StandIn
+
     project_of(paying.folder, {})
-    paying.environment["STAND_IN_KEY"] = test_endpoint_run.KEY
+    paying.environment["STAND_IN_KEY"] = test_run.KEY
     labels = paying.folder / "views/labels.yaml"
     with StandIn() as stand_in:
-        labels.write_text(test_endpoint_run.VIEW.format(url=stand_in.url, rows=120, tokens=10**9))
+        labels.write_text(test_run.VIEW.format(url=stand_in.url, rows=120, tokens=10**9))
         sql = "SELECT i AS id, 'number ' || i AS text FROM range(50) t(i)"
         model = {"use": "embedding_endpoint", "args": {"url": stand_in.url, "model": "small"}}
         four = {"embedding": {"dtype": "float32", "dim": 4}}
@@ -193,7 +195,7 @@ def ask_endpoints(paying: Measured) -> None:
         paying.do("run", "labels", "--full")
         paying.do("lookup", "labels", "7", "--json")
         paying.do("profile", "labels", "--rows", "16")
-        labels.write_text(test_endpoint_run.VIEW.format(url=stand_in.url, rows=400, tokens=100))
+        labels.write_text(test_run.VIEW.format(url=stand_in.url, rows=400, tokens=100))
         paying.do("run", "labels", ends=1)
 
 

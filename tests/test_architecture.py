@@ -112,7 +112,6 @@ SEAMS = {
     "pybase64": {"store/http/encoding/answer_bodies.py"},
     # the client writes what it asks, and reads what the API answered
     "msgspec": {
-        "precompute/models/endpoint/envelope.py",
         "store/wire/bodies.py",
         "store/client/calls.py",
         "store/disk/record.py",
@@ -129,8 +128,7 @@ SEAMS = {
     },
     "yaml": {"jobs/config/section.py"},
     "rich": {"jobs/run/command_process.py"},
-    "httptools": {"precompute/models/endpoint/transport.py", "store/http/guard/protocol.py"},
-    "jsonschema_rs": {"precompute/models/endpoint/chat.py"},
+    "httptools": {"store/http/guard/protocol.py"},
 }
 """Outside library → the only files that may import it, the demo apart."""
 

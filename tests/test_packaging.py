@@ -32,13 +32,13 @@ USES = {
     "store": ["cpu", "s3"],
     "precompute": [
         "engine",
-        "endpoint",
         "testing",
         "images",
         "libraries",
     ],
     "precompute/plugins": [
         "engine",
+        "endpoint",
         "iceberg",
         "onnx",
         "openvino",

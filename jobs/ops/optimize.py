@@ -22,7 +22,7 @@ from precompute.jobs.ops.student_judge import (
     published_rows,
 )
 from precompute.jobs.run.rows.open_view import OpenView
-from precompute.model import absolute_arguments, starting_from
+from precompute.model import KeepingModel, absolute_arguments, starting_from
 from precompute.registry import described
 from precompute.store.disk.durable_file import (
     disk_message,
@@ -145,8 +145,7 @@ def _check_teacher(opened: OpenView) -> None:
         raise ConfigError(
             f"{opened.place('model', 'use')}: SQL alone computes this view, and nothing is cheaper"
         )
-    # as only an endpoint's model does
-    if hasattr(opened.model, "gives"):
+    if isinstance(opened.model, KeepingModel):
         raise ConfigError(
             f"{opened.place('model', 'use')}: a service computes this view, and each row that a"
             " student is judged on would be paid for"

@@ -212,12 +212,9 @@ def engine_line(engine: dict[str, Any]) -> str:
         )
     if engine.get("peak_memory_bytes"):
         said.append(f"peak {engine['peak_memory_bytes'] / 2**20:,.0f} MiB")
-    if endpoint := engine.get("endpoint"):
-        said.append(
-            f"{endpoint['requests']:,} requests, {endpoint['from_cache']:,} answers from the cache"
-        )
-        said.append(f"{endpoint['input_tokens']:,} tokens in, {endpoint['output_tokens']:,} out")
-        said += [f"cost {endpoint['money']:g}"] if endpoint["money"] else []
+    # what a model counted itself
+    counted = engine.get(str(engine["device"]), {})
+    said += [f"{name.replace('_', ' ')} {count:,}" for name, count in counted.items() if count]
     if engine.get("workers"):
         said.append(str(engine["device"]))
     for count, what in (

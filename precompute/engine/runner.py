@@ -27,7 +27,7 @@ from precompute.engine.resources import (
     usable_threads,
 )
 from precompute.engine.rows import Batch, Declared, Outcome, Window, in_order
-from precompute.model import KeepingModel, Model, SizedModel, StagedModel
+from precompute.model import CountingModel, KeepingModel, Model, SizedModel, StagedModel
 from precompute.store.errors import ModelError
 from precompute.store.feature_view import FeatureView
 
@@ -329,8 +329,8 @@ class Runner:
         if counts := getattr(getattr(self._staged, "forward", None), "counts", None):
             figures["graphs"] = dict(counts)
         # of a model that computes elsewhere: what was sent, and what it cost
-        if self._staged is not None and (own := getattr(self._staged, "figures", None)) is not None:
-            figures[self._staged.device.name] = own()
+        if isinstance(self._staged, CountingModel):
+            figures[self._staged.device.name] = self._staged.figures()
         return (
             figures
             if self._staged is None

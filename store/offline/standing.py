@@ -39,21 +39,16 @@ def _if_wrong(snapshot: Snapshot) -> str:
         if snapshot.frame is None
         else ("full=True", "retry_rejected=True")
     )
-    model = snapshot.view.definition.model
     what = "source" if snapshot.frame is None else "frame that the run is given"
     text = (
         f"If the rows are wrong: mend the {what} or the model, then run the view again. Until then"
         " every run is refused as this one was"
     )
-    if model.use.endswith("_endpoint"):
-        return (
-            f"{text}, with {full} too, since the answers are cached: {full} and {retry} ask again"
-            " for what was rejected, and for embeddings that several texts have in common; new"
-            f" ones for all inputs need another `cache` in model.args, and {full}"
-        )
     return (
         f"{text}, with {full} too; {full} is for what was mended where neither input nor"
-        " fingerprint shows it"
+        f" fingerprint shows it. A model that keeps the answers of a service is asked again by"
+        f" {full} and {retry} for what was rejected, and for all inputs by {full} with another"
+        " `cache` in model.args"
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from precompute.store import doors
-from precompute.store.doors import KNOWN
+from precompute.store.doors import COMMANDS, KNOWN
 from precompute.students import columns_student
 from precompute.students.columns_student import Trees
 from tests.doors.conftest import EVERY, Install, called, names_of, without_each_of
@@ -23,7 +23,7 @@ from tests.server import make_folder
 def test_its_models_say_so_at_the_key_that_names_one(
     house: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """And ``init`` of a file that one of them would read."""
+    """And ``init`` of a file that one of them would read, and of a template one would bring."""
     without, copy = house
     has_init = without not in (EVERY, KNOWN["command"]["init"].power)
     absent = names_of(without, "model")
@@ -45,6 +45,9 @@ def test_its_models_say_so_at_the_key_that_names_one(
         assert (done.returncode, done.stdout) == (2, "")
         (line,) = done.stderr.splitlines()
         assert f"; {', '.join(absent)} have no plug-in here, and their files are not known" in line
+        done = called(copy, "init", "new", "--template", name, folder=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"model '{name}' comes with the plug-in {power}, which is" in done.stderr
 
 
 def test_trees_are_no_student_without_what_computes_them(
@@ -86,14 +89,84 @@ class Halver:
 """
 
 
+COUNTS = """
+from pathlib import Path
+from precompute.model import ViewTemplate
+
+class Counter:
+    template = ViewTemplate(
+        Path(__file__).with_name("counter.yaml"),
+        "letters",
+        "counted",
+        lambda columns: {"names": ", ".join(columns)},
+        ("spaces count as letters",),
+    )
+
+    def __init__(self, columns):
+        self.columns = columns
+
+    def fingerprint(self):
+        return f"counter 1 {self.columns}"
+
+    def reads(self):
+        return self.columns
+
+    def compute(self, batch):
+        rows = zip(*(batch.column(name).to_pylist() for name in self.columns))
+        return {"letters": [sum(map(len, row)) for row in rows]}
+"""
+COUNTER = """
+# {{view}}: how long each {{noun}} is
+{{columns}}
+name: {{view}}
+entity: [{{key}}]
+source:
+  sql: |
+    {{sql}}
+model: {use: counter, args: {columns: [{{names}}]}}
+features: {letters: {dtype: int64}}
+ttl: 1d
+"""
+
+
 @pytest.fixture
 def package(install: Install) -> Path:
     return install(
-        {"others.py": HALVES},
-        "model.halver = others:Halver\nmodel.gone = others:nothing_of_this_name\n",
+        {"others.py": HALVES, "counting.py": COUNTS, "counter.yaml": COUNTER},
+        "model.halver = others:Halver\nmodel.counter = counting:Counter\n"
+        "model.gone = others:nothing_of_this_name\n",
     )
 
 
+@pytest.mark.skipif(not COMMANDS.is_here("init"), reason="init is not installed here")
+def test_another_packages_model_brings_a_template_like_ours(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "shirts.csv").write_text("id,name,about\n1,Red,long and wide\n2,Blue,short\n")
+    folder = tmp_path / "new"
+    folder.mkdir()
+    given = ("--from", "../shirts.csv", "--template")
+    done = called(package, "init", ".", *given, "counter", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "template counter\n" in done.stdout
+    assert "  note: spaces count as letters\n" in done.stdout
+    view = folder / "views" / "shirt_letters.yaml"
+    assert "#   about  VARCHAR  counted\n" in view.read_text()
+    assert yaml.safe_load(view.read_text())["model"] == {
+        "use": "counter",
+        "args": {"columns": ["name", "about"]},
+    }
+    assert called(package, "run", view.stem, folder=folder).returncode == 0
+    assert (
+        '"letters": 9' in called(package, "lookup", view.stem, "2", "--json", folder=folder).stdout
+    )
+    points = package / "others-1.0.dist-info" / "entry_points.txt"
+    points.write_text(points.read_text().replace("model.gone = others:nothing_of_this_name\n", ""))
+    done = called(package, "new", "view", "x", *given, "cuonter", folder=folder)
+    assert re.search(
+        r"--template cuonter: is not one of .*, counter; did you mean 'counter'", done.stderr
+    )
+
+
+@pytest.mark.skipif(not COMMANDS.is_here("init"), reason="init is not installed here")
 def test_another_packages_model_is_one_like_ours(package: Path, tmp_path: Path) -> None:
     """A built-in by its name: with the columns that it reads, its files for ``init``, and what is
     said of a name that is none."""

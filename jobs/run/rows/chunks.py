@@ -23,7 +23,7 @@ from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.report import OverlappingCpu
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.rows.plan import Plan, now_us
-from precompute.model import KeepingModel
+from precompute.model import KeepingModel, is_in_run_process
 from precompute.sources.diff import Diff, rejected_rows
 from precompute.sources.sized_batches import joined
 from precompute.sources.source import Source
@@ -100,7 +100,7 @@ def _devices(opened: OpenModel, config: EngineConfig) -> list[str | None]:
     gpus = _gpus(opened)
     if not gpus:
         # a model with rates and a budget counts them in one process
-        return [] if getattr(opened.model, "in_run_process", False) else [None] * config.workers
+        return [] if is_in_run_process(opened.model) else [None] * config.workers
     # never the run's own process: a broken GPU context breaks its process
     return [gpus[n % len(gpus)] for n in range(config.workers or len(gpus))]
 

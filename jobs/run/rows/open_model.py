@@ -18,6 +18,7 @@ import precompute.model
 from precompute.jobs.config.section import place
 from precompute.model import (
     Model,
+    NamingModel,
     ReadingModel,
     StagedModel,
     absolute_arguments,
@@ -212,8 +213,7 @@ class OpenModel:
                 "reads: name one so with AS, or"
                 f" {'correct features' if use == 'columns' else 'another in model.args'}{nearest_or_all(lacks[0], names)}"  # noqa: E501
             )
-        # an endpoint's model names its features, since a call to find out is paid for
-        given: tuple[str, ...] = getattr(model, "gives", self.view.feature_names)
+        given = model.gives if isinstance(model, NamingModel) else self.view.feature_names
         lacks = [name for name in self.view.feature_names if name not in given]
         if lacks:
             raise ConfigError(

@@ -35,6 +35,7 @@ from precompute.jobs.run.shards.shard_folder import (
     write_shard_table,
     write_shards,
 )
+from precompute.model import is_in_run_process
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.record import read_record, sealed
 from precompute.store.disk.storage import LOCAL
@@ -80,7 +81,7 @@ def shards_of(config: ViewConfig, engine: EngineConfig, opened: OpenView, rows: 
         shards = SHARDS_A_WORKER * max(1, engine.workers)
     if shards is None or rows < FEW_ROWS:
         return 0
-    if getattr(opened.model, "in_run_process", False):
+    if is_in_run_process(opened.model):
         # each worker would spend the whole budget, and each attempt once more
         log.info("view %r: its model's rates and budget are counted here: no shards", config.name)
         return 0

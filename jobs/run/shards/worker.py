@@ -41,6 +41,7 @@ from precompute.jobs.run.shards.shard_folder import (
     shard_batches,
     shard_file_path,
 )
+from precompute.model import is_in_run_process
 from precompute.model_code import code_changes
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.lease import Lease, release_leases
@@ -392,7 +393,7 @@ class _Worker:
         has a process for the model, and rejects the row that it hangs at."""
         over, opened = threading.Event(), self._opened
         own = not engine.workers and opened.gpu is None
-        if not own or getattr(opened.model, "in_run_process", False):
+        if not own or is_in_run_process(opened.model):
             yield
             return
 

@@ -1,0 +1,1 @@
+"""Endpoints: models whose rows an OpenAI-compatible service answers."""

@@ -7,15 +7,16 @@ import json
 import re
 import string
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from precompute.model import Features, Verbatim, digest
-from precompute.models.endpoint.chat_message import CUT, answer_in, refusal_of, text_of_message
-from precompute.models.endpoint.endpoint import BadAnswer, Tokens, credible, estimated
-from precompute.models.endpoint.endpoint_model import EndpointModel, text_of
-from precompute.models.endpoint.session import ONCE_MORE, Input
+from precompute.model import Features, Verbatim, ViewTemplate, digest
+from precompute.plugins.endpoints.chat_message import CUT, answer_in, refusal_of, text_of_message
+from precompute.plugins.endpoints.endpoint import BadAnswer, Tokens, credible, estimated
+from precompute.plugins.endpoints.endpoint_model import EndpointModel, text_of
+from precompute.plugins.endpoints.session import ONCE_MORE, Input
 from precompute.store.errors import ConfigError
 
 
@@ -81,6 +82,10 @@ ANSWER_TRIES = f"{ONCE_MORE}, or at once limits: {{answer_tries: 2}}"
 """What helps against an answer that came of a bad hour."""
 
 
+def _prompt(columns: Sequence[str]) -> dict[str, str]:
+    return {"prompt": "\n".join(f"{name}: {{{name}}}" for name in columns)}
+
+
 class ChatEndpoint(EndpointModel):
     """Sends one prompt for each row.
 
@@ -99,6 +104,17 @@ class ChatEndpoint(EndpointModel):
     Raises:
         ConfigError: an argument is out of bounds.
     """
+
+    template = ViewTemplate(
+        Path(__file__).with_name("templates") / "chat_endpoint.yaml",
+        "label",
+        "in the prompt",
+        _prompt,
+        (
+            "url and model in the view are examples: put in those of your service, and its key in"
+            " the environment, before `precompute validate`",
+        ),
+    )
 
     def __init__(
         self,

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from precompute.model import Features, Verbatim, digest
-from precompute.models.endpoint.endpoint import BadAnswer, Tokens, credible, estimated
-from precompute.models.endpoint.endpoint_model import EndpointModel, text_of
-from precompute.models.endpoint.session import Input
+from precompute.plugins.endpoints.endpoint import BadAnswer, Tokens, credible, estimated
+from precompute.plugins.endpoints.endpoint_model import EndpointModel, text_of
+from precompute.plugins.endpoints.session import Input
 from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 1

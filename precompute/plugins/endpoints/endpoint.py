@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from precompute.model import Unanswered
-from precompute.models.endpoint.envelope import (
+from precompute.plugins.endpoints.envelope import (
     Failure,
     NoEnvelopeError,
     body_of,
@@ -25,7 +25,7 @@ from precompute.models.endpoint.envelope import (
     failure_of,
     plain_body,
 )
-from precompute.models.endpoint.transport import LostError, Reply, Transport
+from precompute.plugins.endpoints.transport import LostError, Reply, Transport
 from precompute.store.errors import ConfigError, ModelError
 
 T = TypeVar("T")

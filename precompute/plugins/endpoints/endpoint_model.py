@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.model import Features, Judge, Prepared, absolute_path
-from precompute.models.endpoint.endpoint import (
+from precompute.plugins.endpoints.endpoint import (
     BadAnswer,
     Endpoint,
     Limits,
@@ -25,7 +25,7 @@ from precompute.models.endpoint.endpoint import (
     base_url,
     key_from,
 )
-from precompute.models.endpoint.session import ONCE_MORE, Asking, Input, Session
+from precompute.plugins.endpoints.session import ONCE_MORE, Asking, Input, Session
 from precompute.store.errors import ConfigError, ModelError
 
 
@@ -83,7 +83,7 @@ class EndpointModel(ABC):
         params: fields of the request's body beside ours, or in their place; null leaves one out.
         api_key_env: the environment variable that holds the API key; by default none is sent.
         limits: as of :class:`Limits`: how much at once, how often, how long.
-        budget, price: as of :class:`precompute.models.endpoint.endpoint.Spending`, for one run.
+        budget, price: as of :class:`precompute.plugins.endpoints.endpoint.Spending`, for one run.
         cache: folder of the answers; by default :data:`CACHE` in the project's folder.
         cache_days: how long an answer is stored.
         group: inputs of one request.

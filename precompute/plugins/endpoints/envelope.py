@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from precompute.models.endpoint.transport import MOST_ANSWER_BYTES
+from precompute.plugins.endpoints.transport import MOST_ANSWER_BYTES
 
 
 def body_of(fields: Mapping[str, Any]) -> bytes:

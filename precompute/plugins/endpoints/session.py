@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from precompute.models.endpoint.endpoint import BadAnswer, Endpoint, NoAnswer, Tokens
+from precompute.plugins.endpoints.endpoint import BadAnswer, Endpoint, NoAnswer, Tokens
 from precompute.store.errors import ModelError
 
 NAME = "answers.sqlite"

@@ -1,8 +1,8 @@
 """Stand-in: a local endpoint that speaks OpenAI's API, slow or faulty on order, and counts what it
 is sent by input.
 
-python -m tests.stand_in SECONDS        in a process of its own: prints its port, answers after so
-long, ends with its standard input
+python -m precompute.plugins.endpoints.tests.stand_in SECONDS
+    in a process of its own: prints its port, answers after so long, ends with its standard input
 """
 
 from __future__ import annotations

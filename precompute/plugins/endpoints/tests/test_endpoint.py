@@ -28,14 +28,22 @@ import uvloop
 
 from precompute.engine.rows import Outcome
 from precompute.engine.runner import Runner, compute
-from precompute.models.endpoint import endpoint as endpoint_module
-from precompute.models.endpoint.chat import ChatEndpoint
-from precompute.models.endpoint.embedding import EmbeddingEndpoint
-from precompute.models.endpoint.session import NAME, AnswerCache
+from precompute.plugins.endpoints import endpoint as endpoint_module
+from precompute.plugins.endpoints.chat import ChatEndpoint
+from precompute.plugins.endpoints.embedding import EmbeddingEndpoint
+from precompute.plugins.endpoints.session import NAME, AnswerCache
+from precompute.plugins.endpoints.tests.stand_in import (
+    Answer,
+    Behaviour,
+    StandIn,
+    chat,
+    embeddings,
+    length_label,
+    vector_of,
+)
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.feature_view import Feature, FeatureView
-from tests.stand_in import Answer, Behaviour, StandIn, chat, embeddings, length_label, vector_of
 
 SCHEMA = {
     "type": "object",
@@ -200,7 +208,7 @@ def test_what_may_pass_is_tried_again(
     labels: Any, monkeypatch: pytest.MonkeyPatch, loop: Any
 ) -> None:
     monkeypatch.setattr(
-        "precompute.models.endpoint.session.asyncio.new_event_loop", loop.new_event_loop
+        "precompute.plugins.endpoints.session.asyncio.new_event_loop", loop.new_event_loop
     )
     with StandIn(behave=scripted(GOOD)) as stand_in:
         limits = {"timeout_s": 0.3, "answer_tries": 2}
@@ -688,7 +696,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(
     with StandIn() as stand_in:
         model = labels(stand_in)
         for text, idle_s, connections in (("a", 30.0, 1), ("b", 30.0, 1), ("c", 0.0, 2)):
-            monkeypatch.setattr("precompute.models.endpoint.transport.IDLE_S", idle_s)
+            monkeypatch.setattr("precompute.plugins.endpoints.transport.IDLE_S", idle_s)
             assert computed(compute(model, LABELS, rows(text)))
             assert stand_in.connections == connections
 
@@ -829,7 +837,7 @@ def test_an_answer_expires_as_the_view_said_that_paid_it(
         compute(labels(stand_in, cache_days=365), LABELS, rows("long"))
         compute(labels(stand_in, cache_days=30), LABELS, rows("short"))
         day = time.time() + 40 * 86400
-        monkeypatch.setattr("precompute.models.endpoint.session.time.time", lambda: day)
+        monkeypatch.setattr("precompute.plugins.endpoints.session.time.time", lambda: day)
         for days in (30, 365):
             compute(labels(stand_in, cache_days=days), LABELS, rows("long", "short"))
         assert stand_in.seen == {"Label: long": 1, "Label: short": 2}
@@ -841,7 +849,7 @@ def test_a_clock_that_is_years_ahead_costs_nothing_once_it_is_right(
     with StandIn() as stand_in:
         compute(labels(stand_in), LABELS, rows("a"))
         with monkeypatch.context() as ahead:
-            ahead.setattr("precompute.models.endpoint.session.time.time", lambda: 4e9)
+            ahead.setattr("precompute.plugins.endpoints.session.time.time", lambda: 4e9)
             # the second is opened with one that has not expired
             for text in ("b", "c"):
                 compute(labels(stand_in), LABELS, rows(text))
@@ -860,7 +868,7 @@ def test_a_bad_hour_of_an_endpoint_is_over_in_an_hour(
         ] * 2
         assert stand_in.seen == {"Label: a": 1}
         later = time.time() + 3700
-        monkeypatch.setattr("precompute.models.endpoint.session.time.time", lambda: later)
+        monkeypatch.setattr("precompute.plugins.endpoints.session.time.time", lambda: later)
         assert computed(compute(labels(stand_in), LABELS, rows("a"))) == {
             0: length_label("Label: a")
         }
@@ -1151,7 +1159,7 @@ def test_what_the_view_does_not_accept_is_kept_for_an_hour(
         later = rows("other bad")
         assert len(compute(model(), view, later).rejections) == 1
         mended, day = True, time.time() + 3700
-        monkeypatch.setattr("precompute.models.endpoint.session.time.time", lambda: day)
+        monkeypatch.setattr("precompute.plugins.endpoints.session.time.time", lambda: day)
         assert len(compute(model(), view, later).rows) == 1
         assert stand_in.seen.total() == 7
 
@@ -1171,7 +1179,7 @@ def test_a_mistake_of_the_view_costs_no_answer_that_was_paid(
         assert len(compute(embedder(stand_in, tmp_path), mistaken, batch).rejections) == 3
         gc.collect()
         later = time.time() + 3700
-        monkeypatch.setattr("precompute.models.endpoint.session.time.time", lambda: later)
+        monkeypatch.setattr("precompute.plugins.endpoints.session.time.time", lambda: later)
         assert computed(compute(embedder(stand_in, tmp_path), VECTORS, batch)) == good
         assert stand_in.seen == {"a": 1, "b": 1, "c": 1}
 

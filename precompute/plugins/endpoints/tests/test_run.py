@@ -16,10 +16,17 @@ from typing import Any
 
 import pytest
 
-from precompute.models.endpoint.session import NAME
+from precompute.plugins.endpoints.session import NAME
+from precompute.plugins.endpoints.tests.stand_in import (
+    Answer,
+    StandIn,
+    chat,
+    embeddings,
+    length_label,
+    vector_of,
+)
 from precompute.store.errors import ModelError
 from tests.scene import Scene, files_of_at_most
-from tests.stand_in import Answer, StandIn, chat, embeddings, length_label, vector_of
 
 ROWS = 600
 KEY = "sk-very-secret-0123"
@@ -266,7 +273,7 @@ def test_an_endpoint_that_answers_nothing_is_no_rows_fault(
     labels: MakeLabels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of fewer rows than show that it is down."""
-    monkeypatch.setattr("precompute.models.endpoint.endpoint._pause_s", lambda tries: 0.0)
+    monkeypatch.setattr("precompute.plugins.endpoints.endpoint._pause_s", lambda tries: 0.0)
     with StandIn() as stand_in:
         stand_in.behave = lambda text, seen: Answer({"error": {"message": "down", "code": 502}})
         with pytest.raises(
@@ -296,7 +303,7 @@ def test_an_outage_is_no_rows_fault_where_few_rows_are_sent(
     max_rejected: str,
 ) -> None:
     """However many rows may be rejected, and whatever was rejected before."""
-    monkeypatch.setattr("precompute.models.endpoint.endpoint._pause_s", lambda tries: 0.0)
+    monkeypatch.setattr("precompute.plugins.endpoints.endpoint._pause_s", lambda tries: 0.0)
 
     def scene(rows: int) -> Scene:
         made, file = labels(stand_in, rows=rows), tmp_path / "rows.csv"
