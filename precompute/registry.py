@@ -45,7 +45,6 @@ BUILT_IN = {
     "text_encoder": "precompute.models.text_encoder:TextEncoder",
     "text_classifier": "precompute.models.text_classifier:TextClassifier",
     "static_embedding": "precompute.models.static_embedding:StaticEmbedding",
-    "image_encoder": "precompute.models.image_encoder:ImageEncoder",
     "columns": "precompute.models.columns:Columns",
     "two_tower": "precompute.models.two_tower:TwoTower",
     "top_k": "precompute.models.top_k:TopK",

@@ -32,6 +32,8 @@ class Way(NamedTuple):
     """A line for people."""
     extra: str = ""
     """What is installed for it beside the engine: ``pip install 'precompute-store[extra]'``."""
+    asked: bool = True
+    """Whether :meth:`Door.all` has it: not what takes seconds to import, for nothing."""
 
 
 KNOWN: Mapping[str, Mapping[str, Way]] = {
@@ -76,6 +78,9 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
         ),
         "embedding_endpoint": Way(
             "endpoints", "embedding:EmbeddingEndpoint", "vectors of texts by a service"
+        ),
+        "image_encoder": Way(
+            "images", "image_encoder:ImageEncoder", "vectors of pictures", "images", asked=False
         ),
         "onnx": Way("onnx", "model:OnnxModel", "any graph over columns", "onnx"),
         "lightgbm": Way("trees", "lightgbm_model:LightGbm", "trees of LightGBM", "lightgbm"),
@@ -242,9 +247,11 @@ class Door(Generic[T]):
         return found
 
     def all(self) -> Iterator[tuple[str, T]]:
-        """Every name whose power is here, and what it leads to."""
+        """Every name that is asked about with the others and whose power is here, and what it leads
+        to."""
+        unasked = {name for name, way in self._known.items() if not way.asked}
         for name in (*self.known(), *self.foreign()):
-            if self.is_here(name):
+            if name not in unasked and self.is_here(name):
                 yield name, self.open(name)
 
 

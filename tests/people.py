@@ -151,31 +151,6 @@ def static_embedding(folder: Path) -> Made:
     )
 
 
-def image_encoder(folder: Path) -> Made:
-    """Pictures in the table, one of them cut."""
-    from tests.precompute.test_image_encoder import encoded, expected, picture, saved
-
-    model, processor = saved(folder / "clip")
-    images = [picture(row % 10, 40 + row, 50) for row in range(ROWS)]
-    contents = [encoded(image) for image in images]
-    contents[4] = contents[4][:200]
-    table = pa.table({"id": range(ROWS), "image": pa.array(contents)})
-    args = {"path": "./clip", "device": "cpu"}
-    features = {"embedding": {"dtype": "float32", "dim": 8}}
-    values = {"embedding": expected(model, processor, images)}
-    bad = {4: "image is a broken picture: OSError: image file is truncated"}
-    return Made(
-        args,
-        features,
-        table,
-        values,
-        bad,
-        "clip/model.safetensors",
-        [{"normalize": False}],
-        library="transformers",
-    )
-
-
 @cache
 def of_plugins(name: str) -> dict[str, Any]:
     """A table of this name of each plug-in's ``tests/people.py``, in one."""
@@ -189,7 +164,6 @@ def of_plugins(name: str) -> dict[str, Any]:
 def cases() -> dict[str, Callable[[Path], Made]]:
     """Name of a built-in → what makes one of its models in a folder."""
     return {
-        "image_encoder": image_encoder,
         "static_embedding": static_embedding,
         "text_classifier": text_classifier,
         **of_plugins("CASES"),

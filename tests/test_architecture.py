@@ -26,7 +26,6 @@ POWERS = [file for file in FOUND if file.startswith(PLUGINS) and "/tests/" not i
 
 SEAMS = {
     "torch": {
-        "precompute/models/image_encoder.py",
         "precompute/models/device.py",
         "precompute/models/exported_program.py",
         "precompute/models/static_embedding.py",
@@ -54,7 +53,6 @@ SEAMS = {
         "precompute/text/sentence_folder.py",
         "precompute/text/unpadded.py",
     },
-    "PIL": {"precompute/models/image_file.py"},
     # a loaded model is compared with its own library, in a process that ends with the answer
     "sentence_transformers": {
         "precompute/models/static_embedding.py",
@@ -62,9 +60,7 @@ SEAMS = {
         "precompute/models/text_encoder.py",
     },
     "model2vec": {"precompute/models/static_embedding.py"},
-    "open_clip": {"precompute/models/image_encoder.py"},
     "transformers": {
-        "precompute/models/image_encoder.py",
         "precompute/text/config_file.py",
         "precompute/models/text_classifier.py",
         "precompute/text/transformer.py",

@@ -74,27 +74,9 @@ def write_texts(file: Path, key: str, column: str) -> list[str]:
     return texts
 
 
-def photo_vector(folder: Path) -> str:
-    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
-
-    from tests.precompute.test_image_encoder import VISION, encoded, picture, saved
-
-    saved(folder / "clip-vit-base-patch32")
-    for name in ("config.json", "model.safetensors"):
-        (folder / "clip-vit-base-patch32" / name).unlink()
-    # the size that the view has
-    tower = CLIPVisionModelWithProjection(CLIPVisionConfig(**VISION, projection_dim=512))
-    tower.save_pretrained(folder / "clip-vit-base-patch32")
-    (folder / "photos").mkdir()
-    for row in range(8):
-        (folder / "photos" / f"p{row}.jpg").write_bytes(encoded(picture(row), "JPEG"))
-    return "p3"
-
-
 MADE: dict[str, Callable[[Path], str]] = {
     "review_sentiment": review_sentiment,
     "title_vector": title_vector,
-    "photo_vector": photo_vector,
     **of_plugins("DOCUMENTED"),
 }
 """View → what makes its model and its source, and returns a key."""

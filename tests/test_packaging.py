@@ -33,13 +33,13 @@ USES = {
     "precompute": [
         "engine",
         "testing",
-        "images",
         "libraries",
     ],
     "precompute/plugins": [
         "engine",
         "endpoint",
         "iceberg",
+        "images",
         "onnx",
         "openvino",
         "otel",
@@ -50,7 +50,7 @@ USES = {
         "libraries",
         "notebook",
     ],
-    "jobs": ["engine", "images"],
+    "jobs": ["engine"],
     "demo": ["engine", "demo"],
     "docs": ["engine", "docs"],
     "tests": ["cpu", "demo", "dev"],

@@ -11,10 +11,10 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import CONFIG_MAPPING
 
-from precompute.models.image_encoder import KINDS as PICTURES
 from precompute.store.errors import ConfigError, ModelError
 from precompute.text.bert import KINDS
 from precompute.text.config_file import check_config
+from precompute.text.sentence_folder import PICTURES
 from precompute.text.tokenizer_file import check_tokenizer_settings
 from precompute.text.transformer import DECODERS, ENCODERS, model_type
 

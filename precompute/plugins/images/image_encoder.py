@@ -22,7 +22,8 @@ from precompute.engine.resources import allowed, usable_threads
 from precompute.foreign_file import KnownKeys, read_json
 from precompute.model import Features, OwnLibrary, Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device
-from precompute.models.image_file import (
+from precompute.models.torch_model import Tensors, TorchModel
+from precompute.plugins.images.image_file import (
     PREPROCESSOR,
     PROCESSOR,
     Recipe,
@@ -32,7 +33,6 @@ from precompute.models.image_file import (
     read_recipe,
     upright,
 )
-from precompute.models.torch_model import Tensors, TorchModel
 from precompute.registry import described
 from precompute.safetensors_file import SCALES, check_floats, read_tensors
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError
@@ -120,7 +120,7 @@ class ImageEncoder(TorchModel):
         }
         return OwnLibrary(
             {"open_clip": "open_clip_torch"}.get(name, name),
-            f"precompute.models.image_encoder:by_{name}",
+            f"precompute.plugins.images.image_encoder:by_{name}",
             given,
             tuple(self._files.values()),
             (name,),

@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from precompute.models.image_file import Recipe, pixels
+from precompute.plugins.images.image_file import Recipe, pixels
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
 

@@ -25,9 +25,9 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
 )
 
+from precompute.plugins.images.tests.test_image_encoder import encoded, picture
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
-from tests.precompute.test_image_encoder import encoded, picture
 
 Weights = dict[str, torch.Tensor]
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
