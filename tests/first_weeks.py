@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from safetensors.torch import save_file
 
-from precompute.store.doors import MODELS, NAMES
+from precompute.store.doors import COMMANDS, MODELS, NAMES
 from tests import REPOSITORY
 from tests.documents import blocks
 from tests.journey import DOUBLED, Journey, Measured, service, write
@@ -33,7 +33,8 @@ notebooks need it."""
 
 def spent(folder: Path) -> None:
     """All of it, in folders below."""
-    begin(Measured(folder / "begin"))
+    if COMMANDS.is_here("init"):
+        begin(Measured(folder / "begin"))
     bring_models(Measured(folder / "models"))
     if MODELS.is_here("chat_endpoint"):
         ask_endpoints(Measured(folder / "endpoints"))
@@ -62,8 +63,9 @@ def begin(newcomer: Measured) -> None:
     do("init", "mine", "--from", "items.csv")
     do("init", "mine", ends=2)
     do("init", "other", "--from", "itmes.csv", ends=2)
-    do("init", "asked", "--template", "chat_endpoint")
-    do("-c", "asked", "validate", ends=1)
+    if MODELS.is_here("chat_endpoint"):
+        do("init", "asked", "--template", "chat_endpoint")
+        do("-c", "asked", "validate", ends=1)
     do("-c", "mine", "new", "view", "worth", "--from", "items.csv", "--template", "scores")
     do("-c", "mine", "run", "worth")
     do("-c", "mine", "validate", "--json")

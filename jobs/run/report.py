@@ -213,8 +213,8 @@ def engine_line(engine: dict[str, Any]) -> str:
     if engine.get("peak_memory_bytes"):
         said.append(f"peak {engine['peak_memory_bytes'] / 2**20:,.0f} MiB")
     # what a model counted itself
-    counted = engine.get(str(engine["device"]), {})
-    said += [f"{name.replace('_', ' ')} {count:,}" for name, count in counted.items() if count]
+    if isinstance(counted := engine.get(str(engine.get("device"))), dict):
+        said += [f"{name.replace('_', ' ')} {count:,}" for name, count in counted.items() if count]
     if engine.get("workers"):
         said.append(str(engine["device"]))
     for count, what in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from precompute.store import doors
 from precompute.store.doors import COMMANDS, KNOWN
 from precompute.students import columns_student
 from precompute.students.columns_student import Trees
+from tests import REPOSITORY
 from tests.doors.conftest import EVERY, Install, called, names_of, without_each_of
 from tests.server import make_folder
 
@@ -48,6 +50,12 @@ def test_its_models_say_so_at_the_key_that_names_one(
         done = called(copy, "init", "new", "--template", name, folder=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert f"model '{name}' comes with the plug-in {power}, which is" in done.stderr
+
+
+def test_what_asks_all_models_about_a_file_imports_no_torch() -> None:
+    code = "import sys; from precompute.store.doors import MODELS; found = dict(MODELS.all())\n"
+    code += "assert 'image_encoder' not in found and 'torch' not in sys.modules, found"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=60)
 
 
 def test_trees_are_no_student_without_what_computes_them(

@@ -20,7 +20,7 @@ import pytest
 from precompute.jobs.cli import main
 from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.serve import ServeConfig
-from precompute.store.doors import ONLINE
+from precompute.store.doors import MODELS, ONLINE
 from precompute.store.online.url import FORMS
 
 STORES = " or ".join(re.split(", | or ", FORMS)[:2])
@@ -268,7 +268,7 @@ MISTAKES = {
     "a missing argument": Mistake(swap('items: {sql: "SELECT book_id, vector FROM live.books"}, ', "", NEAR), "books/views/near.yaml:4: model.use: model 'top_k' needs the argument 'items': add it to args", command="run near"),
     "an argument's value": Mistake(swap("k: 2}", "k: two}", NEAR), "books/views/near.yaml:4: model.args.k: top_k: k is a whole number from 1, got 'two'", command="run near"),
     "items without vectors": Mistake(swap("SELECT book_id, vector FROM live.books\"}, k", "SELECT book_id FROM live.books\"}, k", NEAR), "books/views/near.yaml:4: model.args.items: top_k: `items` is {sql: SELECT <item id>, <vector> FROM live.<view>}: two columns", command="run near"),
-    "a precision of a model that has none": Mistake(swap("  use: book_models:Titles", "  use: book_models:Titles\n  precision: bf16"), "books/views/books.yaml:7: model.precision: bf16-eager: this model computes in its own way; only torch models (text_encoder, text_classifier, static_embedding, image_encoder, two_tower, top_k, torch_module) have other precisions"),
+    "a precision of a model that has none": Mistake(swap("  use: book_models:Titles", "  use: book_models:Titles\n  precision: bf16"), "books/views/books.yaml:7: model.precision: bf16-eager: this model computes in its own way; only torch models (text_encoder, text_classifier, static_embedding, two_tower, top_k, torch_module" + ", image_encoder" * MODELS.is_here("image_encoder") + ") have other precisions"),
     "a constructor that raises": Mistake(swap("self.scale = scale", "raise ValueError(f'no {scale}')", "book_models.py"), "books/views/books.yaml:6: model.use: model 'book_models:Titles' failed to load: ValueError: no 0.5 (book_models.py:7)", status=1),
     "a constructor that is wrong": Mistake(swap("self.scale = scale", "self.scale = scale + 'a'", "book_models.py"), "books/views/books.yaml:7: model.args.scale: model 'book_models:Titles' cannot be made with these args (scale): TypeError: unsupported operand type(s) for +: 'float' and 'str' (book_models.py:7)"),
     "a module that does not parse": Mistake(swap("self.scale = scale", "self.scale = = scale", "book_models.py"), "books/views/books.yaml:6: model.use: model 'book_models:Titles' cannot be imported: SyntaxError: invalid syntax (book_models.py, line 7)"),

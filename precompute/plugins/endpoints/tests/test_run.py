@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from precompute.jobs.run.report import engine_line
 from precompute.plugins.endpoints.session import NAME
 from precompute.plugins.endpoints.tests.stand_in import (
     Answer,
@@ -131,6 +132,7 @@ def test_a_killed_run_pays_for_no_answer_twice(labels: MakeLabels) -> None:
         assert stand_in.seen.total() - paid == ROWS - before
         # what the killed ones have paid counts in the budget, once
         engine = report.engine["endpoint"]
+        assert f" · requests {engine['requests']:,} · " in engine_line(report.engine)
         assert ROWS * 11 <= engine["input_tokens"] <= stand_in.seen.total() * 12
         assert sum(count - 1 for count in stand_in.seen.values()) <= 2 * 2 * 16
         # nor does anybody pay for what is computed once more
@@ -209,8 +211,9 @@ def test_what_a_broken_service_answered_is_sent_again_once_it_is_mended(
         # neither computes again what is cached
         scene.reread().cli("run", "vectors", "--full")
         assert stand_in.seen.total() == 60
+        told = "A model that keeps the answers of a service is asked again by --full and --retry-re"
+        assert (told in capfd.readouterr().err) == gated
         if vector is ZEROS:
-            capfd.readouterr()
             assert scene.cli("explain", "vectors", "0") == 0
             said = "all zeros (as answered before: run --retry-rejected sends it once more)"
             assert said in capfd.readouterr().out
