@@ -207,16 +207,13 @@ def _export(project: Project) -> None:
 
 
 def _frame(project: Project) -> None:
-    import precompute
-
     (view,) = project.names
     file = pq.ParquetFile(next(project.folder.glob("x.*")))
     # not iter_batches, which holds the whole file at its end
     groups = map(file.read_row_group, range(file.num_row_groups))
     batches = (batch for group in groups for batch in group.to_batches())
     reader = pa.RecordBatchReader.from_batches(file.schema_arrow, batches)
-    with precompute.open(project.folder) as opened:
-        opened.run(view, frame=reader)
+    run(project, view, frame=reader)
 
 
 STEPS: dict[str, Callable[[Project], None]] = {

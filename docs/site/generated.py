@@ -32,7 +32,7 @@ from precompute.jobs.config.project import ProjectConfig
 from precompute.jobs.config.section import Section, descriptions, parse_duration
 from precompute.jobs.config.serve import ServiceConfig
 from precompute.jobs.config.view import ViewConfig
-from precompute.store.doors import COMMANDS
+from precompute.store.doors import COMMANDS, NAMES
 from precompute.store.http.openapi import openapi_document
 from precompute.store.times import duration
 
@@ -363,7 +363,9 @@ def python() -> str:
         f"# Python\n\n{_plain(inspect.getdoc(precompute) or '')}\n\n[Reference](../reference.md#in-python)"  # noqa: E501
         " has examples.\n\n"
     )
-    public = {name: getattr(precompute, name) for name in precompute.__all__}
+    absent = {name for name in NAMES.known() if not NAMES.is_here(name)}
+    here = [name for name in precompute.__all__ if f"precompute.{name}" not in absent]
+    public = {name: getattr(precompute, name) for name in here}
     errors = {
         name
         for name, thing in public.items()

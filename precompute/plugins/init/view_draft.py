@@ -275,9 +275,9 @@ def _shape(template: str, data: DataFile, key: Sequence[str]) -> _Shape:
                     f"--key: {column.name!r} is {column.type}: a key is an integer or a short text"
                 )
         return _Shape(data, keys)
-    if template == "scores" and (pair := data.pair()) is not None:
+    found, pair = data.key(), data.pair() if template == "scores" else None
+    if pair is not None and (found is None or data.distinct([found]) < data.rows):
         return _Shape(data, list(pair))
-    found = data.key()
     if found is not None:
         return _Shape(data, [found])
     note = (

@@ -181,6 +181,12 @@ def test_a_view_says_what_it_was_made_of(
             "scores",
             ["user_id", "item_id"],
         ),
+        # whose rows have an id of their own beside the pair's
+        (
+            {"user_id": [1, 1, 2, 2], "item_id": [1, 2, 1, 2], "order_id": [1, 2, 3, 4]},
+            "scores",
+            ["order_id"],
+        ),
         (
             {
                 "id": [1, 2],
