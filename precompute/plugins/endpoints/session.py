@@ -37,6 +37,8 @@ SHARED_BY, MOST_SHARED = 3, 10_000
 remembered for that: the ones that came last."""
 ONCE_MORE = "run --retry-rejected sends it once more"
 """What helps where a row has no answer, or none that fits, once the service is mended."""
+WRITER = "answers"
+"""The name of the thread that writes the cache begins so."""
 MOST_KEYS = 500
 """Keys of one query, at most."""
 
@@ -284,7 +286,7 @@ class Session:
         self._failed = OrderedDict[bytes, tuple[float, BadAnswer]]()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cache: AnswerCache
-        self._writer = ThreadPoolExecutor(1, "answers")
+        self._writer = ThreadPoolExecutor(1, WRITER)
         self._unwritten: tuple[list[_Row], asyncio.Future[Mapping[bytes, str]]] | None = None
         self._writes: asyncio.Task[None] | None = None
         self._starting = threading.Lock()
@@ -584,6 +586,11 @@ def _close(
     if thread is threading.current_thread():
         # the last to hold the session was one of its own tasks, which is the last
         loop.call_soon(loop.stop)
+        return
+    if threading.current_thread().name.startswith(WRITER):
+        # garbage was collected in the writer's thread, which cannot wait for itself
+        given = (loop, thread, endpoint, cache, writer, bills)
+        threading.Thread(target=_close, args=given, name="endpoint closes").start()
         return
     asyncio.run_coroutine_threadsafe(_ended(endpoint), loop).result()
     loop.call_soon_threadsafe(loop.stop)

@@ -13,6 +13,7 @@ import re
 import socket
 import sqlite3
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -664,6 +665,22 @@ def test_an_endpoint_that_is_not_there_ends_the_run(labels: Any) -> None:
             match=r"no answer from http://127.0.0.1:.*Connect call failed.*the last of 2 tries$",
         ):
             compute(labels(stand_in, limits={"tries": 2}), LABELS, rows("a"))
+
+
+def test_a_session_may_end_in_the_thread_that_writes_its_cache(
+    labels: Callable[..., ChatEndpoint],
+) -> None:
+    """Where garbage is collected just then."""
+    with StandIn() as stand_in:
+        held = [labels(stand_in)]
+        assert not compute(held[0], LABELS, rows("a")).rejections
+        writer = held[0]._session._writer
+        writer.submit(lambda: (held.clear(), gc.collect())).result()
+        for thread in threading.enumerate():
+            if thread.name == "endpoint closes":
+                thread.join()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        writer.submit(print)
 
 
 def test_each_input_is_sent_once_and_no_more_at_once_than_allowed(labels: Any) -> None:
