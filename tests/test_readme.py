@@ -95,7 +95,7 @@ def test_the_demo_prints_what_it_promises(demo: tuple[dict[str, str], str]) -> N
     )
     assert ours > 1.2 * baseline > 0
     of_bf16 = ["bf16-onednn", *(["bf16-encoder"] if kernel() else [])] if has_bf16() else []
-    assert tried(printed) == ["fp32-onednn", *of_bf16]
+    assert tried(printed) == (["fp32-onednn", *of_bf16] if is_here("tune") else [])
 
 
 @pytest.mark.timeout(400)
