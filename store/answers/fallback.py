@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from precompute.store.doors import MISSES, VIEW_KEYS
 from precompute.store.errors import ConfigError, RequestError, did_you_mean
-from precompute.store.feature_view import FeatureView
+from precompute.store.feature_view import RESERVED, FeatureView
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason, Status
 
@@ -127,13 +127,20 @@ _told: set[tuple[str, str]] = set()
 def handlers_of(view: FeatureView) -> dict[str, type[Any]]:
     """Key → the class of a :class:`precompute.store.answers.misses.MissHandler`, by the powers that
     a view's record names, in that order. What is not here is left out, and the log tells of it."""
-    found = dict[str, type[Any]]()
+    found, taken = dict[str, type[Any]](), {*RESERVED, *view.entity, *view.feature_names}
     for key in view.powers:
         try:
             if not VIEW_KEYS.is_here(key):
                 raise ConfigError(VIEW_KEYS.absence(key))
             if MISSES.has(key):
-                found[key] = MISSES.open(key)
+                kind = MISSES.open(key)
+                names = {column.name for column in kind.columns}
+                if twice := sorted(names & taken):
+                    raise ConfigError(
+                        f"misses {key!r}: its column {twice[0]!r} is there already: call it"
+                        " otherwise, or what has that name"
+                    )
+                found[key], taken = kind, taken | names
         except ConfigError as exc:
             if (view.name, key) not in _told:
                 _told.add((view.name, key))
