@@ -20,6 +20,7 @@ ASKS = """
 import json, logging, sys
 from pathlib import Path
 from precompute.store.answers.service import Service, ServicePart
+from precompute.store.http.app import create_app
 from precompute.store.wire.bodies import ARROW
 from tests.world import LOOKUP, World
 
@@ -27,6 +28,7 @@ logging.basicConfig(stream=sys.stderr, format="%(message)s")
 folder, powers, *keys = sys.argv[1:]
 world = World(Path(folder), {"new": 1.0}, powers=json.loads(powers))
 world.model.known = frozenset(keys)
+world.app = create_app(world.lookup, fallback_ready=lambda pointer: True)
 service = Service("one", ("id",), (ServicePart("things", ("double",)),))
 said = ("status", "source", "guess", "whose", "coin")
 
