@@ -54,6 +54,12 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "what a view takes at another number of rows: time, CPU and GPU hours, bytes, memory"
             " and money, fitted to its own runs; what will not fit is said first",
         ),
+        "thresholds": Way(
+            "semantic",
+            "command:add",
+            "measure on a view's rows what a semantic cache would save and cost, and suggest its"
+            " threshold",
+        ),
         "tune": Way(
             "tune",
             "command:add",
@@ -71,6 +77,12 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "command:add",
             "one HTML file of a run: stages, rejections, figures beside what is live, a map",
         ),
+    },
+    "metrics": {
+        "semantic_cache": Way("semantic", "figures:SemanticFigures"),
+    },
+    "misses": {
+        "semantic_cache": Way("semantic", "cache:SemanticCache"),
     },
     "model": {
         "chat_endpoint": Way(
@@ -138,7 +150,9 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
     "traces": {
         "serve.tracing": Way("traces", "spans:spans_of", extra="otel"),
     },
-    "view key": {},
+    "view key": {
+        "semantic_cache": Way("semantic", "keys:SemanticKeys"),
+    },
 }
 """Door → the name that a user writes → where it leads."""
 
@@ -247,12 +261,15 @@ class Door(Generic[T]):
         return found
 
     def all(self) -> Iterator[tuple[str, T]]:
-        """Every name that is asked about with the others and whose power is here, and what it leads
-        to."""
+        """Every name whose power is here, and what it leads to; of those that are asked."""
         unasked = {name for name, way in self._known.items() if not way.asked}
-        for name in (*self.known(), *self.foreign()):
-            if name not in unasked and self.is_here(name):
+        for name in self.here():
+            if name not in unasked:
                 yield name, self.open(name)
+
+    def here(self) -> list[str]:
+        """Every name whose power is here."""
+        return [name for name in (*self.known(), *self.foreign()) if self.is_here(name)]
 
 
 @cache
@@ -281,6 +298,14 @@ def _is_here(way: Way) -> bool:
 
 COMMANDS: Door[Callable[[Any], None]] = Door("command")
 """A word after ``precompute`` → ``add(commands)``, which adds the one command of this name."""
+
+METRICS: Door[type[Any]] = Door("metrics")
+"""Of ours the key of the power → the class of
+:class:`precompute.store.http.telemetry.instruments.PowerFigures` with what it counts."""
+
+MISSES: Door[type[Any]] = Door("misses")
+"""A key of a view's record (:attr:`precompute.store.feature_view.FeatureView.powers`) → the class
+of a :class:`precompute.store.answers.misses.MissHandler`, which answers misses of such views."""
 
 MODELS: Door[Callable[..., Any]] = Door("model")
 """A view's ``model.use`` → the class, which makes a :class:`precompute.model.Model` of

@@ -674,8 +674,13 @@ def test_a_session_may_end_in_the_thread_that_writes_its_cache(
     with StandIn() as stand_in:
         held = [labels(stand_in)]
         assert not compute(held[0], LABELS, rows("a")).rejections
+
+        def let_go() -> None:
+            held.clear()
+            gc.collect()
+
         writer = held[0]._session._writer
-        writer.submit(lambda: (held.clear(), gc.collect())).result()
+        writer.submit(let_go).result()
         for thread in threading.enumerate():
             if thread.name == "endpoint closes":
                 thread.join()
