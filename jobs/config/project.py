@@ -48,7 +48,7 @@ from precompute.jobs.config.serve import (
 )
 from precompute.store.disk.durable_file import make_folder, replace_durably
 from precompute.store.disk.record import digest_of
-from precompute.store.disk.storage import LOCAL, OBJECT_STORES, mount, storage_of
+from precompute.store.disk.storage import OBJECT_STORES, is_mounted, mount
 from precompute.store.doors import LAUNCHERS, PROJECT_KEYS
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.feature_view import why_no_semantic_cache
@@ -551,7 +551,7 @@ class Project:
         if "://" not in url:
             return self.home / url
         folder = (self.home / self.settings.cache / digest_of(url.rstrip("/").encode())).absolute()
-        if storage_of(folder) is LOCAL:
+        if not is_mounted(folder):
             try:
                 from precompute.store.disk.object_storage import ObjectStorage
             except ImportError as exc:

@@ -26,7 +26,7 @@ from precompute.store.disk.durable_file import (
     sha256_of,
 )
 from precompute.store.disk.record import Record, read_record, sealed
-from precompute.store.disk.storage import LOCAL, File, known_identity, storage_of
+from precompute.store.disk.storage import File, known_identity, storage_of
 from precompute.store.errors import (
     DamagedPointerError,
     OnlineStoreError,
@@ -80,7 +80,7 @@ class Replica:
         self._store, self._online = store, online
         self._path = store.refs.folder / LIVE_FILES
         self._lock = threading.Lock()
-        self.is_one = store.storage is not LOCAL and isinstance(online, TableStore)
+        self.is_one = not store.storage.local and isinstance(online, TableStore)
 
     # ---- the publishing side
 
@@ -141,7 +141,7 @@ class Replica:
 
     def end(self) -> None:
         """Have no host serve the view any more."""
-        if self._store.storage is not LOCAL:
+        if not self._store.storage.local:
             self._store.storage.delete(self._path)
             self._store.storage.delete_all(self._store.folder / "online")
 
@@ -352,7 +352,7 @@ class Follower:
         self._thread: threading.Thread | None = None
         self._folders = {name: offline.view(name).refs.folder for name in names}
         self._replicas = dict[str, Replica]()
-        if storage_of(offline.root) is LOCAL:
+        if storage_of(offline.root).local:
             return
         self._online = online()
         self._replicas = {

@@ -31,7 +31,7 @@ from precompute.jobs.serve.remote_fallback import CONTROL, check_runtime
 from precompute.store.account.checker import Rounds
 from precompute.store.answers.service import Service
 from precompute.store.disk.sql import SpillFolder
-from precompute.store.disk.storage import LOCAL, storage_of
+from precompute.store.disk.storage import storage_of
 from precompute.store.doors import TRACES
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.http.guard.connections import Listener, tls_of, tokens_of
@@ -312,7 +312,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         online = partial(open_online_store, project.online)
         follower = Follower(project.offline, online, project.names)
         stack.callback(follower.stop)
-        if follower.restore_files is not None or storage_of(project.root) is LOCAL:
+        if follower.restore_files is not None or storage_of(project.root).local:
             # beside Redis with a root elsewhere, where a look reads all rows, the scheduler looks
             rounds = Rounds(project.offline, online, project.names, mend=follower.restore_files)
             stack.callback(rounds.stop)

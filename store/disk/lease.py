@@ -19,7 +19,6 @@ from pathlib import Path
 from precompute.store.disk.durable_file import disk_message, locked, make_folder, replace_durably
 from precompute.store.disk.record import Record, replace, sealed, whole_record
 from precompute.store.disk.storage import (
-    LOCAL,
     Storage,
     no_answer,
     read_record_file,
@@ -238,7 +237,7 @@ def take(
 def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool) -> Lease:
     storage, path = storage_of(folder), _record_path(folder, name)
     try:
-        if storage is not LOCAL:
+        if not storage.local:
             return _take_swapped(storage, folder, name, by, ttl_s, busy, force)
         make_folder(folder)
         with locked(folder / ".lock"):
@@ -361,7 +360,7 @@ def release_leases() -> None:
 def is_held(folder: Path, name: str) -> bool:
     """Whether a process holds the lease now; of a holder on another host, as far as clocks tell."""
     storage, path = storage_of(folder), _record_path(folder, name)
-    if storage is not LOCAL:
+    if not storage.local:
         sign = whole_record(_Sign, _read_or_none(storage, path))
         item = None if sign is None or sign.free else storage.stat(path)
         if sign is None or item is None or _is_dead(sign):
@@ -395,7 +394,7 @@ def holder(folder: Path, name: str) -> Holder | None:
     storage, path = storage_of(folder), _record_path(folder, name)
     remedy = "who holds it is known from its lock alone"
     try:
-        if storage is not LOCAL:
+        if not storage.local:
             sign = read_record_file(_Sign, path, remedy)
             return None if sign is None else sign.holder
         return read_record_file(Holder, path, remedy)

@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -88,6 +88,8 @@ class ObjectStorage:
         ConfigError: the URL or the environment cannot be right.
     """
 
+    local = False
+
     def __init__(self, url: str, folder: Path, cache_bytes: int = 200 * 10**9) -> None:
         self.url, self._folder = url.rstrip("/"), folder
         try:
@@ -116,7 +118,7 @@ class ObjectStorage:
         return seen
 
     def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:
-        self.check_writable()
+        self.check_writable(self._folder)
         _here(path)
         if point is not None:
             crashpoint(f"{point}.write")
@@ -141,7 +143,7 @@ class ObjectStorage:
         point: str | None = None,
         durably: bool = True,
     ) -> None:
-        self.check_writable()
+        self.check_writable(self._folder)
         _here(path)
         ours, fresh_s = b"", FRESH_S
         while True:
@@ -276,8 +278,8 @@ class ObjectStorage:
         with self._changing(path):
             obstore.put(self._files, self._key(path), path)
 
-    def fetch(self, files: Sequence[File], *, again: bool = False) -> bool:
-        away = files if again else [file for file in files if not _is_here(file)]
+    def fetch(self, files: Iterable[File], *, again: bool = False) -> bool:
+        away = [file for file in files if again or not _is_here(file)]
         self._at_once(partial(self._get, again=again), away)
         if away:
             self._trim()
@@ -422,7 +424,7 @@ class ObjectStorage:
         except BaseError as exc:
             raise StorageError(errno.EREMOTEIO, failure(self.shown(path), exc)) from exc
 
-    def check_writable(self) -> None:
+    def check_writable(self, root: Path) -> None:
         """Refuse a store that takes a second creation or a stale swap for a first one: two writers
         would both believe that they won.
 

@@ -12,9 +12,10 @@ import errno
 import logging
 import os
 import shutil
+import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -78,6 +79,11 @@ class Storage(Protocol):
     """What a root needs of the file system or object store that it lies in. What reads or lists
     raises :class:`StorageError` where no answer came; what writes may raise an OSError whose
     ``strerror`` says what failed. Folders come into being by what is written there."""
+
+    @property
+    def local(self) -> bool:
+        """Whether all lies where its path says, on this host: a look takes no request, a file has
+        not to be sent or fetched, and a lock ends with the process that held it."""
 
     def read(self, path: Path, *, immutable: bool = False) -> bytes:
         """A record, whole; ``immutable`` where it is created once and never changed.
@@ -146,15 +152,16 @@ class Storage(Protocol):
     def shown(self, path: Path) -> str:
         """Where it lies, for people."""
 
-    def check_writable(self) -> None:
+    def check_writable(self, root: Path) -> None:
         """Raises:
         PrecomputeError: no root can be written there.
+        OSError: likewise.
         """
 
     def put(self, paths: Sequence[Path]) -> None:
         """Make files that were written here, under names of their own, there for all."""
 
-    def fetch(self, files: Sequence[File], *, again: bool = False) -> bool:
+    def fetch(self, files: Iterable[File], *, again: bool = False) -> bool:
         """Have files here that may lie elsewhere, each compared with its checksum.
 
         Args:
@@ -185,6 +192,8 @@ class Storage(Protocol):
 
 class LocalStorage:
     """A file system: flock(2), link(2), rename(2) and fsync(2)."""
+
+    local = True
 
     def read(self, path: Path, *, immutable: bool = False) -> bytes:
         try:
@@ -298,13 +307,15 @@ class LocalStorage:
     def shown(self, path: Path) -> str:
         return str(path)
 
-    def check_writable(self) -> None:
-        """Its folder's rights tell."""
+    def check_writable(self, root: Path) -> None:
+        there = next(folder for folder in (root, *root.parents) if folder.exists())
+        # a file without a name leaves nothing behind
+        tempfile.TemporaryFile(dir=there).close()
 
     def put(self, paths: Sequence[Path]) -> None:
         """They are there."""
 
-    def fetch(self, files: Sequence[File], *, again: bool = False) -> bool:
+    def fetch(self, files: Iterable[File], *, again: bool = False) -> bool:
         return False
 
     def append(self, path: Path, line: bytes, *, first: bool = False) -> None:
@@ -350,6 +361,11 @@ def mount(folder: Path, storage: Storage) -> None:
 def unmount_all() -> None:
     """End each :func:`mount`."""
     _mounted.clear()
+
+
+def is_mounted(folder: Path) -> bool:
+    """Whether :func:`mount` was given a folder."""
+    return folder in _mounted
 
 
 def storage_of(path: Path) -> Storage:

@@ -37,7 +37,6 @@ from precompute.jobs.run.shards.shard_folder import (
 )
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.record import read_record, sealed
-from precompute.store.disk.storage import LOCAL
 from precompute.store.errors import (
     ConfigError,
     ModelError,
@@ -200,7 +199,7 @@ class _Coordinator:
         self._audit, self._progress, self._report = audit, progress, report
         self._settings: ProjectConfig = job.project.settings
         self._engine = self._settings.engine
-        self._look_s = RESULTS_LOOK_S if job.store.storage is LOCAL else RESULTS_LOOK_REMOTE_S
+        self._look_s = RESULTS_LOOK_S if job.store.storage.local else RESULTS_LOOK_REMOTE_S
         self._deaths: list[str] = []
         self._shown = 0
         self._started_at = self._lease_checked_at = time.monotonic()
