@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from safetensors.torch import save_file
 
-from precompute.store.doors import TESTING
+from precompute.store.doors import ROOTS, TESTING
 from tests import REPOSITORY
 from tests.documents import blocks
 from tests.jobs import test_endpoint_run
@@ -41,8 +41,9 @@ def spent(folder: Path) -> None:
     with_shop = Journey(folder / "python", "table:./online")
     work_in_python(with_shop)
     try_a_service(with_shop)
-    with object_store() as store:
-        share_a_root(folder, f"s3://bucket/{store.prefix}")
+    if ROOTS.is_here("s3"):
+        with object_store() as store:
+            share_a_root(folder, store.root)
     if "redis" in rigs():
         from precompute.plugins.redis.tests.fixtures import redis_binary
         from precompute.plugins.redis.tests.processes import RedisCluster

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.replica import Replica
+from precompute.store.account.followers import followers
 from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.lease import holder, is_held, take
 from precompute.store.disk.record import plain
@@ -138,7 +138,8 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
             _check_idle(folder, name)
         with contextlib.closing(open_online_store(project.online)) as online:
             online.forget(name)
-            Replica(store, online).end()
+            for each in followers(store, online):
+                each.end()
         try:
             store.storage.delete_all(store.indexes)
         except OSError as exc:

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _R = TypeVar("_R")
 
 OBJECT_STORES = ("s3", "gs", "az")
-"""Schemes of the URLs of what lies in an object store."""
+"""Schemes of the URLs of sources in object stores."""
 
 LOCK = ".lock"
 """The file in a folder by which a local update of a record there excludes others."""
