@@ -43,6 +43,7 @@ USES = {
         "openvino",
         "otel",
         "ray",
+        "s3",
         "lightgbm",
         "xgboost",
         "catboost",

@@ -68,8 +68,8 @@ class Lease:
     takes over raises the **fence**; the late holder finds a higher one and is refused. Safety never
     rests on a clock, only how soon another process may take over.
 
-    In an object store the record itself is what is touched, by compare and swap; who takes over has
-    seen it unchanged for a TTL by a clock of its own.
+    Of a root elsewhere the record itself is what is touched, by compare and swap; who takes over
+    has seen it unchanged for a TTL by a clock of its own.
     """
 
     def __init__(self, folder: Path, name: str, record: Holder, sign: _Locked | _Swapped) -> None:
@@ -154,7 +154,7 @@ class _Locked:
 
 
 class _Sign(Record, frozen=True):
-    """The record of a lease in an object store. ``started`` distinguishes the process from a later
+    """The record of a lease elsewhere. ``started`` distinguishes the process from a later
     one of its number; ``beats`` changes while it lives, and the nonce that the storage adds with
     it."""
 
@@ -165,7 +165,7 @@ class _Sign(Record, frozen=True):
 
 
 class _Swapped:
-    """Sign of life in an object store: a record that its holder swaps for the next."""
+    """Sign of life elsewhere: a record that its holder swaps for the next."""
 
     def __init__(self, storage: Storage, path: Path, sign: _Sign) -> None:
         self._storage, self._path, self._last, self._lock = storage, path, sign, threading.Lock()
@@ -265,7 +265,7 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
 def _take_swapped(
     storage: Storage, folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
 ) -> Lease:
-    """As :func:`take`, in an object store."""
+    """As :func:`take`, of a root that is not local."""
     path = _record_path(folder, name)
     before = _read_or_none(storage, path) if force else _free_record(storage, path, name, busy)
     last = whole_record(_Sign, before)

@@ -1,8 +1,8 @@
 """Storage: where the records and files of a root lie, the few things that are done to them, and the
 identity of a root.
 
-A path names each of them, in an object store too: a folder that is **mounted** is the local cache
-of a root there, laid out alike. What is done to a path is done by the storage that it lies in.
+A path names each of them, elsewhere too: a folder that is **mounted** is the local cache of a root
+there, laid out alike. What is done to a path is done by the storage that it lies in.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def no_answer(path: Path, exc: OSError) -> StorageError:
 
 
 class Storage(Protocol):
-    """What a root needs of the file system or object store that it lies in. What reads or lists
+    """What a root needs of the file system, or whatever else, that it lies in. What reads or lists
     raises :class:`StorageError` where no answer came; what writes may raise an OSError whose
     ``strerror`` says what failed. Folders come into being by what is written there."""
 

@@ -59,8 +59,8 @@ SHARDS_A_WORKER = 4
 MOST_DEATHS = 3
 """Workers that may die one after the other while no row is computed; then the run fails."""
 RESULTS_LOOK_S, RESULTS_LOOK_REMOTE_S = 0.1, 1.0
-"""How often the coordinator looks for results in a folder, and in an object store, where each look
-costs money."""
+"""How often the coordinator looks for results in a folder, and elsewhere, where each look is a
+request."""
 LEASE_CHECK_S = 5.0
 """How often the run's own lease is checked."""
 NO_WORKER_S = 60.0
