@@ -178,8 +178,9 @@ class Door(Generic[T]):
         distribution = self._foreign[name].dist
         return f"of {distribution.name if distribution is not None else 'another package'}"
 
-    def absence(self, name: str) -> str:
-        """What is said to whoever names what is not here: one line."""
+    def absence(self, name: str, otherwise: str = "") -> str:
+        """What is said to whoever names what is not here: one line; ``otherwise`` is what else can
+        be done than to install it, by default to do without."""
         way = self._known.get(name)
         if way is None:
             return (
@@ -189,7 +190,7 @@ class Door(Generic[T]):
         return (
             f"{self.name} {name!r} comes with the plug-in {way.power}, which is not installed here"
             f" (no folder {os.path.join('precompute', 'plugins', way.power)}): install"
-            f" precompute-store with it, or do without {name!r}"
+            f" precompute-store with it, or {otherwise or f'do without {name!r}'}"
         )
 
     def open(self, name: str) -> T:

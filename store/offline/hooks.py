@@ -72,7 +72,7 @@ def left(store: ViewStore) -> list[str]:
     """A sentence for what each power that is not here left in the view's folder: nobody keeps it up
     to date."""
     return [
-        f"{door.absence(name)}, and remove what it left, {store.storage.shown(store.folder / name)}"
+        door.absence(name, f"remove what it left, {store.storage.shown(store.folder / name)}")
         for door in (SNAPSHOTS, FOLLOWERS)
         for name in door.known()
         if not door.is_here(name) and store.storage.names(store.folder / name)

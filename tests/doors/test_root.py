@@ -75,6 +75,27 @@ for name in ("append appended changed_ns check_writable create delete delete_all
              " read size_bytes stat update write").split():
     setattr(Elsewhere, name, moved(name))
 
+class Diary:
+    def __init__(self, store, online): self.store = store
+    def say(self, *words): tell(self.store.offline.root, *words)
+    def publish(self, pointer): self.say("publish", pointer.view.name, pointer.snapshot)
+    def is_behind(self, epoch): return False
+    def follow(self, *, again=False): return False
+    def drop_all_but(self, keep, epoch): self.say("keep", *keep)
+    def end(self): self.say("end")
+    @staticmethod
+    def follower(offline, online, names): return Reader(offline.root, names)
+
+class Reader:
+    restore_files = None
+    def __init__(self, root, names):
+        self.root = root
+        tell(root, "follow", *names)
+    def stop(self): tell(self.root, "stop")
+
+def tell(root, *words):
+    with open(root.parent / "diary", "a") as file: print(*words, file=file)
+
 def mounted(url, home, keys):
     here = home / "cache"
     if not is_mounted(here):
@@ -87,7 +108,8 @@ def mounted(url, home, keys):
 def package(install: Install) -> Path:
     return install(
         {"others_root.py": ELSEWHERE},
-        "root.mem+file = others_root:mounted\nroot.broken = others_root:no_root\n",
+        "root.mem+file = others_root:mounted\nroot.broken = others_root:no_root\n"
+        "followers.diary = others_root:Diary\n",
     )
 
 
@@ -119,6 +141,8 @@ def test_another_packages_root_is_one_like_ours(package: Path, tmp_path: Path) -
     over(f"mem+file://{tmp_path}/there", tmp_path)
     weeks(package, REPOSITORY, tmp_path)
     check_manifests(tmp_path / "there")
+    said = (tmp_path / "diary").read_text().splitlines()
+    assert said == ["keep", "publish numbers 1", "keep 1", "follow numbers", "stop"]
     # a host that has nothing of it, and what was fetched
     for folder in ("cache", "online"):
         shutil.rmtree(tmp_path / folder)

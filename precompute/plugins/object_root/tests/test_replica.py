@@ -30,6 +30,7 @@ from precompute.store.account.account import (
     write_followed,
 )
 from precompute.store.account.checker import Rounds, check_live
+from precompute.store.account.followers import Followers
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.record import replace
 from precompute.store.disk.storage import unmount_all
@@ -49,6 +50,9 @@ from tests.memory_store import MemoryStore
 from tests.object_store import ObjectStore
 from tests.scene import Scene
 from tests.server import Server
+
+KIND: type[Followers] = Replica
+"""It is what the door asks for."""
 
 
 def test_a_replica_serves_what_is_published_and_what_it_has_when_cut_off(

@@ -171,6 +171,16 @@ def test_the_cache_is_bounded_and_leaves_what_was_just_used(
     assert [path.exists() for path in left] == [False, True]
 
 
+def test_without_its_library_it_is_said_what_to_install(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, ObjectStorage.__module__)
+    told = r"^root 's3' needs obstore, .*: pip install 'precompute-store\[s3\]'$"
+    with pytest.raises(ConfigError, match=told):
+        make_project([(1, 1)], project={"root": "s3://bucket/prefix"})
+
+
 # ---- leases
 
 
