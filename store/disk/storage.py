@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import shutil
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -308,6 +307,8 @@ class LocalStorage:
         return str(path)
 
     def check_writable(self, root: Path) -> None:
+        import tempfile
+
         there = next(folder for folder in (root, *root.parents) if folder.exists())
         # a file without a name leaves nothing behind
         tempfile.TemporaryFile(dir=there).close()
