@@ -10,7 +10,7 @@ import pytest
 
 from precompute.store.doors import KNOWN, ROOTS
 from tests import REPOSITORY
-from tests.doors.conftest import Install, called, names_of, weeks, without_each_of
+from tests.doors.conftest import EVERY, Install, called, names_of, weeks, without_each_of
 from tests.doors.test_keys import write_key
 from tests.server import make_folder
 
@@ -126,7 +126,7 @@ def check_manifests(root: Path) -> None:
     assert [*(root / "numbers").glob("data/*/*.parquet")] != []
 
 
-@without_each_of("root")
+@pytest.mark.parametrize("house", [EVERY], indirect=True)
 def test_another_packages_root_needs_none_of_ours(
     house: tuple[str, Path], package: Path, tmp_path: Path
 ) -> None:
