@@ -6,6 +6,7 @@ PLUGINS = Path(__file__).parent / "precompute" / "plugins"
 
 pytest_plugins = [
     "tests.fixtures",
+    "tests.core",
     *(
         f"precompute.plugins.{path.parts[-3]}.tests.fixtures"
         for path in sorted(PLUGINS.glob("*/tests/fixtures.py"))

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from demo.data import write_docstrings, write_movielens
 from demo.evaluate import evaluate
+from precompute.jobs import cli
 from precompute.jobs.commands.rows import describe_row
 from precompute.jobs.commands.run import describe_report
 from precompute.jobs.config.project import Project
@@ -24,9 +25,8 @@ from precompute.jobs.run.command_process import progress_for
 from precompute.jobs.run.run_view import run_view
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.models.two_tower import train_two_tower
-from precompute.plugins.tune.command import describe_tuning
-from precompute.plugins.tune.tune import tune
 from precompute.store.answers.lookup import Lookup
+from precompute.store.doors import COMMANDS
 from precompute.store.errors import PrecomputeError
 from precompute.store.online.url import open_online_store
 from precompute.store.wire.lookup_options import LookupOptions
@@ -81,8 +81,9 @@ def main() -> int:
         project = Project(arguments.config)
         data = (project.folder / project.settings.vars["data"]).resolve()
         prepare(data, arguments.limit, documents, epochs)
-        heading("Precision: speed against accuracy, on the documents themselves")
-        project = tuned(project)
+        if COMMANDS.is_here("tune"):
+            heading("Precision: speed against accuracy, on the documents themselves")
+            project = tuned(project)
         heading("The views, one after the other")
         for name in VIEWS:
             print(describe_report(run_view(project, name, progress_for(quiet=True))), flush=True)
@@ -98,14 +99,17 @@ def main() -> int:
 
 
 def tuned(project: Project) -> Project:
-    """The project, its documents computed in the fastest precision that keeps their neighbours:
-    what `precompute tune` does, with those candidates that compile nothing."""
+    """The project, its documents computed in the fastest precision that keeps their neighbours: by
+    ``precompute tune``, with those candidates that compile nothing."""
     only = [
         "fp32-onednn",
         *(["bf16-onednn"] if has_bf16() else []),
         *(["bf16-encoder"] if has_bf16() and kernel() else []),
     ]
-    print(describe_tuning(tune(project, "doc_embedding", rows=TUNED_ROWS, only=only)))
+    named = [word for name in only for word in ("--only", name)]
+    command = ["tune", "doc_embedding", "--rows", str(TUNED_ROWS), *named]
+    if cli.main(["-c", str(project.folder), *command]):
+        raise PrecomputeError("the documents' precision could not be picked")
     return Project(project.folder)
 
 

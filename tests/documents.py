@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from precompute.jobs.cli import main
+from precompute.store.doors import COMMANDS
 from tests import REPOSITORY
 
 PRECOMPUTE = [str(Path(sys.executable).with_name("precompute"))]
@@ -48,6 +49,16 @@ def steps(text: str) -> list[tuple[str, list[str]]]:
 def commands(document: str) -> list[tuple[str, list[str]]]:
     """:func:`steps` of all its blocks of a console."""
     return steps("".join(blocks(document, "console")))
+
+
+def command_of(words: Sequence[str]) -> str:
+    """The command of the words after ``precompute``."""
+    return words[2 if words[0] == "-c" else 0]
+
+
+def is_here(command: str) -> bool:
+    """Whether a command is of the rooms, or of a power that is here."""
+    return COMMANDS.is_here(command) or not COMMANDS.has(command)
 
 
 def unset_settings(monkeypatch: pytest.MonkeyPatch) -> None:

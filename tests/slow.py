@@ -1,13 +1,14 @@
 """Which tests are slow: those whose cases took more than a second together, by the durations that
 ``make test`` recorded.
 
-python -m tests.slow var/tests.xml > tests/slow.txt
+python -m tests.slow var/core.xml var/tests.xml > tests/slow.txt
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -25,10 +26,10 @@ def name_of(node_id: str) -> str:
     return node_id.partition("[")[0]
 
 
-def slow(recorded: Path) -> dict[str, float]:
-    """The slow tests of a JUnit file, and the seconds of each."""
+def slow(recorded: Iterable[Path]) -> dict[str, float]:
+    """The slow tests of JUnit files, and the seconds of each."""
     seconds: dict[str, float] = defaultdict(float)
-    for case in ElementTree.parse(recorded).iter("testcase"):
+    for case in (case for path in recorded for case in ElementTree.parse(path).iter("testcase")):
         module, *classes = case.attrib["classname"].partition(".Test")
         path = module.replace(".", "/") + ".py"
         owner = [f"Test{classes[1]}"] if classes[1] else []
@@ -39,5 +40,5 @@ def slow(recorded: Path) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    found = slow(Path(sys.argv[1]))
+    found = slow(map(Path, sys.argv[1:]))
     print("\n".join(f"{name} {found[name]:.0f}" for name in sorted(found)))

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import common, engine_gpu, gpu_parts, online_table, run_memory, source_types
 from precompute.jobs.config.project import Project
+from precompute.store.doors import ONLINE
 from precompute.techniques.technique import technique
 
 TINY = gpu_parts.Size(24, 6, (64, 256), 100, 20, 200, 60, 1, 64)
@@ -170,6 +171,8 @@ def test_every_way_of_large_rows_is_walked(
         return {"refused": "", "first_mb": [0, 0], "own_mb": 1, "files_mb": 0}
 
     shape = run_memory.SHAPES[name]
+    if shape.at == "redis" and not ONLINE.is_here("redis"):
+        pytest.skip("the benchmark's online store is not here")
     small = {"a": ("'a' || i", run_memory.TEXT)}
     columns = shape.columns if shape.view else small
     walked = replace(shape, rows=120, columns=columns, memory_mb=256, settings=None)

@@ -304,7 +304,7 @@ def test_a_make_target_installs_what_it_imports(target: str) -> None:
     }
     assert set(USES["benchmarks" if target == "bench" else "tests"]) <= installed
     assert re.search(
-        rf"^{target}: .*\.bench$" if target == "bench" else rf"^{target}: setup$",
+        rf"^{target}: .*\.bench$" if target == "bench" else rf"^{target}-core: setup$",
         makefile,
         re.MULTILINE,
     )

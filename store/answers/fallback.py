@@ -1,19 +1,26 @@
-"""Fallback: the contract of a model behind misses: what it takes and returns."""
+"""Fallback: the contract of a model behind misses: what it takes and returns; and which powers
+answer a view's misses before it."""
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from precompute.store.errors import RequestError, did_you_mean
-from precompute.store.feature_view import FeatureView
+import pyarrow as pa
+
+from precompute.store.doors import MISSES, VIEW_KEYS
+from precompute.store.errors import ConfigError, RequestError, did_you_mean
+from precompute.store.feature_view import RESERVED, FeatureView
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason, Status
+
+log = logging.getLogger(__name__)
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """The client of the request that is worked on, by token or address, to whose share the rows that it
@@ -31,25 +38,19 @@ def places(free: int, mine: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
-    """Whose stored row it is, and how near that entity's input is to what was requested: a
-    cosine."""
-
-    key: str
-    similarity: float
-
-
-@dataclass(frozen=True, slots=True)
 class Computed:
     """One row the model made now, packed as the online store would hold it, and when (µs since
     1970); what a view is searched by is packed as a row of :func:`unpacked_view`, its vector not
-    quantized. With ``like`` no model made it: it is the stored row of another entity
-    (:mod:`precompute.store.answers.misses`).
+    quantized.
     """
 
     row: bytes
     computed_at_us: int
-    like: Likeness | None = None
+    says: Mapping[str, Any] | None = None
+    """Column → value: what the row says besides, of the columns of what answers the view's misses;
+    None: nothing."""
+    stored: bool = False
+    """Whether no model made it: it is the published row of another entity, and as old as that."""
 
 
 class Miss(Exception):
@@ -108,6 +109,43 @@ class Fallback(Protocol):
             cancel it is to give the row up: it is computed only where another request waits for it,
             or where that has begun.
         """
+
+
+class Column(NamedTuple):
+    """What rows may say of themselves besides: a column of Arrow, a member of a row in JSON."""
+
+    name: str
+    type: pa.DataType
+    what: str
+    """What it says, of which rows; of the OpenAPI document."""
+
+
+_told: set[tuple[str, str]] = set()
+"""View and key of a power that it is served without, as the log has it."""
+
+
+def handlers_of(view: FeatureView) -> dict[str, type[Any]]:
+    """Key → the class of a :class:`precompute.store.answers.misses.MissHandler`, by the powers that
+    a view's record names, in that order. What is not here is left out, and the log tells of it."""
+    found, taken = dict[str, type[Any]](), {*RESERVED, *view.entity, *view.feature_names}
+    for key in view.powers:
+        try:
+            if not VIEW_KEYS.is_here(key):
+                raise ConfigError(VIEW_KEYS.absence(key))
+            if MISSES.has(key):
+                kind = MISSES.open(key)
+                names = {column.name for column in kind.columns}
+                if twice := sorted(names & taken):
+                    raise ConfigError(
+                        f"misses {key!r}: its column {twice[0]!r} is there already: call it"
+                        " otherwise, or what has that name"
+                    )
+                found[key], taken = kind, taken | names
+        except ConfigError as exc:
+            if (view.name, key) not in _told:
+                _told.add((view.name, key))
+                log.warning("view %r is served without what its record names: %s", view.name, exc)
+    return found
 
 
 class Waiting:

@@ -55,7 +55,7 @@ def test_what_needs_the_definition_is_refused_with_the_mistake(
     """And the other views run."""
     capsys.readouterr()
     days = ["--from", "2026-01-01", "--to", "2026-01-01"]
-    for command in ("run", "materialize", "publish", "backfill", "profile", "tune"):
+    for command in ("run", "materialize", "publish", "backfill", "profile"):
         assert call(folder, command, "broken", *(days if command == "backfill" else [])) == 2
         assert MESSAGE in capsys.readouterr().err
     assert call(folder, "run", "numbers", "--full") == 0

@@ -15,7 +15,7 @@ import pyarrow as pa
 from demo.__main__ import VIEWS
 from precompute.techniques.row_errors import differing
 from tests import REPOSITORY
-from tests.documents import printed_by
+from tests.documents import is_here, printed_by
 from tests.fixtures import MakeProject
 from tests.scene import Scene
 
@@ -119,7 +119,8 @@ def test_the_demo_in_miniature_on_the_lowest(tmp_path: Path) -> None:
     ) == list(VIEWS)
     assert "9999: computed from fallback" in printed
     assert "50: fresh from store" in printed
-    assert tried(printed) == ["fp32-onednn"], "it has no instructions for bfloat16"
+    # it has no instructions for bfloat16
+    assert tried(printed) == (["fp32-onednn"] if is_here("tune") else [])
 
 
 def tried(printed: str) -> list[str]:

@@ -20,7 +20,7 @@ import pytest
 from precompute.jobs.cli import main
 from precompute.jobs.config.project import ROOT_URLS, ProjectConfig
 from precompute.jobs.config.serve import ServeConfig
-from precompute.store.doors import ONLINE
+from precompute.store.doors import ONLINE, VIEW_KEYS
 from precompute.store.online.url import FORMS
 
 STORES = " or ".join(re.split(", | or ", FORMS)[:2])
@@ -196,7 +196,7 @@ MISTAKES = {
     "another name": Mistake(says("name: book"), "books/views/books.yaml:1: name: 'book' differs from the file's name; call the file views/book.yaml"),
     # ---- a view: keys
     "a key that is needed, misspelt": Mistake(swap("ttl: 26h", "tll: 26h"), "books/views/books.yaml:11: tll: unknown key; did you mean 'ttl'?"),
-    "an unknown key like none": Mistake(says("qqqq: 1"), "books/views/books.yaml:14: qqqq: unknown key (there are: name, entity, source, chunk, model, features, ttl, stale_for, index, fallback, semantic_cache, accuracy, max_rejected, bad_rows, renew_unchanged, partition, shards, gates)"),
+    "an unknown key like none": Mistake(says("qqqq: 1"), "books/views/books.yaml:14: qqqq: unknown key (there are: name, entity, source, chunk, model, features, ttl, stale_for, index, fallback, accuracy, max_rejected, bad_rows, renew_unchanged, partition, shards, gates" + "".join(f", {name}" for name in VIEW_KEYS.here()) + ")"),
     "an unknown key in a section": Mistake(says("fallback: {enable: true}"), "books/views/books.yaml:13: fallback.enable: unknown key; did you mean 'enabled'?"),
     "a missing key": Mistake(swap("ttl: 26h\n", ""), "books/views/books.yaml: ttl: missing; add it, for it has no default"),
     "three at once": Mistake(both(says("ttl: soon"), says("tll: 1"), says("entity: book_id")), ("books/views/books.yaml:2: entity: 'book_id': write a list, [book_id]\n" "books/views/books.yaml:11: ttl: 'soon': write a number with a unit: 100ms, 30s, 15m, 26h or 7d\n" "books/views/books.yaml:14: tll: unknown key; did you mean 'ttl'?")),
@@ -229,7 +229,6 @@ MISTAKES = {
     "accuracy of no feature": Mistake(says("accuracy: {features: {lenght: {worst: 1}}}"), "books/views/books.yaml:14: accuracy.features.lenght: 'lenght' is no feature; did you mean 'length'?"),
     "a partition's start before all time": Mistake(says("partition: {by: day, start: 0001-01-01T00:00+05:00}"), "books/views/books.yaml:14: partition.start: '0001-01-01T00:00+05:00': write a date or time, such as 2026-01-31 or 2026-01-31T06:00Z"),
     "a partition that the SQL ignores": Mistake(says("partition: {by: day, start: 2026-01-01}"), "books/views/books.yaml:14: partition: the source's SQL names neither $start nor $end; bind them, as in WHERE day >= $start AND day < $end"),
-    "a semantic cache by nothing": Mistake(says("semantic_cache: {view: nea, threshold: 0.9}"), "books/views/books.yaml:14: semantic_cache.view: 'nea': no such view; did you mean 'near'?"),
     # ---- a view: SQL
     "no SQL": Mistake(swap("SELECT book_id, title", "SELEC book_id, title"), 'books/views/books.yaml:4: source.sql: "SELEC book_id, title, year FROM read_csv(\'.//books.csv\')": not valid SQL: Parser Error: syntax error at or near "SELEC"'),
     "two statements": Mistake(swap("csv')", "csv'); SELECT 2"), 'books/views/books.yaml:4: source.sql: "SELECT book_id, title, year FROM read_csv(\'.//books.csv\'); SELECT 2": a source is exactly one SELECT statement, and this is SELECT; SELECT: leave one SELECT, with no ; inside'),
@@ -339,7 +338,6 @@ MISTAKES = {
     "a filter by no feature": Mistake(nothing, "view 'books' has no scalar feature 'lenght' to filter by (it has: length); did you mean 'length'?", command='search books --key 1 --filter {"lenght":1}'),
     "a filter's bounds": Mistake(nothing, "filter: the bounds of 'length' are some of gte, gt, lte, lt, got ['gtt']", command='search books --key 1 --filter {"length":{"gtt":1}}'),
     "a key without a history": Mistake(nothing, "view 'books' has no history of key '99': none of its 1 snapshots has it, and no run rejected it", command="explain books 99"),
-    "thresholds of no semantic cache": Mistake(nothing, "view 'books' has no semantic_cache: say which view embeds the same text, as in --by item_vectors", command="thresholds books"),
     "the bad configuration of a server": Mistake(project("serve: {tls: {cert: x.pem, key: y.pem}}"), "serve.tls: books/x.pem and books/y.pem cannot be used: [Errno 2] No such file or directory", command="serve"),
 }
 # fmt: on

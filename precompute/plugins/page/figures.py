@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from precompute.store.doors import METRICS
 from precompute.store.http.metrics import Totals, totals
 from precompute.store.http.telemetry import instruments as counted
 from precompute.store.http.telemetry.instruments import BUCKETS, Instrument, Meter
@@ -119,132 +120,6 @@ def report_path(root: Path | None, view: str) -> Path | None:
 
 def _runs(store: OfflineStore, view: str) -> list[Report]:
     return store.view(view).runs.reports(RUNS)
-
-
-# ---- View graph: which served views depend on which, by the reports of their last runs; a view
-# stands to the right of what it depends on.
-
-
-_LETTER, _ROW, _GAP = 7.6, 42, 56
-"""Sizes in the drawing, in pixels: a letter's width, from one row to the next, between two
-columns."""
-
-
-class Node(NamedTuple):
-    """A view, its ``status`` (fresh, stale, missing), and its box of 30 pixels' height."""
-
-    view: str
-    status: str
-    x: int
-    y: int
-    width: int
-
-
-class Edge(NamedTuple):
-    """A dependency as an SVG path, from a view to one that depends on it: by what it ``reads``, or
-    by its schedule alone."""
-
-    path: str
-    reads: bool
-    words: str
-
-
-class Drawing(NamedTuple):
-    """The boxes, the lines between them, and how large all is, in pixels."""
-
-    nodes: Sequence[Node]
-    edges: Sequence[Edge]
-    width: int
-    height: int
-
-
-def graph(views: Sequence[ViewFigures]) -> Drawing | None:
-    """The drawing; None where no view depends on another."""
-    status = {str(view.details["view"]): view.details["status"] or "missing" for view in views}
-    parents = {name: _parents(view, status) for name, view in zip(status, views, strict=True)}
-    if not any(parents.values()):
-        return None
-    columns = _columns(parents)
-    lanes = _lanes(parents, columns)
-    nodes, edges = dict[str, Node](), list[Edge]()
-    ends: dict[tuple[str, int], tuple[int, int, int]] = {}
-    """(view or line, column) → x of its left and its right end, and y."""
-    x = 2
-    for number, lane in enumerate(lanes):
-        width = round(24 + _LETTER * max(len(name) for name in lane if name in status))
-        for row, name in enumerate(lane):
-            ends[name, number] = x, x + width, 17 + _ROW * row
-            if name in status:
-                nodes[name] = Node(name, status[name], x, 2 + _ROW * row, width)
-        x += width + _GAP
-    for name, of in parents.items():
-        for parent, reads in of.items():
-            between = [
-                ends[f"{parent} {name}", number]
-                for number in range(columns[parent] + 1, columns[name])
-            ]
-            path = _path([ends[parent, columns[parent]], *between, ends[name, columns[name]]])
-            edges.append(Edge(path, reads, f"{name} {'reads' if reads else 'runs after'} {parent}"))
-    return Drawing(list(nodes.values()), edges, x - _GAP + 2, 2 + _ROW * max(map(len, lanes)))
-
-
-def _lanes(
-    parents: Mapping[str, Mapping[str, bool]], columns: Mapping[str, int]
-) -> list[list[str]]:
-    """The views of each column from top to bottom, near those that they depend on, and lines (two
-    names) that pass between them."""
-    lanes: list[list[str]] = []
-    for number in range(max(columns.values()) + 1):
-        rows = {name: row for row, name in enumerate(lanes[-1])} if lanes else {}
-        height: dict[str, float] = {}
-        for name, of in parents.items():
-            passed = [parent for parent in of if columns[parent] < number]
-            if columns[name] == number:
-                near = [rows.get(parent, rows.get(f"{parent} {name}", 0)) for parent in passed]
-                height[name] = sum(near) / len(near) if near else 0.0
-            elif columns[name] > number:
-                for parent in passed:
-                    height[f"{parent} {name}"] = rows.get(parent, rows.get(f"{parent} {name}", 0))
-        lanes.append(sorted(height, key=lambda name: (height[name], name)))
-    return lanes
-
-
-def _path(ends: Sequence[tuple[int, int, int]]) -> str:
-    """A curve from the right end of the first, through the others, to the left end of the last."""
-    _, x, y = ends[0]
-    path = f"M{x} {y}"
-    for number, (left, right, at) in enumerate(ends[1:], 2):
-        middle = (x + left) / 2
-        path += f"C{middle:g} {y} {middle:g} {at} {left} {at}" + (
-            f"H{right}" if number < len(ends) else ""
-        )
-        x, y = right, at
-    return path
-
-
-def _parents(view: ViewFigures, known: Mapping[str, str]) -> dict[str, bool]:
-    """The views that this one depends on → whether it reads them, by the last run that says so."""
-    run = next((run for run in view.runs if run.finished and (run.inputs or run.parents)), None)
-    if run is None:
-        return {}
-    own = str(view.details["view"])
-    return {
-        name: name in run.inputs
-        for name in sorted({*run.inputs, *run.parents})
-        if name in known and name != own
-    }
-
-
-def _columns(parents: Mapping[str, Mapping[str, bool]]) -> dict[str, int]:
-    """Right of all that it depends on; views that read each other stand side by side."""
-    columns = dict.fromkeys(parents, 0)
-    for _ in parents:
-        for name, of in parents.items():
-            furthest = max((columns[parent] + 1 for parent in of), default=0)
-            columns[name] = min(furthest, len(parents) - 1)
-    # columns that a circle left empty
-    used = sorted(set(columns.values()))
-    return {name: used.index(column) for name, column in columns.items()}
 
 
 # ---- Sections: the figures made ready for the page's templates.
@@ -463,7 +338,7 @@ def _fallback(figures: Figures) -> Section:
 
 def _caches(figures: Figures) -> Section:
     """What was answered without the online store, or without a model, because it had been answered
-    before, or nearly."""
+    before, or by what a power brings."""
     rows = []
     encoded, misses = (
         {outcome: rows for (outcome,), rows in figures.counts(counted.CACHE, cache).items()}
@@ -482,15 +357,11 @@ def _caches(figures: Figures) -> Section:
             f" {misses.get('dropped', 0.0):,.0f} not"
         )
         rows.append(_cache(Cell("cached rows"), misses, "calls saved", details))
-    for view, outcomes in _by_view(figures, counted.SEMANTIC_CACHE):
-        hits = outcomes.pop("hit", 0.0)
-        similarity = figures.counts(counted.SEMANTIC_SIMILARITY, view).get((), 0.0)
-        words = ["calls saved" + (f" at a similarity of {similarity / hits:.3f}" if hits else "")]
-        words += [f"{count:,.0f} {outcome}" for outcome, count in sorted(outcomes.items())]
-        counts = {"hit": hits, "miss": sum(outcomes.values())}
-        rows.append(
-            _cache(Cell("similar inputs of ", code=view), counts, "calls saved", "; ".join(words))
-        )
+    for _, power in METRICS.all():
+        for line in power.caches(figures.counts):
+            counts = {"hit": line.found, "miss": line.missed}
+            name = Cell(f"{line.what} ", code=line.view)
+            rows.append(_cache(name, counts, line.saved, line.details))
     return Section("Caches", ("cache", "found", "of", "share", ""), ("found", "of"), rows)
 
 

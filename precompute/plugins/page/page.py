@@ -25,7 +25,6 @@ from precompute.plugins.page.figures import (
     duration_ms,
     feature_words,
     gather,
-    graph,
     percent,
     report_path,
     rows_answered,
@@ -279,7 +278,6 @@ def status_page(
         summary=_summary(figures),
         as_of=shown_time(datetime.fromtimestamp(figures.at_s, UTC)),
         sections=tables(figures),
-        graph=graph(figures.views),
     )
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from precompute.plugins.page.figures import REPORT, ViewFigures, feature_words, graph, report_path
+from precompute.plugins.page.figures import REPORT, feature_words, report_path
 from precompute.plugins.page.page import RunFigures, run_page
 from precompute.plugins.page.run_figures import principal_axes
-from precompute.plugins.page.tests.test_page import DETAILS, Parsed, harmless, report
+from precompute.plugins.page.tests.test_page import Parsed, harmless, report
 from precompute.store.feature_view import LibraryCheck
 from tests.fixtures import MakeProject
 from tests.jobs.test_review import EVIL, OPEN, hostile_project, three_snapshots
@@ -133,38 +133,6 @@ def test_principal_axes_are_those_of_the_variance(shape: tuple[int, int]) -> Non
     assert shares == pytest.approx(tuple(expected))
     along = ((scaled @ axes) ** 2).sum(axis=0)
     assert along == pytest.approx([*values, 0.0, 0.0][:2] if shape[0] > 1 else [0.0, 0.0])
-
-
-def test_the_page_draws_what_depends_on_what() -> None:
-    def view(name: str, *inputs: str, after: str | None = None) -> ViewFigures:
-        run = report(
-            "published",
-            19,
-            inputs=dict.fromkeys(inputs, 1),
-            parents={} if after is None else {after: 1},
-        )
-        return ViewFigures(DETAILS | {"view": name}, [report("failed", 20), run])
-
-    drawn = graph(
-        [
-            view("top", "middle", "base"),
-            view("base"),
-            view("middle", "base", "gone"),
-            view("late", after="base"),
-        ]
-    )
-    assert drawn is not None
-    places = {node.view: (node.x, node.y) for node in drawn.nodes}
-    assert places["base"][0] < places["middle"][0] == places["late"][0] < places["top"][0]
-    assert len(set(places.values())) == 4
-    assert {(edge.words, edge.reads) for edge in drawn.edges} == {
-        ("top reads middle", True),
-        ("top reads base", True),
-        ("middle reads base", True),
-        ("late runs after base", False),
-    }
-    assert graph([view("a", "a"), view("b", "gone")]) is None
-    assert graph([view("a", "b"), view("b", "a")]) is not None
 
 
 def test_it_says_how_the_model_compares_with_its_library() -> None:

@@ -22,6 +22,7 @@ from precompute.plugins.tune.tune import ROUNDS, Rate, Trials, tune
 from precompute.store.errors import ConfigError, GateError, SourceError
 from precompute.techniques.technique import technique
 from tests.fixtures import MakeProject
+from tests.jobs.test_broken_view import MESSAGE, spoiled
 from tests.jobs.test_converted_view import (
     LOOSE,
     ROWS,
@@ -165,6 +166,15 @@ def test_each_candidate_is_measured_as_what_it_is_in_turns(
     names = ["fp32-eager", "bf16-eager", "fp32-onednn"]
     assert [name for name, _ in computed] == names * (1 + ROUNDS)
     assert all(found == values[name] for name, found in computed)
+
+
+def test_a_view_whose_file_is_wrong_is_refused_with_the_mistake(
+    make_project: MakeProject, capsys: Captured
+) -> None:
+    folder = spoiled(make_project).folder
+    capsys.readouterr()
+    assert main(["-c", str(folder), "tune", "broken"]) == 2
+    assert MESSAGE in capsys.readouterr().err
 
 
 def test_what_cannot_be_converted_or_is_inaccurate_is_refused(
