@@ -310,7 +310,7 @@ def measured_shape(name: str, share: float) -> dict[str, Any]:
             source = "s3://bucket/x"
         large(folder, shape, rows, source)
         if shape.at == "bucket":
-            from precompute.store.disk.object_storage import open_store
+            from precompute.store.disk.bucket import open_store
 
             open_store("s3://bucket", 10.0, 10.0).put("x.parquet", folder / "x.parquet")
         if shape.at == "redis":

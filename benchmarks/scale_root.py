@@ -23,10 +23,10 @@ from benchmarks.common import cpu, report
 from benchmarks.store_plan import items
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.command_process import Silent
-from precompute.jobs.run.replica import Follower
 from precompute.jobs.run.rows.plan import RunOptions
 from precompute.jobs.run.run_view import run_view
-from precompute.store.disk.object_storage import ObjectStorage
+from precompute.plugins.object_root.replica import Follower
+from precompute.plugins.object_root.storage import ObjectStorage
 from precompute.store.disk.storage import unmount_all
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.url import open_online_store
@@ -58,7 +58,7 @@ with tempfile.TemporaryDirectory(dir=sys.argv[1]) as name:
 RACE = """
 import contextlib, json, sys, time
 from pathlib import Path
-from precompute.store.disk.object_storage import ObjectStorage
+from precompute.plugins.object_root.storage import ObjectStorage
 from precompute.store.disk.storage import mount
 from precompute.store.errors import ConflictError
 from precompute.store.offline.refs import Refs

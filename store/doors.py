@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, cached_property
 from importlib import import_module
@@ -116,6 +116,14 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
         "redis+cluster": Way("redis", "kind:KIND", "redis+cluster://host:6379,host:6379"),
         "rediss+cluster": Way("redis", "kind:KIND", "rediss+cluster://…"),
     },
+    "root": {
+        "s3": Way("object_root", "storage:mounted", "s3://bucket/prefix", "s3"),
+        "gs": Way("object_root", "storage:mounted", "gs://bucket/prefix", "s3"),
+        "az": Way("object_root", "storage:mounted", "az://container/prefix", "s3"),
+    },
+    "followers": {
+        "online": Way("object_root", "replica:Replica"),
+    },
     "route": {
         "/": Way(
             "page",
@@ -141,6 +149,8 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
         "ray": Way("ray", "launcher:RayLauncher"),
     },
     "project key": {
+        "cache": Way("object_root", "keys:CacheKeys"),
+        "cache_gb": Way("object_root", "keys:CacheKeys"),
         "iceberg": Way("iceberg", "keys:IcebergKeys"),
         "serve.tracing": Way("traces", "keys:TracesKeys"),
     },
@@ -208,8 +218,9 @@ class Door(Generic[T]):
         distribution = self._foreign[name].dist
         return f"of {distribution.name if distribution is not None else 'another package'}"
 
-    def absence(self, name: str) -> str:
-        """What is said to whoever names what is not here: one line."""
+    def absence(self, name: str, otherwise: str = "") -> str:
+        """What is said to whoever names what is not here: one line; ``otherwise`` is what else can
+        be done than to install it, by default to do without."""
         way = self._known.get(name)
         if way is None:
             return (
@@ -219,7 +230,7 @@ class Door(Generic[T]):
         return (
             f"{self.name} {name!r} comes with the plug-in {way.power}, which is not installed here"
             f" (no folder {os.path.join('precompute', 'plugins', way.power)}): install"
-            f" precompute-store with it, or do without {name!r}"
+            f" precompute-store with it, or {otherwise or f'do without {name!r}'}"
         )
 
     def open(self, name: str) -> T:
@@ -320,6 +331,16 @@ made from it."""
 ONLINE: Door[Any] = Door("online")
 """The scheme of a URL in the configuration's ``online`` → the store that such a URL names, as an
 :class:`~precompute.store.online.url.OnlineKind`. Table files are the rooms' own."""
+
+ROOTS: Door[Callable[[str, Path, Collection[Any]], Path]] = Door("root")
+"""The scheme of a URL in the configuration's ``root`` → what opens such a root: given the URL, the
+folder that holds ``project.yaml``, and the keys of powers there, it mounts a
+:class:`precompute.store.disk.storage.Storage` unless that is mounted already, and returns the
+folder that it is mounted at, an absolute one. Folders are the rooms' own."""
+
+FOLLOWERS: Door[type[Any]] = Door("followers")
+"""A folder in a view's → the class of a :class:`precompute.store.account.followers.Followers`,
+which has other hosts serve what is live, of a root that is not local, by what it keeps there."""
 
 ROUTES: Door[Any] = Door("route")
 """Of ours the path → a :class:`precompute.store.http.routes.Route`."""

@@ -10,12 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
-
-from precompute.store.disk.object_storage import ObjectStorage
-from precompute.store.disk.storage import mount
-from tests.scene import Scene
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -54,11 +48,10 @@ class ObjectStore:
     """The last to each request that is to be answered late, by its path."""
     prefix: str = "root"
 
-    def storage(self, folder: Path) -> ObjectStorage:
-        """A root there, with its cache in a folder, mounted."""
-        storage = ObjectStorage(f"s3://bucket/{self.prefix}", folder)
-        mount(folder, storage)
-        return storage
+    @property
+    def root(self) -> str:
+        """The URL of a place there that nothing else is at."""
+        return f"s3://bucket/{self.prefix}"
 
     def at_first(self, what: str | float, of: Callable[[Request], bool]) -> None:
         """Do that at the first of equal requests, of those that are meant."""
@@ -158,23 +151,3 @@ def object_store() -> Iterator[ObjectStore]:
                 os.environ[name] = value
         proxy.shutdown()
         proxy.server_close()
-
-
-VIEW = {"gates": {"rows": None, "shift": None, "norm": None}}
-
-
-def project_on(
-    bucket: ObjectStore, make_project: Callable[..., Scene], rows: Any, **view: Any
-) -> Scene:
-    """A project of these rows with its root in the bucket; ``view`` are more keys of its view."""
-    root = f"s3://bucket/{bucket.prefix}"
-    settings = {"root": root, "online": "table:./online"}
-    return make_project(rows, view=VIEW | view, project=settings)
-
-
-def host(project: Scene, folder: Path) -> Scene:
-    """The project as another host has it: its configuration, and nothing else."""
-    folder.mkdir()
-    for name in ("project.yaml", "views", "data.parquet"):
-        os.symlink(project.home / name, folder / name)
-    return Scene(folder, {})

@@ -91,7 +91,7 @@ SEAMS = {
     },
     "httpcore2": {"store/client/client.py", "store/client/transport.py"},
     "obstore": {
-        "store/disk/object_storage.py",
+        "store/disk/bucket.py",
         "store/disk/remote_files.py",
     },
     "fsspec": {"store/disk/remote_files.py"},

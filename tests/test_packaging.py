@@ -44,6 +44,7 @@ USES = {
         "openvino",
         "otel",
         "ray",
+        "s3",
         "lightgbm",
         "xgboost",
         "catboost",

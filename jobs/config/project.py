@@ -47,9 +47,7 @@ from precompute.jobs.config.serve import (
     read_service,
 )
 from precompute.store.disk.durable_file import make_folder, replace_durably
-from precompute.store.disk.record import digest_of
-from precompute.store.disk.storage import LOCAL, OBJECT_STORES, mount, storage_of
-from precompute.store.doors import LAUNCHERS, PROJECT_KEYS
+from precompute.store.doors import LAUNCHERS, PROJECT_KEYS, ROOTS
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.url import FORMS as ONLINE_FORMS
@@ -189,17 +187,16 @@ class SourcesConfig(Section):
     them is a variable of the environment, and relative paths start with ./ or ../"""
 
 
+ROOT_URLS = [ROOTS.what(scheme) for scheme in ROOTS.known() if ROOTS.is_here(scheme)]
+"""How those of roots that are no folders look, for people."""
+
+
 class ProjectConfig(OpenSection):
     """``project.yaml``: where and when."""
 
     door = PROJECT_KEYS
 
-    root: str
-    """folder of the offline store, or s3://bucket/prefix, gs://…, az://…"""
-    cache: str = "./var/cache"
-    """folder for what is fetched from a root in an object store"""
-    cache_gb: float = Field(default=200.0, gt=0)
-    """of parts there, at most"""
+    root: str = Field(description=", or ".join(["folder of the offline store", *ROOT_URLS]))
     online: str = Field(description=ONLINE_FORMS)
     vars: dict[str, str] = Field(default_factory=dict)
     """values for ${name} in the views; relative paths start with ./ or ../"""
@@ -263,11 +260,10 @@ class ProjectConfig(OpenSection):
     @classmethod
     def _folder(cls, root: str) -> str:
         scheme, found, rest = root.partition("://")
-        if found and (scheme not in OBJECT_STORES or not rest.strip("/")):
-            raise ValueError(
-                "give a folder, or a bucket and a prefix in an object store, as in"
-                f" {', '.join(f'{one}://bucket/prefix' for one in OBJECT_STORES)}"
-            )
+        if found and (not ROOTS.has(scheme) or not rest.strip("/")):
+            raise ValueError(", or ".join(["give a folder", *ROOT_URLS]))
+        if found and not ROOTS.is_here(scheme):
+            raise ValueError(ROOTS.absence(scheme))
         return root
 
     @field_validator("online")
@@ -541,25 +537,16 @@ class Project:
         return spelled_out(self.settings.schedule, self.settings.runs, self.settings.timezone)
 
     def _mounted_root(self) -> Path:
-        """The folder of the root; of one in an object store, of its cache here, and it is mounted.
+        """The folder of the root; of one elsewhere, that which it is mounted at.
 
         Raises:
             ConfigError: it cannot be opened.
         """
         url = self.settings.root
-        if "://" not in url:
-            return self.home / url
-        folder = (self.home / self.settings.cache / digest_of(url.rstrip("/").encode())).absolute()
-        if storage_of(folder) is LOCAL:
-            try:
-                from precompute.store.disk.object_storage import ObjectStorage
-            except ImportError as exc:
-                raise ConfigError(
-                    f"root: {url}: obstore is not installed: pip install 'precompute-store[s3]'"
-                ) from exc
-            cache_bytes = int(self.settings.cache_gb * 1e9)
-            mount(folder, ObjectStorage(url, folder, cache_bytes))
-        return folder
+        scheme, found, _ = url.partition("://")
+        return (
+            ROOTS.open(scheme)(url, self.home, self.settings.powers) if found else self.home / url
+        )
 
     def _absolute_online(self, online: str) -> str:
         folder = table_folder(online)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.replica import Replica
+from precompute.store.account.followers import followers
 from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.lease import holder, is_held, take
 from precompute.store.disk.record import plain
@@ -126,7 +126,7 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
     if not take_over:
         _check_ours(project, name)
     with spending_reserve(project.root), contextlib.ExitStack() as held:
-        if storage_of(folder) is not LOCAL or folder.is_dir():
+        if storage_of(folder).changed_ns(folder) is not None:
             busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it"
             held.enter_context(
                 take(folder, PUBLISH_LEASE, "drop", ttl_s=project.settings.lease, busy=busy)
@@ -138,7 +138,8 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
             _check_idle(folder, name)
         with contextlib.closing(open_online_store(project.online)) as online:
             online.forget(name)
-            Replica(store, online).end()
+            for each in followers(store, online):
+                each.end()
         try:
             store.storage.delete_all(store.indexes)
         except OSError as exc:

@@ -18,9 +18,9 @@ from itertools import pairwise
 
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.loader import Loader
-from precompute.jobs.run.replica import Replica
 from precompute.store.account.account import Act
 from precompute.store.account.checker import check_live
+from precompute.store.account.followers import followers
 from precompute.store.account.rows import DOUBTED_ROWS, check_served
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.lease import Lease
@@ -95,7 +95,7 @@ class Publisher:
     ) -> None:
         self._store, self._online, self._report, self._lease = store, online, report, lease
         self._owner, self._take_over = identity_of(store.offline.root), take_over
-        self._replica = Replica(store, online)
+        self._followers = followers(store, online)
         self._loader = Loader(
             store, online, report, progress, "" if take_over else self._owner, memory_mb
         )
@@ -175,7 +175,8 @@ class Publisher:
         """Serve what the root says on this host, too, where it follows one; ``again`` restores what
         differs from there."""
         try:
-            self._replica.follow(again=again)
+            for each in self._followers:
+                each.follow(again=again)
         except (SnapshotError, UnreadableError) as exc:
             # what is not here is loaded
             log.warning("%s", exc)
@@ -203,7 +204,7 @@ class Publisher:
         if ref is None or (
             current is not None
             and current.epoch >= ref.epoch
-            and not self._replica.is_behind(ref.epoch)
+            and not any(each.is_behind(ref.epoch) for each in self._followers)
         ):
             return False
         try:
@@ -372,7 +373,8 @@ class Publisher:
     def _flip_online(self, pointer: Pointer) -> None:
         """Move the online pointer, here and for all that follow the root."""
         self._online.flip(pointer)
-        self._replica.publish(pointer)
+        for each in self._followers:
+            each.publish(pointer)
 
     def _retained(self, snapshot: Snapshot, ref: LiveRef | None) -> Place | None:
         """The generations of a snapshot that the online store still holds, if it was live before
@@ -462,7 +464,8 @@ class Publisher:
         for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
             if not path.name.isdigit() or int(path.name) not in keep:
                 shutil.rmtree(path, ignore_errors=True)
-        self._replica.drop_all_but(keep, 0 if ref is None else ref.epoch)
+        for each in self._followers:
+            each.drop_all_but(keep, 0 if ref is None else ref.epoch)
 
     @staticmethod
     def _in_use(ref: LiveRef | None, current: Pointer | None) -> set[int]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.replica import Follower
 from precompute.jobs.serve.processes import (
     DRAIN_S,
     HELD_UP_S,
@@ -29,9 +28,10 @@ from precompute.jobs.serve.processes import (
 )
 from precompute.jobs.serve.remote_fallback import CONTROL, check_runtime
 from precompute.store.account.checker import Rounds
+from precompute.store.account.followers import follow
 from precompute.store.answers.service import Service
 from precompute.store.disk.sql import SpillFolder
-from precompute.store.disk.storage import LOCAL, storage_of
+from precompute.store.disk.storage import storage_of
 from precompute.store.doors import TRACES
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.http.guard.connections import Listener, tls_of, tokens_of
@@ -309,15 +309,22 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: supervisor.stop(number))
-        online = partial(open_online_store, project.online)
-        follower = Follower(project.offline, online, project.names)
-        stack.callback(follower.stop)
-        if follower.restore_files is not None or storage_of(project.root) is LOCAL:
-            # beside Redis with a root elsewhere, where a look reads all rows, the scheduler looks
-            rounds = Rounds(project.offline, online, project.names, mend=follower.restore_files)
-            stack.callback(rounds.stop)
+        _look_after(project, stack)
         announce(listeners[0].shown)
         supervisor.run()
+
+
+def _look_after(project: Project, stack: contextlib.ExitStack) -> None:
+    """Follow the root where that is elsewhere, and compare what is served, until the stack ends."""
+    online = partial(open_online_store, project.online)
+    restore_files = None
+    for follower in follow(project.offline, online, project.names):
+        stack.callback(follower.stop)
+        restore_files = restore_files or follower.restore_files
+    if restore_files is not None or storage_of(project.root).local:
+        # beside Redis with a root elsewhere, where a look reads all rows, the scheduler looks
+        rounds = Rounds(project.offline, online, project.names, mend=restore_files)
+        stack.callback(rounds.stop)
 
 
 def _services_file(project: Project, runtime: Path) -> Path:

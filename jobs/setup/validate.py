@@ -3,7 +3,6 @@ rows, its index and its online store. Nothing is published."""
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from precompute.jobs.run.run_view import check_index, check_online, contract_ver
 from precompute.model import ReadingModel
 from precompute.own_library import own_library_of
 from precompute.store.disk.durable_file import disk_message
-from precompute.store.disk.storage import LOCAL, storage_of
+from precompute.store.disk.storage import storage_of
 from precompute.store.errors import (
     ConfigError,
     GateError,
@@ -30,6 +29,7 @@ from precompute.store.errors import (
     PrecomputeError,
     SnapshotError,
     SourceError,
+    UnreadableError,
     did_you_mean,
 )
 from precompute.store.feature_view import Feature
@@ -306,16 +306,13 @@ def _contract(project: Project, config: ViewConfig) -> str:
 
 def _root(root: Path) -> str:
     storage = storage_of(root)
-    if storage is not LOCAL:
-        storage.check_writable()
-        return f"{storage.shown(root)} can be written"
-    there = next(folder for folder in (root, *root.parents) if folder.exists())
     try:
-        # a file without a name leaves nothing behind
-        tempfile.TemporaryFile(dir=there).close()
+        storage.check_writable(root)
+    except UnreadableError:
+        raise
     except OSError as exc:
         raise SnapshotError(disk_message(root, exc)) from exc
-    return f"{root} can be written"
+    return f"{storage.shown(root)} can be written"
 
 
 def _online(project: Project, name: str) -> str:

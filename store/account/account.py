@@ -136,7 +136,7 @@ class Account(Record, frozen=True):
         elif turn.began_us or not self.files:
             read = f"0 of {self.rows:,} rows read"
         else:
-            # of a root in an object store: rows are known by their files
+            # of a root elsewhere: rows are known by their files
             read = ""
         if not self.files:
             return read
@@ -183,7 +183,7 @@ seconds that it follows."""
 
 
 class Followed(Record, frozen=True):
-    """The record of a host that follows a root in an object store: when it last served what the
+    """The record of a host that follows a root elsewhere: when it last served what the
     root says, ``why`` it has not since, and when that was noted; times are µs since 1970."""
 
     at_us: int

@@ -45,7 +45,7 @@ from precompute.store.account.rows import (
 )
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import content_of, replace
-from precompute.store.disk.storage import IDENTITIES, LOCAL
+from precompute.store.disk.storage import IDENTITIES
 from precompute.store.errors import (
     DamagedPointerError,
     PrecomputeError,
@@ -177,7 +177,7 @@ class _Look:
             self._before = replace(self._before, files={}, turn=Turn())
         self._findings: list[Finding] = []
         self._sighted_files: tuple[str, ...] = ()
-        self._by_files = store.storage is not LOCAL and not online.blocking
+        self._by_files = not store.storage.local and not online.blocking
         """Whether rows are known by the checksums of the files that they lie in: to compare them
         with Parquet every host would fetch all of it."""
 
@@ -304,7 +304,7 @@ class _Look:
                 except ValueError as exc:
                     self._add(str(path), State.DAMAGED, act, f"{path} is damaged ({exc}); {remedy}")
                 except UnreadableError as exc:
-                    if self._store.storage is not LOCAL:
+                    if not self._store.storage.local:
                         raise
                     self._add(str(path), State.UNREADABLE, Act.PERSON, str(exc))
 
@@ -464,7 +464,7 @@ class _Look:
         store = self._store
         try:
             for layer, part in () if self._publishing else self._built_on(snapshot):
-                if store.storage is not LOCAL and not (store.folder / part.path).is_file():
+                if not store.storage.local and not (store.folder / part.path).is_file():
                     # compared when it is fetched
                     continue
                 beside = part in (layer.rejected, layer.frame_file)
@@ -480,7 +480,7 @@ class _Look:
         """The snapshots and their files, each once."""
         store, members = self._store, snapshot.members.values()
         # elsewhere each manifest is a request, and their files are compared before they are parsed
-        chains = [] if store.storage is not LOCAL else [store.snapshot(n) for n in members]
+        chains = [store.snapshot(n) for n in members] if store.storage.local else []
         named: dict[str, tuple[Snapshot, Part]] = {}
         for layer in (layer for of in (snapshot, *chains) for layer in store.chain(of)):
             for part in layer.files:

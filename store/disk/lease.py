@@ -19,7 +19,6 @@ from pathlib import Path
 from precompute.store.disk.durable_file import disk_message, locked, make_folder, replace_durably
 from precompute.store.disk.record import Record, replace, sealed, whole_record
 from precompute.store.disk.storage import (
-    LOCAL,
     Storage,
     no_answer,
     read_record_file,
@@ -69,8 +68,8 @@ class Lease:
     takes over raises the **fence**; the late holder finds a higher one and is refused. Safety never
     rests on a clock, only how soon another process may take over.
 
-    In an object store the record itself is what is touched, by compare and swap; who takes over has
-    seen it unchanged for a TTL by a clock of its own.
+    Of a root elsewhere the record itself is what is touched, by compare and swap; who takes over
+    has seen it unchanged for a TTL by a clock of its own.
     """
 
     def __init__(self, folder: Path, name: str, record: Holder, sign: _Locked | _Swapped) -> None:
@@ -155,7 +154,7 @@ class _Locked:
 
 
 class _Sign(Record, frozen=True):
-    """The record of a lease in an object store. ``started`` distinguishes the process from a later
+    """The record of a lease elsewhere. ``started`` distinguishes the process from a later
     one of its number; ``beats`` changes while it lives, and the nonce that the storage adds with
     it."""
 
@@ -166,7 +165,7 @@ class _Sign(Record, frozen=True):
 
 
 class _Swapped:
-    """Sign of life in an object store: a record that its holder swaps for the next."""
+    """Sign of life elsewhere: a record that its holder swaps for the next."""
 
     def __init__(self, storage: Storage, path: Path, sign: _Sign) -> None:
         self._storage, self._path, self._last, self._lock = storage, path, sign, threading.Lock()
@@ -238,7 +237,7 @@ def take(
 def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool) -> Lease:
     storage, path = storage_of(folder), _record_path(folder, name)
     try:
-        if storage is not LOCAL:
+        if not storage.local:
             return _take_swapped(storage, folder, name, by, ttl_s, busy, force)
         make_folder(folder)
         with locked(folder / ".lock"):
@@ -266,7 +265,7 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
 def _take_swapped(
     storage: Storage, folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
 ) -> Lease:
-    """As :func:`take`, in an object store."""
+    """As :func:`take`, of a root that is not local."""
     path = _record_path(folder, name)
     before = _read_or_none(storage, path) if force else _free_record(storage, path, name, busy)
     last = whole_record(_Sign, before)
@@ -361,7 +360,7 @@ def release_leases() -> None:
 def is_held(folder: Path, name: str) -> bool:
     """Whether a process holds the lease now; of a holder on another host, as far as clocks tell."""
     storage, path = storage_of(folder), _record_path(folder, name)
-    if storage is not LOCAL:
+    if not storage.local:
         sign = whole_record(_Sign, _read_or_none(storage, path))
         item = None if sign is None or sign.free else storage.stat(path)
         if sign is None or item is None or _is_dead(sign):
@@ -395,7 +394,7 @@ def holder(folder: Path, name: str) -> Holder | None:
     storage, path = storage_of(folder), _record_path(folder, name)
     remedy = "who holds it is known from its lock alone"
     try:
-        if storage is not LOCAL:
+        if not storage.local:
             sign = read_record_file(_Sign, path, remedy)
             return None if sign is None else sign.holder
         return read_record_file(Holder, path, remedy)

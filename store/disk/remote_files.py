@@ -16,7 +16,7 @@ import obstore
 from fsspec import AbstractFileSystem
 from obstore.exceptions import BaseError, NotFoundError, PreconditionError
 
-from precompute.store.disk.object_storage import failure, open_store
+from precompute.store.disk.bucket import failure, open_store
 from precompute.store.disk.storage import OBJECT_STORES
 from precompute.store.errors import ConfigError
 

@@ -1,8 +1,8 @@
 """Storage: where the records and files of a root lie, the few things that are done to them, and the
 identity of a root.
 
-A path names each of them, in an object store too: a folder that is **mounted** is the local cache
-of a root there, laid out alike. What is done to a path is done by the storage that it lies in.
+A path names each of them, elsewhere too: a folder that is **mounted** is the local cache of a root
+there, laid out alike. What is done to a path is done by the storage that it lies in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _R = TypeVar("_R")
 
 OBJECT_STORES = ("s3", "gs", "az")
-"""Schemes of the URLs of what lies in an object store."""
+"""Schemes of the URLs of sources in object stores."""
 
 LOCK = ".lock"
 """The file in a folder by which a local update of a record there excludes others."""
@@ -75,9 +75,14 @@ def no_answer(path: Path, exc: OSError) -> StorageError:
 
 
 class Storage(Protocol):
-    """What a root needs of the file system or object store that it lies in. What reads or lists
+    """What a root needs of the file system, or whatever else, that it lies in. What reads or lists
     raises :class:`StorageError` where no answer came; what writes may raise an OSError whose
     ``strerror`` says what failed. Folders come into being by what is written there."""
+
+    @property
+    def local(self) -> bool:
+        """Whether all lies where its path says, on this host: a look takes no request, a file has
+        not to be sent or fetched, and a lock ends with the process that held it."""
 
     def read(self, path: Path, *, immutable: bool = False) -> bytes:
         """A record, whole; ``immutable`` where it is created once and never changed.
@@ -146,15 +151,16 @@ class Storage(Protocol):
     def shown(self, path: Path) -> str:
         """Where it lies, for people."""
 
-    def check_writable(self) -> None:
+    def check_writable(self, root: Path) -> None:
         """Raises:
         PrecomputeError: no root can be written there.
+        OSError: likewise.
         """
 
     def put(self, paths: Sequence[Path]) -> None:
         """Make files that were written here, under names of their own, there for all."""
 
-    def fetch(self, files: Sequence[File], *, again: bool = False) -> bool:
+    def fetch(self, files: Iterable[File], *, again: bool = False) -> bool:
         """Have files here that may lie elsewhere, each compared with its checksum.
 
         Args:
@@ -185,6 +191,8 @@ class Storage(Protocol):
 
 class LocalStorage:
     """A file system: flock(2), link(2), rename(2) and fsync(2)."""
+
+    local = True
 
     def read(self, path: Path, *, immutable: bool = False) -> bytes:
         try:
@@ -298,13 +306,17 @@ class LocalStorage:
     def shown(self, path: Path) -> str:
         return str(path)
 
-    def check_writable(self) -> None:
-        """Its folder's rights tell."""
+    def check_writable(self, root: Path) -> None:
+        import tempfile
+
+        there = next(folder for folder in (root, *root.parents) if folder.exists())
+        # a file without a name leaves nothing behind
+        tempfile.TemporaryFile(dir=there).close()
 
     def put(self, paths: Sequence[Path]) -> None:
         """They are there."""
 
-    def fetch(self, files: Sequence[File], *, again: bool = False) -> bool:
+    def fetch(self, files: Iterable[File], *, again: bool = False) -> bool:
         return False
 
     def append(self, path: Path, line: bytes, *, first: bool = False) -> None:
@@ -350,6 +362,11 @@ def mount(folder: Path, storage: Storage) -> None:
 def unmount_all() -> None:
     """End each :func:`mount`."""
     _mounted.clear()
+
+
+def is_mounted(folder: Path) -> bool:
+    """Whether :func:`mount` was given a folder."""
+    return folder in _mounted
 
 
 def storage_of(path: Path) -> Storage:

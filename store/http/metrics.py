@@ -342,8 +342,8 @@ class Seen:
     accounts: Mapping[str, Account] = field(default_factory=dict)
     """View → its account, as it was last read; of a lookup that has a root."""
     followed: Mapping[str, Followed] = field(default_factory=dict)
-    """View → when it last served what its root says; of views that follow a root in an object
-    store."""
+    """View → when it last served what its root says; of views that follow a root
+    elsewhere."""
 
     def trouble(self, pointer: Pointer) -> str | None:
         """What of a view is not whole, in words that are safe to publish; None where all is."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import disk_message, sync_folder
 from precompute.store.disk.lease import Lease, take
-from precompute.store.disk.storage import LOCAL, Item
+from precompute.store.disk.storage import Item
 from precompute.store.errors import ConflictError, SnapshotError
 from precompute.store.offline import hooks
 from precompute.store.offline.refs import run_lease
@@ -357,7 +357,7 @@ def _orphans(
         if files and max(map(_modified_s, items)) <= young_s:
             why = f"run {run.name} did not commit it, or nothing needs it any more"
             yield from (Garbage(*item[:2], why) for item in sorted(files))
-        if storage is not LOCAL and run in journals:
+        if run in journals and run / JOURNAL not in {item.path for item in items}:
             yield Garbage(run / JOURNAL, 0, f"run {run.name} did not commit")
     names = ("manifests", "refs", "refs/bad", "refs/pins", "runs")
     listed = {name: sorted(storage.items(folder / name)) for name in (*names, "refs/running")}

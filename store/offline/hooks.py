@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from precompute.store.doors import SNAPSHOTS
+from precompute.store.doors import FOLLOWERS, SNAPSHOTS
 from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ def left(store: ViewStore) -> list[str]:
     """A sentence for what each power that is not here left in the view's folder: nobody keeps it up
     to date."""
     return [
-        f"{SNAPSHOTS.absence(name)}, and remove what it left,"
-        f" {store.storage.shown(store.folder / name)}"
-        for name in SNAPSHOTS.known()
-        if not SNAPSHOTS.is_here(name) and store.storage.names(store.folder / name)
+        door.absence(name, f"remove what it left, {store.storage.shown(store.folder / name)}")
+        for door in (SNAPSHOTS, FOLLOWERS)
+        for name in door.known()
+        if not door.is_here(name) and store.storage.names(store.folder / name)
     ]

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from precompute.store.disk.durable_file import replace_undurably
 from precompute.store.disk.record import Record, field, plain, record_of
-from precompute.store.disk.storage import LOCAL, File, storage_of
+from precompute.store.disk.storage import File, storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView, LibraryCheck, StudentUse
 from precompute.store.offline.row_figures import RowFigures
@@ -445,9 +445,7 @@ def add_to_catalog(manifests: Path, path: Path, snapshot: Snapshot) -> None:
     with contextlib.suppress(OSError):
         storage = storage_of(manifests)
         # elsewhere that takes a request; the next reader derives it
-        item = (
-            storage.stat(manifests / f"{snapshot.number:020d}.json") if storage is LOCAL else None
-        )
+        item = storage.stat(manifests / f"{snapshot.number:020d}.json") if storage.local else None
         if item is not None:
             stamp = (item.size_bytes, item.modified_ns)
             _append(path, [_line(stamp, Entry.of(snapshot.number, snapshot))])

@@ -38,8 +38,7 @@ _known: dict[Path, tuple[File, _Stamp | None]] = {}
 
 def check_file(file: File, *, again: bool = False) -> None:
     """Compare a file with the size and SHA-256 that its record names; once in a process, as long as
-    it is not changed. Where it lies in an object store, it is fetched first, and once more if it
-    differs.
+    it is not changed. Where it lies elsewhere, it is fetched first, and once more if it differs.
 
     Args:
         file: its absolute path, size and SHA-256.

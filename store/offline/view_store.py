@@ -221,7 +221,7 @@ class ViewStore:
     def is_here(self, path: Path) -> bool:
         """Whether a file is there; it is fetched where it lies elsewhere. It is checked by its name
         alone: one that has a checksum is read by :meth:`file`."""
-        item = None if self.storage is LOCAL or path.is_file() else self.storage.stat(path)
+        item = None if path.is_file() else self.storage.stat(path)
         if item is not None:
             self.storage.fetch([File(path, item.size_bytes, "")])
         return path.is_file()
@@ -283,10 +283,10 @@ class ViewStore:
     def _fetch(self, chain: Sequence[Snapshot]) -> None:
         """Have all files of a chain here, where they may lie elsewhere; those that cannot be had
         are an error when they are read."""
-        if self.storage is not LOCAL:
-            files = [part.in_folder(self.folder) for layer in chain for part in layer.files]
-            with contextlib.suppress(FileNotFoundError):
-                self.storage.fetch(files)
+        with contextlib.suppress(FileNotFoundError):
+            self.storage.fetch(
+                part.in_folder(self.folder) for layer in chain for part in layer.files
+            )
 
     def file(self, part: Part) -> Path | None:
         """A file beside the parts that a manifest or journal names, such as the rejected rows,
@@ -680,7 +680,7 @@ class ViewStore:
         folder, aside = self.folder, self.removed_folder
         try:
             LOCAL.delete_all(aside)
-            if self.storage is not LOCAL:
+            if not self.storage.local:
                 # first what makes a view of it
                 self.storage.delete_all(folder / "manifests")
                 self.storage.delete_all(folder)

@@ -67,10 +67,10 @@ def test_its_keys_say_in_a_line_what_they_lack(house: tuple[str, Path], tmp_path
             )
 
 
-@without_each_of("snapshots")
+@without_each_of("snapshots", "followers")
 def test_status_tells_what_it_left(house: tuple[str, Path], tmp_path: Path) -> None:
     without, copy = house
-    names = names_of(without, "snapshots")
+    names = [*names_of(without, "snapshots"), *names_of(without, "followers")]
     for name in names:
         folder = make_folder(tmp_path, {"numbers": {}}).root / "numbers" / name
         folder.mkdir(parents=True)
@@ -78,8 +78,10 @@ def test_status_tells_what_it_left(house: tuple[str, Path], tmp_path: Path) -> N
     if names:
         (line,) = json.loads(called(copy, "status", "--json", folder=tmp_path).stdout)
         told = [text for text in line["attention"] if "comes with the plug-in" in text]
-        assert [
-            text.endswith(f"/var/numbers/{name}") for text, name in zip(told, names, strict=True)
+        assert [text.rpartition("): ")[2] for text in told] == [
+            "install precompute-store with it, or remove what it left,"
+            f" {tmp_path}/var/numbers/{name}"
+            for name in names
         ]
 
 

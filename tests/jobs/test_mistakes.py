@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from precompute.jobs.cli import main
-from precompute.jobs.config.project import ProjectConfig
+from precompute.jobs.config.project import ROOT_URLS, ProjectConfig
 from precompute.jobs.config.serve import ServeConfig
 from precompute.store.doors import MODELS, ONLINE, VIEW_KEYS
 from precompute.store.online.url import FORMS
@@ -285,7 +285,7 @@ MISTAKES = {
     # ---- project.yaml
     "an unknown key of the project": Mistake(project("onlin: x"), "books/project.yaml:5: onlin: unknown key; did you mean 'online'?"),
     "no root": Mistake(swap("root: ./var\n", "", "project.yaml"), "books/project.yaml: root: missing; add it, for it has no default"),
-    "a root on a network": Mistake(project("root: ftp://bucket/x"), "books/project.yaml:1: root: 'ftp://bucket/x': give a folder, or a bucket and a prefix in an object store, as in s3://bucket/prefix, gs://bucket/prefix, az://bucket/prefix"),
+    "a root on a network": Mistake(project("root: ftp://bucket/x"), f"books/project.yaml:1: root: 'ftp://bucket/x': {', or '.join(['give a folder', *ROOT_URLS])}"),
     "a store's scheme": Mistake(project("online: tabel://:hunter2@host:6379/0?a=hunter2"), f"books/project.yaml:2: online: 'tabel://…@host:6379/0' names no online store: write {STORES}; did you mean 'table'?"),
     "a store that is a path": Mistake(project("online: ./var/online"), f"books/project.yaml:2: online: './var/online' names no online store: write {STORES} (there are: {', '.join(['table', *ONLINE.known()])})"),
     "a bind without a host": Mistake(project("serve: {bind: \"8080\"}"), "books/project.yaml:5: serve.bind: '8080': write host:port, such as 127.0.0.1:8080, or unix:./api.sock"),

@@ -38,7 +38,6 @@ from precompute.jobs.run.shards.shard_folder import (
 from precompute.model import is_in_run_process
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.record import read_record, sealed
-from precompute.store.disk.storage import LOCAL
 from precompute.store.errors import (
     ConfigError,
     ModelError,
@@ -61,8 +60,8 @@ SHARDS_A_WORKER = 4
 MOST_DEATHS = 3
 """Workers that may die one after the other while no row is computed; then the run fails."""
 RESULTS_LOOK_S, RESULTS_LOOK_REMOTE_S = 0.1, 1.0
-"""How often the coordinator looks for results in a folder, and in an object store, where each look
-costs money."""
+"""How often the coordinator looks for results in a folder, and elsewhere, where each look is a
+request."""
 LEASE_CHECK_S = 5.0
 """How often the run's own lease is checked."""
 NO_WORKER_S = 60.0
@@ -201,7 +200,7 @@ class _Coordinator:
         self._audit, self._progress, self._report = audit, progress, report
         self._settings: ProjectConfig = job.project.settings
         self._engine = self._settings.engine
-        self._look_s = RESULTS_LOOK_S if job.store.storage is LOCAL else RESULTS_LOOK_REMOTE_S
+        self._look_s = RESULTS_LOOK_S if job.store.storage.local else RESULTS_LOOK_REMOTE_S
         self._deaths: list[str] = []
         self._shown = 0
         self._started_at = self._lease_checked_at = time.monotonic()

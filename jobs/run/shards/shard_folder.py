@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from precompute.store.disk.durable_file import make_folder, sha256_of
 from precompute.store.disk.lease import Lease, holder, is_held, take
 from precompute.store.disk.record import Record, field, read_record, sealed
-from precompute.store.disk.storage import LOCAL, read_record_file
+from precompute.store.disk.storage import read_record_file
 from precompute.store.errors import PrecomputeError, SnapshotError
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
@@ -273,7 +273,7 @@ def _with_subclasses(kind: type[PrecomputeError]) -> list[type[PrecomputeError]]
 def _options(store: ViewStore) -> pa.ipc.IpcWriteOptions:
     """Compressed where the files travel: in a folder that costs 17 ns a row of three numbers, and
     they are mapped as they are."""
-    return pa.ipc.IpcWriteOptions(compression=None if store.storage is LOCAL else "lz4")
+    return pa.ipc.IpcWriteOptions(compression=None if store.storage.local else "lz4")
 
 
 def bounds(rows: int, shards: int) -> list[int]:

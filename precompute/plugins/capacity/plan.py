@@ -18,7 +18,7 @@ from typing import Any
 
 from precompute.engine.resources import available_bytes
 from precompute.jobs.config.project import Project
-from precompute.store.disk.storage import LOCAL, storage_of
+from precompute.store.disk.storage import storage_of
 from precompute.store.errors import PrecomputeError
 from precompute.store.offline.runs import Report
 from precompute.store.online.url import table_folder
@@ -478,7 +478,7 @@ def _limits(
     disks = dict[int, list[tuple[str, Path, float]]]()
     for what, path, size_bytes in on_disk:
         # an object store has room for all of it, and Redis says at its preflight
-        if size_bytes and path and storage_of(path) is LOCAL:
+        if size_bytes and path and storage_of(path).local:
             there = next(one for one in (path, *path.absolute().parents) if one.exists())
             disks.setdefault(there.stat().st_dev, []).append((what, there, size_bytes))
     for needs in disks.values():

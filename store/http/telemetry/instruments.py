@@ -448,7 +448,7 @@ CHECKED_AGE = _highest(
 )
 BEHIND = _highest(
     "view_behind_seconds",
-    "Of a host that follows a root in an object store: since it last served what that says",
+    "Of a host that follows a root elsewhere: since it last served what that says",
     "view",
 )
 

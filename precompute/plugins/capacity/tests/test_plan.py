@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections import namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,7 +283,7 @@ def test_memory_is_bounded_by_the_settings(project: Scene) -> None:
 def test_an_object_store_and_a_store_elsewhere_are_no_disks(
     runs: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "storage_of", lambda _: None)
+    monkeypatch.setattr(capacity, "storage_of", lambda _: SimpleNamespace(local=False))
     monkeypatch.setattr(capacity, "table_folder", lambda _: None)
     whats = [limit["what"] for limit in plan(runs, "numbers", rows=10**9)["limits"]]
     assert sorted(whats) == ["memory", "seconds within the TTL"]

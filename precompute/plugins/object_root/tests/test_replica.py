@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from precompute.jobs.ops.retention import drop
-from precompute.jobs.run import replica as replica_module
 from precompute.jobs.run.command_process import Silent
-from precompute.jobs.run.replica import LIVE_FILES, Follower, Replica
 from precompute.jobs.run.rollback import reconcile
+from precompute.plugins.object_root import replica as replica_module
+from precompute.plugins.object_root import storage as storage_module
+from precompute.plugins.object_root.replica import LIVE_FILES, Follower, Replica
+from precompute.plugins.object_root.tests.roots import host, project_on
 from precompute.store.account import checker
 from precompute.store.account.account import (
     note_sighting,
@@ -28,8 +30,8 @@ from precompute.store.account.account import (
     write_followed,
 )
 from precompute.store.account.checker import Rounds, check_live
+from precompute.store.account.followers import Followers
 from precompute.store.answers.lookup import Lookup
-from precompute.store.disk import object_storage
 from precompute.store.disk.record import replace
 from precompute.store.disk.storage import unmount_all
 from precompute.store.doors import ROUTES
@@ -45,9 +47,12 @@ from precompute.store.online.online_store import OnlineStore
 from tests.asgi import call
 from tests.fixtures import MakeProject, write_project
 from tests.memory_store import MemoryStore
-from tests.object_store import ObjectStore, host, project_on
+from tests.object_store import ObjectStore
 from tests.scene import Scene
 from tests.server import Server
+
+KIND: type[Followers] = Replica
+"""It is what the door asks for."""
 
 
 def test_a_replica_serves_what_is_published_and_what_it_has_when_cut_off(
@@ -487,7 +492,7 @@ def test_a_view_that_was_dropped_meanwhile_is_served_no_more(
     with other.online_store() as online:
         Replica(other.store, online).follow()
         project.store.storage.delete(project.store.refs.folder / LIVE_FILES)
-        time.sleep(object_storage.FRESH_S)
+        time.sleep(storage_module.FRESH_S)
         Replica(other.store, online).follow()
         assert other.served([3]) == (1, [6.0])
         project.publish()
@@ -524,14 +529,14 @@ def test_rows_of_another_project_are_left_alone(
 def test_a_late_publisher_removes_nothing_of_a_newer_publishing(
     bucket: ObjectStore, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_storage, "FRESH_S", 0.05)
+    monkeypatch.setattr(storage_module, "FRESH_S", 0.05)
     for changed in (0, 1):
         project = project_on(bucket, make_project, [(i, i + changed) for i in range(9)])
         project.run()
     folder, storage = project.store.folder / "online", project.store.storage
 
     def numbers() -> list[int]:
-        time.sleep(object_storage.FRESH_S)
+        time.sleep(storage_module.FRESH_S)
         return sorted(int(name.removesuffix(".table")) for name in storage.names(folder))
 
     with project.online_store() as online:

@@ -44,7 +44,7 @@ def test_two_hosts_over_an_object_store_whose_replies_get_lost(
     alone = make_project(ROWS)
     alone.run()
     wanted, content = alone.doubles(), alone.snapshot().content
-    root = f"s3://bucket/{bucket.prefix}"
+    root = bucket.root
     settings = {"root": root, "online": "table:./online", "engine": {"on": "elsewhere"}}
     scene = make_project(ROWS, view={"shards": 4}, project=settings)
     hosts = [host(scene, tmp_path / name) for name in ("one", "two")]
@@ -73,7 +73,7 @@ def test_a_host_with_other_code_is_refused_by_name_and_the_run_goes_on(
     """Of one fingerprint; in processes as people start them, first the one that must not work."""
     rows, settings = (
         [(i, float(i)) for i in range(200)],
-        {"root": f"s3://bucket/{bucket.prefix}", "online": "table:./online"},
+        {"root": bucket.root, "online": "table:./online"},
     )
     view = TIMES | {"shards": 4}
     write_model(make_project(rows, view=view).folder)

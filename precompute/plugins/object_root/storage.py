@@ -1,5 +1,5 @@
-"""Object storage: a root in an object store (S3, GCS, Azure), by obstore; the folder that it is
-mounted at is the cache of its files. Credentials, region and endpoint come from the environment.
+"""Storage: a root in an object store (S3, GCS, Azure), by obstore; the folder that it is mounted at
+is the cache of its files.
 
 When a reply is lost, the retry finds one's own write and takes it for another writer's. So every
 record that is swapped begins with a line of its own, a nonce: a writer that is refused reads it,
@@ -17,9 +17,8 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,15 @@ from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
     NotFoundError,
-    PermissionDeniedError,
     PreconditionError,
-    UnauthenticatedError,
 )
-from obstore.store import from_url
 
+from precompute.plugins.object_root.keys import CacheKeys
+from precompute.store.disk.bucket import failure, open_store
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import restore
-from precompute.store.disk.storage import File, Item, StorageError
+from precompute.store.disk.record import digest_of
+from precompute.store.disk.storage import File, Item, StorageError, is_mounted, mount
 from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
 
 log = logging.getLogger(__name__)
@@ -76,6 +75,19 @@ def _note_fork() -> None:
     _forked = True
 
 
+def mounted(url: str, home: Path, keys: Collection[Any]) -> Path:
+    """The folder that a root is mounted at: of its cache here. As the door ``root`` has it.
+
+    Raises:
+        ConfigError: the URL or the environment cannot be right.
+    """
+    own = next((one for one in keys if isinstance(one, CacheKeys)), CacheKeys())
+    folder = (home / own.cache / digest_of(url.rstrip("/").encode())).absolute()
+    if not is_mounted(folder):
+        mount(folder, ObjectStorage(url, folder, int(own.cache_gb * 1e9)))
+    return folder
+
+
 class ObjectStorage:
     """A root in an object store, behind :class:`precompute.store.disk.storage.Storage`.
 
@@ -87,6 +99,8 @@ class ObjectStorage:
     Raises:
         ConfigError: the URL or the environment cannot be right.
     """
+
+    local = False
 
     def __init__(self, url: str, folder: Path, cache_bytes: int = 200 * 10**9) -> None:
         self.url, self._folder = url.rstrip("/"), folder
@@ -116,7 +130,7 @@ class ObjectStorage:
         return seen
 
     def create(self, path: Path, data: bytes, *, point: str | None = None) -> None:
-        self.check_writable()
+        self.check_writable(self._folder)
         _here(path)
         if point is not None:
             crashpoint(f"{point}.write")
@@ -141,7 +155,7 @@ class ObjectStorage:
         point: str | None = None,
         durably: bool = True,
     ) -> None:
-        self.check_writable()
+        self.check_writable(self._folder)
         _here(path)
         ours, fresh_s = b"", FRESH_S
         while True:
@@ -276,8 +290,8 @@ class ObjectStorage:
         with self._changing(path):
             obstore.put(self._files, self._key(path), path)
 
-    def fetch(self, files: Sequence[File], *, again: bool = False) -> bool:
-        away = files if again else [file for file in files if not _is_here(file)]
+    def fetch(self, files: Iterable[File], *, again: bool = False) -> bool:
+        away = [file for file in files if again or not _is_here(file)]
         self._at_once(partial(self._get, again=again), away)
         if away:
             self._trim()
@@ -422,7 +436,7 @@ class ObjectStorage:
         except BaseError as exc:
             raise StorageError(errno.EREMOTEIO, failure(self.shown(path), exc)) from exc
 
-    def check_writable(self) -> None:
+    def check_writable(self, root: Path) -> None:
         """Refuse a store that takes a second creation or a stale swap for a first one: two writers
         would both believe that they won.
 
@@ -535,59 +549,3 @@ def _is_here(file: File) -> bool:
 
 def _item(path: Path, meta: Any) -> Item:
     return Item(path, meta["size"], int(meta["last_modified"].timestamp() * 1e6) * 1000)
-
-
-# ---- Client: obstore's client of a bucket, and what its errors mean to an operator.
-
-
-def failure(url: str, exc: BaseException) -> str:
-    """The message of a failed request to a URL: what failed, and where to look."""
-    if isinstance(exc, (PermissionDeniedError, UnauthenticatedError)):
-        return (
-            f"{url}: the object store refuses these credentials ({_first_line(exc)}): look at"
-            " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (GCS: GOOGLE_APPLICATION_CREDENTIALS,"
-            " Azure: AZURE_STORAGE_…), and at the rights they give on the bucket"
-        )
-    return (
-        f"{url}: the object store gave no answer that can be used ({_first_line(exc)}): look at the"
-        " endpoint (AWS_ENDPOINT_URL), the region and the network, and run again"
-    )
-
-
-def open_store(url: str, retry_s: float, request_s: float) -> Any:
-    """obstore's client of a bucket and prefix.
-
-    Args:
-        url: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``.
-        retry_s: how long a request is tried again.
-        request_s: how long one may take.
-
-    Raises:
-        ConfigError: the URL or the environment cannot be right.
-    """
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    endpoint = next(filter(None, map(os.environ.get, names)), "")
-    try:
-        return from_url(
-            url,
-            client_options={
-                "timeout": f"{request_s:.0f}s",
-                "connect_timeout": "5s",
-                "allow_http": endpoint.startswith("http://"),
-            },
-            retry_config={
-                "max_retries": 8,
-                "retry_timeout": timedelta(seconds=retry_s),
-                "backoff": {
-                    "init_backoff": timedelta(milliseconds=100),
-                    "max_backoff": timedelta(seconds=3),
-                    "base": 2,
-                },
-            },
-        )
-    except (BaseError, ValueError) as exc:
-        raise ConfigError(f"{url}: {_first_line(exc)}") from exc
-
-
-def _first_line(exc: BaseException) -> str:
-    return str(exc).strip().partition("\n")[0][:300]

@@ -19,14 +19,15 @@ from pathlib import Path
 import pytest
 
 from precompute.jobs.run.rows import chunks
-from precompute.store.disk import lease, object_storage
-from precompute.store.disk.lease import holder, is_held, take
-from precompute.store.disk.object_storage import ObjectStorage
+from precompute.plugins.object_root import storage as storage_module
+from precompute.plugins.object_root.storage import ObjectStorage
+from precompute.plugins.object_root.tests.roots import VIEW, project_on, storage_in
+from precompute.store.disk import lease
+from precompute.store.disk.lease import holder, take
 from precompute.store.disk.storage import File
 from precompute.store.errors import (
     ConfigError,
     ConflictError,
-    FencedError,
     RejectedError,
     SnapshotError,
     UnreadableError,
@@ -35,13 +36,13 @@ from precompute.store.offline.gc import collect
 from precompute.store.offline.runs import NAME as JOURNAL
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
-from tests.object_store import VIEW, ObjectStore, Request, project_on
+from tests.object_store import ObjectStore, Request
 from tests.scene import Scene
 
 
 @pytest.fixture
 def storage(bucket: ObjectStore, tmp_path: Path) -> ObjectStorage:
-    return bucket.storage(tmp_path / "cache")
+    return storage_in(bucket, tmp_path / "cache")
 
 
 def counted(data: bytes | None) -> bytes:
@@ -70,8 +71,8 @@ def test_a_write_that_is_done_after_its_writer_gave_up_is_done_once(
     bucket: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may fail for who waited, and be done; never as done by somebody else, nor twice."""
-    monkeypatch.setattr(object_storage, "REQUEST_S", 1.0)
-    storage = bucket.storage(tmp_path / "cache")
+    monkeypatch.setattr(storage_module, "REQUEST_S", 1.0)
+    storage = storage_in(bucket, tmp_path / "cache")
     folder = tmp_path / "cache" / "view"
     storage.create(folder / "probe.json", b"")
     bucket.at_first(1.3, lambda request: request.conditional)
@@ -151,7 +152,7 @@ def test_a_damaged_file_in_cache_or_store_is_never_used(
 def test_the_cache_is_bounded_and_leaves_what_was_just_used(
     bucket: ObjectStore, tmp_path: Path
 ) -> None:
-    storage = ObjectStorage(f"s3://bucket/{bucket.prefix}", tmp_path / "cache", 250)
+    storage = ObjectStorage(bucket.root, tmp_path / "cache", 250)
     paths = [tmp_path / "cache" / "v" / "data" / "run" / f"{number}.parquet" for number in range(4)]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,25 +171,17 @@ def test_the_cache_is_bounded_and_leaves_what_was_just_used(
     assert [path.exists() for path in left] == [False, True]
 
 
-# ---- leases
-
-
-def test_one_holds_a_lease_and_a_second_is_refused_at_once(
-    storage: ObjectStorage, tmp_path: Path
+def test_without_its_library_it_is_said_what_to_install(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "cache" / "view" / "refs"
-    with take(folder, "run", "first", ttl_s=6) as first:
-        began = time.monotonic()
-        with pytest.raises(ConflictError, match=r"'run' is held \(by first, process \d+\)"):
-            take(folder, "run", "second", ttl_s=6)
-        assert time.monotonic() - began < 2
-        first.check()
-        assert is_held(folder, "run")
-    assert not is_held(folder, "run")
-    with take(folder, "run", "second", ttl_s=6) as second:
-        assert second.record.fence == first.record.fence + 1
-        with pytest.raises(FencedError, match="lost its lease 'run' to second"):
-            first.check()
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, ObjectStorage.__module__)
+    told = r"^root 's3' needs obstore, .*: pip install 'precompute-store\[s3\]'$"
+    with pytest.raises(ConfigError, match=told):
+        make_project([(1, 1)], project={"root": "s3://bucket/prefix"})
+
+
+# ---- leases
 
 
 def test_a_lease_that_was_taken_meanwhile_is_no_second_ones(
@@ -219,7 +212,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from precompute.store.disk.lease import take
-from precompute.store.disk.object_storage import ObjectStorage
+from precompute.plugins.object_root.storage import ObjectStorage
 from precompute.store.disk.storage import mount
 from precompute.store.errors import FencedError
 folder = Path(sys.argv[2])
@@ -354,7 +347,7 @@ def test_what_a_killed_run_left_in_the_bucket_goes_after_the_grace(
     bucket: ObjectStore, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After that of its journal, which lies elsewhere than its files."""
-    monkeypatch.setattr(object_storage, "FRESH_S", 0.05)
+    monkeypatch.setattr(storage_module, "FRESH_S", 0.05)
     monkeypatch.setattr(chunks, "WINDOW_ROWS", 1)
     monkeypatch.setattr(chunks, "PART_BYTES", 1)
     project = project_on(bucket, make_project, [(1, 1), (2, None)], max_rejected=0.0)
@@ -368,7 +361,7 @@ def test_what_a_killed_run_left_in_the_bucket_goes_after_the_grace(
     )
 
     def left() -> set[str]:
-        time.sleep(object_storage.FRESH_S)
+        time.sleep(storage_module.FRESH_S)
         storage, data = store.storage, store.data
         files = {name for run in storage.names(data) for name in storage.names(data / run)}
         return files | {log.path.name for log in storage.logs(data, JOURNAL)}

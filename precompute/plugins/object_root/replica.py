@@ -26,7 +26,7 @@ from precompute.store.disk.durable_file import (
     sha256_of,
 )
 from precompute.store.disk.record import Record, read_record, sealed
-from precompute.store.disk.storage import LOCAL, File, known_identity, storage_of
+from precompute.store.disk.storage import File, known_identity
 from precompute.store.errors import (
     DamagedPointerError,
     OnlineStoreError,
@@ -68,8 +68,9 @@ class _LiveFiles(Record, frozen=True):
 
 
 class Replica:
-    """One view's generations in the root and on this host. Where the root is a folder, or the
-    online store is not of table files, there is nothing to do.
+    """One view's generations in the root and on this host, as
+    :class:`precompute.store.account.followers.Followers`. Where the online store is not of table
+    files, there is nothing to do.
 
     Args:
         store: of the view.
@@ -80,7 +81,14 @@ class Replica:
         self._store, self._online = store, online
         self._path = store.refs.folder / LIVE_FILES
         self._lock = threading.Lock()
-        self.is_one = store.storage is not LOCAL and isinstance(online, TableStore)
+        self.is_one = isinstance(online, TableStore)
+
+    @staticmethod
+    def follower(
+        offline: OfflineStore, online: Callable[[], OnlineStore], names: Sequence[str]
+    ) -> Follower:
+        """A :class:`Follower`, which runs from now on."""
+        return Follower(offline, online, names)
 
     # ---- the publishing side
 
@@ -141,9 +149,8 @@ class Replica:
 
     def end(self) -> None:
         """Have no host serve the view any more."""
-        if self._store.storage is not LOCAL:
-            self._store.storage.delete(self._path)
-            self._store.storage.delete_all(self._store.folder / "online")
+        self._store.storage.delete(self._path)
+        self._store.storage.delete_all(self._store.folder / "online")
 
     def drop_all_but(self, keep: set[int], epoch: int) -> None:
         """Remove the generations and indexes of other numbers from the root, but for those after
@@ -340,7 +347,7 @@ class Follower:
     each that it does.
 
     Args:
-        offline: the root; nothing is done where it is a folder.
+        offline: the root.
         online: opens the online store.
         names: of the views.
     """
@@ -351,9 +358,6 @@ class Follower:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._folders = {name: offline.view(name).refs.folder for name in names}
-        self._replicas = dict[str, Replica]()
-        if storage_of(offline.root) is LOCAL:
-            return
         self._online = online()
         self._replicas = {
             name: replica
