@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,6 +245,31 @@ class GraphKind(FileKind, Protocol):
 
     def names_of(self, path: Path) -> tuple[dict[str, int], list[str]]:
         """The inputs, each with how many columns it takes, and the outputs."""
+
+
+@runtime_checkable
+class FittedKind(FileKind, Protocol):
+    """Such a class that also learns, so that ``precompute optimize`` makes a file of it: one score
+    of columns of numbers. It takes ``output``, the feature's name, besides."""
+
+    def fitted(
+        self,
+        matrix: npt.NDArray[np.float64],
+        scores: npt.NDArray[np.float32],
+        names: Sequence[str],
+        seed: int,
+    ) -> bytes:
+        """The file of a model that approximates scores; a static method.
+
+        Args:
+            matrix: float64 [rows, columns]; NaN is a null.
+            scores: float32 [rows], finite.
+            names: of the columns, in ASCII letters, digits and underscores.
+            seed: of all that is drawn by chance.
+
+        Raises:
+            ConfigError: its library is not installed.
+        """
 
 
 @runtime_checkable

@@ -37,8 +37,6 @@ SEAMS = {
         "precompute/models/torch_module.py",
         "precompute/models/two_tower.py",
         "precompute/safetensors_file.py",
-        "precompute/students/columns_student.py",
-        "precompute/students/mlp.py",
         "precompute/students/static_table.py",
         "precompute/students/text_lesson.py",
         "precompute/students/text_student.py",
@@ -79,7 +77,6 @@ SEAMS = {
     },
     "safetensors": {
         "precompute/safetensors_file.py",
-        "precompute/students/columns_student.py",
         "precompute/students/text_lesson.py",
         "precompute/students/static_table.py",
         "precompute/students/training.py",

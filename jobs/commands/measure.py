@@ -116,8 +116,8 @@ def add_optimize(commands: Commands) -> None:
     optimize.option(
         "--by",
         "WAY",
-        "distil, prune, qat or cascade (default: all that fit the view's model)",
-        choices=("distil", "prune", "qat", "cascade"),
+        "distil, prune or qat (default: all that fit the view's model)",
+        choices=("distil", "prune", "qat"),
     )
     optimize.option(
         "--for",
@@ -336,7 +336,6 @@ def describe_optimized(outcome: Mapping[str, Any]) -> str:
         for one in made[1:]
         if (rows := one["rejected_rows"])
     ]
-    lines += [f"  {line}" for one in made[1:] if (line := _cascade(one))]
     behind = next((one for one in made if one["name"] == outcome["behind_misses"]), None)
     if behind is not None:
         lines.append(
@@ -363,32 +362,6 @@ def _figures(accuracy: Mapping[str, Mapping[str, float]]) -> str:
         shown.append(f"{name}: " * (len(accuracy) > 1) + " · ".join(found))
     more = len(accuracy) - len(shown)
     return "; ".join(shown) + (f"; and {more} features more" if more > 0 else "") or "–"
-
-
-ENOUGH, WORTHWHILE = 0.985, 0.4
-"""Recall that a cascade must have, and the share of rows that its student must then answer to be
-worth two models."""
-
-
-def _cascade(line: Mapping[str, Any]) -> str:
-    """A line on a cascade that begins with this student; an empty text without vectors."""
-    shares = line["cascade"]
-    if not shares:
-        return ""
-    best = max((one["share"] for one in shares if one["recall"] >= ENOUGH), default=0.0)
-    shown = ", ".join(f"{one['share']:.0%}: {one['recall']:.3f}" for one in shares)
-    # the student computes all rows, the teacher those that are left
-    rate = 1 / (1 / line["speed"] + 1 - best)
-    pays = best >= WORTHWHILE and rate > 1
-    verdict = (
-        "would pay"
-        if pays
-        else f"refused: it pays from {WORTHWHILE:.0%} of the rows on, at a rate above 1"
-    )
-    return (
-        f"cascade with {line['name']} first: {best:.0%} of the rows by it at a recall of {ENOUGH},"
-        f" at {rate:.2f} times the teacher's rate ({verdict}); {shown}"
-    )
 
 
 def _agreement(line: Mapping[str, Any]) -> str:

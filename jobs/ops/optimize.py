@@ -77,9 +77,8 @@ def optimize(
         that, from the project's), ``make_s``, ``rows_per_s``, ``speed`` (times the teacher's),
         ``batch_ms`` and ``miss_ms`` (``p50``, ``p95``, ``p99``), ``memory_bytes``, ``accuracy``
         (figures by feature), ``agreement`` and ``promised``, ``rejected_rows`` (of those held out
-        and judged, left out of the figures), ``cascade`` (as of
-        :func:`precompute.students.student.cascade_recalls`), ``beyond`` (why it is not within the
-        view's accuracy, or null) and ``refused`` (why none was made, or null); ``picked`` and
+        and judged, left out of the figures), ``beyond`` (why it is not within the view's accuracy,
+        or null) and ``refused`` (why none was made, or null); ``picked`` and
         ``behind_misses``: the fastest within the view's accuracy, and the one that promises most
         of those that answer a miss in half the teacher's time and promise more than
         :data:`GOOD_ENOUGH`, or null.

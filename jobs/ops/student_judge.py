@@ -38,7 +38,6 @@ from precompute.students.student import (
     MODEL,
     Student,
     agreement,
-    cascade_recalls,
     computed,
     grouped_by,
     index_recalls,
@@ -288,14 +287,12 @@ class Judge:
         # rows that it rejects are left out of both
         index, found = self._index.take(pa.array(done.rows)), done.features
         judged = int(np.count_nonzero(done.rows < len(self._taught)))
-        cascade = cascade_recalls(self.view, index, found, judged)
         return replace(
             whole,
             fingerprint=fingerprint_of(model, made.use),
             rejected_rows=len(self._taught) - judged,
             agreement=agreement(self.view, index, found.slice(0, judged)),
             figures=index_recalls(self.view, index, found, judged),
-            cascade=[one._asdict() for one in cascade],
         )
 
     def tried(self, line: dict[str, Any], folder: Path, student: Student) -> Trial:
@@ -329,7 +326,6 @@ class Judge:
                 "promised": {name: one.promised for name, one in student.agreement.items()},
                 "rejected_rows": student.rejected_rows,
                 "memory_bytes": memory,
-                "cascade": student.cascade,
                 "beyond": beyond[0] + more if beyond else None,
                 "refused": None,
             },

@@ -5,16 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 
-from precompute.store import doors
 from precompute.store.doors import KNOWN
-from precompute.students import columns_student
-from precompute.students.columns_student import Trees
 from tests.doors.conftest import Install, called, names_of, without_each_of
 from tests.server import make_folder
 
@@ -42,17 +37,6 @@ def test_its_models_say_so_at_the_key_that_names_one(
         assert (done.returncode, done.stdout) == (2, "")
         (line,) = done.stderr.splitlines()
         assert f"; {', '.join(absent)} have no plug-in here, and their files are not known" in line
-
-
-def test_trees_are_no_student_without_what_computes_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    columns = SimpleNamespace(categories=[], inputs={"numbers": {}}, unread=[])
-    monkeypatch.setattr(columns_student, "columns_of", lambda _: columns)
-    monkeypatch.setattr(doors, "FOLDER", tmp_path)
-    one = SimpleNamespace(dim=None, max_items=None, dtype="float32")
-    lesson: Any = SimpleNamespace(view=SimpleNamespace(features=[one]))
-    assert "the plug-in trees, which is not installed here" in Trees().refuses(lesson)
 
 
 # ---- another package's

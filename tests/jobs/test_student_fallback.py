@@ -35,9 +35,7 @@ from precompute.store.online.miss_cache import MissCacheLimits
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.url import open_miss_cache
 from precompute.store.times import Partition
-from precompute.students import student as student_module
 from precompute.students.student import (
-    MLP,
     USES,
     Agreement,
     Student,
@@ -67,7 +65,8 @@ def rough(x: float, error: float = 2.0) -> dict[str, Any]:
 def _students_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records may name the models of tests, too."""
     monkeypatch.setitem(USES, f"{HERE}:Rough", ("path", ("dim", "most")))
-    monkeypatch.setattr(student_module, "MODULES", {MLP, torch_model()["args"]["module"]})
+    of_torch = ("weights", tuple(torch_model()["args"]))
+    monkeypatch.setitem(USES, "torch_module", of_torch)
 
 
 PROMISED = {"vector": ("recall_at_10", 0.6), "score": ("rank_correlation", 0.9)}

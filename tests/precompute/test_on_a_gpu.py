@@ -25,7 +25,7 @@ from precompute.sources.sized_batches import joined
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.vectors import index_files
-from precompute.students.text_student import FewerLayers, Int8Aware, Narrow, Pruned
+from precompute.students.text_student import FewerLayers, Int8Aware, Pruned
 from precompute.students.training import Recipe
 from precompute.techniques.conversion import convert, use_variant
 from precompute.techniques.row_errors import tolerance
@@ -194,8 +194,7 @@ def test_a_row_that_breaks_the_context_is_rejected_alone(tmp_path: Path) -> None
     ("recipe", "least"),
     [
         (FewerLayers(1, steps=40), 0.82),
-        (Narrow(8, steps=40), 0.9),
-        (Pruned("pruned-50", 0, 50, steps=40), 0.9),
+        (Pruned(50, steps=40), 0.9),
         pytest.param(Int8Aware(steps=40), 0.99, marks=WITH_VNNI),
     ],
     ids=lambda value: getattr(value, "name", ""),

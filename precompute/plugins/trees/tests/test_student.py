@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from precompute.jobs.ops.optimize import optimize
-from precompute.students.columns_student import Trees
+from precompute.students.columns_student import Fitted
 from tests.fixtures import MakeProject
 from tests.jobs.test_optimize import one_column, quickly, scene_of
 
@@ -22,7 +22,7 @@ def test_trees_read_columns_of_any_name(
         model={"use": "tests.models:Doubler", "args": {"dim": 0}},
         features={"double": {"dtype": "float64"}},
     )
-    quickly(monkeypatch, Trees(rounds=50))
+    quickly(monkeypatch, Fitted("lightgbm"))
     trees = optimize(scene, "numbers")["students"][1]
     assert trees["refused"] is None
     assert trees["agreement"]["double"] > 0.99
