@@ -42,6 +42,12 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "what a view takes at another number of rows: time, CPU and GPU hours, bytes, memory"
             " and money, fitted to its own runs; what will not fit is said first",
         ),
+        "thresholds": Way(
+            "semantic",
+            "command:add",
+            "measure on a view's rows what a semantic cache would save and cost, and suggest its"
+            " threshold",
+        ),
         "tune": Way(
             "tune",
             "command:add",
@@ -59,6 +65,12 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "command:add",
             "one HTML file of a run: stages, rejections, figures beside what is live, a map",
         ),
+    },
+    "metrics": {
+        "semantic_cache": Way("semantic", "figures:SemanticFigures"),
+    },
+    "misses": {
+        "semantic_cache": Way("semantic", "cache:SemanticCache"),
     },
     "model": {
         "onnx": Way("onnx", "model:OnnxModel", "any graph over columns", "onnx"),
@@ -112,7 +124,9 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
     "traces": {
         "serve.tracing": Way("traces", "spans:spans_of", extra="otel"),
     },
-    "view key": {},
+    "view key": {
+        "semantic_cache": Way("semantic", "keys:SemanticKeys"),
+    },
 }
 """Door → the name that a user writes → where it leads."""
 
@@ -222,9 +236,12 @@ class Door(Generic[T]):
 
     def all(self) -> Iterator[tuple[str, T]]:
         """Every name whose power is here, and what it leads to."""
-        for name in (*self.known(), *self.foreign()):
-            if self.is_here(name):
-                yield name, self.open(name)
+        for name in self.here():
+            yield name, self.open(name)
+
+    def here(self) -> list[str]:
+        """Every name whose power is here."""
+        return [name for name in (*self.known(), *self.foreign()) if self.is_here(name)]
 
 
 @cache
@@ -253,6 +270,14 @@ def _is_here(way: Way) -> bool:
 
 COMMANDS: Door[Callable[[Any], None]] = Door("command")
 """A word after ``precompute`` → ``add(commands)``, which adds the one command of this name."""
+
+METRICS: Door[type[Any]] = Door("metrics")
+"""Of ours the key of the power → the class of
+:class:`precompute.store.http.telemetry.instruments.PowerFigures` with what it counts."""
+
+MISSES: Door[type[Any]] = Door("misses")
+"""A key of a view's record (:attr:`precompute.store.feature_view.FeatureView.powers`) → the class
+of a :class:`precompute.store.answers.fallback.MissHandler`, which answers misses of such views."""
 
 MODELS: Door[Callable[..., Any]] = Door("model")
 """A view's ``model.use`` → the class, which makes a :class:`precompute.model.Model` of

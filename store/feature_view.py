@@ -96,15 +96,6 @@ class IndexSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class SemanticCacheSpec:
-    """Whose vector index finds, for a miss, the nearest stored input, and from which cosine on the
-    row of that one is the answer."""
-
-    view: str
-    threshold: float
-
-
-@dataclass(frozen=True, slots=True)
 class ModelUse:
     """Which model and how, as configured: a name or dotted path, its arguments, the precision and
     back end it computes in."""
@@ -207,8 +198,6 @@ class FeatureView:
     """Feature → value: what stands in for a missing row."""
     fallback_model: str | None = None
     """Folder of the student that computes misses in the model's stead, as configured."""
-    semantic_cache: SemanticCacheSpec | None = None
-    """A miss may be answered by the row of the entity whose input is nearest."""
     powers: Mapping[str, Any] = field(default_factory=dict)
     """Key of a power (:data:`precompute.store.doors.VIEW_KEYS`) → what that keeps, plain JSON: who
     reads it without that power, tells so."""
@@ -249,13 +238,6 @@ class FeatureView:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
 
-SIMILAR_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
-    ("similarity", pa.float64()),
-    ("nearest", pa.string()),
-)
-"""Columns that answers of a view with a semantic cache have besides: of a row that is another
-entity's, the cosine of both inputs, and that entity's key."""
-
 STUDENT_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
     ("approximates", pa.string()),
     ("agreement", pa.float64()),
@@ -263,39 +245,6 @@ STUDENT_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
 """Columns that answers of a view with a student behind its misses have besides: of a row that the
 student computed, the fingerprint of the model that it approximates, and how well
 (:attr:`StudentUse.least`)."""
-
-
-def why_no_semantic_cache(view: FeatureView, by: FeatureView) -> str | None:
-    """What keeps ``by``, a view that embeds what another view's model takes, from answering that
-    one's misses; None where nothing does."""
-    if by.name == view.name:
-        return (
-            "a view cannot be looked up in its own stead: name the one that embeds the same text"
-            " cheaply"
-        )
-    if by.entity != view.entity:
-        return f"its key is {', '.join(by.entity)}, and this view's {', '.join(view.entity)}"
-    if by.index is None:
-        return "it has no index: add `index: {on: <vector feature>}` to it"
-    if by.index.metric != "cosine":
-        return f"its index compares by {by.index.metric}, and a threshold is a cosine"
-    if by.feature(by.index.on).packed == "binary":
-        return (
-            f"its {by.index.on} is packed as binary, which says too little of how near two"
-            " inputs are"
-        )
-    if by.fallback_model is not None:
-        return (
-            f"its misses are computed by a student ({by.fallback_model}), whose vectors are not"
-            " those of its index, which the threshold is of: take fallback.model out of it"
-        )
-    for one in (view, by):
-        if not one.fallback:
-            return (
-                f"view {one.name!r} has no fallback, so that no miss of it is computed: add"
-                " `fallback: {enabled: true}` to it"
-            )
-    return None
 
 
 def find_bad(view: FeatureView, feature: Feature, column: pa.Array, bad: dict[int, str]) -> None:

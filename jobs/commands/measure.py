@@ -1,5 +1,5 @@
-"""Measure: the commands that compute a sample of a view (``profile`` and ``thresholds``),
-and ``optimize``, which makes cheaper models behind a view and shows them beside its own."""
+"""Measure: ``profile``, which computes a sample of a view, and ``optimize``, which makes cheaper
+models behind a view and shows them beside its own."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ PACE = {
 
 
 def add(commands: Commands) -> None:
-    """The commands ``profile`` and ``thresholds``."""
+    """The command ``profile``."""
     profile = commands.add(
         "profile",
         _profile,
@@ -82,25 +82,6 @@ def add(commands: Commands) -> None:
         type=Path,
     )
     profile.flag("--replace", "though there is such a file")
-    cache = commands.add(
-        "thresholds",
-        _thresholds,
-        "measure on a view's rows what a semantic cache would save and cost, and suggest its"
-        " threshold",
-        view=True,
-        only=True,
-    )
-    cache.option(
-        "--by", "VIEW", "embeds the same text (default: the one that semantic_cache names)"
-    )
-    cache.option("--rows", "N", "size of the sample (default: 1000)", type=int, default=1000)
-    cache.option(
-        "--agreement",
-        "SHARE",
-        "of the answers that must be right (default: 0.95)",
-        type=float,
-        default=0.95,
-    )
 
 
 def add_optimize(commands: Commands) -> None:
@@ -145,19 +126,6 @@ def _profile(arguments: argparse.Namespace) -> int:
         project, arguments.view, rows=arguments.rows, partition=partition, trace=arguments.trace
     )
     return answer(arguments, figures, describe_profile(figures))
-
-
-def _thresholds(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.ops.thresholds import thresholds
-
-    project = project_of(arguments)
-    check_rows(arguments.rows)
-    if not 0 < arguments.agreement < 1:
-        raise ConfigError(f"--agreement: {arguments.agreement:g}: between 0 and 1")
-    measured = thresholds(
-        project, arguments.view, by=arguments.by, rows=arguments.rows, agreement=arguments.agreement
-    )
-    return answer(arguments, measured, describe_thresholds(measured))
 
 
 def check_rows(rows: int) -> None:
@@ -208,54 +176,6 @@ def describe_profile(figures: dict[str, Any]) -> str:
             *lines,
             "",
             f"{figures['stages'][pace]['busy_s'] / seconds:.0%} of the time is {what}; {remedy}.",
-        ]
-    )
-
-
-def describe_thresholds(measured: Mapping[str, Any]) -> str:
-    """What each threshold saves and costs as a table, and the one that is suggested."""
-    lines = [f"  {'threshold':>9}{'calls saved':>13}{'answers':>9}{'agree':>8}{'at least':>10}"]
-    for line in measured["thresholds"]:
-        agree = (
-            f"{'–':>8}{'–':>10}"
-            if line["agree"] is None
-            else f"{line['agree']:>8.3f}{line['at_least']:>10.3f}"
-        )
-        lines.append(
-            f"  {line['threshold']:>9g}{line['saved']:>13.1%}{line['answered']:>9,}{agree}"
-        )
-    wanted, picked = measured["agreement"], measured["suggested"]
-    agreeing = [
-        line
-        for line in measured["thresholds"]
-        if line["agree"] is not None and line["agree"] >= wanted
-    ]
-    if picked is None and not agreeing:
-        verdict = f"At no threshold do answers agree by {wanted:g}: do without."
-    elif picked is None:
-        verdict = (
-            f"No threshold surely keeps {wanted:g}: {agreeing[0]['answered']:,} answers are too few"
-            " to be sure. Measure more rows, or do without."
-        )
-    else:
-        (saved,) = (line["saved"] for line in measured["thresholds"] if line["threshold"] == picked)
-        verdict = (
-            f"{picked:g} is the smallest that surely keeps {wanted:g}, and saves {saved:.0%} of the"
-            f" calls: semantic_cache: {{view: {measured['by']}, threshold: {picked:g}}}"
-        )
-    return "\n".join(
-        [
-            (
-                f"{measured['view']}: {measured['rows']:,} rows of snapshot {measured['snapshot']},"
-                f" each answered by the row of the nearest other input by {measured['by']}"
-            ),
-            *lines,
-            verdict,
-            (
-                "Rows were compared with each other: requests may be less like them, so that less"
-                " is saved, or like them in another way. `precompute_semantic_cache_rows` counts"
-                " what real ones come to."
-            ),
         ]
     )
 

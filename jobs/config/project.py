@@ -51,7 +51,6 @@ from precompute.store.disk.record import digest_of
 from precompute.store.disk.storage import LOCAL, OBJECT_STORES, mount, storage_of
 from precompute.store.doors import LAUNCHERS, PROJECT_KEYS
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
-from precompute.store.feature_view import why_no_semantic_cache
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.url import FORMS as ONLINE_FORMS
 from precompute.store.online.url import table_folder
@@ -585,32 +584,6 @@ class Project:
                 path = self.folder / "views" / f"{name}.yaml"
                 read.broken[name] = _mistaken(wrong, path)
                 del read.right[name]
-                continue
-            if (
-                view.semantic_cache is not None
-                and (why := self._no_semantic_cache(view, views)) is not None
-            ):
-                by = view.semantic_cache.view
-                where = place(self.folder / "views" / f"{name}.yaml", ("semantic_cache", "view"))
-                read.broken[name] = ConfigError(f"{where}: semantic_cache.view: {by!r}: {why}")
-                del read.right[name]
-
-    def _no_semantic_cache(self, view: ViewConfig, views: Mapping[str, ViewConfig]) -> str | None:
-        """What is wrong with the view that a view's semantic cache names; None when nothing is, or
-        that one's own file is wrong."""
-        assert view.semantic_cache is not None
-        by = view.semantic_cache.view
-        if by not in self.names:
-            return f"no such view{nearest_or_all(by, self.names)}"
-        if by not in views:
-            return None
-        seen, named = {by}, views[by].semantic_cache
-        while named is not None and named.view in views and named.view not in seen:
-            if named.view == view.name:
-                return "a circle: its own semantic cache leads back here"
-            seen.add(named.view)
-            named = views[named.view].semantic_cache
-        return why_no_semantic_cache(view.feature_view(), views[by].feature_view())
 
 
 def _mistaken(wrong: Mistake, file: Path) -> ConfigError:

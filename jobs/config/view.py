@@ -22,7 +22,6 @@ from precompute.store.errors import ConfigError, nearest_or_all
 from precompute.store.feature_view import (
     CHUNK,
     RESERVED,
-    SIMILAR_FIELDS,
     STUDENT_FIELDS,
     ChunkSpec,
     Definition,
@@ -30,7 +29,6 @@ from precompute.store.feature_view import (
     FeatureView,
     IndexSpec,
     ModelUse,
-    SemanticCacheSpec,
 )
 from precompute.store.online.codec import RowCodec
 from precompute.store.times import Partition, containing, duration
@@ -205,17 +203,6 @@ class FallbackConfig(Section):
         return self
 
 
-class SemanticCacheConfig(Section):
-    """Answers a miss by the row of the entity whose input is nearest, if that is near enough; no
-    model of this view is called then."""
-
-    view: Name
-    """of the same entity: embeds the same text cheaply, and has an index by cosine and a
-    fallback"""
-    threshold: float = Field(gt=0, le=1)
-    """least cosine of the two inputs; `precompute thresholds` suggests one"""
-
-
 class PartitionConfig(Section):
     """Makes a view of intervals of data time: each run computes one, with ``$start`` and ``$end``
     bound in the SQL."""
@@ -265,7 +252,6 @@ class ViewConfig(OpenSection):
     """past ttl, still served, as stale"""
     index: IndexConfig | None = None
     fallback: FallbackConfig = FallbackConfig()
-    semantic_cache: SemanticCacheConfig | None = None
     accuracy: AccuracyConfig = AccuracyConfig()
     max_rejected: float = Field(default=0.01, ge=0, le=1)
     """share of rejected rows past which nothing is published"""
@@ -309,16 +295,12 @@ class ViewConfig(OpenSection):
                     f"features.{name}: {name!r} is the name of an answer's own column; call the"
                     f" feature something else (taken: {', '.join(sorted(taken))})"
                 )
-        for key, there, fields in (
-            ("semantic_cache", self.semantic_cache, SIMILAR_FIELDS),
-            ("fallback.model", self.fallback.model, STUDENT_FIELDS),
-        ):
-            beside = [name for name, _ in fields if name in (*self.features, *self.entity)]
-            if there is not None and beside:
-                raise ValueError(
-                    f"{key}: answers have a column {beside[0]!r} of their own then; call the"
-                    " feature or key something else"
-                )
+        beside = [name for name, _ in STUDENT_FIELDS if name in (*self.features, *self.entity)]
+        if self.fallback.model is not None and beside:
+            raise ValueError(
+                f"fallback.model: answers have a column {beside[0]!r} of their own then; call the"
+                " feature or key something else"
+            )
         for keys in self.powers:
             for name in {*self.features, *self.entity}.intersection(keys.columns()):
                 raise ValueError(
@@ -500,7 +482,7 @@ class ViewConfig(OpenSection):
 
     def feature_view(self) -> FeatureView:
         """The view as the other rooms know it."""
-        cache, chunk = self.semantic_cache, self._chunk_spec()
+        chunk = self._chunk_spec()
         return FeatureView(
             name=self.name,
             entity=(*self.entity, *(() if chunk is None else (CHUNK,))),
@@ -517,7 +499,6 @@ class ViewConfig(OpenSection):
             stale_if_error_s=self.fallback.stale_if_error,
             fallback_default=self.fallback.default,
             fallback_model=self.fallback.model,
-            semantic_cache=None if cache is None else SemanticCacheSpec(**cache.model_dump()),
             definition=Definition(
                 source=self.sql,
                 model=ModelUse(**self.model.model_dump()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.store.answers.fallback import Computed, Likeness, Miss
+from precompute.store.answers.fallback import Computed, Miss
 from precompute.store.answers.plan import AnswerPlan
 from precompute.store.feature_view import StudentUse, status_of
 from precompute.store.keys import parts_hint
@@ -60,8 +60,10 @@ class AnswerRow:
     packed: bytes | None = None
     """The packed row that takes the place of the store's: one that the model computed, now or
     before, or another entity's."""
-    like: Likeness | None = None
-    """Where the row is another entity's: whose, and how near its input is."""
+    says: Mapping[str, Any] | None = None
+    """What it says besides (:attr:`precompute.store.answers.fallback.Computed.says`)."""
+    stored: bool = False
+    """Whether ``packed`` is a published row, of another entity, and as old as that."""
     wanted: Reason | None = None
     """Why the model computed the row now; None where it did not."""
     in_error: bool = False
@@ -266,13 +268,19 @@ class Answer:
 
     def _take_computed(self, i: int, computed: Computed) -> Miss | None:
         """Row ``i`` is what the fallback gave; or why it is not."""
-        if computed.like is not None:
-            # of a published row, to be judged as any
-            row = AnswerRow(source=AnswerSource.CACHE, packed=computed.row, like=computed.like)
+        if computed.stored:
+            # to be judged as any published row
+            row = AnswerRow(
+                source=AnswerSource.CACHE, packed=computed.row, says=computed.says, stored=True
+            )
         elif self._verified(i, computed.row)[0] == _WHOLE:
             wanted = self._others[i].reason
             row = AnswerRow(
-                Status.COMPUTED, AnswerSource.FALLBACK, packed=computed.row, wanted=wanted
+                Status.COMPUTED,
+                AnswerSource.FALLBACK,
+                packed=computed.row,
+                says=computed.says,
+                wanted=wanted,
             )
         else:
             # the pointer is not what the model was opened for: another one wrote it
@@ -337,7 +345,7 @@ class Answer:
         if student is None:
             return None
         row = self.row(i)
-        by_model = row.packed is None or row.like is not None or row.reason is not None
+        by_model = row.packed is None or row.stored or row.reason is not None
         return None if by_model else student
 
     def age_s(self, i: int) -> float:
@@ -345,7 +353,7 @@ class Answer:
         row = self.row(i)
         if row.reason is not None:
             return 0.0
-        if row.packed is not None and row.like is None:
+        if row.packed is not None and not row.stored:
             return age_s(self._computed_at[i], self.now_us)
         return self._age_s(self._computed_at[i])
 
@@ -425,16 +433,15 @@ class Answer:
         return [pa.array([row.get(name) for row in values], kind) for name, kind in fields]
 
     def more(self, i: int) -> dict[str, Any]:
-        """What row ``i`` says of itself that others do not: of another entity's row how near it is
-        and whose, of a student's row whose stead it stands in, and how well."""
+        """What row ``i`` says of itself that others do not: column → value, of
+        :attr:`precompute.store.answers.plan.AnswerPlan.more_fields`."""
         if not self.plan.more_fields:
             return {}
         row, student = self.row(i), self.student(i)
-        if row.like is not None and row.reason is None:
-            return {"similarity": row.like.similarity, "nearest": row.like.key}
-        if student is None:
-            return {}
-        return {"approximates": self.pointer.model, "agreement": student.least}
+        said = {} if row.reason is not None else dict(row.says or {})
+        if student is not None:
+            said |= {"approximates": self.pointer.model, "agreement": student.least}
+        return said
 
     def model(self, i: int) -> str:
         """Fingerprint of what computed row ``i``."""

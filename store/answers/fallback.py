@@ -1,19 +1,30 @@
-"""Fallback: the contract of a model behind misses: what it takes and returns."""
+"""Fallback: the contract of a model behind misses: what it takes and returns; and of what a power
+brings before it (:data:`precompute.store.doors.MISSES`)."""
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from precompute.store.errors import RequestError, did_you_mean
+import pyarrow as pa
+
+from precompute.store.doors import MISSES, VIEW_KEYS
+from precompute.store.errors import ConfigError, RequestError, did_you_mean
 from precompute.store.feature_view import FeatureView
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason, Status
+
+if TYPE_CHECKING:
+    from precompute.store.answers.search import Begin
+    from precompute.store.vectors.vector_index import VectorIndex
+
+log = logging.getLogger(__name__)
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """The client of the request that is worked on, by token or address, to whose share the rows that it
@@ -31,25 +42,19 @@ def places(free: int, mine: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
-    """Whose stored row it is, and how near that entity's input is to what was requested: a
-    cosine."""
-
-    key: str
-    similarity: float
-
-
-@dataclass(frozen=True, slots=True)
 class Computed:
     """One row the model made now, packed as the online store would hold it, and when (µs since
     1970); what a view is searched by is packed as a row of :func:`unpacked_view`, its vector not
-    quantized. With ``like`` no model made it: it is the stored row of another entity
-    (:mod:`precompute.store.answers.misses`).
+    quantized.
     """
 
     row: bytes
     computed_at_us: int
-    like: Likeness | None = None
+    says: Mapping[str, Any] | None = None
+    """Column → value, of those that a :class:`MissHandler` of the view has: what the row says
+    besides; None: nothing."""
+    stored: bool = False
+    """Whether no model made it: it is the published row of another entity, and as old as that."""
 
 
 class Miss(Exception):
@@ -108,6 +113,97 @@ class Fallback(Protocol):
             cancel it is to give the row up: it is computed only where another request waits for it,
             or where that has begun.
         """
+
+
+class Column(NamedTuple):
+    """What rows may say of themselves besides: a column of Arrow, a member of a row in JSON."""
+
+    name: str
+    type: pa.DataType
+    what: str
+    """What it says, of which rows; of the OpenAPI document."""
+
+
+Rest = Callable[[Sequence[str], Mapping[str, Mapping[str, Any]]], list[Future[Computed]]]
+"""Takes keys of a request, and inputs of theirs; begins to compute what a handler does not answer,
+and returns a future for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissTools:
+    """What a :class:`MissHandler` works with."""
+
+    fallback: Fallback
+    """Computes rows of any view."""
+    live: Callable[[str], Pointer]
+    """A view's pointer; raises where there is none."""
+    index_of: Callable[[Pointer], VectorIndex]
+    """The index that was published with a pointer; raises where there is none."""
+    begin: Begin
+    """Begins a lookup."""
+    count: Callable[..., None]
+    """Takes the name of an instrument of :data:`precompute.store.doors.METRICS`, by how much it is
+    raised, and its labels; does nothing where nobody counts."""
+
+
+class MissHandler(Protocol):
+    """What answers misses of the views that have its key, before the model does."""
+
+    columns: ClassVar[Sequence[Column]]
+    """What rows of such a view may say besides; they stand before the features."""
+
+    def __init__(self, tools: MissTools) -> None:
+        """Made once for a lookup, with the first miss of such a view."""
+
+    def submit(
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline: float,
+        oldest_s: float | None,
+        rest: Rest,
+    ) -> list[Future[Computed]]:
+        """As :meth:`Fallback.submit`, of a view with its key; returns at once.
+
+        Args:
+            pointer: likewise.
+            keys: key texts of rows that are missing.
+            inputs: likewise.
+            deadline: likewise.
+            oldest_s: the largest age of a stored row that counts; None: the view's own limits hold;
+                below 0 none counts.
+            rest: what computes the rows that it does not answer.
+        """
+
+    def close(self) -> None:
+        """Answer no more."""
+
+    @staticmethod
+    def words(spec: Any) -> str:
+        """What stands behind misses then, for people, by what the view's record keeps of the
+        key."""
+
+
+_told: set[tuple[str, str]] = set()
+"""View and key of a power that it is served without, as the log has it."""
+
+
+def handlers_of(view: FeatureView) -> dict[str, type[MissHandler]]:
+    """Key → what answers misses of a view, by the powers that its record names, in that order. What
+    is not here is left out, and the log tells of it."""
+    found = dict[str, type[MissHandler]]()
+    for key in view.powers:
+        try:
+            if not VIEW_KEYS.is_here(key):
+                raise ConfigError(VIEW_KEYS.absence(key))
+            if MISSES.has(key):
+                found[key] = MISSES.open(key)
+        except ConfigError as exc:
+            if (view.name, key) not in _told:
+                _told.add((view.name, key))
+                log.warning("view %r is served without what its record names: %s", view.name, exc)
+    return found
 
 
 class Waiting:

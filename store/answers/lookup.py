@@ -19,8 +19,14 @@ import pyarrow as pa
 
 from precompute.store.account.account import LIVE, REFS, note_sighting
 from precompute.store.answers.answer import Answer
-from precompute.store.answers.fallback import Fallback, Waiting, check_inputs, no_fallback
-from precompute.store.answers.misses import Misses, MissReports, SemanticCache
+from precompute.store.answers.fallback import (
+    Fallback,
+    MissTools,
+    Waiting,
+    check_inputs,
+    no_fallback,
+)
+from precompute.store.answers.misses import Misses, MissReports
 from precompute.store.answers.plan import AnswerPlan, packed_keys
 from precompute.store.answers.search import Searches
 from precompute.store.answers.service import (
@@ -31,6 +37,7 @@ from precompute.store.answers.service import (
     ServicePart,
 )
 from precompute.store.disk.record import plain
+from precompute.store.doors import MISSES
 from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError, RowsLostError
 from precompute.store.feature_view import NAME, FeatureView, status_of
 from precompute.store.keys import key_list, key_text, plain_key
@@ -111,15 +118,15 @@ class Lookup:
         )
         self._misses = None
         if fallback is not None:
-            semantic = SemanticCache(
+            tools = MissTools(
                 fallback,
                 self._live,
                 self._searches.index_of,
                 self.begin,
                 # who listens is known later
-                lambda *seen: self.miss_reports.semantic(*seen),
+                lambda *counted: self.miss_reports.count(*counted),
             )
-            self._misses = Misses(fallback, miss_cache, semantic, self.miss_reports)
+            self._misses = Misses(fallback, miss_cache, tools, self.miss_reports)
 
     @classmethod
     def open(
@@ -158,9 +165,9 @@ class Lookup:
         inputs: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> pa.Table:
         """The rows of ``keys``, in their order: key, status, source, reason, times, snapshot and
-        model (:data:`precompute.store.answers.plan.ANSWER_FIELDS`), what a student or a semantic
-        cache adds (:attr:`precompute.store.answers.plan.AnswerPlan.more_fields`), then a column per
-        feature.
+        model (:data:`precompute.store.answers.plan.ANSWER_FIELDS`), what stands behind the view's
+        misses adds (:attr:`precompute.store.answers.plan.AnswerPlan.more_fields`), then a column
+        per feature.
 
         Args:
             view: name of a published view.
@@ -489,8 +496,7 @@ class Lookup:
             "index": self._searches.figures(pointer),
             "fallback": view.fallback,
             "student": None if pointer.student is None else pointer.student.shown(),
-            "semantic_cache": None if view.semantic_cache is None else plain(view.semantic_cache),
-        }
+        } | {name: view.powers.get(name) for name in MISSES.here()}
 
     # ---- search
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from precompute.store.answers.fallback import MissHandler, handlers_of
 from precompute.store.errors import RequestError
-from precompute.store.feature_view import SIMILAR_FIELDS, STUDENT_FIELDS, Feature, FeatureView
+from precompute.store.feature_view import STUDENT_FIELDS, Feature, FeatureView
 from precompute.store.keys import MAX_KEY_BYTES, join_key, shown_key
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
@@ -110,8 +111,12 @@ class AnswerPlan:
             self.default: bytes | None = fitting_row(view, self.codec, defaults)
         else:
             self.default = default_row(view, self.codec) if alike is None else alike.default
-        similar = () if view.semantic_cache is None else SIMILAR_FIELDS
-        self.more_fields = similar + (() if pointer.student is None else STUDENT_FIELDS)
+        self.handlers: Mapping[str, type[MissHandler]] = (
+            handlers_of(view) if alike is None else alike.handlers
+        )
+        """Key → what answers misses of this view before the model."""
+        said = [(c.name, c.type) for kind in self.handlers.values() for c in kind.columns]
+        self.more_fields = (*said, *(() if pointer.student is None else STUDENT_FIELDS))
         """Columns that answers of this view have besides."""
         self.own_columns = len(ANSWER_FIELDS) + len(self.more_fields)
         """Number of columns that every answer has before the features."""

@@ -137,7 +137,7 @@ class Service:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of a joined row: the entity's, then of each view its status and the like, and
-        its features; without what a student or a semantic cache adds."""
+        its features; without what stands behind its misses adds."""
         of_views = (
             column_of(part.view, name)
             for part in self.parts

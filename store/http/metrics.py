@@ -25,13 +25,13 @@ from precompute.store.errors import DamagedPointerError, OnlineStoreError, RowsL
 from precompute.store.http.telemetry import instruments as counted
 from precompute.store.http.telemetry.instruments import (
     BUCKETS,
-    INSTRUMENTS,
     SIZES,
     Instrument,
     Kind,
     Meter,
     Number,
     Timer,
+    every_instrument,
     read_slots,
 )
 from precompute.store.online.online_store import Pointer, check_own_rows
@@ -65,7 +65,7 @@ class Metrics:
         lookup.on_damaged = lambda view, rows: self.meter.counter(counted.DAMAGED_ROWS, view).add(
             rows
         )
-        lookup.miss_reports.semantic = self._semantic
+        lookup.miss_reports.count = self._count
         lookup.miss_reports.cache_read = self._miss_cache_read
         lookup.miss_reports.refreshed = lambda view, outcome: self.meter.counter(
             counted.REFRESHES, view, outcome
@@ -140,11 +140,8 @@ class Metrics:
         self.meter.counter(counted.CACHE, "miss_cache", "hit").add(found)
         self.meter.counter(counted.CACHE, "miss_cache", "miss").add(requested - found)
 
-    def _semantic(self, view: str, outcomes: Mapping[str, int], similarity: float) -> None:
-        self.meter.counter(counted.SEMANTIC_SIMILARITY, view).add(similarity)
-        for outcome, rows in outcomes.items():
-            if rows:
-                self.meter.counter(counted.SEMANTIC_CACHE, view, outcome).add(rows)
+    def _count(self, name: str, amount: float, *labels: str) -> None:
+        self.meter.counter(every_instrument()[name], *labels).add(amount)
 
     def not_cached(self, dropped: int | None, size_bytes: int) -> None:
         """Count a row that was not cached, and is from now on, and those it took the place of
@@ -277,7 +274,7 @@ class _Collector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         counted = totals(self._meter)
-        for instrument in INSTRUMENTS:
+        for instrument in every_instrument().values():
             looked_up = {labels: [value] for labels, value in self._now.get(instrument, {}).items()}
             yield _family(instrument, looked_up or counted[instrument.name])
 
@@ -293,7 +290,7 @@ def totals(meter: Meter) -> Totals:
     Raises:
         OSError: the meter's folder cannot be read.
     """
-    kinds = {instrument.name: instrument.kind for instrument in INSTRUMENTS}
+    kinds = {name: instrument.kind for name, instrument in every_instrument().items()}
     added: Totals = {name: {} for name in kinds}
     if meter.folder is None:
         values = meter.slots.values

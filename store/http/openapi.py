@@ -6,6 +6,9 @@ from __future__ import annotations
 from enum import Flag, auto
 from typing import Any
 
+import pyarrow as pa
+
+from precompute.store.doors import MISSES
 from precompute.store.http.operations import DEADLINE, FROM_0, refusal
 from precompute.store.http.routes import Route, Who, every_route
 from precompute.store.wire import bodies
@@ -98,8 +101,35 @@ not refused, but answered with its problem."""
 _SEARCHED_BY = ("key", "text", "vector", "inputs")
 
 
+def _type_of(kind: pa.DataType) -> dict[str, Any]:
+    """The JSON Schema of a column's values; any where it is none of one value."""
+    types = (
+        (pa.types.is_string, "string"),
+        (pa.types.is_floating, "number"),
+        (pa.types.is_integer, "integer"),
+        (pa.types.is_boolean, "boolean"),
+    )
+    return next(({"type": name} for is_one, name in types if is_one(kind)), {})
+
+
+def _add_columns(schemas: dict[str, Any]) -> None:
+    """What rows say besides, by what answers misses and is here, behind their reasons."""
+    said = {
+        column.name: {"description": column.what, **_type_of(column.type)}
+        for _, kind in MISSES.all()
+        for column in kind.columns
+    }
+    for schema in schemas.values():
+        properties = schema.get("properties", {})
+        if "reason" in properties:
+            items = list(properties.items())
+            at = list(properties).index("reason") + 1
+            schema["properties"] = dict([*items[:at], *said.items(), *items[at:]])
+
+
 def _schemas() -> dict[str, Any]:
     schemas = bodies.schemas()
+    _add_columns(schemas)
     for name, fields in _LIMITS.items():
         for field, limits in fields.items():
             schema = schemas[name]["properties"][field]

@@ -186,13 +186,6 @@ class Row(msgspec.Struct, kw_only=True):
     reason: Annotated[Reason | msgspec.UnsetType, msgspec.Meta(description="of a missing row")] = (
         msgspec.UNSET
     )
-    similarity: Annotated[
-        float | msgspec.UnsetType,
-        msgspec.Meta(description="of a row that is another entity's: the cosine of both inputs"),
-    ] = msgspec.UNSET
-    nearest: Annotated[
-        str | msgspec.UnsetType, msgspec.Meta(description="of such a row: that entity's key")
-    ] = msgspec.UNSET
     approximates: Annotated[
         str | msgspec.UnsetType,
         msgspec.Meta(

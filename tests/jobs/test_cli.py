@@ -688,7 +688,6 @@ REFUSALS = [
     ),
     (["search", "numbers"], 2, "BadUsage", "--key --text is required"),
     (["profile", "numbers", "--rows", "0"], 2, "ConfigError", "--rows: 0: at least 1"),
-    (["thresholds", "numbers", "--agreement", "2"], 2, "ConfigError", "--agreement: 2"),
     (["pin", "numbers"], 2, "ConfigError", "never published"),
     (["token", "me"], 2, "ConfigError", "serve.tokens"),
     (["serve", "--workers", "0"], 2, "ConfigError", "--workers"),

@@ -229,7 +229,6 @@ MISTAKES = {
     "accuracy of no feature": Mistake(says("accuracy: {features: {lenght: {worst: 1}}}"), "books/views/books.yaml:14: accuracy.features.lenght: 'lenght' is no feature; did you mean 'length'?"),
     "a partition's start before all time": Mistake(says("partition: {by: day, start: 0001-01-01T00:00+05:00}"), "books/views/books.yaml:14: partition.start: '0001-01-01T00:00+05:00': write a date or time, such as 2026-01-31 or 2026-01-31T06:00Z"),
     "a partition that the SQL ignores": Mistake(says("partition: {by: day, start: 2026-01-01}"), "books/views/books.yaml:14: partition: the source's SQL names neither $start nor $end; bind them, as in WHERE day >= $start AND day < $end"),
-    "a semantic cache by nothing": Mistake(says("semantic_cache: {view: nea, threshold: 0.9}"), "books/views/books.yaml:14: semantic_cache.view: 'nea': no such view; did you mean 'near'?"),
     # ---- a view: SQL
     "no SQL": Mistake(swap("SELECT book_id, title", "SELEC book_id, title"), 'books/views/books.yaml:4: source.sql: "SELEC book_id, title, year FROM read_csv(\'.//books.csv\')": not valid SQL: Parser Error: syntax error at or near "SELEC"'),
     "two statements": Mistake(swap("csv')", "csv'); SELECT 2"), 'books/views/books.yaml:4: source.sql: "SELECT book_id, title, year FROM read_csv(\'.//books.csv\'); SELECT 2": a source is exactly one SELECT statement, and this is SELECT; SELECT: leave one SELECT, with no ; inside'),
@@ -339,7 +338,6 @@ MISTAKES = {
     "a filter by no feature": Mistake(nothing, "view 'books' has no scalar feature 'lenght' to filter by (it has: length); did you mean 'length'?", command='search books --key 1 --filter {"lenght":1}'),
     "a filter's bounds": Mistake(nothing, "filter: the bounds of 'length' are some of gte, gt, lte, lt, got ['gtt']", command='search books --key 1 --filter {"length":{"gtt":1}}'),
     "a key without a history": Mistake(nothing, "view 'books' has no history of key '99': none of its 1 snapshots has it, and no run rejected it", command="explain books 99"),
-    "thresholds of no semantic cache": Mistake(nothing, "view 'books' has no semantic_cache: say which view embeds the same text, as in --by item_vectors", command="thresholds books"),
     "the bad configuration of a server": Mistake(project("serve: {tls: {cert: x.pem, key: y.pem}}"), "serve.tls: books/x.pem and books/y.pem cannot be used: [Errno 2] No such file or directory", command="serve"),
 }
 # fmt: on

@@ -398,22 +398,6 @@ def test_what_cannot_have_a_student_is_refused(make: Make, view: dict[str, Any],
         make(view).view("numbers")
 
 
-def test_a_semantic_cache_is_behind_no_students_vectors(make: Make) -> None:
-    other = {
-        "entity": ["id"],
-        "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
-        "model": {"use": f"{HERE}:Exact", "args": {"path": "./teacher"}},
-        "features": {"score": {"dtype": "float64"}},
-        "ttl": "1h",
-        "fallback": {"enabled": True},
-        "semantic_cache": {"view": "numbers", "threshold": 0.9},
-    }
-    make({"fallback": {"enabled": True}}, views={"scores": other}).view("scores")
-    scene = make({"fallback": FALLBACK}, views={"scores": other})
-    with pytest.raises(ConfigError, match=r"its misses are computed by a student \(students/rough"):
-        scene.view("scores")
-
-
 def test_another_student_goes_live_and_no_row_is_computed(scene: Scene, make: Make) -> None:
     before, first = Exact.computed, scene.pointer()
     assert scene.run().status == "current"

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from precompute.store.answers import plan
+from precompute.store.answers.fallback import Column
 from precompute.store.answers.lookup import Lookup
-from precompute.store.feature_view import Feature, FeatureView, SemanticCacheSpec
+from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.encoding.answer_bodies import lookup_pieces, row_json, stream_of
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import Generation, Pointer
@@ -35,13 +37,9 @@ OTHER = [
 KEYS = ["a", "b" * 63, "c" * 64, "d" * 65, "é" * 255, *map(str, range(200))]
 
 
-def lookup_over(
-    features: Sequence[Feature], null: int | None = None, semantic: SemanticCacheSpec | None = None
-) -> Lookup:
+def lookup_over(features: Sequence[Feature], null: int | None = None) -> Lookup:
     """A view ``things`` whose row number ``null`` has no values, the others random ones."""
-    view = FeatureView(
-        "things", ("id",), tuple(features), ttl_s=10, stale_for_s=5, semantic_cache=semantic
-    )
+    view = FeatureView("things", ("id",), tuple(features), ttl_s=10, stale_for_s=5)
     rng = np.random.default_rng(0)
     columns: dict[str, pa.Array] = {"id": pa.array(KEYS)}
     for feature in features:
@@ -141,8 +139,17 @@ def test_one_template_serves_keys_of_any_size() -> None:
         check(PLAIN_LOOKUP, [text] * 1000, None, True)
 
 
-def test_columns_that_only_some_views_have_stand_before_the_features() -> None:
-    lookup = lookup_over(PLAIN, semantic=SemanticCacheSpec("others", 0.9))
+class Measuring:
+    """Of a handler of misses the columns."""
+
+    columns = (Column("similarity", pa.float64(), "how"), Column("nearest", pa.string(), "whose"))
+
+
+def test_columns_that_only_some_views_have_stand_before_the_features(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan, "handlers_of", lambda view: {"measuring": Measuring})
+    lookup = lookup_over(PLAIN)
     assert lookup.get("things", ["1"], features=names[:1]).column_names[-3:] == [
         "similarity",
         "nearest",

@@ -18,7 +18,6 @@ from precompute.store.feature_view import (
     FeatureView,
     IndexSpec,
     ModelUse,
-    SemanticCacheSpec,
 )
 
 FULL = FeatureView(
@@ -40,7 +39,6 @@ FULL = FeatureView(
     fallback_default={"vector": [0.0, 0.5, 1.0], "label": "nobody"},
     fallback_model="students/items-static",
     powers={"glossary": {"words": 2}},
-    semantic_cache=SemanticCacheSpec("vectors", 0.95),
     definition=Definition(
         "SELECT 'é\"' AS x", ModelUse("top_k", {"k": [1, 2.5, None, True], "a": 1})
     ),
@@ -83,7 +81,6 @@ CHANGES: dict[str, list[Any]] = {
     "stale_if_error_s": [0.0],
     "fallback_default": [None, {}, {"label": "nobody"}],
     "fallback_model": [None, "students/items-layers"],
-    "semantic_cache": [None, SemanticCacheSpec("vectors", 0.96), SemanticCacheSpec("others", 0.95)],
     "powers": [{}, {"glossary": {"words": 3}}],
     "definition": [
         Definition(),

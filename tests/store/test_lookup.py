@@ -27,6 +27,7 @@ from precompute.store.answers.fallback import Computed, Miss, unpacked_view
 from precompute.store.answers.lookup import MAX_KEYS, Lookup
 from precompute.store.answers.plan import ANSWER_FIELDS
 from precompute.store.disk.record import plain, replace
+from precompute.store.doors import MISSES
 from precompute.store.errors import OnlineStoreError, RequestError, VectorIndexError
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.http.metrics import LiveViews, Metrics
@@ -464,7 +465,7 @@ def test_views_say_what_is_live_and_how_old_the_oldest_row_is(house: House) -> N
         "index": plain(index_figures(house.root / "things/index/3")),
         "fallback": False,
         "student": None,
-        "semantic_cache": None,
+        **dict.fromkeys(MISSES.here()),
     }
     assert [
         empty[name] for name in ("view", "rows", "age_s", "status", "coverage", "searchable")

@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from precompute.store.doors import METRICS
 from precompute.store.http.metrics import Totals, totals
 from precompute.store.http.telemetry import instruments as counted
 from precompute.store.http.telemetry.instruments import BUCKETS, Instrument, Meter
@@ -463,7 +464,7 @@ def _fallback(figures: Figures) -> Section:
 
 def _caches(figures: Figures) -> Section:
     """What was answered without the online store, or without a model, because it had been answered
-    before, or nearly."""
+    before, or by what a power brings."""
     rows = []
     encoded, misses = (
         {outcome: rows for (outcome,), rows in figures.counts(counted.CACHE, cache).items()}
@@ -482,15 +483,11 @@ def _caches(figures: Figures) -> Section:
             f" {misses.get('dropped', 0.0):,.0f} not"
         )
         rows.append(_cache(Cell("cached rows"), misses, "calls saved", details))
-    for view, outcomes in _by_view(figures, counted.SEMANTIC_CACHE):
-        hits = outcomes.pop("hit", 0.0)
-        similarity = figures.counts(counted.SEMANTIC_SIMILARITY, view).get((), 0.0)
-        words = ["calls saved" + (f" at a similarity of {similarity / hits:.3f}" if hits else "")]
-        words += [f"{count:,.0f} {outcome}" for outcome, count in sorted(outcomes.items())]
-        counts = {"hit": hits, "miss": sum(outcomes.values())}
-        rows.append(
-            _cache(Cell("similar inputs of ", code=view), counts, "calls saved", "; ".join(words))
-        )
+    for _, power in METRICS.all():
+        for line in power.caches(figures.counts):
+            counts = {"hit": line.found, "miss": line.missed}
+            name = Cell(f"{line.what} ", code=line.view)
+            rows.append(_cache(name, counts, line.saved, line.details))
     return Section("Caches", ("cache", "found", "of", "share", ""), ("found", "of"), rows)
 
 

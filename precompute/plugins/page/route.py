@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from precompute.store.answers.fallback import handlers_of
 from precompute.store.answers.search import takes_text
 from precompute.store.http.messages import NOT_STORED, Receive, Reply, Scope
 from precompute.store.http.pools import Pool
@@ -28,6 +29,10 @@ def _handler(parts: Parts) -> Handler:
                 | {
                     "model_ready": serving.fallback_ready(pointer),
                     "takes_text": takes_text(pointer),
+                    "beside_model": [
+                        kind.words(pointer.view.powers[key])
+                        for key, kind in handlers_of(pointer.view).items()
+                    ],
                 },
                 readable=pointer.view.name not in seen.unreadable,
                 trouble="; ".join(filter(None, (seen.trouble(pointer), seen.behind(pointer))))

@@ -186,15 +186,15 @@ def _why_forwarded(reason: Reason, answer: Answer) -> bytes:
 
 def etag(answer: Answer, form: bytes, status: Status) -> bytes:
     """Of the snapshot, the TTL, the row's own checksum (of key, time, values), its status, the
-    body's form and the features requested, and how near it is where it is another entity's. Weak: a
-    body has the age too, which is another every time; and that a row has become stale is a change
-    that no 304 may hide.
+    body's form and the features requested, and what it says besides. Weak: a body has the age
+    too, which is another every time; and that a row has become stale is a change that no 304 may
+    hide.
     """
     value = answer.packed_row(0)
     assert value is not None
     checksum = bytes(value[:CHECKSUM_BYTES]).hex().encode()
-    like = answer.row(0).like
-    near = b"" if like is None else b"-%b" % like.similarity.hex().encode()
+    says = answer.more(0)
+    said = b"-%08x" % zlib.crc32(repr(says).encode()) if says else b""
     version = version_of(answer.pointer)
     return b'W/"%b-%b-%b%b%b%b"' % (
         version,
@@ -202,7 +202,7 @@ def etag(answer: Answer, form: bytes, status: Status) -> bytes:
         status[:1].encode(),
         form,
         chosen_features(answer.plan),
-        near,
+        said,
     )
 
 

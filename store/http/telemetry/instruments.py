@@ -17,17 +17,18 @@ import threading
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from precompute.store.disk.durable_file import allocate
 from precompute.store.disk.record import Record, read_record, sealed
-from precompute.store.errors import PrecomputeError
+from precompute.store.doors import METRICS
+from precompute.store.errors import ConfigError, PrecomputeError
 
 log = logging.getLogger(__name__)
 
@@ -260,7 +261,7 @@ class Meter:
         self._timers: dict[tuple[Instrument, tuple[str, ...]], Timer] = {}
         counters = {
             instrument.name
-            for instrument in INSTRUMENTS
+            for instrument in every_instrument().values()
             if instrument.kind in (Kind.COUNTER, Kind.HISTOGRAM)
         }
         for (name, _), at in self.slots.series():
@@ -353,17 +354,6 @@ CACHE = _counter(
     " misses); outcome hit or miss, dropped, of l1 also in_error (served since the store failed),"
     " of miss_cache stored",
     *("cache", "outcome"),
-)
-SEMANTIC_CACHE = _counter(
-    "semantic_cache_rows",
-    "Misses looked for among similar inputs; outcome hit, far, no_row, no_vector, unusable or busy;"
-    " all but hits go to the model",
-    *("view", "outcome"),
-)
-SEMANTIC_SIMILARITY = _counter(
-    "semantic_cache_similarity",
-    "Sum of the similarities of the hits: divided by them, what they are on average",
-    "view",
 )
 CACHE_BYTES = _gauge("cache_bytes", "Bytes that a cache holds", "cache")
 CACHE_SERVES_UNTIL = _highest(
@@ -468,7 +458,58 @@ PROCESS_FILES = _gauge(
 )
 
 INSTRUMENTS = tuple(value for value in list(globals().values()) if isinstance(value, Instrument))
-"""All of them."""
+"""All of the core."""
+
+
+class CacheFigures(NamedTuple):
+    """What was answered in the model's stead: a line of the page's table of caches."""
+
+    what: str
+    """For people, such as ``similar inputs of``; the view's name stands behind it."""
+    view: str
+    found: float
+    """Rows answered so."""
+    missed: float
+    """Rows looked for that were not."""
+    saved: str
+    """What is saved by each that was found, such as ``calls saved``."""
+    details: str
+
+
+Counts = Callable[..., dict[tuple[str, ...], float]]
+"""Takes an instrument and values of its first labels; the values of those that are left → what was
+counted, of each series that counted anything."""
+
+
+class PowerFigures(Protocol):
+    """What a power counts, and what the page shows of that;
+    :data:`precompute.store.doors.METRICS` leads to its class."""
+
+    instruments: ClassVar[Sequence[Instrument]]
+    """Each is called ``precompute_``, the power's name at its door, and what it counts."""
+
+    @staticmethod
+    def caches(counts: Counts) -> Iterator[CacheFigures]:
+        """Lines of the page's table of caches."""
+
+
+@cache
+def every_instrument() -> Mapping[str, Instrument]:
+    """Name → instrument, of the core and of every power that is here.
+
+    Raises:
+        ConfigError: one of another package cannot be used.
+    """
+    every = {instrument.name: instrument for instrument in INSTRUMENTS}
+    for power, figures in METRICS.all():
+        for instrument in figures.instruments:
+            if not instrument.name.startswith(f"precompute_{power}_") or instrument.name in every:
+                raise ConfigError(
+                    f"metrics {power!r}: {instrument.name!r} is no name for an instrument of it:"
+                    f" call it precompute_{power}_…, each once, or take that package out"
+                )
+            every[instrument.name] = instrument
+    return every
 
 
 TRACE: ContextVar[str | None] = ContextVar("trace", default=None)

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from precompute.plugins.page.page import (
     status_page,
     telling,
 )
+from precompute.store.doors import METRICS
 from precompute.store.feature_view import Feature
 from precompute.store.http.metrics import totals
 from precompute.store.http.telemetry import instruments as counted
@@ -176,7 +178,17 @@ def test_it_shows_a_view_its_runs_and_its_requests() -> None:
         assert text in page.text
 
 
-def test_it_shows_what_was_answered_without_a_model() -> None:
+class Guesses:
+    """What a power shows."""
+
+    @staticmethod
+    def caches(counts: counted.Counts) -> Iterator[counted.CacheFigures]:
+        for (view,), found in counts(counted.FUTURE_ROWS).items():
+            yield counted.CacheFigures("guesses of", view, found, 4.0, "calls saved", "all wrong")
+
+
+def test_it_shows_what_was_answered_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(METRICS, "all", lambda: [("guesses", Guesses)])
     meter = Meter()
     for cache, outcome, rows in (
         ("l1", "hit", 30),
@@ -188,19 +200,15 @@ def test_it_shows_what_was_answered_without_a_model() -> None:
     for outcome, rows in (("stored", 7), ("dropped", 2)):
         meter.counter(counted.CACHE, "miss_cache", outcome).add(rows)
     meter.gauge(counted.CACHE_BYTES, "l1").set(3 * 1024)
-    for outcome, rows in (("hit", 4), ("far", 3), ("no_row", 1)):
-        meter.counter(counted.SEMANTIC_CACHE, "films", outcome).add(rows)
-    meter.counter(counted.SEMANTIC_CACHE, "others", "far").add(2)
-    meter.counter(counted.SEMANTIC_SIMILARITY, "films").add(3.8)
-    details = DETAILS | {"semantic_cache": {"view": "vectors", "threshold": 0.94}}
+    meter.counter(counted.FUTURE_ROWS, "films").add(4)
+    details = DETAILS | {"beside_model": ["guesses", "a coin"]}
     page = Parsed(status_page(Figures([ViewFigures(details)], totals(meter), True, NOW_S)))
     harmless(page)
     for text in (
-        "the model answers misses, or rows whose inputs are alike: by 0.94 or more in vectors",
+        "the model answers misses, or guesses, or a coin",
         "encoded rows 30 40 reads saved not found reads saved; 3 KiB",
         "cached rows 5 20 calls saved not found calls saved; 7 stored, 2 not",
-        "similar inputs of films 4 8 calls saved not found calls saved at a similarity of 0.950; 3 far; 1 no_row",
-        "similar inputs of others 0 2 calls saved not found calls saved; 2 far",
+        "guesses of films 4 8 calls saved not found all wrong",
     ):
         assert text in page.text
     assert "Caches" not in Parsed(status_page(Figures([ViewFigures(DETAILS)]))).texts
@@ -366,7 +374,6 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(
     for name in ("l1", "miss_cache"):
         meter.counter(counted.CACHE, name, "hit").add(1_234_567_890)
     meter.counter(counted.FALLBACK_ROWS, "films", "unknown_entity").add(1_234_567)
-    meter.counter(counted.SEMANTIC_CACHE, "films", "hit").add(5)
     details = DETAILS | {
         "view": "a_view_whose_name_is_as_long_as_names_may_be_in_this_world_63ch",
         "model": "f" * 64,

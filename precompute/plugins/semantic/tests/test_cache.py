@@ -4,6 +4,7 @@ model, and says which; and what that would cost, measured."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import threading
 import time
@@ -19,9 +20,10 @@ import pytest
 
 from precompute.jobs.config.gates import AccuracyConfig
 from precompute.jobs.ops.retention import drop
-from precompute.jobs.ops.thresholds import agreement_of, thresholds
 from precompute.jobs.serve.fallback import ViewFallback
-from precompute.store.answers import misses
+from precompute.plugins.semantic import cache
+from precompute.plugins.semantic.cache import SemanticCache
+from precompute.plugins.semantic.thresholds import agreement_of, thresholds
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import ConfigError
@@ -32,7 +34,7 @@ from tests.asgi import call
 from tests.fixtures import MakeProject
 from tests.scene import Scene
 
-HERE = "tests.jobs.test_semantic_cache"
+HERE = "precompute.plugins.semantic.tests.test_cache"
 TEXTS = {1: "aaaa", 2: "bbbb", 3: "aaab", 4: "abbb", 5: "cccc"}
 """As counts of letters, 1 and 3 have a cosine of 3/√10, 2 and 4 too; 3 and 4 one of 6/10; 5 is like
 none."""
@@ -162,8 +164,20 @@ def asking(scene: Scene, **options: Any) -> Iterator[tuple[Lookup, Counter[str]]
     fallback = ViewFallback(scene.offline, scene.home, memory_mb=64)
     with contextlib.closing(fallback), scene.lookup(fallback, **options) as lookup:
         outcomes = Counter[str]()
-        lookup.miss_reports.semantic = lambda view, told, similarity: outcomes.update(told)
+
+        def count(name: str, amount: int, view: str, *labels: str) -> None:
+            if name == cache.ROWS:
+                outcomes[labels[0]] += amount
+
+        lookup.miss_reports.count = count
         yield lookup, outcomes
+
+
+def cache_of(lookup: Lookup) -> SemanticCache:
+    assert lookup._misses is not None
+    handler = lookup._misses._handler(SemanticCache)
+    assert isinstance(handler, SemanticCache)
+    return handler
 
 
 def asked(
@@ -337,7 +351,7 @@ def test_of_the_near_ones_the_first_with_a_row_answers(
         assert short(asked(lookup, "aaaaaaaaaa" * 2 + "b", "8")) == ("fresh", "cache", "3", "a")
         assert short(asked(lookup, "cca", "7")) == (*COMPUTED, "c")
         # itself is none of them
-        monkeypatch.setattr(misses, "NEAREST", 1)
+        monkeypatch.setattr(cache, "NEAREST", 1)
         assert short(asked(lookup, "aaaa", "1")) == ("fresh", "cache", "3", "a")
 
 
@@ -373,8 +387,7 @@ def test_another_views_rows_are_a_source_only_of_the_same_snapshot(make_texts: M
 def test_a_row_of_a_later_publishing_is_not_mixed_in(make_texts: MakeTexts) -> None:
     scene = published(make_texts())
     with asking(scene) as (lookup, outcomes):
-        assert lookup._misses is not None
-        semantic, begin = lookup._misses._semantic, lookup.begin
+        semantic, begin = cache_of(lookup), lookup.begin
 
         def published_meanwhile(
             view: str,
@@ -386,11 +399,12 @@ def test_a_row_of_a_later_publishing_is_not_mixed_in(make_texts: MakeTexts) -> N
             scene.run("labels")
             return begin(view, keys, options, **more)
 
-        semantic._begin = published_meanwhile
+        tools = semantic._tools
+        semantic._tools = dataclasses.replace(tools, begin=published_meanwhile)
         row = asked(lookup, "aaa")
         assert (short(row), row["snapshot"]) == ((*COMPUTED, "a"), 1)
         assert +outcomes == {"no_row": 1}
-        semantic._begin = begin
+        semantic._tools = tools
         row = asked(lookup, "aaa", "8")
         assert (short(row), row["snapshot"], row["features"]["length"]) == (
             ("fresh", "cache", "1", "a"),
@@ -403,11 +417,10 @@ def test_a_row_of_a_later_publishing_is_not_mixed_in(make_texts: MakeTexts) -> N
 def test_beyond_a_number_of_requests_at_once_the_model_answers(
     make_texts: MakeTexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(misses, "AT_ONCE", 1)
+    monkeypatch.setattr(cache, "AT_ONCE", 1)
     scene = published(make_texts())
     with asking(scene) as (lookup, outcomes):
-        assert lookup._misses is not None
-        with lookup._misses._semantic._room:
+        with cache_of(lookup)._room:
             assert short(asked(lookup, "aaaa")) == (*COMPUTED, "a")
         # nor is one looked into, then or later, for which the system had no thread
         usual = threading.stack_size(2**46)
@@ -456,7 +469,7 @@ def test_over_http_a_row_says_whose_it_is(make_texts: MakeTexts) -> None:
         (
             {"semantic_cache": {"view": "vector", "threshold": 0.9}},
             {},
-            r"'vector': no such view; did you mean 'vectors'\?",
+            r"labels\.yaml:\d+: semantic_cache\.view: 'vector': no such view; did you mean 'vectors'\?",
         ),
         ({"semantic_cache": {"view": "labels", "threshold": 0.9}}, {}, "in its own stead"),
         ({}, {"entity": ["text"]}, "its key is text, and this view's id"),
@@ -468,6 +481,11 @@ def test_over_http_a_row_says_whose_it_is(make_texts: MakeTexts) -> None:
             {},
             {"features": {"vector": {"dtype": "float32", "dim": 3, "packed": "binary"}}},
             "packed as binary",
+        ),
+        (
+            {},
+            {"fallback": {"enabled": True, "model": "students/small"}},
+            r"its misses are computed by a student \(students/small\)",
         ),
         ({}, {"semantic_cache": {"view": "labels", "threshold": 0.9}}, "a circle"),
         (
@@ -531,8 +549,12 @@ def test_where_no_threshold_is_sure_enough_that_is_said(
     # 1 and 3 are both a's, 2 and 4 both b's
     assert (near["answered"], near["saved"], near["agree"]) == (4, 0.8, 1.0)
     assert scene.cli("thresholds", "labels", "--agreement", "1.5") == 2
+    assert "--agreement: 1.5: between 0 and 1" in capsys.readouterr().err
     assert scene.cli("thresholds", "vectors") == 2
-    assert "say which view embeds the same text" in capsys.readouterr().err
+    assert (
+        "view 'vectors' has no semantic_cache: say which view embeds the same text, as in --by"
+        " item_vectors"
+    ) in capsys.readouterr().err
 
 
 ALL = FeatureView(

@@ -20,10 +20,10 @@ import pyarrow as pa
 from precompute.jobs.config.gates import AccuracyConfig
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.judge.accuracy import limits_of
+from precompute.plugins.semantic.cache import NEAREST, spec_of, why_no_semantic_cache
 from precompute.store.answers.lookup import Lookup
-from precompute.store.answers.misses import NEAREST
 from precompute.store.errors import ConfigError, OnlineStoreError, VectorIndexError
-from precompute.store.feature_view import FeatureView, why_no_semantic_cache
+from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.url import open_online_store
@@ -75,13 +75,14 @@ def thresholds(
             be read.
     """
     config = project.view(name)
+    spec = spec_of(config.feature_view())
     if by is None:
-        if config.semantic_cache is None:
+        if spec is None:
             raise ConfigError(
                 f"view {name!r} has no semantic_cache: say which view embeds the same text, as in"
                 " --by item_vectors"
             )
-        by = config.semantic_cache.view
+        by = spec.view
     if (
         why := why_no_semantic_cache(config.feature_view(), project.view(by).feature_view())
     ) is not None:
@@ -90,11 +91,7 @@ def thresholds(
         pointer, encoder = _published(lookup, name), _published(lookup, by)
         keys = _sampled(project, pointer, rows)
         found = _nearest(lookup, pointer, _index_of(project, encoder), keys, config.accuracy)
-    own = (
-        ()
-        if config.semantic_cache is None or config.semantic_cache.view != by
-        else (config.semantic_cache.threshold,)
-    )
+    own = () if spec is None or spec.view != by else (spec.threshold,)
     judged = sorted({*THRESHOLDS, *own})
     lines = [
         _judged([one for one in found if one.similarity >= t], t, len(keys), len(judged))
