@@ -37,10 +37,6 @@ SEAMS = {
         "precompute/models/torch_module.py",
         "precompute/models/two_tower.py",
         "precompute/safetensors_file.py",
-        "precompute/students/static_table.py",
-        "precompute/students/text_lesson.py",
-        "precompute/students/text_student.py",
-        "precompute/students/training.py",
         "precompute/techniques/conversion.py",
         "precompute/techniques/encoder.py",
         "precompute/techniques/pytorch.py",
@@ -70,16 +66,12 @@ SEAMS = {
     },
     "tokenizers": {
         "precompute/models/static_embedding.py",
-        "precompute/students/static_table.py",
         "precompute/text/tokenizer_file.py",
         "precompute/text/tokens.py",
         "precompute/text/transformer.py",
     },
     "safetensors": {
         "precompute/safetensors_file.py",
-        "precompute/students/text_lesson.py",
-        "precompute/students/static_table.py",
-        "precompute/students/training.py",
         "precompute/techniques/onednn.py",
         "precompute/models/torch_module.py",
         "precompute/models/two_tower.py",
@@ -180,13 +172,6 @@ WINGS = {
     # one of them computes a text encoder's transformer by kernels of its own
     "precompute/techniques": {"precompute/engine", "precompute/models", "precompute/text"},
     "precompute/workers": {"precompute/engine", "precompute/techniques"},
-    # made from models and judged as techniques are
-    "precompute/students": {
-        "precompute/engine",
-        "precompute/models",
-        "precompute/techniques",
-        "precompute/text",
-    },
     "jobs/config": set[str](),
     "jobs/run": {"jobs/config"},
     "jobs/schedule": {"jobs/config", "jobs/run"},

@@ -185,6 +185,16 @@ class MissHandler(Protocol):
         key."""
 
 
+class SubstituteMisses(MissHandler, Protocol):
+    """Such a one whose views have another model compute misses in their own's stead
+    (:attr:`precompute.store.feature_view.FeatureView.misses_by`)."""
+
+    @staticmethod
+    def says(pointer: Pointer) -> Mapping[str, Any]:
+        """Column → value, of its ``columns``: what each row says that this model computed, now or
+        before, under a pointer that has a substitute."""
+
+
 _told: set[tuple[str, str]] = set()
 """View and key of a power that it is served without, as the log has it."""
 

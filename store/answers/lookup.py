@@ -495,8 +495,8 @@ class Lookup:
             "searchable": pointer.index is not None,
             "index": self._searches.figures(pointer),
             "fallback": view.fallback,
-            "student": None if pointer.student is None else pointer.student.shown(),
-        } | {name: view.powers.get(name) for name in MISSES.here()}
+            "miss_model": None if pointer.in_stead is None else pointer.in_stead.shown(),
+        } | {name: view.powers.get(name) for name in MISSES.here() if "." not in name}
 
     # ---- search
 
@@ -543,7 +543,7 @@ class Lookup:
 
         Returns:
             ``view``, ``snapshot``, ``model``, ``metric``, ``rows``; rows that have expired are left
-                out. Where a student embedded the text or the inputs, also its fingerprint,
+                out. Where another model embedded the text or the inputs, also its fingerprint,
                 ``query_model``, and ``agreement``.
 
         Raises:

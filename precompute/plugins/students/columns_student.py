@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.model import FittedKind, ReadingModel
+from precompute.plugins.students.training import MODEL, Lesson, Made
 from precompute.store.doors import MODELS
 from precompute.store.errors import ModelError
-from precompute.students.training import MODEL, Lesson, Made
 
 
 @dataclass(frozen=True, slots=True)

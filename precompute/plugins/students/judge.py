@@ -1,4 +1,4 @@
-"""Student judge: draws published rows beside the inputs that they were computed from, and compares
+"""Judge: draws published rows beside the inputs that they were computed from, and compares
 students with their teacher, and measures both, on those that no student learned from; each has a
 line of the table."""
 
@@ -26,14 +26,7 @@ from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows.open_model import EXAMPLE_ROWS
 from precompute.jobs.run.rows.open_view import OpenView, open_view
 from precompute.model import Model, digest, starting_from
-from precompute.registry import fingerprint_of, load_model
-from precompute.store.disk.record import replace
-from precompute.store.errors import ConfigError, ModelError, SnapshotError
-from precompute.store.feature_view import FeatureView
-from precompute.store.keys import key_column
-from precompute.store.offline.snapshot import Snapshot
-from precompute.store.times import Partition, iso
-from precompute.students.student import (
+from precompute.plugins.students.student import (
     FOLDER,
     MODEL,
     Student,
@@ -45,7 +38,14 @@ from precompute.students.student import (
     miss_ms,
     rates,
 )
-from precompute.students.training import Made, Recipe
+from precompute.plugins.students.training import Made, Recipe
+from precompute.registry import fingerprint_of, load_model
+from precompute.store.disk.record import replace
+from precompute.store.errors import ConfigError, ModelError, SnapshotError
+from precompute.store.feature_view import FeatureView
+from precompute.store.keys import key_column
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.times import Partition, iso
 from precompute.techniques.table import REFERENCE
 
 HASH, TIME = "input_hash", "computed_at"
@@ -70,8 +70,8 @@ class PublishedRows:
     """Rows that both the live snapshot and its source have, with equal inputs: ``learned`` and
     ``held_out`` ones, of which none has the inputs of a learned one. Columns are the source's, and
     the view's features. ``share`` of the rows is held out at random, those that are equal in the
-    columns ``grouped_by`` together (:mod:`precompute.students.student`); ``data`` is a digest of
-    what is learned from."""
+    columns ``grouped_by`` together (:mod:`precompute.plugins.students.student`); ``data`` is a
+    digest of what is learned from."""
 
     snapshot: Snapshot
     learned: pa.Table

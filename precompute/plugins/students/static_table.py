@@ -26,8 +26,8 @@ from tokenizers import Tokenizer
 from precompute.engine.runner import Runner
 from precompute.model import table_digest
 from precompute.models.text_encoder import TextEncoder
+from precompute.plugins.students.training import MODEL, Lesson, Made, course_of, train
 from precompute.store.errors import ModelError
-from precompute.students.training import MODEL, Lesson, Made, course_of, train
 from precompute.text.tokens import texts as as_python
 
 PIECES = 80_000

@@ -34,7 +34,7 @@ from precompute.techniques.row_errors import is_measured, ordered_overlap
 
 if TYPE_CHECKING:
     # imports torch, which takes a second
-    from precompute.students.training import Recipe
+    from precompute.plugins.students.training import Recipe
 
 FOLDER = "students"
 """Folder of the students, in the project's."""
@@ -349,9 +349,9 @@ def recipes(by: str | None, purpose: str | None) -> list[Recipe]:
             in a fraction of the teacher's time; None for both.
     """
     # torch takes a second to import
-    from precompute.students.columns_student import fitted
-    from precompute.students.static_table import StaticTable
-    from precompute.students.text_student import RECIPES
+    from precompute.plugins.students.columns_student import fitted
+    from precompute.plugins.students.static_table import StaticTable
+    from precompute.plugins.students.text_student import RECIPES
 
     behind_misses: list[Recipe] = [StaticTable(), *fitted()]
     in_batches = list(RECIPES)

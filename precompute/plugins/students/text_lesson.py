@@ -18,9 +18,9 @@ from safetensors.torch import save
 
 from precompute.model import Prepared, digest, table_digest
 from precompute.models.text_encoder import TextEncoder
+from precompute.plugins.students.training import MODEL, Lesson, Made, half_products
 from precompute.store.disk.durable_file import disk_message, make_folder, replace_durably
 from precompute.store.errors import ModelError
-from precompute.students.training import MODEL, Lesson, Made, half_products
 from precompute.text.bert import Bert, BertConfig, UnpaddedBert, kernel, not_understood
 from precompute.text.sentence_folder import TRANSFORMER_CONFIGS, read_sentence_folder
 from precompute.text.tokens import Tokens
@@ -65,7 +65,7 @@ def refusal(lesson: Lesson) -> str:
 
 
 class TextLesson:
-    """A :class:`~precompute.students.training.Lesson` whose teacher is a text encoder.
+    """A :class:`~precompute.plugins.students.training.Lesson` whose teacher is a text encoder.
 
     Args:
         lesson: that :func:`refusal` does not refuse.

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from precompute.students.text_lesson import (
+from precompute.plugins.students.text_lesson import (
     TextLesson,
     refusal,
     trainable,
     transformer_of,
     write_encoder,
 )
-from precompute.students.training import Lesson, Made, Recipe, course_of, train
+from precompute.plugins.students.training import Lesson, Made, Recipe, course_of, train
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.onednn import STEPS, TINY, fitted, middle_and_scale
 from precompute.techniques.technique import with_linear

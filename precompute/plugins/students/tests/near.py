@@ -10,7 +10,7 @@ import pyarrow as pa
 from safetensors.numpy import load_file, save_file
 
 from precompute.model import digest
-from precompute.students.training import MODEL, Lesson, Made
+from precompute.plugins.students.training import MODEL, Lesson, Made
 
 
 class Near:

@@ -16,19 +16,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.ops import optimize as optimize_module
-from precompute.jobs.ops.optimize import LEAST_ROWS, optimize
-from precompute.jobs.ops.student_judge import (
+from precompute.plugins.students import optimize as optimize_module
+from precompute.plugins.students import student as student_module
+from precompute.plugins.students.columns_student import Fitted
+from precompute.plugins.students.judge import (
     as_published,
     published_rows,
 )
-from precompute.store.disk.record import replace as changed
-from precompute.store.errors import ConfigError, ConflictError, SnapshotError
-from precompute.store.feature_view import Feature, FeatureView
-from precompute.students import student as student_module
-from precompute.students.columns_student import Fitted
-from precompute.students.static_table import StaticTable
-from precompute.students.student import (
+from precompute.plugins.students.optimize import LEAST_ROWS, optimize
+from precompute.plugins.students.static_table import StaticTable
+from precompute.plugins.students.student import (
     USES,
     Agreement,
     agreement,
@@ -38,9 +35,12 @@ from precompute.students.student import (
     shortfalls,
     student_bytes,
 )
-from precompute.students.training import Lesson, Made, Recipe
+from precompute.plugins.students.tests.near import USE, Straight
+from precompute.plugins.students.training import Lesson, Made, Recipe
+from precompute.store.disk.record import replace as changed
+from precompute.store.errors import ConfigError, ConflictError, SnapshotError
+from precompute.store.feature_view import Feature, FeatureView
 from tests.fixtures import MakeProject
-from tests.jobs.near import USE, Straight
 from tests.precompute.sentence_models import WORDS, sentence_model
 from tests.scene import Scene
 
@@ -94,7 +94,7 @@ def test_a_student_is_made_judged_and_not_live(
     assert near["path"] == "students/numbers-near-1"
     assert near["agreement"] == {name: one.value for name, one in student.agreement.items()}
     written = json.loads((scene.folder / "tuning" / "numbers.json").read_text())
-    assert [line["name"] for line in written["optimized"]["students"]] == [
+    assert [line["name"] for line in written["optimized"]["models"]] == [
         "teacher, fp32-eager",
         "near",
     ]
@@ -233,11 +233,8 @@ def test_whatever_a_recipe_raises_costs_it_alone(
         Raises(error=ConfigError("what to write")),
         Straight(),
     )
-    here = r"ZeroDivisionError: by zero \(test_optimize\.py:\d+\)"
-    found = refusals(scene)
-    assert re.fullmatch(here, found[0])
-    assert re.fullmatch(here, found[1])
-    assert found[2:] == ["what to write", ""]
+    by_zero = "ZeroDivisionError: by zero"
+    assert refusals(scene) == [by_zero, by_zero, "what to write", ""]
     assert caplog.text.count("student near cannot be made") == 2
     quickly(monkeypatch, Raises(name="full", error=SnapshotError("no space")), Straight())
     with pytest.raises(SnapshotError, match="no space"):
@@ -427,7 +424,7 @@ def test_what_is_cut_short_leaves_nothing_beside_the_students(
 
     quickly(monkeypatch, Left())
     with monkeypatch.context() as patched:
-        patched.setattr("precompute.jobs.ops.optimize.replace_durably", full)
+        patched.setattr("precompute.plugins.students.optimize.replace_durably", full)
         with pytest.raises(SnapshotError, match="no space left"):
             optimize(scene, "numbers")
     assert list((scene.home / "students").iterdir()) == []
@@ -451,7 +448,7 @@ TUNING = {"version": 1, "model": None, "precision": "fp32", "backend": "eager"}
     "tuning",
     [
         "{",
-        json.dumps(TUNING | {"optimized": {"snapshot": 1, "students": [None]}}),
+        json.dumps(TUNING | {"optimized": {"snapshot": 1, "models": [None]}}),
         json.dumps(TUNING | {"measured": [{}]}),
     ],
 )

@@ -19,26 +19,26 @@ from model2vec import StaticModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from precompute.models.text_encoder import TextEncoder
-from precompute.registry import load_model
-from precompute.store.errors import ModelError
-from precompute.store.feature_view import Feature, FeatureView
-from precompute.students import static_table, text_student, training
-from precompute.students import student as student_file
-from precompute.students.static_table import StaticTable
-from precompute.students.student import USES, rates
-from precompute.students.text_lesson import (
+from precompute.plugins.students import static_table, text_student, training
+from precompute.plugins.students import student as student_file
+from precompute.plugins.students.static_table import StaticTable
+from precompute.plugins.students.student import USES, rates
+from precompute.plugins.students.text_lesson import (
     _OF_ITS_TEACHER,
     TextLesson,
     trainable,
     transformer_of,
 )
-from precompute.students.text_student import (
+from precompute.plugins.students.text_student import (
     FewerLayers,
     Int8Aware,
     Pruned,
     RoundedLinear,
 )
-from precompute.students.training import Course, Lesson, Made, Recipe, Trained, train
+from precompute.plugins.students.training import Course, Lesson, Made, Recipe, Trained, train
+from precompute.registry import load_model
+from precompute.store.errors import ModelError
+from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.onednn import PerRowLinear
 from tests.precompute.sentence_models import WORDS, read, sentence_model
