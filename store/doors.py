@@ -285,7 +285,7 @@ METRICS: Door[type[Any]] = Door("metrics")
 
 MISSES: Door[type[Any]] = Door("misses")
 """A key of a view's record (:attr:`precompute.store.feature_view.FeatureView.powers`) → the class
-of a :class:`precompute.store.answers.fallback.MissHandler`, which answers misses of such views."""
+of a :class:`precompute.store.answers.misses.MissHandler`, which answers misses of such views."""
 
 MODELS: Door[Callable[..., Any]] = Door("model")
 """A view's ``model.use`` → the class, which makes a :class:`precompute.model.Model` of

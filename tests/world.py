@@ -99,6 +99,7 @@ class World:
         entity: tuple[str, ...] = ("id",),
         damaged: Collection[str] = (),
         online: OnlineStore | None = None,
+        powers: Mapping[str, Any] | None = None,
     ) -> None:
         self.now_s = PUBLISHED
         view = FeatureView(
@@ -109,6 +110,7 @@ class World:
             stale_for_s=STALE_FOR,
             index=IndexSpec("vector", "l2"),
             fallback=fallback,
+            powers=powers or {},
         )
         times = [round(PUBLISHED * 1e6) - round(age_s * 1e6) for age_s in ages_s.values()]
         rows = batch(list(ages_s), times, entity)

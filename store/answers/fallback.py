@@ -1,28 +1,24 @@
-"""Fallback: the contract of a model behind misses: what it takes and returns; and of what a power
-brings before it (:data:`precompute.store.doors.MISSES`)."""
+"""Fallback: the contract of a model behind misses: what it takes and returns; and which powers
+answer a view's misses before it."""
 
 from __future__ import annotations
 
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
 from precompute.store.doors import MISSES, VIEW_KEYS
 from precompute.store.errors import ConfigError, RequestError, did_you_mean
-from precompute.store.feature_view import FeatureView
+from precompute.store.feature_view import RESERVED, FeatureView
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import Reason, Status
-
-if TYPE_CHECKING:
-    from precompute.store.answers.search import Begin
-    from precompute.store.vectors.vector_index import VectorIndex
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +47,8 @@ class Computed:
     row: bytes
     computed_at_us: int
     says: Mapping[str, Any] | None = None
-    """Column → value, of those that a :class:`MissHandler` of the view has: what the row says
-    besides; None: nothing."""
+    """Column → value: what the row says besides, of the columns of what answers the view's misses;
+    None: nothing."""
     stored: bool = False
     """Whether no model made it: it is the published row of another entity, and as old as that."""
 
@@ -124,91 +120,27 @@ class Column(NamedTuple):
     """What it says, of which rows; of the OpenAPI document."""
 
 
-Rest = Callable[[Sequence[str], Mapping[str, Mapping[str, Any]]], list[Future[Computed]]]
-"""Takes keys of a request, and inputs of theirs; begins to compute what a handler does not answer,
-and returns a future for each."""
-
-
-@dataclass(frozen=True, slots=True)
-class MissTools:
-    """What a :class:`MissHandler` works with."""
-
-    fallback: Fallback
-    """Computes rows of any view."""
-    live: Callable[[str], Pointer]
-    """A view's pointer; raises where there is none."""
-    index_of: Callable[[Pointer], VectorIndex]
-    """The index that was published with a pointer; raises where there is none."""
-    begin: Begin
-    """Begins a lookup."""
-    count: Callable[..., None]
-    """Takes the name of an instrument of :data:`precompute.store.doors.METRICS`, by how much it is
-    raised, and its labels; does nothing where nobody counts."""
-
-
-class MissHandler(Protocol):
-    """What answers misses of the views that have its key, before the model does."""
-
-    columns: ClassVar[Sequence[Column]]
-    """What rows of such a view may say besides; they stand before the features."""
-
-    def __init__(self, tools: MissTools) -> None:
-        """Made once for a lookup, with the first miss of such a view."""
-
-    def submit(
-        self,
-        pointer: Pointer,
-        keys: Sequence[str],
-        inputs: Mapping[str, Mapping[str, Any]],
-        deadline: float,
-        oldest_s: float | None,
-        rest: Rest,
-    ) -> list[Future[Computed]]:
-        """As :meth:`Fallback.submit`, of a view with its key; returns at once.
-
-        Args:
-            pointer: likewise.
-            keys: key texts of rows that are missing.
-            inputs: likewise.
-            deadline: likewise.
-            oldest_s: the largest age of a stored row that counts; None: the view's own limits hold;
-                below 0 none counts.
-            rest: what computes the rows that it does not answer.
-        """
-
-    def close(self) -> None:
-        """Answer no more."""
-
-    @staticmethod
-    def words(spec: Any) -> str:
-        """What stands behind misses then, for people, by what the view's record keeps of the
-        key."""
-
-
-class SubstituteMisses(MissHandler, Protocol):
-    """Such a one whose views have another model compute misses in their own's stead
-    (:attr:`precompute.store.feature_view.FeatureView.misses_by`)."""
-
-    @staticmethod
-    def says(pointer: Pointer) -> Mapping[str, Any]:
-        """Column → value, of its ``columns``: what each row says that this model computed, now or
-        before, under a pointer that has a substitute."""
-
-
 _told: set[tuple[str, str]] = set()
 """View and key of a power that it is served without, as the log has it."""
 
 
-def handlers_of(view: FeatureView) -> dict[str, type[MissHandler]]:
-    """Key → what answers misses of a view, by the powers that its record names, in that order. What
-    is not here is left out, and the log tells of it."""
-    found = dict[str, type[MissHandler]]()
+def handlers_of(view: FeatureView) -> dict[str, type[Any]]:
+    """Key → the class of a :class:`precompute.store.answers.misses.MissHandler`, by the powers that
+    a view's record names, in that order. What is not here is left out, and the log tells of it."""
+    found, taken = dict[str, type[Any]](), {*RESERVED, *view.entity, *view.feature_names}
     for key in view.powers:
         try:
             if not VIEW_KEYS.is_here(key):
                 raise ConfigError(VIEW_KEYS.absence(key))
             if MISSES.has(key):
-                found[key] = MISSES.open(key)
+                kind = MISSES.open(key)
+                names = {column.name for column in kind.columns}
+                if twice := sorted(names & taken):
+                    raise ConfigError(
+                        f"misses {key!r}: its column {twice[0]!r} is there already: call it"
+                        " otherwise, or what has that name"
+                    )
+                found[key], taken = kind, taken | names
         except ConfigError as exc:
             if (view.name, key) not in _told:
                 _told.add((view.name, key))

@@ -21,12 +21,11 @@ from precompute.store.account.account import LIVE, REFS, note_sighting
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.fallback import (
     Fallback,
-    MissTools,
     Waiting,
     check_inputs,
     no_fallback,
 )
-from precompute.store.answers.misses import Misses, MissReports
+from precompute.store.answers.misses import Misses, MissReports, MissTools
 from precompute.store.answers.plan import AnswerPlan, packed_keys
 from precompute.store.answers.search import Searches
 from precompute.store.answers.service import (

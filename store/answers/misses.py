@@ -11,20 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from precompute.store.answers.answer import MAX_DEADLINE_S, Answer
-from precompute.store.answers.fallback import (
-    Computed,
-    Fallback,
-    MissHandler,
-    MissTools,
-    Rest,
-    outcome_of,
-)
+from precompute.store.answers.fallback import Column, Computed, Fallback, outcome_of
+from precompute.store.answers.search import Begin
 from precompute.store.online.codec import rekeyed
 from precompute.store.online.miss_cache import MissCache, input_names
 from precompute.store.online.online_store import Pointer
+from precompute.store.vectors.vector_index import VectorIndex
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +35,77 @@ that fails, or whose rows are not cached."""
 
 MOST_REMEMBERED = 4096
 """Rows of a view that are remembered as computed behind answers; 800 can be computed a second."""
+
+
+Rest = Callable[[Sequence[str], Mapping[str, Mapping[str, Any]]], list[Future[Computed]]]
+"""Takes keys of a request, and inputs of theirs; begins to compute what a handler does not answer,
+and returns a future for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissTools:
+    """What a :class:`MissHandler` works with."""
+
+    fallback: Fallback
+    """Computes rows of any view."""
+    live: Callable[[str], Pointer]
+    """A view's pointer; raises where there is none."""
+    index_of: Callable[[Pointer], VectorIndex]
+    """The index that was published with a pointer; raises where there is none."""
+    begin: Begin
+    """Begins a lookup."""
+    count: Callable[..., None]
+    """Takes the name of an instrument of :data:`precompute.store.doors.METRICS`, by how much it is
+    raised, and its labels; does nothing where nobody counts."""
+
+
+class MissHandler(Protocol):
+    """What answers misses of the views that have its key, before the model does."""
+
+    columns: ClassVar[Sequence[Column]]
+    """What rows of such a view may say besides; they stand before the features."""
+
+    def __init__(self, tools: MissTools) -> None:
+        """Made once for a lookup, with the first miss of such a view."""
+
+    def submit(
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline: float,
+        oldest_s: float | None,
+        rest: Rest,
+    ) -> list[Future[Computed]]:
+        """As :meth:`precompute.store.answers.fallback.Fallback.submit`, of a view with its key.
+
+        Args:
+            pointer: likewise.
+            keys: key texts of rows that are missing.
+            inputs: likewise.
+            deadline: likewise.
+            oldest_s: the largest age of a stored row that counts; None: the view's own limits hold;
+                below 0 none counts.
+            rest: what computes the rows that it does not answer.
+        """
+
+    def close(self) -> None:
+        """Answer no more."""
+
+    @staticmethod
+    def words(spec: Any) -> str:
+        """What stands behind misses then, for people, by what the view's record keeps of the
+        key."""
+
+
+class SubstituteMisses(MissHandler, Protocol):
+    """Such a one whose views have another model compute misses in their own's stead
+    (:attr:`precompute.store.feature_view.FeatureView.misses_by`)."""
+
+    @staticmethod
+    def says(pointer: Pointer) -> Mapping[str, Any]:
+        """Column → value, of its ``columns``: what each row says that this model computed, now or
+        before, under a pointer that has a substitute."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from precompute.store.answers.fallback import MissHandler, handlers_of
+from precompute.store.answers.fallback import handlers_of
 from precompute.store.errors import RequestError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.keys import MAX_KEY_BYTES, join_key, shown_key
@@ -111,7 +111,7 @@ class AnswerPlan:
             self.default: bytes | None = fitting_row(view, self.codec, defaults)
         else:
             self.default = default_row(view, self.codec) if alike is None else alike.default
-        self.handlers: Mapping[str, type[MissHandler]] = (
+        self.handlers: Mapping[str, type[Any]] = (
             handlers_of(view) if alike is None else alike.handlers
         )
         """Key → what answers misses of this view before the model."""
@@ -125,8 +125,7 @@ class AnswerPlan:
         """What a row says that another model than the view's computed."""
         by = "" if pointer.in_stead is None else view.misses_by or ""
         if by in self.handlers:
-            kind: Any = self.handlers[by]
-            self.computed_says = kind.says(pointer)
+            self.computed_says = self.handlers[by].says(pointer)
         self.own_columns = len(ANSWER_FIELDS) + len(self.more_fields)
         """Number of columns that every answer has before the features."""
         self.wanted = view.features if features is None else tuple(map(view.feature, features))

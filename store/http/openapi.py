@@ -122,9 +122,10 @@ def _add_columns(schemas: dict[str, Any]) -> None:
     for schema in schemas.values():
         properties = schema.get("properties", {})
         if "reason" in properties:
-            items = list(properties.items())
-            at = list(properties).index("reason") + 1
-            schema["properties"] = dict([*items[:at], *said.items(), *items[at:]])
+            names = list(properties)
+            at = names.index("reason") + 1
+            order = [*names[:at], *said, *names[at:]]
+            schema["properties"] = {name: (said | properties)[name] for name in order}
 
 
 def _schemas() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from precompute.store import doors
 from precompute.store.doors import KNOWN
 from precompute.store.http.openapi import openapi_document
 from precompute.store.wire import bodies
@@ -58,13 +59,16 @@ def answered(first: Path, folder: Path, *paths: str) -> list[dict[str, Any]]:
 
 
 @without_each_of("route")
-def test_its_routes_say_in_a_line_what_they_lack(house: tuple[str, Path], tmp_path: Path) -> None:
+def test_its_routes_say_in_a_line_what_they_lack(
+    house: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without, copy = house
     absent = names_of(without, "route")
     row, document, *others = answered(
         copy, tmp_path, "/v1/views/things/rows/new", "/openapi.json", *absent
     )
     assert (row["status"], '"double":2.0' in row["body"]) == (200, True)
+    monkeypatch.setattr(doors, "FOLDER", copy / "precompute" / "plugins")
     assert json.loads(document["body"]) == json.loads(bodies.encode(openapi_document()))
     for path, reply in zip(absent, others, strict=True):
         assert (reply["status"], reply["type"]) == (404, "text/plain; charset=utf-8")

@@ -22,7 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
 
-from precompute.store.answers.fallback import Column, Computed, MissTools, Rest
+from precompute.store.answers.fallback import Column, Computed
+from precompute.store.answers.misses import MissTools, Rest
 from precompute.store.disk.record import record_of
 from precompute.store.errors import PrecomputeError, RequestError
 from precompute.store.feature_view import FeatureView
@@ -95,7 +96,7 @@ class _Request:
 
 class SemanticCache:
     """Answers a miss by the row of an entity whose input is nearly the same, else by what stands
-    behind it: a :class:`precompute.store.answers.fallback.MissHandler`.
+    behind it: a :class:`precompute.store.answers.misses.MissHandler`.
 
     It counts, by view, how many misses came to what: ``hit``; ``far``: none is near enough, or
     there was no time to search; ``no_row``: the near ones have no row here; ``no_vector``: the
@@ -138,7 +139,7 @@ class SemanticCache:
         oldest_s: float | None,
         rest: Rest,
     ) -> list[Future[Computed]]:
-        """As :meth:`precompute.store.answers.fallback.MissHandler.submit`; what a future holds may
+        """As :meth:`precompute.store.answers.misses.MissHandler.submit`; what a future holds may
         be another entity's row."""
         if oldest_s is not None and oldest_s < 0:
             # no stored row is good enough, of whatever entity

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from precompute.store.answers.fallback import Column, Computed, MissTools, Rest
+from precompute.store.answers.fallback import Column, Computed
+from precompute.store.answers.misses import MissTools, Rest
 from precompute.store.online.online_store import Pointer
 
 KEY = "fallback.model"
@@ -17,7 +18,7 @@ KEY = "fallback.model"
 
 class StudentMisses:
     """Has all misses computed by what is live, and the rows say so: a
-    :class:`precompute.store.answers.fallback.SubstituteMisses`."""
+    :class:`precompute.store.answers.misses.SubstituteMisses`."""
 
     columns: ClassVar[Sequence[Column]] = (
         Column(
@@ -45,7 +46,7 @@ class StudentMisses:
         oldest_s: float | None,
         rest: Rest,
     ) -> list[Future[Computed]]:
-        """As :meth:`precompute.store.answers.fallback.MissHandler.submit`."""
+        """As :meth:`precompute.store.answers.misses.MissHandler.submit`."""
         return rest(keys, inputs)
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from precompute.jobs.ops.status import status
 from precompute.jobs.run.judge.audit import ALONE_ROWS, Audit
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.jobs.serve.fallback import ViewFallback
@@ -39,6 +40,7 @@ from precompute.registry import load_with_fingerprint
 from precompute.store.answers.lookup import Lookup
 from precompute.store.client import Client
 from precompute.store.disk.record import replace
+from precompute.store.doors import VIEW_KEYS
 from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError
 from precompute.store.feature_view import Substitute
 from precompute.store.online.miss_cache import MissCacheLimits
@@ -805,6 +807,30 @@ def test_it_computes_by_its_own_technique_or_the_views(
     assert said(row) == BY_STUDENT
     assert row["features"]["double"] == expected([x], dtype)["double"][0]
     assert expected([x], torch.bfloat16)["double"][0] != expected([x])["double"][0]
+
+
+def test_without_the_power_the_views_own_model_computes_misses(
+    scene: Scene, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And ``status`` tells of it; with the power the same pointer is the student's again."""
+    write_rows(scene, ROWS + 1)
+    scene, pointer = make(), scene.pointer()
+    with monkeypatch.context() as patched:
+        patched.setattr(VIEW_KEYS, "is_here", lambda name: name != KEY)
+        with answering(scene) as lookup:
+            rows = lookup.get("numbers", [7, 101])
+            assert lookup.views()[0]["miss_model"] is None
+        assert not {"approximates", "agreement"} & set(rows.column_names)
+        assert rows.select(["status", "model", "score"]).to_pylist() == [
+            {"status": "fresh", "model": pointer.model, "score": pytest.approx(4.9)},
+            {"status": "computed", "model": pointer.model, "score": pytest.approx(70.7)},
+        ]
+        absence = VIEW_KEYS.absence(KEY)
+        (line,) = status(scene)
+        assert f"snapshot {pointer.snapshot}: {absence}" in line["attention"]
+    assert f"view 'numbers' is served without what its record names: {absence}" in caplog.text
+    with answering(scene) as lookup:
+        assert said(lookup.row("numbers", 101)) == BY_STUDENT
 
 
 # ---- as any model
