@@ -109,7 +109,10 @@ def test_another_packages_model_computes_misses(package: Path, tmp_path: Path) -
 
     write_numbers(tmp_path, range(200))
     have(7)
-    assert said("run", "numbers") == ["2", "precompute: fallback.dice: a die has six sides"]
+    assert said("run", "numbers") == [
+        "2",
+        "precompute: view 'numbers': fallback.dice: a die has six sides",
+    ]
     have(1)
     status, *told = said("run", "numbers")
     assert status == "3"

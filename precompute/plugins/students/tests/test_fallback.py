@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from precompute.jobs.ops.status import status
+from precompute.jobs.ops.status import view_status
 from precompute.jobs.run.judge.audit import ALONE_ROWS, Audit
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.jobs.serve.fallback import ViewFallback
@@ -36,6 +36,7 @@ from precompute.plugins.students.student import (
     is_held_out,
     student_bytes,
 )
+from precompute.plugins.students.tests.angles import Exact, angles
 from precompute.registry import load_with_fingerprint
 from precompute.store.answers.lookup import Lookup
 from precompute.store.client import Client
@@ -47,14 +48,13 @@ from precompute.store.online.miss_cache import MissCacheLimits
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.url import open_miss_cache
 from precompute.store.times import Partition
-from tests.angles import Exact, angles
 from tests.fixtures import MakeProject
 from tests.jobs.test_converted_view import LOOSE, expected, torch_model, torch_project
 from tests.jobs.test_warmer import Models
 from tests.scene import Scene
 from tests.server import Server, eventually
 
-HERE = "tests.angles"
+HERE = "precompute.plugins.students.tests.angles"
 ROWS = 100
 FALLBACK = {"enabled": True, "deadline": "20s", "model": "students/rough"}
 
@@ -826,7 +826,8 @@ def test_without_the_power_the_views_own_model_computes_misses(
             {"status": "computed", "model": pointer.model, "score": pytest.approx(70.7)},
         ]
         absence = VIEW_KEYS.absence(KEY)
-        (line,) = status(scene)
+        with scene.online_store() as online:
+            line = view_status(scene, scene.store, online)
         assert f"snapshot {pointer.snapshot}: {absence}" in line["attention"]
     assert f"view 'numbers' is served without what its record names: {absence}" in caplog.text
     with answering(scene) as lookup:
