@@ -188,7 +188,7 @@ class FallbackConfig(OpenSection):
 
     @model_validator(mode="after")
     def _said(self) -> FallbackConfig:
-        of_powers = {key for keys in self.powers for key in keys.model_fields_set}
+        of_powers = {key.rpartition(".")[2] for keys in self.powers for key in keys.spec()}
         without = {"deadline", "keep", "keep_missing", "spare"} & self.model_fields_set
         own = sorted(without | of_powers)
         if own and "enabled" not in self.model_fields_set:
