@@ -23,6 +23,7 @@ from precompute.jobs.ops.retention import drop
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.plugins.semantic import cache
 from precompute.plugins.semantic.cache import SemanticCache
+from precompute.plugins.semantic.figures import SemanticFigures
 from precompute.plugins.semantic.thresholds import agreement_of, thresholds
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.lookup import Lookup
@@ -30,6 +31,7 @@ from precompute.store.doors import VIEW_KEYS
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.app import create_app
+from precompute.store.http.telemetry.instruments import Instrument
 from precompute.store.wire.lookup_options import CacheControl, LookupOptions
 from tests.asgi import call
 from tests.fixtures import MakeProject
@@ -459,6 +461,31 @@ def test_over_http_a_row_says_whose_it_is(make_texts: MakeTexts) -> None:
     assert views == {"labels": {"view": "vectors", "threshold": 0.94}, "vectors": None}
     assert 'precompute_semantic_cache_rows_total{outcome="hit",view="labels"} 3.0' in metrics
     assert 'precompute_semantic_cache_similarity_total{view="labels"} 3.0' in metrics
+
+
+COUNTED = {
+    ("films", "hit"): 4.0,
+    ("films", "far"): 3.0,
+    ("films", "no_row"): 1.0,
+    ("others", "far"): 2.0,
+    ("films",): 3.8,
+}
+"""Labels → number: of one instrument two, of the other one."""
+
+
+def test_operators_are_shown_what_it_saves_and_why_not_more() -> None:
+    def counts(instrument: Instrument, *labels: str) -> dict[tuple[str, ...], float]:
+        series = [key for key in COUNTED if len(key) == len(instrument.labels)]
+        own = [key for key in series if key[: len(labels)] == labels]
+        return {key[len(labels) :]: COUNTED[key] for key in own}
+
+    details = "calls saved at a similarity of 0.950; 3 far; 1 no_row"
+    assert list(SemanticFigures.caches(counts)) == [
+        ("similar inputs of", "films", 4.0, 4.0, "calls saved", details),
+        ("similar inputs of", "others", 0.0, 2.0, "calls saved", "calls saved; 2 far"),
+    ]
+    words = SemanticCache.words({"view": "vectors", "threshold": 0.94})
+    assert words == "rows whose inputs are alike: by 0.94 or more in vectors"
 
 
 # ---- the configuration
