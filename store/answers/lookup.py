@@ -476,6 +476,8 @@ class Lookup:
         """One element of :meth:`views`."""
         view = pointer.view
         age = self.oldest_age_s(pointer)
+        # what a power has within a section is told in general words
+        powers = {name: view.powers.get(name) for name in MISSES.here() if "." not in name}
         return {
             "view": view.name,
             "entity": list(view.entity),
@@ -495,7 +497,8 @@ class Lookup:
             "index": self._searches.figures(pointer),
             "fallback": view.fallback,
             "miss_model": None if pointer.in_stead is None else pointer.in_stead.shown(),
-        } | {name: view.powers.get(name) for name in MISSES.here() if "." not in name}
+            **powers,
+        }
 
     # ---- search
 

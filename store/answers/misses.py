@@ -269,9 +269,8 @@ class Misses:
         return [i for i in missing if i not in settled and i not in still], sorted(still)
 
     def _stale(self, answer: Answer) -> list[int]:
-        """The numbers of the stale rows that what is computed now may replace. Where
-        another model computes misses, only those that it computed: the model's own row is better,
-        even stale."""
+        """The numbers of the stale rows that what is computed now may replace. Where another model
+        computes misses, only those that it computed: the model's own row is better, even stale."""
         stale = [] if self._miss_cache is None else answer.stale_rows()
         if answer.pointer.in_stead is None:
             return stale
