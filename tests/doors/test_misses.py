@@ -234,13 +234,17 @@ def test_one_that_fails_or_is_gone_leaves_misses_to_the_model(
 
 def test_what_cannot_be_used_is_told_in_a_line(package: Path, tmp_path: Path) -> None:
     points = package / "others-1.0.dist-info" / "entry_points.txt"
-    points.write_text(points.read_text() + "misses.taken = others_guess:Taken\n")
+    more = "misses.taken = others_guess:Taken\nmisses.twin = others_guess:Guess\n"
+    points.write_text(f"{points.read_text()}view-key.twin = others_guess:GuessKeys\n{more}")
     told, log = asked(package, tmp_path, {"taken": 1}, "near")
     assert told["ways"] == [[COMPUTED]] * 4
     assert log == [
         "view 'things' is served without what its record names: misses 'taken': its column 'status'"
         " is there already: call it otherwise, or what has that name"
     ]
+    told, log = asked(package, tmp_path, {"guess": "new", "twin": 1}, "near")
+    assert list(told["columns"]) == ["guess", "whose", "double", "vector"]
+    assert "misses 'twin': its column 'guess' is there already" in log[0]
     points.write_text(points.read_text().replace(":GuessFigures", ":Strange"))
     with pytest.raises(AssertionError, match="'precompute_lookup_rows' is no name for an instrum"):
         asked(package, tmp_path, {}, "near")

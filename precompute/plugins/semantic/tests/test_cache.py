@@ -442,9 +442,10 @@ def test_over_http_a_row_says_whose_it_is(make_texts: MakeTexts) -> None:
         app = create_app(lookup)
         body = {"keys": ["9", 2], "inputs": {"9": {"text": "aaaaaa"}}}
         rows = call(app, "POST", "/v1/views/labels/lookup", body).json["rows"]
-        write_texts(scene.folder, TEXTS | {6: "bb"})
+        write_texts(scene.folder, TEXTS | {6: "bb", 7: "bbbbbbbbba"})
         one = call(app, "GET", "/v1/views/labels/rows/6")
         same = call(app, "GET", "/v1/views/labels/rows/6", if_none_match=one.headers["etag"])
+        less = call(app, "GET", "/v1/views/labels/rows/7", if_none_match=one.headers["etag"])
         views = {
             view["view"]: view["semantic_cache"]
             for view in call(app, "GET", "/v1/views").json["views"]
@@ -458,9 +459,11 @@ def test_over_http_a_row_says_whose_it_is(make_texts: MakeTexts) -> None:
     assert (one.json["nearest"], one.json["features"]["label"]) == ("2", "b")
     assert one.headers["cache-status"].startswith("precompute; hit")
     assert same.status == 304
+    # the same row, less near
+    assert (less.status, less.json["nearest"], less.json["similarity"] < 1.0) == (200, "2", True)
     assert views == {"labels": {"view": "vectors", "threshold": 0.94}, "vectors": None}
-    assert 'precompute_semantic_cache_rows_total{outcome="hit",view="labels"} 3.0' in metrics
-    assert 'precompute_semantic_cache_similarity_total{view="labels"} 3.0' in metrics
+    assert 'precompute_semantic_cache_rows_total{outcome="hit",view="labels"} 4.0' in metrics
+    assert 'precompute_semantic_cache_similarity_total{view="labels"} 3.99' in metrics
 
 
 COUNTED = {
