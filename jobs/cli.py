@@ -220,7 +220,6 @@ def _parser() -> Parser:
         review.add_verify,
         operations.add,
         measure.add,
-        measure.add_optimize,
         review.add_status,
         setup.add_schema,
         setup.add_completion,

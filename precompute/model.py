@@ -304,6 +304,31 @@ class GraphKind(FileKind, Protocol):
 
 
 @runtime_checkable
+class FittedKind(FileKind, Protocol):
+    """Such a class that also learns, so that ``precompute optimize`` makes a file of it: one score
+    of columns of numbers. It takes ``output``, the feature's name, besides."""
+
+    def fitted(
+        self,
+        matrix: npt.NDArray[np.float64],
+        scores: npt.NDArray[np.float32],
+        names: Sequence[str],
+        seed: int,
+    ) -> bytes:
+        """The file of a model that approximates scores; a static method.
+
+        Args:
+            matrix: float64 [rows, columns]; NaN is a null.
+            scores: float32 [rows], finite.
+            names: of the columns, in ASCII letters, digits and underscores.
+            seed: of all that is drawn by chance.
+
+        Raises:
+            ConfigError: its library is not installed.
+        """
+
+
+@runtime_checkable
 class LibraryModel(Model, Protocol):
     """A model of files that a library outside computes, too: its values are compared with that
     library's before a run computes its first row (:mod:`precompute.own_library`)."""

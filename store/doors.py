@@ -66,6 +66,12 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
             "measure precisions and back ends on a view's rows, and pick the fastest that is"
             " accurate",
         ),
+        "optimize": Way(
+            "students",
+            "command:add",
+            "make cheaper models from what a view published, and judge them on rows they never"
+            " saw; nothing goes live by itself",
+        ),
         "doctor": Way(
             "doctor",
             "command:add",
@@ -82,6 +88,7 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
         "semantic_cache": Way("semantic", "figures:SemanticFigures"),
     },
     "misses": {
+        "fallback.model": Way("students", "misses:StudentMisses"),
         "semantic_cache": Way("semantic", "cache:SemanticCache"),
     },
     "model": {
@@ -161,6 +168,7 @@ KNOWN: Mapping[str, Mapping[str, Way]] = {
         "serve.tracing": Way("traces", "spans:spans_of", extra="otel"),
     },
     "view key": {
+        "fallback.model": Way("students", "keys:StudentKeys"),
         "semantic_cache": Way("semantic", "keys:SemanticKeys"),
     },
 }

@@ -107,10 +107,10 @@ class ModelUse:
 
 
 @dataclass(frozen=True, slots=True)
-class StudentUse:
-    """The student that computes a view's misses in its model's stead, as it was published: what
-    makes it, its fingerprint, and by feature how well it agreed then with the rows of the snapshot
-    (:class:`precompute.students.student.Agreement`)."""
+class Substitute:
+    """Another model that computes a view's misses in its model's stead, as it was published: what
+    makes it, its fingerprint, and by feature how well it agreed then with the rows of the
+    snapshot."""
 
     model: ModelUse
     fingerprint: str
@@ -118,7 +118,7 @@ class StudentUse:
 
     @property
     def least(self) -> float:
-        """The agreement of the feature that it approximates worst: what its rows say."""
+        """The agreement of the feature that it approximates worst."""
         return min(self.agreement.values())
 
     def shown(self) -> dict[str, Any]:
@@ -196,8 +196,8 @@ class FeatureView:
     """Past ``stale_for_s``: how long a row is still served, as stale, where the model fails."""
     fallback_default: Mapping[str, Any] | None = None
     """Feature → value: what stands in for a missing row."""
-    fallback_model: str | None = None
-    """Folder of the student that computes misses in the model's stead, as configured."""
+    misses_by: str | None = None
+    """Key among ``powers`` of the one that has another model compute misses; None: the model."""
     powers: Mapping[str, Any] = field(default_factory=dict)
     """Key of a power (:data:`precompute.store.doors.VIEW_KEYS`) → what that keeps, plain JSON: who
     reads it without that power, tells so."""
@@ -236,15 +236,6 @@ class FeatureView:
         """SHA-256 (hex) over the whole definition: two views with one fingerprint are the same
         view."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
-
-
-STUDENT_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
-    ("approximates", pa.string()),
-    ("agreement", pa.float64()),
-)
-"""Columns that answers of a view with a student behind its misses have besides: of a row that the
-student computed, the fingerprint of the model that it approximates, and how well
-(:attr:`StudentUse.least`)."""
 
 
 def find_bad(view: FeatureView, feature: Feature, column: pa.Array, bad: dict[int, str]) -> None:

@@ -144,9 +144,8 @@ def _shown(path: str) -> str:
 def _ignored(file: Path) -> bool:
     """Not what the repository has: what a run or a tool left."""
     inside = file.relative_to(REPOSITORY).parts
-    return any(
-        part in ("var", "tuning", "students") or part.startswith((".", "__")) for part in inside
-    )
+    made = ("var", "tuning", "students") if inside[0] == "configs" else ("var",)
+    return any(part in made or part.startswith((".", "__")) for part in inside)
 
 
 def _page(path: str) -> str:

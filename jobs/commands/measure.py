@@ -1,10 +1,8 @@
-"""Measure: ``profile``, which computes a sample of a view, and ``optimize``, which makes cheaper
-models behind a view and shows them beside its own."""
+"""Measure: ``profile``, which computes a sample of a view."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,7 @@ from precompute.jobs.commands.command import (
     answer,
     partition_of,
     project_of,
-    seconds_of,
-    table,
 )
-from precompute.jobs.run.command_process import say
 from precompute.store.errors import ConfigError
 
 PACE = {
@@ -82,35 +77,6 @@ def add(commands: Commands) -> None:
         type=Path,
     )
     profile.flag("--replace", "though there is such a file")
-
-
-def add_optimize(commands: Commands) -> None:
-    """The command ``optimize``."""
-    optimize = commands.add(
-        "optimize",
-        _optimize,
-        "make cheaper models from what a view published, and judge them on rows they never saw;"
-        " nothing goes live by itself",
-        view=True,
-        only=True,
-    )
-    optimize.option(
-        "--by",
-        "WAY",
-        "distil, prune, qat or cascade (default: all that fit the view's model)",
-        choices=("distil", "prune", "qat", "cascade"),
-    )
-    optimize.option(
-        "--for",
-        "PURPOSE",
-        "batch, for what computes a view's rows, or fallback, for what answers its misses"
-        " (default: both)",
-        choices=("batch", "fallback"),
-        dest="purpose",
-    )
-    optimize.option(
-        "--within", "TIME", "what making them may take in all (default: 20m)", default="20m"
-    )
 
 
 def _profile(arguments: argparse.Namespace) -> int:
@@ -178,147 +144,3 @@ def describe_profile(figures: dict[str, Any]) -> str:
             f"{figures['stages'][pace]['busy_s'] / seconds:.0%} of the time is {what}; {remedy}.",
         ]
     )
-
-
-# ---- optimize
-
-FIGURES = {
-    "mean_cosine": "cosine",
-    "tail_cosine": "p5",
-    "into_index": "into its index",
-    "own_index": "own index",
-    "rank_correlation": "rank",
-    "overlap": "overlap",
-}
-"""Figure of a feature → what it is called in the table."""
-
-
-def _optimize(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.ops.optimize import optimize
-
-    outcome = optimize(
-        project_of(arguments),
-        arguments.view,
-        by=arguments.by,
-        purpose=arguments.purpose,
-        within_s=seconds_of(arguments.within, "--within"),
-        announce=say,
-    )
-    return answer(arguments, outcome, describe_optimized(outcome))
-
-
-def describe_optimized(outcome: Mapping[str, Any]) -> str:
-    """Speed against agreement as a table, and how each student is used."""
-    made = [line for line in outcome["students"] if line["refused"] is None]
-    rows = [
-        (
-            *(
-                "model",
-                "rows/s",
-                "speed",
-                "batch p50 ms",
-                "p95",
-                "p99",
-                "miss p50 ms",
-                "p95",
-                "p99",
-            ),
-            *("MiB", "made in", "held-out rows against the teacher", "as the view's model"),
-        )
-    ]
-    for line in made:
-        batch, miss, memory = line["batch_ms"], line["miss_ms"], line["memory_bytes"]
-        rows.append(
-            (
-                line["name"],
-                f"{line['rows_per_s']:,.0f}",
-                f"{line['speed']:.2f}×",
-                *(f"{batch[point]:.3g}" for point in ("p50", "p95", "p99")),
-                *(f"{miss[point]:.2f}" for point in ("p50", "p95", "p99")),
-                f"{memory / 2**20:,.0f}" if memory else "–",
-                "–" if line["make_s"] is None else f"{line['make_s']:,.0f} s",
-                _figures(line["accuracy"]),
-                _verdict(line, outcome["picked"]),
-            )
-        )
-    lines = [
-        f"{outcome['view']}, snapshot {outcome['snapshot']}: {outcome['learned_rows']:,} rows to"
-        f" learn from, {outcome['held_out_rows']:,} held out",
-        *table(rows),
-        *(
-            f"  {line['name']}: not made: {line['refused']}"
-            for line in outcome["students"]
-            if line["refused"] is not None
-        ),
-    ]
-    lines += [
-        f"  {one['name']}: rejects {rows:,} of the judged rows; no figure counts them"
-        for one in made[1:]
-        if (rows := one["rejected_rows"])
-    ]
-    lines += [f"  {line}" for one in made[1:] if (line := _cascade(one))]
-    behind = next((one for one in made if one["name"] == outcome["behind_misses"]), None)
-    if behind is not None:
-        lines.append(
-            f"behind misses: fallback: {{enabled: true, model: {behind['path']}}}, which answers"
-            f" with {_agreement(behind)}"
-        )
-    elif len(made) > 1:
-        lines.append(
-            "behind misses: no student answers in half the teacher's time and promises an agreement"
-            " above 0.5"
-        )
-    if outcome["picked"] is None:
-        lines.append("no student is both faster and within the view's accuracy")
-    lines.append(
-        f"students lie in {outcome['folder']}, each with a card; the table is in {outcome['file']}"
-    )
-    return "\n".join(lines)
-
-
-def _figures(accuracy: Mapping[str, Mapping[str, float]]) -> str:
-    shown = []
-    for name, figures in list(accuracy.items())[:4]:
-        found = [f"{word} {figures[key]:.3f}" for key, word in FIGURES.items() if key in figures]
-        shown.append(f"{name}: " * (len(accuracy) > 1) + " · ".join(found))
-    more = len(accuracy) - len(shown)
-    return "; ".join(shown) + (f"; and {more} features more" if more > 0 else "") or "–"
-
-
-ENOUGH, WORTHWHILE = 0.985, 0.4
-"""Recall that a cascade must have, and the share of rows that its student must then answer to be
-worth two models."""
-
-
-def _cascade(line: Mapping[str, Any]) -> str:
-    """A line on a cascade that begins with this student; an empty text without vectors."""
-    shares = line["cascade"]
-    if not shares:
-        return ""
-    best = max((one["share"] for one in shares if one["recall"] >= ENOUGH), default=0.0)
-    shown = ", ".join(f"{one['share']:.0%}: {one['recall']:.3f}" for one in shares)
-    # the student computes all rows, the teacher those that are left
-    rate = 1 / (1 / line["speed"] + 1 - best)
-    pays = best >= WORTHWHILE and rate > 1
-    verdict = (
-        "would pay"
-        if pays
-        else f"refused: it pays from {WORTHWHILE:.0%} of the rows on, at a rate above 1"
-    )
-    return (
-        f"cascade with {line['name']} first: {best:.0%} of the rows by it at a recall of {ENOUGH},"
-        f" at {rate:.2f} times the teacher's rate ({verdict}); {shown}"
-    )
-
-
-def _agreement(line: Mapping[str, Any]) -> str:
-    name, value = min(line["agreement"].items(), key=lambda pair: float(pair[1]))
-    return f"an agreement of {value:.3f} ({name})"
-
-
-def _verdict(line: Mapping[str, Any], picked: str | None) -> str:
-    if line["by"] is None:
-        return "teacher"
-    if line["beyond"]:
-        return f"refused: {line['beyond']}"
-    return "picked" if line["name"] == picked else "within its accuracy"

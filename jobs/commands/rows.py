@@ -133,7 +133,7 @@ def _search(arguments: argparse.Namespace) -> int:
     else:
         if "query_model" in neighbours:
             print(
-                f"embedded by the student {neighbours['query_model'][:12]}, agreement"
+                f"embedded by another model, {neighbours['query_model'][:12]}, agreement"
                 f" {neighbours['agreement']:.3f}"
             )
         for row in neighbours["rows"]:

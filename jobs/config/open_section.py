@@ -4,6 +4,7 @@ when a file names them, and stand beside the section's own."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import (
@@ -65,6 +66,25 @@ class Keys(Section):
     def columns(self) -> Collection[str]:
         """Columns that answers have because of it: no feature or key column may be called so."""
         return ()
+
+    def misses_by(self) -> str | None:
+        """Of a view's keys, the one of :meth:`spec` that has another model compute the view's
+        misses, if one does: :meth:`substitute` opens it then."""
+        return None
+
+    @classmethod
+    def substitute(cls, view: FeatureView, folder: Path) -> Any:
+        """What computes a view's misses in its model's stead, as a
+        :class:`precompute.jobs.run.rows.substitute.OpenSubstitute`.
+
+        Args:
+            view: its record names the key.
+            folder: of the project, absolute.
+
+        Raises:
+            ConfigError: there is none, or it is not of this view.
+        """
+        raise NotImplementedError
 
 
 class OpenSection(Section):

@@ -116,12 +116,14 @@ def _is_tuning(body: Any) -> bool:
     wanted = {"version", "model", "precision", "backend"}
     if not isinstance(body, dict) or not wanted <= set(body) or body["version"] != VERSION:
         return False
-    measured, optimized = body.get("measured", []), body.get("optimized", {"students": []})
-    students = optimized.get("students") if isinstance(optimized, dict) else None
+    # what powers add has models, too
+    added = [
+        part["models"] for part in body.values() if isinstance(part, dict) and "models" in part
+    ]
     return all(
         isinstance(lines, list)
         and all(isinstance(line, dict) and isinstance(line.get("name"), str) for line in lines)
-        for lines in (measured, students)
+        for lines in (body.get("measured", []), *added)
     )
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from precompute.jobs.config.gates import AccuracyConfig, GatesConfig
-from precompute.jobs.config.open_section import OpenSection
+from precompute.jobs.config.open_section import Keys, OpenSection
 from precompute.jobs.config.section import Duration, Name, Section, as_mistake, parse_time
 from precompute.registry import check_use
 from precompute.sources.database import check_sql, parameters, referenced_views
@@ -22,7 +22,6 @@ from precompute.store.errors import ConfigError, nearest_or_all
 from precompute.store.feature_view import (
     CHUNK,
     RESERVED,
-    STUDENT_FIELDS,
     ChunkSpec,
     Definition,
     Feature,
@@ -163,8 +162,11 @@ class IndexConfig(Section):
     rows that nothing was chosen by; 1.0 compares with every row"""
 
 
-class FallbackConfig(Section):
+class FallbackConfig(OpenSection):
     """Runs the model for a miss."""
+
+    door = VIEW_KEYS
+    within = "fallback"
 
     enabled: bool = False
     """whether a miss is computed"""
@@ -180,25 +182,24 @@ class FallbackConfig(Section):
     default: dict[Name, Any] | None = None
     """feature → value: stands in for a row that is missing, and says so; those not named are
     null"""
-    model: str | None = None
-    """in the model's stead for misses: the folder of a student that `precompute optimize` made,
-    from the project's folder; answers say so"""
     spare: Literal["auto"] | bool = "auto"
     """whether a second process of the model stands by, loaded, for when an input ends the one that
     serves; auto: where its memory is free three times over, and on no GPU"""
 
     @model_validator(mode="after")
     def _said(self) -> FallbackConfig:
-        own = sorted(self.model_fields_set & {"deadline", "keep", "keep_missing", "model", "spare"})
+        of_powers = {key.rpartition(".")[2] for keys in self.powers for key in keys.spec()}
+        without = {"deadline", "keep", "keep_missing", "spare"} & self.model_fields_set
+        own = sorted(without | of_powers)
         if own and "enabled" not in self.model_fields_set:
             raise ValueError(
                 f"without `enabled` there is no fallback that {' and '.join(own)} could be of:"
                 " write enabled: true, or enabled: false"
             )
-        if self.model is not None and not self.enabled:
+        if of_powers and not self.enabled:
+            key = min(of_powers)
             raise ValueError(
-                f"model: {self.model} would compute misses, and none are computed: write enabled:"
-                " true, or take model out"
+                f"{key}: no misses are computed: write enabled: true, or take {key} out"
             )
         return self
 
@@ -273,6 +274,11 @@ class ViewConfig(OpenSection):
     """pieces that workers compute a run's rows in (engine); null: the run itself, here"""
     gates: GatesConfig = GatesConfig()
 
+    @property
+    def powers(self) -> tuple[Keys, ...]:
+        """The keys of powers that the file has, those of ``fallback`` last."""
+        return (*super().powers, *self.fallback.powers)
+
     @field_validator("entity")
     @classmethod
     def _keys(cls, entity: list[str]) -> list[str]:
@@ -295,16 +301,10 @@ class ViewConfig(OpenSection):
                     f"features.{name}: {name!r} is the name of an answer's own column; call the"
                     f" feature something else (taken: {', '.join(sorted(taken))})"
                 )
-        beside = [name for name, _ in STUDENT_FIELDS if name in (*self.features, *self.entity)]
-        if self.fallback.model is not None and beside:
-            raise ValueError(
-                f"fallback.model: answers have a column {beside[0]!r} of their own then; call the"
-                " feature or key something else"
-            )
         for keys in self.powers:
             for name in {*self.features, *self.entity}.intersection(keys.columns()):
                 raise ValueError(
-                    f"{next(iter(keys.known()))}: answers have a column {name!r} of their own then;"
+                    f"{next(iter(keys.spec()))}: answers have a column {name!r} of their own then;"
                     " call the feature or key something else"
                 )
         self._check_chunk()
@@ -498,7 +498,7 @@ class ViewConfig(OpenSection):
             keep_missing_s=self.fallback.keep_missing,
             stale_if_error_s=self.fallback.stale_if_error,
             fallback_default=self.fallback.default,
-            fallback_model=self.fallback.model,
+            misses_by=next(filter(None, (keys.misses_by() for keys in self.powers)), None),
             definition=Definition(
                 source=self.sql,
                 model=ModelUse(**self.model.model_dump()),

@@ -32,13 +32,13 @@ from precompute.jobs.run.rows.merging import (
     write_deletes,
 )
 from precompute.jobs.run.rows.open_view import (
-    OpenStudent,
     OpenView,
     iso_us,
     open_view,
     read_source_at,
 )
 from precompute.jobs.run.rows.plan import Job, Plan, Planner, mark_if_damaged, now_us, recipe_of
+from precompute.jobs.run.rows.substitute import substitute_of
 from precompute.jobs.run.shards.coordinator import attempts_of, compute_in_shards, shards_of
 from precompute.sources.frame import write_frame
 from precompute.store.disk.durable_file import (
@@ -95,8 +95,8 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
         if plan.source_rows:
             with report.stage("open"):
                 opened.convert()
-                if opened.student is not None:
-                    opened.student.check_fits(opened, opened.source)
+                if opened.substitute is not None:
+                    opened.substitute.check_fits(opened, opened.source)
         computed = _compute(job, opened, plan, report, progress)
         draft = _draft_snapshot(job, opened, loaded, plan, computed, report)
         snapshot = _judge_draft(job, opened, plan, computed, draft, report)
@@ -142,9 +142,9 @@ def _open(job: Job, report: Report) -> OpenView:
             gpu_reserved=True,
         )
         try:
-            opened.student = OpenStudent.of(opened.view, project.home)
-            if opened.student is not None:
-                opened.student.check_approximates(opened.fingerprint)
+            opened.substitute = substitute_of(opened.view, project.home)
+            if opened.substitute is not None:
+                opened.substitute.check_approximates(opened.fingerprint)
         except BaseException:
             opened.source.close()
             raise

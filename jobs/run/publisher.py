@@ -510,7 +510,7 @@ class Publisher:
             degraded=current is not None
             and current.degraded
             and not place.generations.isdisjoint(current.generations),
-            student=snapshot.student,
+            substitute=snapshot.substitute,
         )
 
     def _owner_before(self, current: Pointer | None) -> str:

@@ -23,7 +23,8 @@ import pyarrow as pa
 from precompute.engine.rows import with_null_rows
 from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, open_view
+from precompute.jobs.run.rows.open_view import OpenView, open_view
+from precompute.jobs.run.rows.substitute import substitute_of
 from precompute.model import Model, QueryModel, ReadingModel, starting_from
 from precompute.model_code import code_changes
 from precompute.registry import LoadedModel, fingerprint_of, load_with_fingerprint
@@ -31,7 +32,7 @@ from precompute.sources.cached_source import CachedSource
 from precompute.store.answers.fallback import Computed, Miss, unpacked_view
 from precompute.store.disk.record import plain
 from precompute.store.errors import ConfigError, PrecomputeError, SourceError
-from precompute.store.feature_view import CHUNK, NAME, FeatureView, StudentUse
+from precompute.store.feature_view import CHUNK, NAME, FeatureView, Substitute
 from precompute.store.http.telemetry.instruments import Caller
 from precompute.store.keys import split_key
 from precompute.store.offline.view_store import OfflineStore
@@ -253,7 +254,8 @@ class Opener:
                 for key, loaded in self._models.items()
                 if loaded.model is not opened.model
             }
-        which = "model" if pointer.student is None else f"student in {pointer.view.fallback_model}"
+        by = None if pointer.in_stead is None else pointer.view.misses_by
+        which = "model" if by is None else f"{by} {pointer.view.powers[by]}"
         refusal = (
             f"the {which} on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot"
             f" {pointer.miss_model[:12]}: run `precompute run {pointer.view.name}` so that both"
@@ -268,7 +270,7 @@ class Opener:
         """Log that this host's code of the model is not the code that computed what is live, under
         the same fingerprint. It is no refusal: a harmless change would take all misses away until
         the next run, which compares unchanged rows."""
-        if pointer.student is not None:
+        if pointer.in_stead is not None:
             return
         # what cannot be read here is told by others
         with contextlib.suppress(PrecomputeError):
@@ -304,7 +306,7 @@ def check_confirmed(pointer: Pointer, offline: OfflineStore, folder: Path) -> No
     the online store could have any SQL run, and any class made.
 
     It must agree with the manifest of the snapshot that it names, or with the view's file as it is
-    now; its student with that manifest, or with the record in the student's folder.
+    now; its substitute with that manifest, or with what the view's file names.
 
     Args:
         pointer: of what is live.
@@ -315,9 +317,9 @@ def check_confirmed(pointer: Pointer, offline: OfflineStore, folder: Path) -> No
         ConfigError: it agrees with none; says what to do.
     """
     name, executed = pointer.view.name, _executed_parts(pointer.view)
-    student = None if pointer.student is None else plain(pointer.student.model)
+    other = None if pointer.in_stead is None else plain(pointer.in_stead.model)
     if NAME.match(name) and any(
-        _executed_parts(view) == executed and student in (None, of and plain(of.model))
+        _executed_parts(view) == executed and other in (None, of and plain(of.model))
         for view, of in _definitions_here(pointer, offline, folder)
     ):
         return
@@ -332,15 +334,15 @@ def check_confirmed(pointer: Pointer, offline: OfflineStore, folder: Path) -> No
 
 def _definitions_here(
     pointer: Pointer, offline: OfflineStore, folder: Path
-) -> Iterator[tuple[FeatureView, StudentUse | None]]:
+) -> Iterator[tuple[FeatureView, Substitute | None]]:
     # a machine that only serves may have one of them, or none
     with contextlib.suppress(PrecomputeError):
         snapshot = offline.view(pointer.view.name).snapshot(pointer.snapshot)
-        yield snapshot.view, snapshot.student
+        yield snapshot.view, snapshot.substitute
     with contextlib.suppress(PrecomputeError):
         view = Project(folder).view(pointer.view.name).feature_view()
-        student = OpenStudent.of(view, folder) if pointer.student is not None else None
-        yield view, None if student is None else student.use
+        found = substitute_of(view, folder) if pointer.in_stead is not None else None
+        yield view, None if found is None else found.use
 
 
 def _executed_parts(view: FeatureView) -> str:

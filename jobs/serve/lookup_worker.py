@@ -240,7 +240,7 @@ class Warmer:
             input_columns=dict(snapshot.input_columns),
             inputs=dict(snapshot.inputs),
             partition=snapshot.partition,
-            student=snapshot.student,
+            substitute=snapshot.substitute,
         )
         return None if coming.miss_model == live.miss_model else coming
 

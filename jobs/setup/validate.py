@@ -15,7 +15,8 @@ from precompute.engine.runner import Runner
 from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.judge.library import compare_rows
-from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, open_source, open_view
+from precompute.jobs.run.rows.open_view import OpenView, open_source, open_view
+from precompute.jobs.run.rows.substitute import substitute_of
 from precompute.jobs.run.run_view import check_index, check_online, contract_verdict
 from precompute.model import ReadingModel
 from precompute.own_library import own_library_of
@@ -106,8 +107,8 @@ def _of_view(project: Project, name: str) -> Iterator[Check]:
         yield (check := tried("source", read))
     if check.ok and not waits:
         yield tried("model", lambda: _computed(project, config, partition))
-        if config.fallback.model is not None:
-            yield tried("student", lambda: _student(project, config, partition))
+        if (by := config.feature_view().misses_by) is not None:
+            yield tried(by, lambda: _substituted(project, config, partition))
     if config.index is not None:
         yield tried("index", lambda: _indexed(config))
     yield tried("contract", lambda: _contract(project, config))
@@ -254,17 +255,14 @@ def _computed(project: Project, config: ViewConfig, partition: Partition | None)
     )
 
 
-def _student(project: Project, config: ViewConfig, partition: Partition | None) -> str:
-    """What the student makes of the first rows."""
-    student = OpenStudent.of(config.feature_view(), project.home)
-    assert student is not None
+def _substituted(project: Project, config: ViewConfig, partition: Partition | None) -> str:
+    """What another model makes of the first rows, which computes misses."""
+    other = substitute_of(config.feature_view(), project.home)
+    assert other is not None
     with _opened(project, config, partition) as opened:
-        student.check_approximates(opened.fingerprint)
-        student.check_fits(opened, opened.source)
-    promised = [
-        f"{name}: {one.figure} {one.promised:.3f}" for name, one in student.record.agreement.items()
-    ]
-    return f"{student.record.name}, by {student.record.by}; it promises {', '.join(promised)}"
+        other.check_approximates(opened.fingerprint)
+        other.check_fits(opened, opened.source)
+    return other.words()
 
 
 def _check_reads(wanted: Collection[str], head: pa.Table) -> None:

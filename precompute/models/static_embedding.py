@@ -2,8 +2,6 @@
 folder, or a ``StaticEmbedding`` of sentence-transformers. It costs a hundredth of a transformer.
 
 A model2vec folder is computed as model2vec computes it, one of sentence-transformers as that does.
-What :mod:`precompute.students.static_table` made has windows, too: of each token with its
-neighbours, whose mean is added, so that the order of words makes a difference.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from precompute.model import Features, OwnLibrary, Prepared, digest, resolve_pat
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.registry import described
-from precompute.safetensors_file import INTEGERS, SCALES, read_tensors, tensor_names
+from precompute.safetensors_file import INTEGERS, SCALES, read_tensors
 from precompute.store.errors import ConfigError, ModelError
 from precompute.text.sentence_folder import (
     SETTINGS_FILE,
@@ -52,55 +50,18 @@ class TableMean(torch.nn.Module):
     Args:
         table: float32 [vocabulary, D].
         normalize: whether vectors have the norm 1.
-        windows: none, or :data:`WINDOWS`.
     """
 
-    parts: torch.Tensor
-
-    def __init__(
-        self, table: torch.Tensor, normalize: bool, windows: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, table: torch.Tensor, normalize: bool) -> None:
         super().__init__()
         self.bag = torch.nn.EmbeddingBag.from_pretrained(table, mode="mean")
         self.normalize = normalize
-        self.out: torch.nn.Linear | None = None
-        if windows:
-            left, own, right = windows["window"].chunk(3)
-            directions = torch.nn.functional.normalize(table, dim=1)
-            own_parts = directions @ own.T + windows["window_bias"]
-            nothing = torch.zeros(1, own_parts.shape[1])
-            parts = [own_parts, directions @ left.T, directions @ right.T, nothing]
-            self.register_buffer("parts", torch.cat(parts))
-            dim, width = windows["out"].shape
-            self.out = torch.nn.Linear(width, dim)
-            self.out.load_state_dict({"weight": windows["out"], "bias": windows["out_bias"]})
 
     def forward(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 [tokens] of all texts in a row, ``starts`` int64 [B]."""
         mean: torch.Tensor = self.bag(ids, starts)
-        if self.out is not None:
-            mean = mean + self.out(self._window_means(ids, starts))
         return mean / (mean.norm(dim=1, keepdim=True) + 1e-32) if self.normalize else mean
 
-    def _window_means(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """The mean of each text's windows, [B, width]: of a token's own part, of the left part of
-        the one before it and of the right part of the one after it, through a GELU."""
-        tokens = self.bag.num_embeddings
-        # where a text has no token before or after, the last row, of zeros
-        edge = ids.new_full((1,), 3 * tokens)
-        before = torch.cat([edge, ids[:-1] + tokens])
-        after = torch.cat([ids[1:] + 2 * tokens, edge])
-        before[starts] = after[starts[1:] - 1] = 3 * tokens
-        bag = torch.nn.functional.embedding_bag
-        windows = bag(torch.stack([ids, before, after], 1), self.parts, mode="sum")
-        every = torch.arange(len(ids), device=ids.device)
-        return bag(every, torch.nn.functional.gelu(windows), starts, mode="mean")
-
-
-WINDOWS = ("window", "window_bias", "out", "out_bias")
-"""Tensors of a file that has windows: [3 × width, dim], for the left, the own and the right part of
-a token's direction, [width], [dim, width], [dim]. Its table is named ``table`` then, so that what
-knows no windows finds none."""
 
 MODEL2VEC_CONFIG = KnownKeys(
     "config.json of model2vec",
@@ -133,11 +94,6 @@ STATIC_TENSORS = KnownKeys(
     used=("embedding.weight", "embeddings", "mapping", "weights"),
     refused=SCALES,
 )
-WINDOW_TENSORS = KnownKeys(
-    "the table and windows of a student (model.safetensors)",
-    used=("table", *WINDOWS),
-    refused=SCALES,
-)
 
 
 @dataclass(slots=True)
@@ -145,7 +101,6 @@ class _Folder:
     """What was read of one."""
 
     table: torch.Tensor
-    windows: dict[str, torch.Tensor]
     tokenizer: Tokenizer
     normalize: bool
     max_length: int | None
@@ -203,19 +158,14 @@ class StaticEmbedding(TorchModel):
             None if read.max_length is None else read.max_length * int(np.median(vocabulary))
         )
         self._normalize = read.normalize if normalize is None else normalize
-        self._has_windows = bool(read.windows)
-        module = TableMean(read.table, self._normalize, read.windows)
-        super().__init__(module, Device(device))
+        super().__init__(TableMean(read.table, self._normalize), Device(device))
 
     def fingerprint(self) -> str:
         return digest(
             code=CODE_VERSION, files=self._files, column=self._column, normalize=self._normalize
         )
 
-    def own_library(self) -> OwnLibrary | None:
-        if self._has_windows:
-            # they are of our own
-            return None
+    def own_library(self) -> OwnLibrary:
         name = "model2vec" if "config.json" in self._files else "sentence-transformers"
         by = f"precompute.models.static_embedding:by_{name.replace('-', '_')}"
         files = tuple(self._files.values())
@@ -273,13 +223,11 @@ def _read(folder: Path) -> _Folder:
     files = _files(folder, folder, "config.json")
     config = read_json(files["config.json"], _USE, dict)
     MODEL2VEC_CONFIG.check(config, files["config.json"], _USE)
-    windows = "table" in tensor_names(files["model.safetensors"], _USE)
-    known = WINDOW_TENSORS if windows else MODEL2VEC_TENSORS
     # whole numbers of 8 bits are what model2vec's own quantizing leaves, and what it computes with
     integers = {"mapping": INTEGERS, "embeddings": ("I8",)}
-    tensors = read_tensors(files["model.safetensors"], known, _USE, integers)
+    tensors = read_tensors(files["model.safetensors"], MODEL2VEC_TENSORS, _USE, integers)
     tokenizer = read_tokenizer(files["tokenizer.json"], _USE)
-    table = _table(tensors, "table" if windows else "embeddings", tokenizer, exactly=not windows)
+    table = _table(tensors, "embeddings", tokenizer, exactly=True)
     longest, normalize = config.get("max_length", MAX_LENGTH), config.get("normalize", False)
     if longest is not None and (type(longest) is not int or not 0 < longest < 2**31):
         raise ValueError(f"its max_length is {longest!r}")
@@ -293,8 +241,7 @@ def _read(folder: Path) -> _Folder:
     model = json.loads(tokenizer.to_str())["model"]
     token = model.get("unk_token")
     unknown = model.get("unk_id") if token is None else tokenizer.token_to_id(token)
-    parts = _windows(tensors, table.shape[1]) if windows else {}
-    return _Folder(table, parts, tokenizer, normalize, longest, unknown, files)
+    return _Folder(table, tokenizer, normalize, longest, unknown, files)
 
 
 def _of_sentence_transformers(folder: Path) -> _Folder:
@@ -317,7 +264,7 @@ def _of_sentence_transformers(folder: Path) -> _Folder:
     table = _table(tensors, name, tokenizer)
     # a text is cut where tokenizer.json says so, and nowhere else
     tokenizer.no_padding()
-    return _Folder(table, {}, tokenizer, len(kinds) == 2, None, None, files)
+    return _Folder(table, tokenizer, len(kinds) == 2, None, None, files)
 
 
 def _files(folder: Path, inner: Path, about: str) -> dict[str, Path]:
@@ -330,24 +277,6 @@ def _files(folder: Path, inner: Path, about: str) -> dict[str, Path]:
                 " sentence-transformers saved"
             )
     return files
-
-
-def _windows(tensors: Mapping[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]:
-    """Those of :data:`WINDOWS`, float32.
-
-    Raises:
-        ValueError: they do not fit each other, or a number is none.
-    """
-    if lacking := [name for name in WINDOWS if name not in tensors]:
-        raise ValueError(f"it has no {lacking[0]}")
-    found = {name: tensors[name].float() for name in WINDOWS}
-    width = len(found["window_bias"])
-    shapes = [[3 * width, dim], [width], [dim, width], [dim]]
-    if [list(one.shape) for one in found.values()] != shapes:
-        raise ValueError("its windows have other shapes than its table")
-    if not all(bool(torch.isfinite(one).all()) for one in found.values()):
-        raise ValueError("its windows have a number that is not finite")
-    return found
 
 
 def _table(

@@ -327,22 +327,6 @@ def neighbour_recalls(
     return recalls
 
 
-def neighbour_similarities(
-    a: npt.NDArray[Any], b: npt.NDArray[Any], metric: str = "cosine", k: int = NEIGHBOURS
-) -> npt.NDArray[np.float64]:
-    """Mean similarity of each row of ``b``, the first of ``a`` by another model, to the ``k``
-    nearest of the others of ``a``: float64 [rows of b]. Arguments as of
-    :func:`neighbour_recalls`."""
-    a, b = _comparable(a, metric), _comparable(b, metric)
-    means = np.empty(len(b))
-    for start in range(0, len(b), BLOCK_ROWS):
-        rows = np.arange(start, min(start + BLOCK_ROWS, len(b)))
-        found = _similarities(b[rows], a, metric)
-        found[np.arange(len(rows)), rows] = -np.inf
-        means[rows] = np.partition(found, -k, axis=1)[:, -k:].mean(axis=1)
-    return means
-
-
 def rank_correlation(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float | None:
     """Spearman's rank correlation of two [rows]: Pearson's of their ranks, ties having the mean of
     theirs (Spearman 1904; Kendall 1945 for ties). What is not finite ranks lowest.

@@ -90,9 +90,7 @@ _SETTINGS: Mapping[str, Any] = {
 
 
 class BertConfig(NamedTuple):
-    """The settings of a ``config.json`` that decide values; names and units are transformers'.
-    Heads may have more or fewer numbers than the width together, by ``head_dim``: a BERT that lost
-    some, which transformers (5.23) does not read."""
+    """The settings of a ``config.json`` that decide values; names and units are transformers'."""
 
     model_type: str
     vocab_size: int
@@ -104,7 +102,11 @@ class BertConfig(NamedTuple):
     type_vocab_size: int
     pad_token_id: int
     layer_norm_eps: float
-    head_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head; all heads together have those of a token."""
+        return self.hidden_size // self.num_attention_heads
 
 
 def bert_config(config: Mapping[str, Any]) -> BertConfig | None:
@@ -118,13 +120,12 @@ def bert_config(config: Mapping[str, Any]) -> BertConfig | None:
         or not all(type(n) in (int, float) and n >= 0 for n in numbers)
     ):
         return None
-    heads, head_dim = config["num_attention_heads"], config.get("head_dim")
-    if head_dim is None and heads > 0 and config["hidden_size"] % heads == 0:
-        head_dim = config["hidden_size"] // heads
-    if type(head_dim) is not int or min(heads, head_dim) < 1:
+    made = BertConfig(config["model_type"], *numbers)
+    heads, width = made.num_attention_heads, made.hidden_size
+    size = width // heads if heads and width % heads == 0 else 0
+    if type(size) is not int or size < 1:
         return None
-    numbers.append(head_dim)
-    return BertConfig(config["model_type"], *numbers)
+    return made
 
 
 class Output(NamedTuple):
@@ -226,13 +227,12 @@ class _Layer(nn.Module):
         super().__init__()
         width, inner, epsilon = config.hidden_size, config.intermediate_size, config.layer_norm_eps
         self.heads = config.num_attention_heads
-        attended = self.heads * config.head_dim
         self.attention = nn.Module()
         self.attention.self = nn.Module()
         self.intermediate = nn.Module()
         for name in ("query", "key", "value"):
-            self.attention.self.register_module(name, nn.Linear(width, attended, device=device))
-        self.attention.output = _normalised(attended, width, epsilon, device)
+            self.attention.self.register_module(name, nn.Linear(width, width, device=device))
+        self.attention.output = _normalised(width, width, epsilon, device)
         self.output = _normalised(inner, width, epsilon, device)
         self.intermediate.dense = nn.Linear(width, inner, device=device)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from precompute.foreign_file import KnownKeys
 from precompute.safetensors_file import DEQUANTIZE
+from precompute.store.errors import ConfigError
 
 _TRAINING = "of training alone"
 _GENERATION = "of texts that a model writes"
@@ -219,12 +220,21 @@ def check_config(config: Mapping[str, Any], file: Path, use: str, plain: bool = 
         plain: whether it is a BERT, of which transformers need not be asked.
 
     Raises:
-        ConfigError: names the key and the remedy.
+        ConfigError: names the key and the remedy; so it does of a BERT that lost heads.
     """
     known = BERT_CONFIG if plain else _of_class(str(config["model_type"]))
     # what is not set means nothing, but where the default is another
     given = {key: value for key, value in config.items() if value is not None or key in known.fixed}
     known.check(given, file, use)
+    sizes: list[Any] = [
+        config.get(name) for name in ("head_dim", "num_attention_heads", "hidden_size")
+    ]
+    if plain and all(type(size) is int for size in sizes) and sizes[0] * sizes[1] != sizes[2]:
+        raise ConfigError(
+            "{}: {}: head_dim is {}, and {} such heads have not the {} numbers of a token together,"
+            " as a BERT's have: save the model with all of its heads, or write a model class of"
+            " your own".format(use, file, *sizes)
+        )
 
 
 def _of_class(kind: str) -> KnownKeys:

@@ -358,7 +358,7 @@ def _fitting_use(folder: Path, use: str) -> tuple[str | None, str]:
     )
     first = str(types[0]).rpartition(".")[2] if types else ""
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if first == "StaticEmbedding" or kind in ("model2vec", "static_windows"):
+    if first == "StaticEmbedding" or kind == "model2vec":
         return "static_embedding", "is a static embedding, a table of vectors"
     if first == "CLIPModel" or kind in PICTURES or (folder / "open_clip_config.json").is_file():
         return "image_encoder", "embeds pictures (CLIP or SigLIP), and its texts are not computed"

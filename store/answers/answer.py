@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from precompute.store.answers.fallback import Computed, Miss
 from precompute.store.answers.plan import AnswerPlan
-from precompute.store.feature_view import StudentUse, status_of
+from precompute.store.feature_view import status_of
 from precompute.store.keys import parts_hint
 from precompute.store.online.codec import State
 from precompute.store.online.found_rows import FoundRows, PackedKeys, WholeColumns
@@ -338,15 +338,11 @@ class Answer:
         row = self.row(i)
         return None if row.reason is not None else row.packed or self.found.values[i]
 
-    def student(self, i: int) -> StudentUse | None:
-        """The student that computed row ``i``, now or before, in the model's stead; None of any
-        other: what the store has, of this entity or another, is the model's."""
-        student = self.pointer.student
-        if student is None:
-            return None
+    def is_computed(self, i: int) -> bool:
+        """Whether what computes misses made row ``i``, now or before: what the store has, of this
+        entity or another, is the model's."""
         row = self.row(i)
-        by_model = row.packed is None or row.stored or row.reason is not None
-        return None if by_model else student
+        return row.packed is not None and not row.stored and row.reason is None
 
     def age_s(self, i: int) -> float:
         """Age of row ``i`` in seconds; 0 for a missing one."""
@@ -411,7 +407,7 @@ class Answer:
             status = pa.array([row.status for row in all_rows], _STRING)
             source = pa.array(sources, _STRING)
             reason = pa.array([row.reason for row in all_rows], _STRING)
-            if plan.pointer.student is not None:
+            if plan.miss_model != plan.pointer.model:
                 model = pa.array([self.model(i) for i in range(rows)], _STRING)
         return [
             status,
@@ -437,16 +433,15 @@ class Answer:
         :attr:`precompute.store.answers.plan.AnswerPlan.more_fields`."""
         if not self.plan.more_fields:
             return {}
-        row, student = self.row(i), self.student(i)
+        row = self.row(i)
         said = {} if row.reason is not None else dict(row.says or {})
-        if student is not None:
-            said |= {"approximates": self.pointer.model, "agreement": student.least}
+        if self.is_computed(i):
+            said |= self.plan.computed_says
         return said
 
     def model(self, i: int) -> str:
         """Fingerprint of what computed row ``i``."""
-        student = self.student(i)
-        return self.pointer.model if student is None else student.fingerprint
+        return self.plan.miss_model if self.is_computed(i) else self.pointer.model
 
     def _key_column(self) -> pa.Array:
         keys = self.found.keys

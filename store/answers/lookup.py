@@ -476,6 +476,8 @@ class Lookup:
         """One element of :meth:`views`."""
         view = pointer.view
         age = self.oldest_age_s(pointer)
+        # what a power has within a section is told in general words
+        powers = {name: view.powers.get(name) for name in MISSES.here() if "." not in name}
         return {
             "view": view.name,
             "entity": list(view.entity),
@@ -494,8 +496,9 @@ class Lookup:
             "searchable": pointer.index is not None,
             "index": self._searches.figures(pointer),
             "fallback": view.fallback,
-            "student": None if pointer.student is None else pointer.student.shown(),
-        } | {name: view.powers.get(name) for name in MISSES.here()}
+            "miss_model": None if pointer.in_stead is None else pointer.in_stead.shown(),
+            **powers,
+        }
 
     # ---- search
 
@@ -542,7 +545,7 @@ class Lookup:
 
         Returns:
             ``view``, ``snapshot``, ``model``, ``metric``, ``rows``; rows that have expired are left
-                out. Where a student embedded the text or the inputs, also its fingerprint,
+                out. Where another model embedded the text or the inputs, also its fingerprint,
                 ``query_model``, and ``agreement``.
 
         Raises:

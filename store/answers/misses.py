@@ -98,6 +98,16 @@ class MissHandler(Protocol):
         key."""
 
 
+class SubstituteMisses(MissHandler, Protocol):
+    """Such a one whose views have another model compute misses in their own's stead
+    (:attr:`precompute.store.feature_view.FeatureView.misses_by`)."""
+
+    @staticmethod
+    def says(pointer: Pointer) -> Mapping[str, Any]:
+        """Column → value, of its ``columns``: what each row says that this model computed, now or
+        before, under a pointer that has a substitute."""
+
+
 @dataclass(slots=True)
 class _Behind:
     """Rows of a view that are computed behind answers, or were: publishing and key → until when
@@ -259,12 +269,12 @@ class Misses:
         return [i for i in missing if i not in settled and i not in still], sorted(still)
 
     def _stale(self, answer: Answer) -> list[int]:
-        """The numbers of the stale rows that what is computed now may replace. With a student live,
-        only those that a student computed: the model's own row is better, even stale."""
+        """The numbers of the stale rows that what is computed now may replace. Where another model
+        computes misses, only those that it computed: the model's own row is better, even stale."""
         stale = [] if self._miss_cache is None else answer.stale_rows()
-        if answer.pointer.student is None:
+        if answer.pointer.in_stead is None:
             return stale
-        return [i for i in stale if answer.student(i) is not None]
+        return [i for i in stale if answer.is_computed(i)]
 
     @staticmethod
     def _takes(answer: Answer, i: int, name: str, row: bytes | None) -> bool:

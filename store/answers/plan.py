@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from precompute.store.answers.fallback import handlers_of
 from precompute.store.errors import RequestError
-from precompute.store.feature_view import STUDENT_FIELDS, Feature, FeatureView
+from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.keys import MAX_KEY_BYTES, join_key, shown_key
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
@@ -115,9 +115,17 @@ class AnswerPlan:
             handlers_of(view) if alike is None else alike.handlers
         )
         """Key → what answers misses of this view before the model."""
-        said = [(c.name, c.type) for kind in self.handlers.values() for c in kind.columns]
-        self.more_fields = (*said, *(() if pointer.student is None else STUDENT_FIELDS))
+        self.more_fields = tuple(
+            (c.name, c.type) for kind in self.handlers.values() for c in kind.columns
+        )
         """Columns that answers of this view have besides."""
+        self.miss_model = pointer.miss_model
+        """Fingerprint of what computes misses."""
+        self.computed_says: Mapping[str, Any] = {}
+        """What a row says that another model than the view's computed."""
+        by = "" if pointer.in_stead is None else view.misses_by or ""
+        if by in self.handlers:
+            self.computed_says = self.handlers[by].says(pointer)
         self.own_columns = len(ANSWER_FIELDS) + len(self.more_fields)
         """Number of columns that every answer has before the features."""
         self.wanted = view.features if features is None else tuple(map(view.feature, features))

@@ -144,10 +144,11 @@ class Searches:
             "metric": index.metric,
         }
         embedded = options.inputs is not None or options.text is not None
-        if pointer.student is not None and embedded:
+        other = pointer.in_stead
+        if other is not None and embedded:
             about |= {
-                "query_model": pointer.student.fingerprint,
-                "agreement": pointer.student.least,
+                "query_model": other.fingerprint,
+                "agreement": other.least,
             }
         return pointer.view, about | {"rows": rows}
 

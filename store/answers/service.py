@@ -529,7 +529,7 @@ def shared_of(part: ServicePart, plan: AnswerPlan) -> dict[str, Any]:
         "model": pointer.model,
         "ttl_s": float(plan.view.ttl_s),
     }
-    shared |= {"student": pointer.student.fingerprint} if pointer.student else {}
+    shared |= {} if plan.miss_model == pointer.model else {"miss_model": plan.miss_model}
     if plan.base64:
         shared["base64"] = plan.base64
     if unknown := [name for name in part.features if name not in there]:

@@ -225,8 +225,8 @@ class Metrics:
                 show(counted.BEHIND, name, max(0.0, behind_s))
             if pointer.view.fallback and self._lookup.fallback is not None:
                 show(counted.FALLBACK_UP, name, float(self._fallback_ready(pointer)))
-                if pointer.student is not None:
-                    show(counted.FALLBACK_AGREEMENT, name, pointer.student.least)
+                if pointer.in_stead is not None:
+                    show(counted.FALLBACK_AGREEMENT, name, pointer.in_stead.least)
             for rare in (counted.DAMAGED_ROWS, counted.FUTURE_ROWS):
                 # from 0 on: of a counter that is seen first when it has counted, Prometheus takes
                 # that for no increase

@@ -21,7 +21,7 @@ from precompute.store.disk.durable_file import replace_undurably
 from precompute.store.disk.record import Record, field, plain, record_of
 from precompute.store.disk.storage import File, storage_of
 from precompute.store.errors import SnapshotError
-from precompute.store.feature_view import FeatureView, LibraryCheck, StudentUse
+from precompute.store.feature_view import FeatureView, LibraryCheck, Substitute
 from precompute.store.offline.row_figures import RowFigures
 
 FORMAT_VERSION = 1
@@ -178,7 +178,7 @@ class Snapshot(Record, frozen=True):
     were live already among them."""
     excused: Mapping[int, int] = field(default_factory=dict)
     """The same for those that were live already and that an operator let pass."""
-    student: StudentUse | None = None
+    substitute: Substitute | None = None
     """What computes the view's misses in the model's stead, and how well it agrees with the rows of
     this snapshot."""
     fence: int = 0

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 from precompute.store.disk.record import Record, field, force_setattr, plain, read_record, sealed
+from precompute.store.doors import VIEW_KEYS
 from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
     OnlineStoreError,
     RowsLostError,
 )
-from precompute.store.feature_view import FeatureView, StudentUse
+from precompute.store.feature_view import FeatureView, Substitute
 from precompute.store.online.codec import schema_tag
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.kernels import Rows
@@ -80,7 +81,7 @@ class Pointer(Record, frozen=True):
     number, ``index`` and ``overlay_index`` are the vector indexes' folders relative to the offline
     store's root, ``partition`` the interval of data time, ``renewed_at_us`` (µs since 1970) when
     all rows were last found to be what the model would answer: no row's age counts from earlier.
-    ``student`` is what computes misses in the model's stead, ``owner`` is the project that
+    ``substitute`` is what computes misses in the model's stead, ``owner`` is the project that
     publishes the view, and ``took_over`` the one that did before, if it was taken from it;
     ``lossy`` says that the store may drop rows by itself, ``degraded`` that it was seen to have
     lost some.
@@ -107,7 +108,7 @@ class Pointer(Record, frozen=True):
     lossy: bool = False
     took_over: str = ""
     degraded: bool = False
-    student: StudentUse | None = None
+    substitute: Substitute | None = None
 
     def __post_init__(self) -> None:
         if self.generation == 0:
@@ -133,16 +134,25 @@ class Pointer(Record, frozen=True):
         return self.epoch, self.at
 
     @property
+    def in_stead(self) -> Substitute | None:
+        """The substitute, where the power that has it is here: without it the view's own model
+        computes misses, which is exact."""
+        by = self.view.misses_by
+        return self.substitute if by is not None and VIEW_KEYS.is_here(by) else None
+
+    @property
     def miss_model(self) -> str:
-        """Fingerprint of the model that computes misses: the student's, where there is one."""
-        return self.model if self.student is None else self.student.fingerprint
+        """Fingerprint of the model that computes misses: the substitute's, where there is one."""
+        other = self.in_stead
+        return self.model if other is None else other.fingerprint
 
     @property
     def miss_view(self) -> FeatureView:
         """The view with the model that computes its misses."""
-        if self.student is None:
+        other = self.in_stead
+        if other is None:
             return self.view
-        definition = dataclasses.replace(self.view.definition, model=self.student.model)
+        definition = dataclasses.replace(self.view.definition, model=other.model)
         return dataclasses.replace(self.view, definition=definition)
 
     def to_bytes(self) -> bytes:

@@ -186,24 +186,6 @@ class Row(msgspec.Struct, kw_only=True):
     reason: Annotated[Reason | msgspec.UnsetType, msgspec.Meta(description="of a missing row")] = (
         msgspec.UNSET
     )
-    approximates: Annotated[
-        str | msgspec.UnsetType,
-        msgspec.Meta(
-            description=(
-                "of a row that a student computed: the fingerprint of the model that it stands in"
-                " for"
-            )
-        ),
-    ] = msgspec.UNSET
-    agreement: Annotated[
-        float | msgspec.UnsetType,
-        msgspec.Meta(
-            description=(
-                "of such a row: how well the student agreed with that model when the view was"
-                " published, from 0 to 1 (a correlation from -1), of the feature where it is lowest"
-            )
-        ),
-    ] = msgspec.UNSET
     computed_at: Annotated[datetime, msgspec.Meta(tz=True)] | None
     age_s: float | None
     ttl_s: float
@@ -294,10 +276,10 @@ class ServiceView(msgspec.Struct):
     snapshot: int | msgspec.UnsetType = msgspec.UNSET
     model: str | msgspec.UnsetType = msgspec.UNSET
     ttl_s: float | msgspec.UnsetType = msgspec.UNSET
-    student: Annotated[
+    miss_model: Annotated[
         str | msgspec.UnsetType,
         msgspec.Meta(
-            description="fingerprint of the student that computes misses in the model's stead"
+            description="fingerprint of what computes misses, where that is not the view's model"
         ),
     ] = msgspec.UNSET
     base64: Base64Types = msgspec.UNSET
@@ -349,11 +331,11 @@ class SearchAnswer(msgspec.Struct):
     rows: list[Neighbour]
     query_model: Annotated[
         str | msgspec.UnsetType,
-        msgspec.Meta(description="fingerprint of the student that embedded what is searched by"),
+        msgspec.Meta(description="fingerprint of another model that embedded what is searched by"),
     ] = msgspec.UNSET
     agreement: Annotated[
         float | msgspec.UnsetType,
-        msgspec.Meta(description="of that student, as of a row that it computed"),
+        msgspec.Meta(description="how well that one agreed with the rows as they were published"),
     ] = msgspec.UNSET
     base64: Base64Types = msgspec.UNSET
 

@@ -6,16 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 
-from precompute.store import doors
 from precompute.store.doors import COMMANDS, KNOWN, MODELS
-from precompute.students import columns_student
-from precompute.students.columns_student import Trees
 from tests import REPOSITORY
 from tests.doors.conftest import EVERY, Install, called, names_of, without_each_of
 from tests.server import make_folder
@@ -57,17 +52,6 @@ def test_what_asks_all_models_about_a_file_imports_no_torch() -> None:
     code = "import sys; from precompute.store.doors import MODELS; found = dict(MODELS.all())\n"
     code += "assert 'image_encoder' not in found and 'torch' not in sys.modules, found"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=60)
-
-
-def test_trees_are_no_student_without_what_computes_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    columns = SimpleNamespace(categories=[], inputs={"numbers": {}}, unread=[])
-    monkeypatch.setattr(columns_student, "columns_of", lambda _: columns)
-    monkeypatch.setattr(doors, "FOLDER", tmp_path)
-    one = SimpleNamespace(dim=None, max_items=None, dtype="float32")
-    lesson: Any = SimpleNamespace(view=SimpleNamespace(features=[one]))
-    assert "the plug-in trees, which is not installed here" in Trees().refuses(lesson)
 
 
 # ---- another package's

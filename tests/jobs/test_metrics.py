@@ -107,8 +107,8 @@ def test_the_rows_that_a_worker_has_encoded_are_counted_with_their_bytes(server:
 
 def test_every_name_is_there_and_every_one_that_can_be_is_filled(server: Admin) -> None:
     """Those of powers are in their own tests. How long rows are kept for a store that fails is in
-    others, since files do not; how far a server is behind is in those of replicas, and how a
-    student agrees in those of students."""
+    others, since files do not; how far a server is behind is in those of replicas, and how
+    another model agrees in those of students."""
     server.lookup("numbers", [1, 2, 9])
     server.get("/v1/views/numbers/rows/1")
     server.post("/v1/views/numbers/search", {"key": 1})

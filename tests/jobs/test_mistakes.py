@@ -196,7 +196,7 @@ MISTAKES = {
     "another name": Mistake(says("name: book"), "books/views/books.yaml:1: name: 'book' differs from the file's name; call the file views/book.yaml"),
     # ---- a view: keys
     "a key that is needed, misspelt": Mistake(swap("ttl: 26h", "tll: 26h"), "books/views/books.yaml:11: tll: unknown key; did you mean 'ttl'?"),
-    "an unknown key like none": Mistake(says("qqqq: 1"), "books/views/books.yaml:14: qqqq: unknown key (there are: name, entity, source, chunk, model, features, ttl, stale_for, index, fallback, accuracy, max_rejected, bad_rows, renew_unchanged, partition, shards, gates" + "".join(f", {name}" for name in VIEW_KEYS.here()) + ")"),
+    "an unknown key like none": Mistake(says("qqqq: 1"), "books/views/books.yaml:14: qqqq: unknown key (there are: name, entity, source, chunk, model, features, ttl, stale_for, index, fallback, accuracy, max_rejected, bad_rows, renew_unchanged, partition, shards, gates" + "".join(f", {name}" for name in VIEW_KEYS.here() if "." not in name) + ")"),
     "an unknown key in a section": Mistake(says("fallback: {enable: true}"), "books/views/books.yaml:13: fallback.enable: unknown key; did you mean 'enabled'?"),
     "a missing key": Mistake(swap("ttl: 26h\n", ""), "books/views/books.yaml: ttl: missing; add it, for it has no default"),
     "three at once": Mistake(both(says("ttl: soon"), says("tll: 1"), says("entity: book_id")), ("books/views/books.yaml:2: entity: 'book_id': write a list, [book_id]\n" "books/views/books.yaml:11: ttl: 'soon': write a number with a unit: 100ms, 30s, 15m, 26h or 7d\n" "books/views/books.yaml:14: tll: unknown key; did you mean 'ttl'?")),

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 def bert(kind: str = "bert", padding: int = 0) -> Bert:
     torch.manual_seed(0)
-    return Bert(BertConfig(kind, 50, 16, 2, 2, 32, 512, 2, padding, 1e-12, 8)).eval()
+    return Bert(BertConfig(kind, 50, 16, 2, 2, 32, 512, 2, padding, 1e-12)).eval()
 
 
 SMALL = {

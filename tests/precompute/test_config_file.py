@@ -324,6 +324,13 @@ def test_what_transformers_writes_is_taken(kind: str, tmp_path: Path) -> None:
                 check_config(config | {name: value}, tmp_path, "a model", plain=kind in KINDS)
 
 
+def test_a_bert_has_all_of_its_heads() -> None:
+    """Which nobody else looks at."""
+    check_config({**BERT, "head_dim": 32}, Path("config.json"), "a model", plain=True)
+    with pytest.raises(ConfigError, match=r"config\.json: head_dim is 1, and \d+ such heads have"):
+        check_config({**BERT, "head_dim": 1}, Path("config.json"), "a model", plain=True)
+
+
 TOKENIZERS: dict[str, dict[str, Any]] = {
     "bge": {
         "added_tokens_decoder": {},

@@ -109,31 +109,6 @@ def test_values_are_torchs_and_equal_bits_by_every_kernel(
         assert torch.allclose(UnpaddedBert(model, "amx")(ids, mask), plain, atol=0.02)
 
 
-@pytest.mark.parametrize("gone", [[0], [1, 3], [0, 2, 3]])
-def test_a_bert_that_lost_heads_is_one_whose_heads_say_nothing(gone: list[int]) -> None:
-    whole, (ids, mask) = transformer(size=(128, 4, 96, 2)), texts(LENGTHS)
-    config = whole.config._replace(num_attention_heads=4 - len(gone))
-    rows = torch.tensor([at for at in range(128) if at // 32 not in gone])
-    cut = dict(whole.state_dict())
-    for layer in whole.encoder.layer:
-        layer.attention.output.dense.weight.view(128, 4, 32)[:, gone] = 0
-    for name, weight in cut.items():
-        if "attention.self" in name:
-            cut[name] = weight[rows]
-        if name.endswith("attention.output.dense.weight"):
-            cut[name] = weight[:, rows]
-    model, missing = load_bert(config, cut)
-    model.requires_grad_(False)
-    expected = whole(input_ids=ids, attention_mask=mask).last_hidden_state
-    found = model(input_ids=ids, attention_mask=mask).last_hidden_state
-    assert not missing
-    assert torch.allclose(found, expected, atol=1e-5)
-    for name in HERE:
-        assert torch.equal(
-            UnpaddedBert(model, name)(ids, mask), UnpaddedBert(whole, name)(ids, mask)
-        )
-
-
 def rounded(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float()
 

@@ -25,17 +25,13 @@ from precompute.sources.sized_batches import joined
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.vectors import index_files
-from precompute.students.text_student import FewerLayers, Int8Aware, Narrow, Pruned
-from precompute.students.training import Recipe
 from precompute.techniques.conversion import convert, use_variant
 from precompute.techniques.row_errors import tolerance
 from precompute.techniques.table import NAMES, is_here
 from precompute.techniques.technique import technique
 from precompute.text.unpadded import UnpaddedTransformer, computes_the_same
-from tests.precompute.sentence_models import sentence_model
 from tests.precompute.test_attention import FAMILIES, of_transformers
 from tests.precompute.test_cuda import DOCS, TEXTS, VIEW, Rows, Waiting, batch, mlp
-from tests.precompute.test_students import WITH_VNNI, cosine, lesson_of, vectors_of
 
 DEVICE = os.environ.get("PRECOMPUTE_GPU_TESTS", "cuda")
 ON_A_GPU = DEVICE == "cuda"
@@ -188,27 +184,6 @@ def test_a_row_that_breaks_the_context_is_rejected_alone(tmp_path: Path) -> None
     (note,) = engine_gpu._read(tmp_path / "notes").values()
     stage = "worker" if ON_A_GPU else "model"
     assert note.startswith(f"row 37 rejected at stage {stage!r}, 63 others computed")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "least"),
-    [
-        (FewerLayers(1, steps=40), 0.82),
-        (Narrow(8, steps=40), 0.9),
-        (Pruned("pruned-50", 0, 50, steps=40), 0.9),
-        pytest.param(Int8Aware(steps=40), 0.99, marks=WITH_VNNI),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_students_learn_where_their_teacher_is(
-    tmp_path: Path, recipe: Recipe, least: float
-) -> None:
-    sentence_model(tmp_path, limit=20)
-    teacher = TextEncoder(str(tmp_path / "saved"), device=DEVICE)
-    made = recipe.make(lesson_of(teacher, tmp_path), tmp_path / "student")
-    student = TextEncoder(str(tmp_path / "student" / "model"), max_tokens=20, device=DEVICE)
-    assert made.use == "text_encoder"
-    assert cosine(vectors_of(student), vectors_of(teacher)) > least
 
 
 def test_top_k_ranks_as_on_a_cpu() -> None:

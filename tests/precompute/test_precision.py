@@ -88,7 +88,7 @@ def head(size: int = 8) -> Head:
 
 def bert(pooled: Callable[[int], Head] | None = None) -> Arithmetic:
     torch.manual_seed(0)
-    transformer = Bert(BertConfig("bert", 50, 16, 2, 2, 32, 16, 2, 0, 1e-12, 8))
+    transformer = Bert(BertConfig("bert", 50, 16, 2, 2, 32, 16, 2, 0, 1e-12))
     return Arithmetic(Encoder(transformer, pooled and pooled(16)), Device("cpu"))
 
 

@@ -4,7 +4,6 @@ layout."""
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from model2vec import StaticModel
 from model2vec.persistence.persistence import save_pretrained
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from precompute.registry import load_model
 from precompute.store.errors import ConfigError, ModelError
-from precompute.students.static_table import Table, _write
 from tests.precompute.sentence_models import WORDS, SentenceTransformer, modules, tokenizer
 
 TEXTS = ["a heist in the snow", "film", "€ cold", "read file " * 40, "warm"]
@@ -204,83 +200,4 @@ def test_what_is_no_such_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text(json.dumps(types[:1]))
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer.json; give a folder that model2vec"):
-        loaded(tmp_path)
-
-
-def with_windows(folder: Path, **changes: np.ndarray) -> dict[str, np.ndarray]:
-    """A folder with windows of random numbers; returns its tensors."""
-    saved(folder)
-    rng = np.random.default_rng(1)
-    file = folder / "model.safetensors"
-    table = load_file(file)["embeddings"]
-    shapes = {"window": (12, 6), "window_bias": (4,), "out": (6, 4), "out_bias": (6,)}
-    made = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    tensors = {"table": table, **made, **changes}
-    save_file(tensors, file)
-    return tensors
-
-
-def gelu(x: np.ndarray) -> np.ndarray:
-    return np.array([0.5 * one * (1 + math.erf(one / math.sqrt(2))) for one in x])
-
-
-def test_windows_are_of_a_token_and_its_neighbours_in_one_text(tmp_path: Path) -> None:
-    tensors = with_windows(tmp_path)
-    model = loaded(tmp_path)
-    prepared = model.prepare(ROWS)
-    ids, starts, lengths = prepared.payload
-    directions = tensors["table"] / np.linalg.norm(tensors["table"], axis=1, keepdims=True)
-    left, own, right = np.split(directions @ tensors["window"].T, 3, axis=1)
-    expected = []
-    for start, length in zip(starts, lengths, strict=True):
-        text = ids[start : start + length]
-        windows = [
-            gelu(
-                own[token]
-                + tensors["window_bias"]
-                + (left[text[at - 1]] if at else 0)
-                + (right[text[at + 1]] if at + 1 < length else 0)
-            )
-            for at, token in enumerate(text)
-        ]
-        vector = tensors["table"][text].mean(0) + tensors["out"] @ np.mean(windows, axis=0)
-        vector += tensors["out_bias"]
-        expected.append(vector / np.linalg.norm(vector))
-    rows = np.array([3, 0, 4, 1])
-    made = model.land(model.launch(model.inputs(prepared, rows)))["embedding"]
-    np.testing.assert_allclose(made, np.array(expected)[rows], rtol=1e-4, atol=1e-5)
-    # what knows no windows finds no table
-    with pytest.raises(SafetensorError, match="does not contain tensor embeddings"):
-        StaticModel.from_pretrained(tmp_path, force_download=False)
-
-
-def test_a_student_computes_what_was_trained(tmp_path: Path) -> None:
-    words = vocabulary("words")
-    words.save(str(tmp_path / "tokenizer.json"))
-    rng = np.random.default_rng(2)
-    table = Table(rng.normal(size=(words.get_vocab_size(), 6)).astype(np.float32), seed=0)
-    torch.nn.init.normal_(table.out.weight, std=0.3)
-    _write(tmp_path / "model", table, tmp_path / "tokenizer.json", 12)
-    model = loaded(tmp_path / "model")
-    prepared = model.prepare(ROWS)
-    ids, starts, _ = prepared.payload
-    with torch.no_grad():
-        trained = table(torch.from_numpy(ids), torch.from_numpy(starts)).numpy()
-    made = model.compute(ROWS)["embedding"]
-    # windows are trained in bfloat16 where this CPU has it
-    np.testing.assert_allclose(made, trained, atol=0.02)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"window": np.zeros((12, 5), np.float32)},
-        {"out": np.zeros((5, 4), np.float32)},
-        {"out_bias": np.full(6, np.inf, np.float32)},
-    ],
-    ids=["window", "out", "not finite"],
-)
-def test_damaged_windows_are_named(tmp_path: Path, change: dict[str, np.ndarray]) -> None:
-    with_windows(tmp_path, **change)
-    with pytest.raises(ModelError, match=r"is damaged: .*its windows have"):
         loaded(tmp_path)

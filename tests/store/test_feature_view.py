@@ -37,7 +37,7 @@ FULL = FeatureView(
     keep_missing_s=5.0,
     stale_if_error_s=86400.0,
     fallback_default={"vector": [0.0, 0.5, 1.0], "label": "nobody"},
-    fallback_model="students/items-static",
+    misses_by="glossary",
     powers={"glossary": {"words": 2}},
     definition=Definition(
         "SELECT 'é\"' AS x", ModelUse("top_k", {"k": [1, 2.5, None, True], "a": 1})
@@ -80,7 +80,7 @@ CHANGES: dict[str, list[Any]] = {
     "keep_missing_s": [30.0, 0.0],
     "stale_if_error_s": [0.0],
     "fallback_default": [None, {}, {"label": "nobody"}],
-    "fallback_model": [None, "students/items-layers"],
+    "misses_by": [None, "another"],
     "powers": [{}, {"glossary": {"words": 3}}],
     "definition": [
         Definition(),

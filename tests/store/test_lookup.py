@@ -464,8 +464,8 @@ def test_views_say_what_is_live_and_how_old_the_oldest_row_is(house: House) -> N
         "searchable": True,
         "index": plain(index_figures(house.root / "things/index/3")),
         "fallback": False,
-        "student": None,
-        **dict.fromkeys(MISSES.here()),
+        "miss_model": None,
+        **{name: None for name in MISSES.here() if "." not in name},
     }
     assert [
         empty[name] for name in ("view", "rows", "age_s", "status", "coverage", "searchable")

@@ -18,7 +18,7 @@ from precompute.store.feature_view import (
     IndexSpec,
     LibraryCheck,
     ModelUse,
-    StudentUse,
+    Substitute,
 )
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.snapshot import FORMAT_VERSION, Counts, Part, Snapshot, Verdict
@@ -64,7 +64,7 @@ FULL = Snapshot(
     ),
     gates=(Verdict("zero", False, 0.5, 0.01, "é"),),
     accepted=("zero",),
-    student=StudentUse(
+    substitute=Substitute(
         ModelUse("mine:Small", {"path": "./students/a"}), "a" * 64, {"vector": 0.75}
     ),
     fence=3,
@@ -108,7 +108,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT_VERSION == 1
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "7413277b6d7c61a37952a25b3399a10638b05b87c1c02b69f5c59f0c964450ca"
+        == "71089de5f1aa0c5f68ecb561c485f9f8390ae79849fc5b450896f333946b81c1"
     )
 
 

@@ -73,7 +73,7 @@ class Audit:
 
     def __init__(self, config: ViewConfig, opened: OpenModel, rows: int, before_s: float) -> None:
         self._config, self._opened = config, opened
-        by_parity = opened.view.fallback and opened.view.fallback_model is None
+        by_parity = opened.view.fallback and opened.view.misses_by is None
         self._in_batches = config.gates.parity is not None and not by_parity and opened.gpu is None
         sample_rows = (
             AUDITED_ROWS if opened.variant != REFERENCE else ALONE_ROWS if self._in_batches else 0

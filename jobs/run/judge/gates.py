@@ -40,8 +40,9 @@ from precompute.jobs.run.judge.vector_gates import (
 )
 from precompute.jobs.run.rows.chunks import compute_in_worker
 from precompute.jobs.run.rows.merging import JUDGED_ROWS, Replaced
-from precompute.jobs.run.rows.open_view import OpenStudent, OpenView, files_of
+from precompute.jobs.run.rows.open_view import OpenView, files_of
 from precompute.jobs.run.rows.plan import recipe_of
+from precompute.jobs.run.rows.substitute import OpenSubstitute
 from precompute.sources.database import Files
 from precompute.sources.diff import returned_rows
 from precompute.store.disk.record import replace
@@ -55,7 +56,6 @@ from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.standing import ROLLED_BACK, Standing, keeps_live
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import utc_now
-from precompute.students.student import shortfalls
 from precompute.techniques.row_errors import differing
 
 log = logging.getLogger(__name__)
@@ -334,9 +334,8 @@ class Judge:
         """
         live, served = _baseline(self.store, snapshot), self._served()
         if not snapshot.rows:
-            student = self.opened.student
-            student_use = None if student is None else student.use
-            snapshot = replace(snapshot, student=student_use)
+            other = self.opened.substitute
+            snapshot = replace(snapshot, substitute=None if other is None else other.use)
             succeeds = not keeps_live(snapshot) and self._succeeds(snapshot, served)
             return self._empty(snapshot, served if live is None and succeeds else live)
         verdicts = self.measure(snapshot, live, replaced, served)
@@ -346,7 +345,7 @@ class Judge:
             gates=(*before, *verdicts.all),
             returned=verdicts.returned,
             excused=verdicts.excused,
-            student=verdicts.student,
+            substitute=verdicts.substitute,
         )
         failed = {verdict.gate for verdict in snapshot.failed}
         return replace(snapshot, accepted=tuple(sorted(failed.intersection(self.accept))))
@@ -426,44 +425,28 @@ class Judge:
         if Standing(self.store).left:
             now = served if self.in_backfill else _live(self.store)
             judge_rolled_back(self.opened, self.store, snapshot, now, gates.rolled_back, verdicts)
-        if self.opened.student is not None:
-            self._judge_student(self.opened.student, sample, verdicts)
+        if self.opened.substitute is not None:
+            self._judge_substitute(self.opened.substitute, sample, verdicts)
         elif view.fallback and gates.parity is not None:
             judge_parity(self.opened, sample, gates.parity, verdicts)
         return verdicts
 
-    def _judge_student(self, student: OpenStudent, sample: pa.Table, verdicts: Verdicts) -> None:
-        """The gate ``parity`` of a view whose misses a student computes: whether it agrees with the
-        rows as it promised. Of few rows nothing is said, and what its record says of it stands."""
-        found, promised = (
-            student.compare_rows(self.opened, self.opened.source, sample),
-            student.record.agreement,
-        )
+    def _judge_substitute(
+        self, other: OpenSubstitute, sample: pa.Table, verdicts: Verdicts
+    ) -> None:
+        """The gate ``parity`` of a view whose misses another model computes: whether it agrees with
+        the rows as it promised. Of few rows nothing is said, and what it promised stands."""
+        found, use = other.compare_rows(self.opened, self.opened.source, sample), other.use
         is_off, most = self.config.gates.parity is None, self.config.max_rejected
-        remedy = (
-            f"make it again with `precompute optimize {self.config.name}`, or take fallback.model"
-            " out of the view"
-        )
-        verdicts.student = student.use
         if found.rejected > most * found.given:
-            message = (
-                f"the student rejects {found.rejected} of {found.given} sampled rows, the first:"
-                f" {found.error}; {remedy}"
-            )
             computed = 1 - found.rejected / found.given
-            verdicts.add("parity", computed, None if is_off else 1 - most, False, message, min)
-        if found.agreement is None:
-            return
-        values = {name: one.value for name, one in found.agreement.items()}
-        verdicts.student = dataclasses.replace(
-            student.use, agreement={**student.use.agreement, **values}
-        )
-        for name, value in values.items():
-            one, least = found.agreement[name], promised[name].least_of(found.agreement[name].rows)
-            short = shortfalls({name: promised[name]}, found.agreement)
-            message = f"{name}: {one.figure} of the student {value:.3f}, on {one.rows} rows"
-            message = f"{short[0]}; {remedy}" if short else message
-            verdicts.add("parity", value, None if is_off else least, not short, message, min)
+            limit = None if is_off else 1 - most
+            verdicts.add("parity", computed, limit, False, found.message, min)
+        values = {one.feature: one.value for one in found.agreed}
+        verdicts.substitute = dataclasses.replace(use, agreement={**use.agreement, **values})
+        for one in found.agreed:
+            limit = None if is_off else one.least
+            verdicts.add("parity", one.value, limit, one.passed, one.message, min)
 
     def _judge_features(
         self,

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.run.rows.merging import JUDGED_ROWS, Replaced
 from precompute.store.errors import SnapshotError
-from precompute.store.feature_view import Feature, FeatureView, StudentUse
+from precompute.store.feature_view import Feature, FeatureView, Substitute
 from precompute.store.keys import key_column
 from precompute.store.offline.row_figures import RowFigures, ValueFigures, distance
 from precompute.store.offline.selection import all_rows, rows_beside, seed_of
@@ -68,8 +68,8 @@ class Verdicts:
         self.all: list[Verdict] = []
         self.returned: dict[int, int] = {}
         self.excused: dict[int, int] = {}
-        self.student: StudentUse | None = None
-        """What the manifest has of the view's student: see
+        self.substitute: Substitute | None = None
+        """What the manifest has of what computes misses: see
         :class:`precompute.store.offline.snapshot.Snapshot`."""
 
     def add(

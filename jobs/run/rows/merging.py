@@ -577,7 +577,7 @@ def _snapshot(
         ),
         members={partition: member.number for partition, member in members.items()},
         source_at=newest.source_at,
-        student=newest.student,
+        substitute=newest.substitute,
         library=newest.library,
     )
 

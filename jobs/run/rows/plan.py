@@ -27,7 +27,7 @@ from precompute.sources.database import Files
 from precompute.sources.diff import Diff, compare
 from precompute.store.disk.lease import Lease
 from precompute.store.errors import SnapshotError
-from precompute.store.feature_view import StudentUse
+from precompute.store.feature_view import Substitute
 from precompute.store.offline.part_file import MOST_OVERLAYS, layers_that_stay
 from precompute.store.offline.runs import Finished
 from precompute.store.offline.snapshot import Part, Snapshot
@@ -221,9 +221,9 @@ class Planner:
             reason = f"builds on snapshot {parent.number}" + (
                 "" if parent.view == view else ", whose view was defined otherwise"
             )
-        student = None if self.opened.student is None else self.opened.student.use
+        other = None if self.opened.substitute is None else self.opened.substitute.use
         same_view = (
-            parent is not None and parent.view == view and _are_same(parent.student, student)
+            parent is not None and parent.view == view and _are_same(parent.substitute, other)
         )
         return Plan(
             source_rows,
@@ -334,7 +334,7 @@ class Planner:
             return None
 
 
-def _are_same(before: StudentUse | None, now: StudentUse | None) -> bool:
+def _are_same(before: Substitute | None, now: Substitute | None) -> bool:
     """Whether misses are computed as before. The agreement is not compared: it is measured again
     where anything else changed."""
     if before is None or now is None:

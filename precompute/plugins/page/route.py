@@ -32,6 +32,7 @@ def _handler(parts: Parts) -> Handler:
                     "beside_model": [
                         kind.words(pointer.view.powers[key])
                         for key, kind in handlers_of(pointer.view).items()
+                        if key != pointer.view.misses_by
                     ],
                 },
                 readable=pointer.view.name not in seen.unreadable,

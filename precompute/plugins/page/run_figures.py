@@ -265,7 +265,7 @@ NEARNESS = ("recall_at_10", "overlap", "rank_correlation")
 
 
 def shelf(project: Project, view: str) -> list[Candidate]:
-    """What ``tune`` and ``optimize`` measured of a view's model as it is configured."""
+    """What ``tune``, and others beside it, measured of a view's model as it is configured."""
     try:
         tuning = read_tuning(project.folder, view, project.model_as_written(view))
     except ConfigError:
@@ -274,24 +274,26 @@ def shelf(project: Project, view: str) -> list[Candidate]:
     if tuning is None:
         return []
     tuned = {line["name"]: line for line in tuning.get("measured", ())}
-    optimized = tuning.get("optimized", {}).get("students", [])
     found = [
         Candidate(name, line["speed"], nearness, line.get("refused"))
         for name, line in tuned.items()
         if line.get("speed") and (nearness := _nearness(line)) is not None
     ]
-    if not optimized:
-        return found
-    # students are measured beside their teacher
-    teacher = optimized[0]["name"].removeprefix("teacher, ")
-    speed = tuned.get(teacher, {}).get("speed") or 1.0
-    if teacher not in tuned:
-        found.append(Candidate(teacher, 1.0, 1.0))
-    return found + [
-        Candidate(line["name"], speed * line["speed"], nearness, line.get("beyond"))
-        for line in optimized[1:]
-        if line.get("speed") and (nearness := _nearness(line)) is not None
-    ]
+    for part in tuning.values():
+        if not isinstance(part, dict) or not part.get("models"):
+            continue
+        # other models are measured beside the view's own, the first
+        own, *others = part["models"]
+        technique = own["name"].rpartition(", ")[2]
+        speed = tuned.get(technique, {}).get("speed") or 1.0
+        if technique not in {one.name for one in found}:
+            found.append(Candidate(technique, 1.0, 1.0))
+        found += [
+            Candidate(line["name"], speed * line["speed"], nearness, line.get("beyond"))
+            for line in others
+            if line.get("speed") and (nearness := _nearness(line)) is not None
+        ]
+    return found
 
 
 def _nearness(line: Mapping[str, Any]) -> float | None:

@@ -389,10 +389,11 @@ def why_no_semantic_cache(view: FeatureView, by: FeatureView) -> str | None:
             f"its {by.index.on} is packed as binary, which says too little of how near two"
             " inputs are"
         )
-    if by.fallback_model is not None:
+    if by.misses_by is not None:
         return (
-            f"its misses are computed by a student ({by.fallback_model}), whose vectors are not"
-            " those of its index, which the threshold is of: take fallback.model out of it"
+            f"its misses are computed by another model ({by.powers.get(by.misses_by)}), whose"
+            " vectors are not those of its index, which the threshold is of: take"
+            f" {by.misses_by} out of it"
         )
     for one in (view, by):
         if not one.fallback:

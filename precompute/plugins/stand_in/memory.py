@@ -20,7 +20,7 @@ from precompute.store.feature_view import (
     Feature,
     FeatureView,
     ModelUse,
-    StudentUse,
+    Substitute,
     find_bad,
 )
 from precompute.store.online import kernels
@@ -130,10 +130,10 @@ class RowsOfAView:
         self, view: FeatureView, model: Model | None, agreement: float | None = None
     ) -> None:
         self.view, self.model, self.codec = view, model, RowCodec(view)
-        self.student = None
+        self.substitute = None
         if agreement is not None:
             found = dict.fromkeys(view.feature_names, agreement)
-            self.student = StudentUse(ModelUse(), "student", found)
+            self.substitute = Substitute(ModelUse(), "substitute", found)
         self.rows: dict[str, Mapping[str, Any]] = {}
         self.values: dict[str, bytes] = {}
         """The same, packed."""

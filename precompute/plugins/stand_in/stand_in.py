@@ -34,6 +34,7 @@ from precompute.store.client.attempts import Failure, Outcome, address_of
 from precompute.store.client.calls import Call, Reply
 from precompute.store.client.client import AsyncClient, AsyncTransport, Client
 from precompute.store.client.transport import ERRORS, BlockingTransport, Exchange
+from precompute.store.doors import VIEW_KEYS
 from precompute.store.errors import (
     ConfigError,
     DeadlineError,
@@ -54,6 +55,8 @@ from precompute.store.times import Reason, as_datetime, iso
 from precompute.store.vectors.vector_index import VectorIndex
 
 DAY_S = 86400.0
+IN_STEAD = "fallback.model"
+"""Key of a view whose misses another model computes."""
 
 
 class Request(NamedTuple):
@@ -132,13 +135,18 @@ class StandIn(Fallback):
             model: stands behind the misses.
             inputs: of a model that takes inputs, its columns → ``string``, ``int64``, …
             deadline_s: how long a miss waits for the model, where the request does not say.
-            agreement: where ``model`` is a student: how well it agrees, which its rows say.
+            agreement: where ``model`` is a student, another model in the view's own stead: how well
+                it agrees, which its rows say.
             default: features that stand in for a missing row.
 
         Raises:
-            ConfigError: a name, a feature or a value that no view could have.
+            ConfigError: a name, a feature or a value that no view could have; an agreement where
+                nothing here has students.
         """
         held = dict(rows or {})
+        if agreement is not None and not VIEW_KEYS.is_here(IN_STEAD):
+            raise ConfigError(f"view {name!r}: agreement: {VIEW_KEYS.absence(IN_STEAD)}")
+        powers = {} if agreement is None else {IN_STEAD: name}
         try:
             spec = None if index is None else IndexSpec(**index)
         except TypeError as exc:
@@ -153,6 +161,8 @@ class StandIn(Fallback):
             fallback=model is not None,
             fallback_deadline_s=deadline_s,
             fallback_default=default,
+            misses_by=None if agreement is None else IN_STEAD,
+            powers=powers,
         )
         check_view(view)
         with self._lock:
@@ -403,7 +413,7 @@ class StandIn(Fallback):
             computed_at_min=min((of.computed_at_us[key] for key in of.rows), default=None),
             input_columns=inputs,
             index=None if of.view.index is None else f"{name}/index",
-            student=of.student,
+            substitute=of.substitute,
         )
         self._store.flip(pointer)
         if before is not None:

@@ -7,7 +7,6 @@ sizes, every child is there and has one parent, every feature is one of the mode
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -352,6 +351,8 @@ def _pandas(tail: str) -> list[list[Any]] | None:
 
 PROBABILITIES = ("binary", "cross_entropy")
 """What objectives of one score give one; it is 0.5 where the trees' sum is 0."""
+FITTED_ROUNDS = 400
+"""Trees of a model that is fitted here."""
 
 
 class LightGbm(TreeModel):
@@ -396,28 +397,15 @@ class LightGbm(TreeModel):
         return np.asarray(self._booster.predict(matrix, raw_score=self._raw, num_threads=threads))
 
     @staticmethod
-    def missing() -> str:
-        """Why there is no LightGBM here, in words; an empty text where it is installed."""
-        if importlib.util.find_spec("lightgbm") is None:
-            return "lightgbm is not installed: pip install 'precompute-store[lightgbm]'"
-        return ""
-
-    @staticmethod
     def fitted(
         matrix: npt.NDArray[np.float64],
         scores: npt.NDArray[np.float32],
         names: Sequence[str],
-        rounds: int,
         seed: int,
-    ) -> str:
-        """Trees that approximate scores, as the text that :class:`LightGbm` loads.
-
-        Args:
-            matrix: float64 [rows, columns]; NaN is a null.
-            scores: float32 [rows].
-            rounds: how many trees.
-        """
-        import lightgbm
+    ) -> bytes:
+        """As of :class:`precompute.model.FittedKind`."""
+        with installed("lightgbm"):
+            import lightgbm
 
         settings = {
             "objective": "regression",
@@ -429,7 +417,7 @@ class LightGbm(TreeModel):
             "force_row_wise": True,
         }
         data = lightgbm.Dataset(matrix, scores, feature_name=list(names))
-        return str(lightgbm.train(settings, data, rounds).model_to_string())
+        return lightgbm.train(settings, data, FITTED_ROUNDS).model_to_string().encode()
 
 
 def _categories(path: Path, known: LightGbmText) -> dict[str, list[Any]]:

@@ -270,11 +270,13 @@ def tune(
 
 
 def _written(project: Project, name: str, tuning: dict[str, Any]) -> str:
-    """The tuning file, with what ``optimize`` put into the one before."""
+    """The tuning file, with what others put into the one before."""
     model = project.model_as_written(name)
     before = read_tuning(project.folder, name, model) or {}
-    students = {key: before[key] for key in ("optimized",) if key in before}
-    return str(write_tuning(project.folder, name, model, tuning | students))
+    others = {
+        key: part for key, part in before.items() if isinstance(part, dict) and "models" in part
+    }
+    return str(write_tuning(project.folder, name, model, tuning | others))
 
 
 def _named(only: Sequence[str]) -> list[str]:

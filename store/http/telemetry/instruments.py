@@ -386,8 +386,8 @@ FALLBACK_UP = _highest(
 )
 FALLBACK_AGREEMENT = _highest(
     "fallback_agreement",
-    "Where a student computes a view's misses: how it agreed with the rows of the live snapshot, by"
-    " the feature that it approximates worst",
+    "Where another model computes a view's misses: how it agreed with the rows of the live"
+    " snapshot, by the feature that it approximates worst",
     "view",
 )
 REFRESHES = _counter(

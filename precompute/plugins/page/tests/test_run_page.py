@@ -171,7 +171,7 @@ def test_a_runs_page_has_speed_against_accuracy(make_project: MakeProject, tmp_p
     assert "Speed against accuracy" not in drawn("{")
     assert "Speed against accuracy" not in drawn(measured(scene, measured=[{}]))
     teacher = {"name": "teacher, fp32-eager", "speed": 1.0}
-    student = {"name": "mlp", "speed": 7.5, "accuracy": {"double": {"rank_correlation": 0.98}}}
-    shown = drawn(measured(scene, optimized={"students": [teacher, student]}))
+    student = {"name": "static", "speed": 7.5, "accuracy": {"double": {"rank_correlation": 0.98}}}
+    shown = drawn(measured(scene, optimized={"models": [teacher, student]}))
     assert "fp32-eager: 1 times float32" in shown
-    assert "mlp: 7.5 times float32's rate, 0.980" in shown
+    assert "static: 7.5 times float32's rate, 0.980" in shown

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.jobs.commands.measure import _cascade
-from precompute.jobs.ops import optimize as optimize_module
-from precompute.jobs.ops.optimize import LEAST_ROWS, optimize
-from precompute.jobs.ops.student_judge import (
+from precompute.plugins.students import optimize as optimize_module
+from precompute.plugins.students import student as student_module
+from precompute.plugins.students.columns_student import Fitted
+from precompute.plugins.students.judge import (
     as_published,
     published_rows,
 )
-from precompute.store.disk.record import replace as changed
-from precompute.store.errors import ConfigError, ConflictError, SnapshotError
-from precompute.students import student as student_module
-from precompute.students.columns_student import SmallMlp, Trees
-from precompute.students.static_table import StaticTable
-from precompute.students.student import (
+from precompute.plugins.students.optimize import LEAST_ROWS, optimize
+from precompute.plugins.students.static_table import StaticTable
+from precompute.plugins.students.student import (
+    USES,
     Agreement,
     agreement,
     comparable,
@@ -37,7 +35,11 @@ from precompute.students.student import (
     shortfalls,
     student_bytes,
 )
-from precompute.students.training import Lesson, Made, Recipe
+from precompute.plugins.students.tests.near import USE, Straight
+from precompute.plugins.students.training import Lesson, Made, Recipe
+from precompute.store.disk.record import replace as changed
+from precompute.store.errors import ConfigError, ConflictError, SnapshotError
+from precompute.store.feature_view import Feature, FeatureView
 from tests.fixtures import MakeProject
 from tests.precompute.sentence_models import WORDS, sentence_model
 from tests.scene import Scene
@@ -50,6 +52,12 @@ ROWS = [(i, float(i % 590)) for i in range(600)]
 def _rates_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second for each model of each table would be most of these tests."""
     monkeypatch.setattr(student_module, "ROUND_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _students_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records may name the model of tests, too."""
+    monkeypatch.setitem(USES, USE, ("path", ("needs",)))
 
 
 def scene_of(make_project: MakeProject, rows: object = ROWS, **view: object) -> Scene:
@@ -72,26 +80,26 @@ def test_a_student_is_made_judged_and_not_live(
 ) -> None:
     scene = scene_of(make_project)
     live = scene.offline.view("numbers").refs.live()
-    quickly(monkeypatch, SmallMlp(steps=200))
+    quickly(monkeypatch, Straight())
     found = optimize(scene, "numbers")
-    teacher, mlp = found["students"]
+    teacher, near = found["students"]
     assert (teacher["name"], teacher["refused"]) == ("teacher, fp32-eager", None)
     assert found["learned_rows"] + found["held_out_rows"] == 600
     assert found["held_out_rows"] >= 150
-    student = read_student(scene.home / "students" / "numbers-mlp-1")
+    student = read_student(scene.home / "students" / "numbers-near-1")
     snapshot = scene.offline.view("numbers").snapshot(1)
     assert (student.approximates, student.snapshot, student.by) == (snapshot.model, 1, "distil")
     assert student.learned_rows == found["learned_rows"]
     assert min(one.value for one in student.agreement.values()) > 0.9
-    assert mlp["path"] == "students/numbers-mlp-1"
-    assert mlp["agreement"] == {name: one.value for name, one in student.agreement.items()}
+    assert near["path"] == "students/numbers-near-1"
+    assert near["agreement"] == {name: one.value for name, one in student.agreement.items()}
     written = json.loads((scene.folder / "tuning" / "numbers.json").read_text())
-    assert [line["name"] for line in written["optimized"]["students"]] == [
+    assert [line["name"] for line in written["optimized"]["models"]] == [
         "teacher, fp32-eager",
-        "mlp",
+        "near",
     ]
     assert (written["precision"], written["backend"]) == ("fp32", "eager")
-    assert "students/numbers-mlp-1" in (scene.home / mlp["path"] / "README.md").read_text()
+    assert "students/numbers-near-1" in (scene.home / near["path"] / "README.md").read_text()
     assert scene.offline.view("numbers").refs.live() == live
 
 
@@ -99,16 +107,16 @@ def test_a_student_there_is_judged_again_and_not_made(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = scene_of(make_project)
-    quickly(monkeypatch, SmallMlp(steps=20))
+    quickly(monkeypatch, Straight())
     first = optimize(scene, "numbers")["students"][1]
-    monkeypatch.setattr(SmallMlp, "make", None)
+    monkeypatch.setattr(Straight, "make", None)
     said: list[str] = []
     again = optimize(scene, "numbers", announce=said.append)["students"][1]
     assert again["agreement"] == first["agreement"]
     assert again["make_s"] == first["make_s"]
-    folder = scene.home / "students" / "numbers-mlp-1"
+    folder = scene.home / "students" / "numbers-near-1"
     assert said[1] == (
-        f"mlp: is there already, made in {first['make_s']:,.0f} s, and judged again: remove"
+        f"near: is there already, made in {first['make_s']:,.0f} s, and judged again: remove"
         f" {folder} to make it for longer"
     )
 
@@ -117,10 +125,10 @@ def test_a_students_weights_that_were_changed_are_refused(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = scene_of(make_project)
-    quickly(monkeypatch, SmallMlp(steps=20))
+    quickly(monkeypatch, Straight())
     optimize(scene, "numbers")
-    folder = scene.home / "students" / "numbers-mlp-1"
-    weights = folder / "model" / "mlp.safetensors"
+    folder = scene.home / "students" / "numbers-near-1"
+    weights = folder / "model" / "near.safetensors"
     data = bytearray(weights.read_bytes())
     data[-3] ^= 1
     weights.write_bytes(data)
@@ -138,14 +146,14 @@ def test_a_student_of_other_rows_is_said_to_be_one(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = scene_of(make_project)
-    quickly(monkeypatch, SmallMlp(steps=20))
+    quickly(monkeypatch, Straight())
     optimize(scene, "numbers")
-    record = scene.home / "students" / "numbers-mlp-1" / "student.json"
+    record = scene.home / "students" / "numbers-near-1" / "student.json"
     before = record.read_bytes()
     with as_published(scene, "numbers") as (opened, snapshot):
         learned = published_rows(scene, opened, snapshot, 10_000, LEAST_ROWS).learned["id"]
     make_project([(i, -1.0 if i == learned[0].as_py() else x) for i, x in ROWS])
-    quickly(monkeypatch, SmallMlp(steps=20), SmallMlp(steps=20, name="other"))
+    quickly(monkeypatch, Straight(), Straight(name="other"))
     first, other = refusals(scene)
     assert "is a student of other rows" in first
     assert "publish again (`precompute run numbers`)" in first
@@ -161,11 +169,11 @@ def test_a_record_runs_and_reads_nothing_but_a_student(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     scene = scene_of(make_project)
-    quickly(monkeypatch, SmallMlp(steps=20))
+    quickly(monkeypatch, Straight())
     optimize(scene, "numbers")
-    folder = scene.home / "students" / "numbers-mlp-1"
+    folder = scene.home / "students" / "numbers-near-1"
     record, canary, weights = read_student(folder), tmp_path / "canary", tmp_path / "w.safetensors"
-    shutil.copy(folder / "model" / "mlp.safetensors", weights)
+    shutil.copy(folder / "model" / "near.safetensors", weights)
     touch = {"args": ["touch", str(canary)]}
     leads_out = "w.safetensors leads out of the folder"
     far = f"./model/{'../' * 20}{weights.relative_to('/')}"
@@ -183,21 +191,18 @@ def test_a_record_runs_and_reads_nothing_but_a_student(
         )
 
     assert refused(use="subprocess:run", args=touch).startswith("it computes by 'subprocess:run',")
-    assert refused(args=record.args | touch | {"module": "subprocess:run"}) == (
-        "its module is 'subprocess:run', and a student's is 'precompute.students.mlp:Mlp'"
-    )
     assert refused(use="text_encoder", args={"path": "./model", "token_cache": "../x"}) == (
         "text_encoder has an argument 'token_cache', which no student has"
     )
-    for outside in (str(weights), "model/mlp.safetensors", "../../w.safetensors", "./README.md"):
-        assert refused(args=record.args | {"weights": outside}).endswith(within)
-    assert refused(args=record.args | {"weights": far}).endswith(leads_out)
-    (folder / "model" / "mlp.safetensors").unlink()
-    (folder / "model" / "mlp.safetensors").symlink_to(weights)
-    assert refused().endswith("mlp.safetensors leads out of the folder")
-    (folder / "model" / "mlp.safetensors").unlink()
-    (folder / "model" / "mlp.safetensors").symlink_to("mlp.safetensors")
-    assert "mlp.safetensors is a link to itself" in refused()
+    for outside in (str(weights), "model/near.safetensors", "../../w.safetensors", "./README.md"):
+        assert refused(args=record.args | {"path": outside}).endswith(within)
+    assert refused(args=record.args | {"path": far}).endswith(leads_out)
+    (folder / "model" / "near.safetensors").unlink()
+    (folder / "model" / "near.safetensors").symlink_to(weights)
+    assert refused().endswith("near.safetensors leads out of the folder")
+    (folder / "model" / "near.safetensors").unlink()
+    (folder / "model" / "near.safetensors").symlink_to("near.safetensors")
+    assert "near.safetensors is a link to itself" in refused()
     (folder / "model").rename(tmp_path / "model")
     (folder / "model").symlink_to(tmp_path / "model")
     assert refused().endswith("leads out of the folder")
@@ -209,7 +214,7 @@ def test_whatever_a_recipe_raises_costs_it_alone(
     scene = scene_of(make_project)
 
     @dataclass(frozen=True)
-    class Raises(SmallMlp):
+    class Raises(Straight):
         error: Exception = BUG
         early: bool = False
 
@@ -226,15 +231,12 @@ def test_whatever_a_recipe_raises_costs_it_alone(
         Raises(),
         Raises(early=True),
         Raises(error=ConfigError("what to write")),
-        SmallMlp(steps=20),
+        Straight(),
     )
-    here = r"ZeroDivisionError: by zero \(test_optimize\.py:\d+\)"
-    found = refusals(scene)
-    assert re.fullmatch(here, found[0])
-    assert re.fullmatch(here, found[1])
-    assert found[2:] == ["what to write", ""]
-    assert caplog.text.count("student mlp cannot be made") == 2
-    quickly(monkeypatch, Raises(name="full", error=SnapshotError("no space")), SmallMlp(steps=20))
+    by_zero = "ZeroDivisionError: by zero"
+    assert refusals(scene) == [by_zero, by_zero, "what to write", ""]
+    assert caplog.text.count("student near cannot be made") == 2
+    quickly(monkeypatch, Raises(name="full", error=SnapshotError("no space")), Straight())
     with pytest.raises(SnapshotError, match="no space"):
         optimize(scene, "numbers")
 
@@ -249,73 +251,30 @@ def one_column(kind: pa.DataType, values: Callable[[int], object]) -> pa.Table:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        *((name, True) for name in ("type", "a.b")),
-        *((name, False) for name in ("training", 'é "[,]" = x')),
-    ],
-)
-def test_a_column_may_have_any_name(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, name: str, text: bool
-) -> None:
-    kind = pa.string() if text else pa.list_(pa.float32())
-    table = one_column(kind, lambda i: f"c{i % 7}" if text else [i % 7, 1.0])
-    scene = scene_of(make_project, table.rename_columns(["id", "x", name]))
-    quickly(monkeypatch, SmallMlp(steps=20))
-    assert refusals(scene) == [""]
-    record = read_student(scene.home / "students" / "numbers-mlp-1")
-    read = record.args["inputs"].values()
-    assert [one.get("columns") or one["column"] for one in read] == [["x"], name]
-
-
 FLOATS = pa.list_(pa.float32())
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "why"),
+    ("feature", "kind", "why"),
     [
-        (FLOATS, lambda i: None if i % 10 else [i, 2], "y has nulls, which nothing fills in a"),
-        (FLOATS, lambda i: [None if i % 10 else i, 2], "y has nulls, which nothing fills in a"),
-        (pa.list_(pa.float32(), 2), lambda i: None if i % 10 else [i, 2], "y has nulls, which"),
-        (FLOATS, lambda i: [], "y has lists of several lengths, or of no floats"),
-        (pa.string(), lambda i: None, "y has no text in any row"),
-        (pa.float64(), lambda i: math.inf if i % 10 else i, "rows whose inputs or outputs are not"),
-        (pa.float64(), lambda i: None, ""),
-        (pa.uint64(), lambda i: 2**64 - 1 - i, ""),
+        ({"dtype": "float64"}, pa.uint64(), ""),
+        ({"dtype": "float64"}, pa.bool_(), ""),
+        ({"dtype": "float64"}, pa.string(), "column y is string, and any learns from columns of"),
+        ({"dtype": "float64"}, FLOATS, "column y is list<item: float>, and any learns from"),
+        ({"dtype": "int64"}, pa.uint64(), "feature double holds int64, and floats can be"),
+        ({"dtype": "float32", "dim": 2}, pa.uint64(), "any gives one score, and the view has"),
     ],
 )
-def test_columns_that_cannot_be_read_are_named(
-    make_project: MakeProject,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: pa.DataType,
-    values: Callable[[int], object],
-    why: str,
+def test_one_score_is_learned_from_numbers(
+    feature: dict[str, Any], kind: pa.DataType, why: str
 ) -> None:
-    scene = scene_of(make_project, one_column(kind, values))
-    quickly(monkeypatch, SmallMlp(steps=20))
-    (found,) = refusals(scene)
-    assert why in found
-    assert (found == "") == (why == "")
-
-
-@pytest.mark.parametrize(("texts", "refused"), [(300, False), (301, True)])
-def test_what_is_written_everywhere_are_few_categories(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, texts: int, refused: bool
-) -> None:
-    # each often enough that it is learned from, whichever rows are held out
     rows = pa.table(
-        {
-            "id": range(10 * texts),
-            "x": [float(i) for i in range(10 * texts)],
-            "y": [f"person.{i % texts}@example.org" for i in range(10 * texts)],
-        }
+        {"id": [1], "x": [1.0], "y": pa.nulls(1, kind), "double": pa.nulls(1, pa.float64())}
     )
-    scene = scene_of(make_project, rows)
-    quickly(monkeypatch, SmallMlp(steps=20))
-    (why,) = refusals(scene)
-    assert why.startswith(f"column y has {texts} different texts") == refused
-    assert (why == "") != refused
+    view = FeatureView("numbers", ("id",), (Feature("double", **feature),), 1.0, 1.0)
+    lesson: Any = SimpleNamespace(view=view, model=object(), rows=rows)
+    assert Fitted("any").refuses(lesson).startswith(why)
+    assert (Fitted("any").refuses(lesson) == "") == (why == "")
 
 
 def test_few_rows_are_no_lesson(make_project: MakeProject) -> None:
@@ -416,13 +375,13 @@ def test_students_of_a_view_are_made_by_one_at_a_time(
 ) -> None:
     scene = scene_of(make_project)
 
-    class Meanwhile(SmallMlp):
+    class Meanwhile(Straight):
         def make(self, lesson: Lesson, folder: Path) -> Made:
             with pytest.raises(ConflictError, match="'numbers': its students are being made"):
                 optimize(scene, "numbers")
             return super().make(lesson, folder)
 
-    quickly(monkeypatch, Meanwhile(steps=20))
+    quickly(monkeypatch, Meanwhile())
     assert optimize(scene, "numbers")["students"][1]["refused"] is None
     assert optimize(scene, "numbers")["students"][1]["refused"] is None
 
@@ -432,21 +391,21 @@ def test_making_goes_on_after_it_was_stopped(
 ) -> None:
     scene = scene_of(make_project)
 
-    class Stopped(SmallMlp):
+    class Stopped(Straight):
         def make(self, lesson: Lesson, folder: Path) -> Made:
             (lesson.checkpoints / "half").write_text("way")
             raise KeyboardInterrupt
 
-    class GoesOn(SmallMlp):
+    class GoesOn(Straight):
         def make(self, lesson: Lesson, folder: Path) -> Made:
             assert (lesson.checkpoints / "half").read_text() == "way"
             return super().make(lesson, folder)
 
-    quickly(monkeypatch, Stopped(steps=20))
+    quickly(monkeypatch, Stopped())
     with pytest.raises(KeyboardInterrupt):
         optimize(scene, "numbers")
     assert not (scene.home / "students").exists()
-    quickly(monkeypatch, GoesOn(steps=20))
+    quickly(monkeypatch, GoesOn())
     assert optimize(scene, "numbers")["students"][1]["refused"] is None
     assert not list((scene.offline.view("numbers").compiled / "students").iterdir())
 
@@ -456,16 +415,16 @@ def test_what_is_cut_short_leaves_nothing_beside_the_students(
 ) -> None:
     scene = scene_of(make_project)
 
-    class Left(SmallMlp):
+    class Left(Straight):
         def make(self, lesson: Lesson, folder: Path) -> Made:
             made = super().make(lesson, folder)
             # as a process that was killed while it wrote leaves it
-            (folder / "model" / ".mlp.safetensors.4242.tmp").write_bytes(b"half")
+            (folder / "model" / ".near.safetensors.4242.tmp").write_bytes(b"half")
             return made
 
-    quickly(monkeypatch, Left(steps=20))
+    quickly(monkeypatch, Left())
     with monkeypatch.context() as patched:
-        patched.setattr("precompute.jobs.ops.optimize.replace_durably", full)
+        patched.setattr("precompute.plugins.students.optimize.replace_durably", full)
         with pytest.raises(SnapshotError, match="no space left"):
             optimize(scene, "numbers")
     assert list((scene.home / "students").iterdir()) == []
@@ -473,7 +432,7 @@ def test_what_is_cut_short_leaves_nothing_beside_the_students(
     there = (scene.home / "students").rglob("*")
     assert sorted(path.name for path in there if path.is_file()) == [
         "README.md",
-        "mlp.safetensors",
+        "near.safetensors",
         "student.json",
     ]
 
@@ -489,7 +448,7 @@ TUNING = {"version": 1, "model": None, "precision": "fp32", "backend": "eager"}
     "tuning",
     [
         "{",
-        json.dumps(TUNING | {"optimized": {"snapshot": 1, "students": [None]}}),
+        json.dumps(TUNING | {"optimized": {"snapshot": 1, "models": [None]}}),
         json.dumps(TUNING | {"measured": [{}]}),
     ],
 )
@@ -499,7 +458,7 @@ def test_a_damaged_tuning_file_is_found_before_anything_is_made(
     tuning: str,
 ) -> None:
     scene = scene_of(make_project)
-    quickly(monkeypatch, SmallMlp(steps=20))
+    quickly(monkeypatch, Straight())
     path = scene.folder / "tuning" / "numbers.json"
     path.parent.mkdir()
     path.write_text(tuning.replace("null", json.dumps(scene.model_as_written("numbers")), 1))
@@ -561,16 +520,15 @@ def test_a_text_encoder_has_a_static_student(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     scene = text_scene(make_project, tmp_path, pa.array(some_texts()))
-    quickly(monkeypatch, StaticTable(pieces=600, steps=60), SmallMlp(steps=5), Trees())
+    quickly(monkeypatch, StaticTable(pieces=600, steps=60), Straight())
     found = optimize(scene, "numbers")
-    _, static, mlp, trees = found["students"]
+    _, static, near = found["students"]
     figures = static["accuracy"]["embedding"]
     # before it learns, its vectors have the mean 0, and the teacher's are much alike
     assert figures["mean_cosine"] > 0.85
     assert {"tail_cosine", "own_index", "into_index"} <= figures.keys()
     assert found["behind_misses"] in (None, "static")
-    assert "different texts" in mlp["refused"]
-    assert "different texts" in trees["refused"]
+    assert near["refused"] == "there is no x"
 
 
 def test_rows_that_a_student_rejects_are_left_out_and_counted(
@@ -578,26 +536,16 @@ def test_rows_that_a_student_rejects_are_left_out_and_counted(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    class OfVectors(SmallMlp):
-        """Learns from rows with a vector, and can compute no others."""
-
-        def refuses(self, lesson: Lesson) -> str:
-            return ""
-
-        def make(self, lesson: Lesson, folder: Path) -> Made:
-            there = lesson.rows["y"].is_valid()
-            return super().make(replace(lesson, rows=lesson.rows.filter(there)), folder)
-
     table = one_column(FLOATS, lambda i: None if i % 20 == 3 else [i])
     scene = scene_of(make_project, table, max_rejected=0.1)
-    quickly(monkeypatch, OfVectors(steps=200))
+    quickly(monkeypatch, Straight(needs="y"))
     with as_published(scene, "numbers") as (opened, snapshot):
         held_out = published_rows(scene, opened, snapshot, 10_000, LEAST_ROWS).held_out["y"]
     rejected, rows = held_out.null_count, len(held_out) - held_out.null_count
     assert scene.cli("optimize", "numbers") == 0
-    said = f"mlp: rejects {rejected} of the judged rows; no figure counts them"
+    said = f"near: rejects {rejected} of the judged rows; no figure counts them"
     assert said in capsys.readouterr().out
-    record = read_student(scene.home / "students" / "numbers-mlp-1")
+    record = read_student(scene.home / "students" / "numbers-near-1")
     assert record.rejected_rows == rejected > 3
     # rows that were out of step would have nothing in common
     assert {name: (one.value > 0.9, one.rows) for name, one in record.agreement.items()} == {
@@ -619,7 +567,7 @@ def test_the_command_shows_a_table(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scene = scene_of(make_project)
-    quickly(monkeypatch, SmallMlp(steps=50), StaticTable())
+    quickly(monkeypatch, Straight(), StaticTable())
     assert scene.cli("optimize", "numbers", "--within", "1m") == 0
     shown = capsys.readouterr().out
     assert "numbers, snapshot 1: " in shown
@@ -642,28 +590,6 @@ def test_what_fits_nothing_says_what_does(
     assert "no student is made by prune for fallback: --for fallback goes with --by distil" in (
         capsys.readouterr().err
     )
-
-
-@pytest.mark.parametrize(
-    ("speed", "recalls", "shown"),
-    [
-        (20.0, (0.99, 0.986, 0.97), "40% of the rows by it at a recall of 0.985, at 1.54 times"),
-        (20.0, (0.99, 0.98, 0.97), "20% of the rows by it at a recall of 0.985, at 1.18 times"),
-        (0.7, (0.99, 0.986, 0.97), "40% of the rows by it at a recall of 0.985, at 0.49 times"),
-        (20.0, (0.9, 0.8, 0.7), "0% of the rows by it at a recall of 0.985, at 0.95 times"),
-    ],
-)
-def test_a_cascade_pays_by_its_share_and_its_rate(
-    speed: float, recalls: tuple[float, ...], shown: str
-) -> None:
-    shares = [
-        {"share": share, "threshold": 0.5, "recall": recall}
-        for share, recall in zip((0.2, 0.4, 0.8), recalls, strict=True)
-    ]
-    line = _cascade({"name": "static", "speed": speed, "cascade": shares})
-    assert shown in line
-    assert ("would pay)" in line) == (speed > 1 and recalls[1] >= 0.985)
-    assert _cascade({"name": "mlp", "speed": 2.0, "cascade": []}) == ""
 
 
 def test_an_agreement_promises_less_than_it_measured(make_project: MakeProject) -> None:

@@ -18,9 +18,9 @@ from safetensors.torch import save
 
 from precompute.model import Prepared, digest, table_digest
 from precompute.models.text_encoder import TextEncoder
+from precompute.plugins.students.training import MODEL, Lesson, Made, half_products
 from precompute.store.disk.durable_file import disk_message, make_folder, replace_durably
 from precompute.store.errors import ModelError
-from precompute.students.training import MODEL, Lesson, Made, half_products
 from precompute.text.bert import Bert, BertConfig, UnpaddedBert, kernel, not_understood
 from precompute.text.sentence_folder import TRANSFORMER_CONFIGS, read_sentence_folder
 from precompute.text.tokens import Tokens
@@ -65,7 +65,7 @@ def refusal(lesson: Lesson) -> str:
 
 
 class TextLesson:
-    """A :class:`~precompute.students.training.Lesson` whose teacher is a text encoder.
+    """A :class:`~precompute.plugins.students.training.Lesson` whose teacher is a text encoder.
 
     Args:
         lesson: that :func:`refusal` does not refuse.
@@ -234,22 +234,12 @@ def _share(difference: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 _OF_ITS_TEACHER = ("path", "token_cache", "max_cost")
 """Arguments that a student does not take over."""
 
-DENSE = "sentence_transformers.models.Dense"
-"""As every version of sentence-transformers finds it."""
 
-POOLED_SIZES = ("word_embedding_dimension", "embedding_dimension")
-"""What a Pooling module's config has called the numbers of a token."""
-
-
-def write_encoder(
-    lesson: Lesson, bert: Bert, folder: Path, lift: torch.nn.Linear | None = None
-) -> Made:
+def write_encoder(lesson: Lesson, bert: Bert, folder: Path) -> Made:
     """Write a student's model, and return what makes it.
 
     Args:
         folder: of the student; the model comes into :data:`MODEL` below it.
-        lift: what makes pooled vectors of the transformer's as long as the teacher's; None where
-            they are.
 
     Raises:
         ModelError: it cannot be written.
@@ -261,8 +251,6 @@ def write_encoder(
     config = json.loads((source / transformer / "config.json").read_text(encoding="utf-8"))
     weights = {name: value.contiguous() for name, value in bert.state_dict().items()}
     files = {path: (source / path).read_bytes() for path in _taken_over(source, transformer)}
-    if lift is not None:
-        files |= _with_lift(source, lift)
     config |= bert.config._asdict()
     files[transformer / "config.json"] = json.dumps(config, indent=2).encode()
     files[transformer / "model.safetensors"] = save(weights, {"format": "pt"})
@@ -272,29 +260,6 @@ def write_encoder(
         raise ModelError(disk_message(target, exc, "the student was not made")) from exc
     args = {name: value for name, value in lesson.args.items() if name not in _OF_ITS_TEACHER}
     return Made("text_encoder", {**args, "path": f"./{MODEL}"})
-
-
-def _with_lift(source: Path, lift: torch.nn.Linear) -> dict[Path, bytes]:
-    """The files by which a sentence-transformers folder has a linear layer behind its pooling."""
-    modules = json.loads((source / "modules.json").read_text(encoding="utf-8"))
-    pooling = Path(modules[1]["path"], "config.json")
-    place = Path(f"lift-{len(modules)}")
-    modules.insert(2, {"name": str(place), "path": str(place), "type": DENSE})
-    pooled = json.loads((source / pooling).read_text(encoding="utf-8"))
-    about = {
-        "in_features": lift.in_features,
-        "out_features": lift.out_features,
-        "bias": True,
-        "activation_function": "torch.nn.modules.linear.Identity",
-    }
-    weights = {f"linear.{name}": value.contiguous() for name, value in lift.state_dict().items()}
-    contents = {
-        Path("modules.json"): [{**module, "idx": at} for at, module in enumerate(modules)],
-        pooling: pooled | {name: lift.in_features for name in POOLED_SIZES if name in pooled},
-        place / "config.json": about,
-    }
-    files = {path: json.dumps(content, indent=2).encode() for path, content in contents.items()}
-    return {**files, place / "model.safetensors": save(weights, {"format": "pt"})}
 
 
 def _write(target: Path, files: Mapping[Path, bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Student judge: draws published rows beside the inputs that they were computed from, and compares
+"""Judge: draws published rows beside the inputs that they were computed from, and compares
 students with their teacher, and measures both, on those that no student learned from; each has a
 line of the table."""
 
@@ -26,19 +26,11 @@ from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows.open_model import EXAMPLE_ROWS
 from precompute.jobs.run.rows.open_view import OpenView, open_view
 from precompute.model import Model, digest, starting_from
-from precompute.registry import fingerprint_of, load_model
-from precompute.store.disk.record import replace
-from precompute.store.errors import ConfigError, ModelError, SnapshotError
-from precompute.store.feature_view import FeatureView
-from precompute.store.keys import key_column
-from precompute.store.offline.snapshot import Snapshot
-from precompute.store.times import Partition, iso
-from precompute.students.student import (
+from precompute.plugins.students.student import (
     FOLDER,
     MODEL,
     Student,
     agreement,
-    cascade_recalls,
     computed,
     grouped_by,
     index_recalls,
@@ -46,7 +38,14 @@ from precompute.students.student import (
     miss_ms,
     rates,
 )
-from precompute.students.training import Made, Recipe
+from precompute.plugins.students.training import Made, Recipe
+from precompute.registry import fingerprint_of, load_model
+from precompute.store.disk.record import replace
+from precompute.store.errors import ConfigError, ModelError, SnapshotError
+from precompute.store.feature_view import FeatureView
+from precompute.store.keys import key_column
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.times import Partition, iso
 from precompute.techniques.table import REFERENCE
 
 HASH, TIME = "input_hash", "computed_at"
@@ -71,8 +70,8 @@ class PublishedRows:
     """Rows that both the live snapshot and its source have, with equal inputs: ``learned`` and
     ``held_out`` ones, of which none has the inputs of a learned one. Columns are the source's, and
     the view's features. ``share`` of the rows is held out at random, those that are equal in the
-    columns ``grouped_by`` together (:mod:`precompute.students.student`); ``data`` is a digest of
-    what is learned from."""
+    columns ``grouped_by`` together (:mod:`precompute.plugins.students.student`); ``data`` is a
+    digest of what is learned from."""
 
     snapshot: Snapshot
     learned: pa.Table
@@ -288,14 +287,12 @@ class Judge:
         # rows that it rejects are left out of both
         index, found = self._index.take(pa.array(done.rows)), done.features
         judged = int(np.count_nonzero(done.rows < len(self._taught)))
-        cascade = cascade_recalls(self.view, index, found, judged)
         return replace(
             whole,
             fingerprint=fingerprint_of(model, made.use),
             rejected_rows=len(self._taught) - judged,
             agreement=agreement(self.view, index, found.slice(0, judged)),
             figures=index_recalls(self.view, index, found, judged),
-            cascade=[one._asdict() for one in cascade],
         )
 
     def tried(self, line: dict[str, Any], folder: Path, student: Student) -> Trial:
@@ -329,7 +326,6 @@ class Judge:
                 "promised": {name: one.promised for name, one in student.agreement.items()},
                 "rejected_rows": student.rejected_rows,
                 "memory_bytes": memory,
-                "cascade": student.cascade,
                 "beyond": beyond[0] + more if beyond else None,
                 "refused": None,
             },

@@ -19,25 +19,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from precompute.jobs.ops.status import view_status
 from precompute.jobs.run.judge.audit import ALONE_ROWS, Audit
-from precompute.jobs.run.rows.open_view import OpenStudent, open_view
+from precompute.jobs.run.rows.open_view import open_view
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.jobs.serve.lookup_worker import Warmer
 from precompute.jobs.setup.validate import validate
 from precompute.model import absolute_arguments, model_fingerprint
-from precompute.registry import load_with_fingerprint
-from precompute.store.answers.lookup import Lookup
-from precompute.store.client import Client
-from precompute.store.disk.record import replace
-from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError
-from precompute.store.feature_view import StudentUse
-from precompute.store.online.miss_cache import MissCacheLimits
-from precompute.store.online.online_store import Pointer
-from precompute.store.online.url import open_miss_cache
-from precompute.store.times import Partition
-from precompute.students import student as student_module
-from precompute.students.student import (
-    MLP,
+from precompute.plugins.students.misses import KEY
+from precompute.plugins.students.open_student import OpenStudent
+from precompute.plugins.students.student import (
     USES,
     Agreement,
     Student,
@@ -45,14 +36,25 @@ from precompute.students.student import (
     is_held_out,
     student_bytes,
 )
-from tests.angles import Exact, angles
+from precompute.plugins.students.tests.angles import Exact, angles
+from precompute.registry import load_with_fingerprint
+from precompute.store.answers.lookup import Lookup
+from precompute.store.client import Client
+from precompute.store.disk.record import replace
+from precompute.store.doors import VIEW_KEYS
+from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError
+from precompute.store.feature_view import Substitute
+from precompute.store.online.miss_cache import MissCacheLimits
+from precompute.store.online.online_store import Pointer
+from precompute.store.online.url import open_miss_cache
+from precompute.store.times import Partition
 from tests.fixtures import MakeProject
 from tests.jobs.test_converted_view import LOOSE, expected, torch_model, torch_project
 from tests.jobs.test_warmer import Models
 from tests.scene import Scene
 from tests.server import Server, eventually
 
-HERE = "tests.angles"
+HERE = "precompute.plugins.students.tests.angles"
 ROWS = 100
 FALLBACK = {"enabled": True, "deadline": "20s", "model": "students/rough"}
 
@@ -67,7 +69,8 @@ def rough(x: float, error: float = 2.0) -> dict[str, Any]:
 def _students_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records may name the models of tests, too."""
     monkeypatch.setitem(USES, f"{HERE}:Rough", ("path", ("dim", "most")))
-    monkeypatch.setattr(student_module, "MODULES", {MLP, torch_model()["args"]["module"]})
+    of_torch = ("weights", tuple(torch_model()["args"]))
+    monkeypatch.setitem(USES, "torch_module", of_torch)
 
 
 PROMISED = {"vector": ("recall_at_10", 0.6), "score": ("rank_correlation", 0.9)}
@@ -188,7 +191,7 @@ def one(lookup: Lookup, key: int, **options: Any) -> dict[str, Any]:
 
 
 def test_a_miss_is_the_students_until_the_next_run(scene: Scene) -> None:
-    student, teacher = scene.pointer().student, scene.pointer().model
+    student, teacher = scene.pointer().substitute, scene.pointer().model
     assert student is not None
     assert student.fingerprint != teacher
     # as many as were measured, of the rows that are live
@@ -226,7 +229,7 @@ def test_a_miss_is_the_students_until_the_next_run(scene: Scene) -> None:
             },
             {"status": "missing", "model": teacher, "approximates": None, "agreement": None},
         ]
-        assert lookup.views()[0]["student"] == {
+        assert lookup.views()[0]["miss_model"] == {
             "fingerprint": student.fingerprint,
             "agreement": student.agreement,
         }
@@ -248,7 +251,7 @@ def test_a_service_says_whose_rows_they_are(scene: Scene, make: Make) -> None:
     (scene.folder / "services" / "all.yaml").write_text(
         "name: all\nentity: [id]\nviews: {numbers: [score]}\n"
     )
-    student, teacher = scene.pointer().student, scene.pointer().model
+    student, teacher = scene.pointer().substitute, scene.pointer().model
     assert student is not None
     write_rows(scene, ROWS + 1)
     scene = scene.reread()
@@ -258,7 +261,7 @@ def test_a_service_says_whose_rows_they_are(scene: Scene, make: Make) -> None:
     assert table["numbers__approximates"].to_pylist() == [None, teacher]
     assert table["numbers__agreement"].to_pylist() == [None, student.least]
     shared = json.loads(table.schema.metadata[b"views"])["numbers"]
-    assert (shared["model"], shared["student"]) == (teacher, student.fingerprint)
+    assert (shared["model"], shared["miss_model"]) == (teacher, student.fingerprint)
 
 
 # ---- publishing: judged, refused, accepted
@@ -270,7 +273,7 @@ def test_a_student_that_does_not_agree_as_promised_is_refused(make: Make) -> Non
     write_student(scene, error=20.0, promised={"vector": 0.75, "score": 0.5})
     with pytest.raises(GateError) as raised:
         scene.run()
-    measured = scene.snapshot().student
+    measured = scene.snapshot().substitute
     assert measured is not None
     value = measured.agreement["vector"]
     assert 0 < value < 0.75 < measured.agreement["score"]
@@ -284,16 +287,16 @@ def test_a_student_that_does_not_agree_as_promised_is_refused(make: Make) -> Non
         for verdict in scene.snapshot().gates
         if verdict.gate == "parity"
     ] == [(True, measured.agreement["score"], 0.5), (False, value, 0.75)]
-    assert (scene.live().snapshot, scene.pointer().student) == (1, None)
+    assert (scene.live().snapshot, scene.pointer().substitute) == (1, None)
     # nobody changed anything, so nothing else is found
     with pytest.raises(GateError, match=f"recall@10 {value:.3f} is below 0.750"):
         scene.run()
     assert scene.run(accept=["parity"]).status == "published"
-    assert scene.pointer().student == measured
+    assert scene.pointer().substitute == measured
     # by a gate that is off it is measured all the same
     scene = make({"fallback": FALLBACK, "gates": {"duplicates": None, "parity": None}})
     scene.run(full=True)
-    assert scene.pointer().student == measured
+    assert scene.pointer().substitute == measured
     assert scene.snapshot().quality["parity"] == value
 
 
@@ -315,7 +318,7 @@ def test_of_few_rows_nothing_is_judged(make: Make) -> None:
     scene = make({"fallback": FALLBACK})
     write_student(scene, error=90.0)
     scene.run()
-    student = scene.pointer().student
+    student = scene.pointer().substitute
     assert student is not None
     assert student.agreement == {"vector": 0.99, "score": 0.99}
     assert "parity" not in [verdict.gate for verdict in scene.snapshot().gates]
@@ -366,7 +369,7 @@ def test_what_is_no_student_of_the_view_is_refused(
     make().run()
     scene = make({"fallback": FALLBACK})
     write_student(scene)
-    assert [check.ok for check in validate(scene) if check.check == "student"] == [True]
+    assert [check.ok for check in validate(scene) if check.check == "fallback.model"] == [True]
     change(scene)
     before = Exact.computed
     with pytest.raises(PrecomputeError) as raised:
@@ -375,7 +378,7 @@ def test_what_is_no_student_of_the_view_is_refused(
     assert said in str(raised.value)
     assert Exact.computed == before
     assert scene.live().snapshot == 1
-    (check,) = [check for check in validate(scene) if check.check == "student"]
+    (check,) = [check for check in validate(scene) if check.check == "fallback.model"]
     assert not check.ok
     assert said in check.found
 
@@ -386,7 +389,7 @@ def test_what_is_no_student_of_the_view_is_refused(
         ({"fallback": {"model": "students/rough"}}, "without `enabled` there is no fallback"),
         (
             {"fallback": {"enabled": False, "model": "students/rough"}},
-            "students/rough would compute misses, and none are computed",
+            "fallback.model: no misses are computed: write enabled: true, or take model out",
         ),
         (
             {"fallback": FALLBACK, "features": {"agreement": {"dtype": "float64"}}, "index": None},
@@ -402,7 +405,7 @@ def test_what_cannot_have_a_student_is_refused(make: Make, view: dict[str, Any],
 def test_another_student_goes_live_and_no_row_is_computed(scene: Scene, make: Make) -> None:
     before, first = Exact.computed, scene.pointer()
     assert scene.run().status == "current"
-    assert scene.pointer().student == first.student
+    assert scene.pointer().substitute == first.substitute
     write_student(scene, error=1.0)
     report = scene.run()
     assert (report.status, report.counts["written"], report.counts["unchanged"]) == (
@@ -411,19 +414,19 @@ def test_another_student_goes_live_and_no_row_is_computed(scene: Scene, make: Ma
         ROWS,
     )
     second = scene.pointer()
-    assert first.student is not None
-    assert second.student is not None
-    assert second.student.fingerprint != first.student.fingerprint
-    assert second.student.agreement["vector"] > first.student.agreement["vector"]
+    assert first.substitute is not None
+    assert second.substitute is not None
+    assert second.substitute.fingerprint != first.substitute.fingerprint
+    assert second.substitute.agreement["vector"] > first.substitute.agreement["vector"]
     # what was loaded stays: the rows, and what they are cached under, are the model's
     assert (second.generations, second.model) == (first.generations, first.model)
     scene = make()
     scene.run()
-    assert scene.pointer().student is None
+    assert scene.pointer().substitute is None
     # but for those that `parity` computes once more where no student does
     assert Exact.computed == before + 20
     scene.rollback()
-    assert scene.pointer().student == second.student
+    assert scene.pointer().substitute == second.substitute
 
 
 FIRST, SECOND = (
@@ -450,9 +453,9 @@ def test_all_partitions_have_the_student_of_the_newest(make: Make) -> None:
     pointer = scene.pointer()
     assert (pointer.rows, pointer.partition) == (2 * ROWS, str(SECOND))
     snapshots = map(scene.snapshot, scene.numbers())
-    (of_second,) = (one.student for one in snapshots if one.partition == pointer.partition)
+    (of_second,) = (one.substitute for one in snapshots if one.partition == pointer.partition)
     assert of_second is not None
-    assert pointer.student == of_second
+    assert pointer.substitute == of_second
 
 
 def test_rows_that_are_compared_are_as_many_as_were_promised(make: Make) -> None:
@@ -476,14 +479,13 @@ def test_rows_that_are_compared_are_as_many_as_were_promised(make: Make) -> None
         pq.write_table(table, scene.folder / "data.parquet")
         left = fewer.compare_rows(opened, opened.source, sample)
         too_few = student.compare_rows(opened, opened.source, sample)
-    assert every.agreement is not None
-    assert left.agreement is not None
-    assert (left.given, left.agreement["vector"].rows) == (60, 60)
+    found = {one.feature: one for one in left.agreed}
+    assert left.given == 60
+    assert found["vector"].message.endswith(", on 60 rows")
     # neighbours among fewer are easier to find, and say nothing of the promise
-    assert too_few.agreement is not None
-    assert set(too_few.agreement) == {"score"}
+    assert [one.feature for one in too_few.agreed] == ["score"]
     # and those are the rows of the same keys
-    assert left.agreement["vector"].value > 0.7
+    assert found["vector"].value > 0.7
 
 
 def test_only_rows_that_it_never_learned_from_say_how_it_agrees(make: Make) -> None:
@@ -514,8 +516,10 @@ def test_only_rows_that_it_never_learned_from_say_how_it_agrees(make: Make) -> N
     )
     expected = agreement(view, teachers, own.slice(0, int(unseen.sum())))
     assert 50 <= unseen.sum() < ROWS
-    assert compared.agreement == expected
-    assert (unknown.given, unknown.agreement) == (ROWS, None)
+    assert {one.feature: one.value for one in compared.agreed} == {
+        name: one.value for name, one in expected.items()
+    }
+    assert (unknown.given, list(unknown.agreed)) == (ROWS, [])
 
 
 def test_rows_that_neither_can_take_say_nothing_of_the_student(make: Make) -> None:
@@ -528,7 +532,7 @@ def test_rows_that_neither_can_take_say_nothing_of_the_student(make: Make) -> No
     scene = make(nulls | {"fallback": FALLBACK, "max_rejected": 0.0})
     write_student(scene)
     scene.run()
-    student = scene.pointer().student
+    student = scene.pointer().substitute
     assert student is not None
     assert 0.6 < student.agreement["vector"] < 0.99
 
@@ -612,7 +616,7 @@ def test_a_stale_row_of_the_model_stays_and_a_cached_one_says_whose_it_is(scene:
         assert (cached["model"], cached["approximates"], cached["agreement"]) == (
             pointer.miss_model,
             pointer.model,
-            pointer.student.least,  # type: ignore[union-attr]
+            pointer.substitute.least,  # type: ignore[union-attr]
         )
         ahead["hours"] = 2.0
         assert said(lookup.row("numbers", 7)) == BY_MODEL
@@ -658,18 +662,18 @@ def test_a_student_that_was_changed_computes_nothing(
         row = lookup.row("numbers", 101)
         assert (row["status"], row["reason"]) == ("missing", "model_error")
         assert one(lookup, 7)["status"] == "fresh"
-    assert "the student in students/rough on disk has fingerprint" in caplog.text
+    assert "the fallback.model students/rough on disk has fingerprint" in caplog.text
     assert f"the live snapshot {live.miss_model[:12]}" in caplog.text
     # nor does the model in its stead
     assert Exact.made == made
 
 
-def _forged(student: StudentUse, **changes: Any) -> dict[str, Any]:
+def _forged(student: Substitute, **changes: Any) -> dict[str, Any]:
     model = dataclasses.replace(student.model, **changes)
-    return {"student": dataclasses.replace(student, model=model)}
+    return {"substitute": dataclasses.replace(student, model=model)}
 
 
-FORGED: dict[str, Callable[[StudentUse, Path], dict[str, Any]]] = {
+FORGED: dict[str, Callable[[Substitute, Path], dict[str, Any]]] = {
     "another class": lambda student, canary: _forged(
         student, use="subprocess:run", args={"args": ["touch", str(canary)]}
     ),
@@ -693,15 +697,17 @@ def test_a_student_that_only_the_online_store_names_is_not_run(
 ) -> None:
     write_rows(scene, ROWS + 1)
     canary, pointer = tmp_path / "canary", scene.pointer()
-    assert pointer.student is not None
+    assert pointer.substitute is not None
     with answering(scene) as lookup:
         assert said(lookup.row("numbers", 101)) == BY_STUDENT
-    forged = replace(pointer, epoch=pointer.epoch + 1, **FORGED[name](pointer.student, canary))
+    forged = replace(pointer, epoch=pointer.epoch + 1, **FORGED[name](pointer.substitute, canary))
     if name == "a student where there is none":
         scene = make()
         scene.run()
         write_rows(scene, ROWS + 2)
-        forged = replace(scene.pointer(), epoch=9, student=forged.student)
+        own = scene.pointer()
+        view = dataclasses.replace(own.view, misses_by=KEY, powers=pointer.view.powers)
+        forged = replace(own, epoch=9, substitute=forged.substitute, view=view)
     if not manifest:
         shutil.move(scene.store.manifest_path(1).parent, scene.folder / "elsewhere")
     with scene.online_store() as store:
@@ -717,7 +723,7 @@ def test_a_student_that_may_be_live_soon_is_opened_before(scene: Scene) -> None:
     wanted: list[set[str]] = []
     write_student(scene, error=1.0)
     scene.materialize()
-    coming = scene.snapshot().student
+    coming = scene.snapshot().substitute
     assert coming is not None
     with scene.lookup() as lookup:
         warmer = Warmer(lookup, Models(), wanted.append, scene.offline)
@@ -731,7 +737,7 @@ def test_a_student_that_may_be_live_soon_is_opened_before(scene: Scene) -> None:
 def test_a_server_needs_no_teacher(
     scene: Scene, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    student, teacher = scene.pointer().student, scene.pointer().model
+    student, teacher = scene.pointer().substitute, scene.pointer().model
     assert student is not None
     write_rows(scene, ROWS + 2)
     # it cannot be made any more
@@ -788,7 +794,7 @@ def test_it_computes_by_its_own_technique_or_the_views(
     record = replace(record, fingerprint=fingerprint, agreement=agreed)
     (folder / "student.json").write_bytes(student_bytes(record))
     scene.run()
-    student = scene.pointer().student
+    student = scene.pointer().substitute
     assert student is not None
     assert (student.model.precision, student.fingerprint == scene.pointer().model) == (
         computes_by,
@@ -803,6 +809,31 @@ def test_it_computes_by_its_own_technique_or_the_views(
     assert expected([x], torch.bfloat16)["double"][0] != expected([x])["double"][0]
 
 
+def test_without_the_power_the_views_own_model_computes_misses(
+    scene: Scene, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And ``status`` tells of it; with the power the same pointer is the student's again."""
+    write_rows(scene, ROWS + 1)
+    scene, pointer = make(), scene.pointer()
+    with monkeypatch.context() as patched:
+        patched.setattr(VIEW_KEYS, "is_here", lambda name: name != KEY)
+        with answering(scene) as lookup:
+            rows = lookup.get("numbers", [7, 101])
+            assert lookup.views()[0]["miss_model"] is None
+        assert not {"approximates", "agreement"} & set(rows.column_names)
+        assert rows.select(["status", "model", "score"]).to_pylist() == [
+            {"status": "fresh", "model": pointer.model, "score": pytest.approx(4.9)},
+            {"status": "computed", "model": pointer.model, "score": pytest.approx(70.7)},
+        ]
+        absence = VIEW_KEYS.absence(KEY)
+        with scene.online_store() as online:
+            line = view_status(scene, scene.store, online)
+        assert f"snapshot {pointer.snapshot}: {absence}" in line["attention"]
+    assert f"view 'numbers' is served without what its record names: {absence}" in caplog.text
+    with answering(scene) as lookup:
+        assert said(lookup.row("numbers", 101)) == BY_STUDENT
+
+
 # ---- as any model
 
 
@@ -814,8 +845,8 @@ def test_as_the_batchs_model_a_student_is_judged_as_any(make: Make) -> None:
     scene = make({"model": of_student})
     scene.run()
     live = scene.live_snapshot()
-    assert (live.number, live.model, live.student) == (2, published(student), None)
-    assert scene.pointer().student is None
+    assert (live.number, live.model, live.substitute) == (2, published(student), None)
+    assert scene.pointer().substitute is None
     # every row is new, and `parity` is its own again
     assert (live.kind, live.counts.written) == ("full", ROWS)
     (parity,) = [verdict for verdict in live.gates if verdict.gate == "parity"]

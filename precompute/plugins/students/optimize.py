@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from precompute.jobs.config.project import Project, read_tuning, write_tuning
-from precompute.jobs.ops.student_judge import (
+from precompute.jobs.run.rows.open_view import OpenView
+from precompute.model import KeepingModel, absolute_arguments, starting_from
+from precompute.plugins.students.judge import (
     SEED,
     Judge,
     PublishedRows,
@@ -21,18 +23,7 @@ from precompute.jobs.ops.student_judge import (
     as_published,
     published_rows,
 )
-from precompute.jobs.run.rows.open_view import OpenView
-from precompute.model import KeepingModel, absolute_arguments, starting_from
-from precompute.registry import described
-from precompute.store.disk.durable_file import (
-    disk_message,
-    make_folder,
-    replace_durably,
-)
-from precompute.store.disk.lease import take
-from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
-from precompute.store.times import iso
-from precompute.students.student import (
+from precompute.plugins.students.student import (
     CARD,
     FOLDER,
     MODEL,
@@ -42,7 +33,16 @@ from precompute.students.student import (
     recipes,
     student_bytes,
 )
-from precompute.students.training import MAX_ROWS, Lesson, Recipe
+from precompute.plugins.students.training import MAX_ROWS, Lesson, Recipe
+from precompute.registry import described
+from precompute.store.disk.durable_file import (
+    disk_message,
+    make_folder,
+    replace_durably,
+)
+from precompute.store.disk.lease import take
+from precompute.store.errors import ConfigError, PrecomputeError, SnapshotError
+from precompute.store.times import iso
 from precompute.techniques.table import REFERENCE, words
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ def optimize(
 
     Args:
         name: of a view that is published.
-        by: how, one of :data:`precompute.students.student.BY`; by default all that fit the model.
+        by: how, one of :data:`precompute.plugins.students.student.BY`; by default all that fit the
+            model.
         purpose: ``batch`` or ``fallback``; by default both.
         within_s: seconds for making all of them; judging and measuring come on top.
         announce: called with what begins, and with progress.
@@ -77,16 +78,15 @@ def optimize(
         that, from the project's), ``make_s``, ``rows_per_s``, ``speed`` (times the teacher's),
         ``batch_ms`` and ``miss_ms`` (``p50``, ``p95``, ``p99``), ``memory_bytes``, ``accuracy``
         (figures by feature), ``agreement`` and ``promised``, ``rejected_rows`` (of those held out
-        and judged, left out of the figures), ``cascade`` (as of
-        :func:`precompute.students.student.cascade_recalls`), ``beyond`` (why it is not within the
-        view's accuracy, or null) and ``refused`` (why none was made, or null); ``picked`` and
+        and judged, left out of the figures), ``beyond`` (why it is not within the view's accuracy,
+        or null) and ``refused`` (why none was made, or null); ``picked`` and
         ``behind_misses``: the fastest within the view's accuracy, and the one that promises most
         of those that answer a miss in half the teacher's time and promise more than
         :data:`GOOD_ENOUGH`, or null.
 
     Raises:
         ConfigError: there is nothing to learn from, no such student, or next to no time; the tuning
-            file is damaged; see :func:`precompute.jobs.ops.student_judge.published_rows`.
+            file is damaged; see :func:`precompute.plugins.students.judge.published_rows`.
         SnapshotError: nothing is live, or a file cannot be read or written.
         ConflictError: students of this view are being made.
         SourceError, ModelError: as a run would.
@@ -330,12 +330,13 @@ def _write(project: Project, name: str, outcome: dict[str, Any]) -> str:
     if tuning is None:
         precision, backend = words(REFERENCE)
         tuning = {"picked": REFERENCE, "precision": precision, "backend": backend, "measured": []}
-    before = tuning.get("optimized", {})
-    now = {line["name"] for line in outcome["students"]}
+    kept, models = dict(outcome), outcome["students"]
+    del kept["students"]
+    before, now = tuning.get("optimized", {}), {line["name"] for line in models}
     if before.get("snapshot") == outcome["snapshot"]:
-        others = [line for line in before["students"][1:] if line["name"] not in now]
-        outcome = outcome | {"students": [*outcome["students"], *others]}
-    return str(write_tuning(project.folder, name, model, {**tuning, "optimized": outcome}))
+        models = models + [one for one in before.get("models", [])[1:] if one["name"] not in now]
+    optimized = kept | {"models": models}
+    return str(write_tuning(project.folder, name, model, {**tuning, "optimized": optimized}))
 
 
 def card(student: Student, folder: Path) -> str:

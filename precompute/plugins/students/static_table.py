@@ -1,5 +1,5 @@
-"""Static table: a student of a text encoder whose vectors are means of its tokens' vectors, and of
-small windows of them. It computes thousands of rows a second on one core.
+"""Static table: a student of a text encoder whose vectors are means of its tokens' vectors, in a
+folder that model2vec reads. It computes thousands of rows a second on one core.
 
 As Model2Vec distils (Tulkens & van Dongen 2024), a token's first vector is what the teacher makes
 of it alone, and frequent tokens weigh less (Arora et al. 2017). Then all learn from the teacher's
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,22 +25,16 @@ from tokenizers import Tokenizer
 
 from precompute.engine.runner import Runner
 from precompute.model import table_digest
-from precompute.models.static_embedding import WINDOWS
 from precompute.models.text_encoder import TextEncoder
+from precompute.plugins.students.training import MODEL, Lesson, Made, course_of, train
 from precompute.store.errors import ModelError
-from precompute.students.training import MODEL, Lesson, Made, course_of, half_products, train
 from precompute.text.tokens import texts as as_python
 
-PIECES = 160_000
+PIECES = 80_000
 """Pieces of texts that the teacher computes at most: of 4,749 docstrings by MiniLM, 20,000 gave a
-recall@10 into the teacher's index of 0.72 on others, 80,000 one of 0.768; so did 160,000, and
-with windows of three tokens 0.783. Tokens for all words that came twice gained nothing, a hidden
-layer behind the mean 0.01."""
+recall@10 into the teacher's index of 0.72 on others, 80,000 one of 0.768; so did 160,000. Tokens
+for all words that came twice gained nothing."""
 PIECES_A_ROW = 40
-WIDTH = 256
-"""Of a window."""
-SCALE = 4.0
-"""Of tokens' vectors in windows: their numbers are small, and so would be the gradients'."""
 PIECE_WORDS = (12, 40)
 """Mean lengths of pieces, by turns; exponentially distributed."""
 TEACHER_TIME = 0.5
@@ -49,10 +42,8 @@ TEACHER_TIME = 0.5
 TEACHER_TEXTS = 4096
 """That it computes from one look at the clock to the next."""
 TRAINING_S = 900.0
-"""Of gradients at most: some six rounds over so many pieces on two cores. By 400 s, 0.778 of the
-neighbours into the teacher's index, by 900 s 0.781."""
+"""Of gradients at most."""
 BATCH_ROWS = 256
-"""Of 512 as many seconds gave 0.774."""
 BANK_ROWS = 1024
 """Of the teacher's vectors, drawn for each batch, whose order is learned."""
 TEMPERATURE = 0.05
@@ -107,7 +98,7 @@ class StaticTable:
             for one in coder.encode_batch_fast(texts, add_special_tokens=False)
         ]
         some = [row for row, tokens in enumerate(ids) if len(tokens)]
-        table = Table(self._first(lesson, coder, ids), lesson.seed)
+        table = Table(self._first(lesson, coder, ids))
         school = _TableLesson([ids[row] for row in some], vectors[some], lesson.seed)
         facts = {
             "teacher": lesson.model.fingerprint(),
@@ -149,62 +140,22 @@ class StaticTable:
 
 
 class Table(torch.nn.Module):
-    """Token ids → the mean of their vectors, and of what windows add to it, of length 1; as
+    """Token ids → the mean of their vectors, of length 1; as
     :class:`precompute.models.static_embedding.TableMean` computes it.
 
     Args:
         first: float32 [vocabulary, dim].
-        seed: of the windows.
     """
 
-    def __init__(self, first: _Floats, seed: int) -> None:
+    def __init__(self, first: _Floats) -> None:
         super().__init__()
         self.bag = torch.nn.EmbeddingBag.from_pretrained(
             torch.from_numpy(first), mode="mean", freeze=False
         )
-        dim = first.shape[1]
-        chance = torch.Generator().manual_seed(seed)
-        window = torch.rand(3 * WIDTH, dim, generator=chance) * 2 - 1
-        self.window = torch.nn.Parameter(window / math.sqrt(dim))
-        self.window_bias = torch.nn.Parameter(torch.zeros(WIDTH))
-        self.out = torch.nn.Linear(WIDTH, dim)
-        torch.nn.init.zeros_(self.out.weight)
-        torch.nn.init.zeros_(self.out.bias)
 
     def forward(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 [tokens] of all texts in a row, ``starts`` int64 [B]; float32 [B, dim]."""
-        some, place = torch.unique(ids, return_inverse=True)
-        # by indexing, gradients of a token that comes twice are added up in any order
-        embedding = torch.nn.functional.embedding
-        vectors = SCALE * torch.nn.functional.normalize(embedding(some, self.bag.weight), dim=1)
-        with half_products("cpu"):
-            parts = torch.nn.functional.linear(vectors, self.window)
-        found = window_means(embedding(place, parts.float()), self.window_bias, starts)
-        return torch.nn.functional.normalize(self.bag(ids, starts) + self.out(found), dim=1)
-
-
-def window_means(parts: torch.Tensor, bias: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The mean of each text's windows, [B, width]: of a token's own part, of the left part of the
-    one before it and of the right part of the one after it, through a GELU.
-
-    Args:
-        parts: [tokens, 3 × width] of all texts in a row: what a token gives to the window of the
-            next one, to its own, and to that of the one before.
-        bias: [width].
-        starts: int64 [B], where each text begins.
-    """
-    left, own, right = parts.chunk(3, dim=1)
-    inside = torch.ones_like(own[:, :1])
-    inside[starts] = 0
-    zeros = torch.zeros_like(own[:1])
-    windows = own + bias
-    windows = windows + torch.cat([zeros, left[:-1] * inside[1:]])
-    windows = windows + torch.cat([right[1:] * inside[1:], zeros])
-    every = torch.arange(len(parts))
-    means: torch.Tensor = torch.nn.functional.embedding_bag(
-        every, torch.nn.functional.gelu(windows), starts, mode="mean"
-    )
-    return means
+        return torch.nn.functional.normalize(self.bag(ids, starts), dim=1)
 
 
 class _TableLesson:
@@ -282,12 +233,14 @@ def _pieces(texts: Sequence[str], count: int, seed: int) -> list[str]:
 
 
 def _write(target: Path, table: Table, tokenizer: Path, longest: int) -> None:
-    """As Model2Vec's folders are, but for the windows."""
+    """As model2vec's folders are."""
     target.mkdir(parents=True, exist_ok=True)
-    named = (SCALE * table.window, table.window_bias, table.out.weight, table.out.bias)
-    weights = {"table": table.bag.weight, **dict(zip(WINDOWS, named, strict=True))}
-    weights = {name: value.detach().contiguous() for name, value in weights.items()}
-    config = {"model_type": "static_windows", "normalize": True, "max_length": longest}
+    weights = {"embeddings": table.bag.weight.detach().contiguous()}
+    size = len(weights["embeddings"])
+    if Tokenizer.from_file(str(tokenizer)).get_vocab_size() < size:
+        # as model2vec wants it where some numbers are no token's
+        weights["mapping"] = torch.arange(size)
+    config = {"model_type": "model2vec", "normalize": True, "max_length": longest}
     (target / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
     (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (target / "tokenizer.json").write_bytes(tokenizer.read_bytes())

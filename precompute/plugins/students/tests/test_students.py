@@ -15,28 +15,30 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from model2vec import StaticModel
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from precompute.models.text_encoder import TextEncoder
-from precompute.store.errors import ModelError
-from precompute.store.feature_view import Feature, FeatureView
-from precompute.students import static_table, text_student, training
-from precompute.students import student as student_file
-from precompute.students.static_table import StaticTable
-from precompute.students.student import USES, rates
-from precompute.students.text_lesson import (
+from precompute.plugins.students import static_table, text_student, training
+from precompute.plugins.students import student as student_file
+from precompute.plugins.students.static_table import StaticTable
+from precompute.plugins.students.student import USES, rates
+from precompute.plugins.students.text_lesson import (
     _OF_ITS_TEACHER,
     TextLesson,
     trainable,
     transformer_of,
 )
-from precompute.students.text_student import (
+from precompute.plugins.students.text_student import (
     FewerLayers,
     Int8Aware,
-    Narrow,
     Pruned,
     RoundedLinear,
 )
-from precompute.students.training import Course, Lesson, Made, Recipe, Trained, train
+from precompute.plugins.students.training import Course, Lesson, Made, Recipe, Trained, train
+from precompute.registry import load_model
+from precompute.store.errors import ModelError
+from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.machine import has_int8_products
 from precompute.techniques.onednn import PerRowLinear
 from tests.precompute.sentence_models import WORDS, read, sentence_model
@@ -255,8 +257,7 @@ def test_every_epoch_has_every_text_whatever_the_step(lesson: Lesson, teacher: T
     ("recipe", "config", "least"),
     [
         (FewerLayers(1, steps=40), {"num_hidden_layers": 1}, 0.82),
-        (Narrow(8, steps=40), {"hidden_size": 8, "num_attention_heads": 1}, 0.9),
-        (Pruned("pruned-50", 0, 50, steps=40), {"intermediate_size": 12}, 0.9),
+        (Pruned(50, steps=40), {"intermediate_size": 12}, 0.9),
         pytest.param(Int8Aware(steps=40), {}, 0.99, marks=WITH_VNNI),
     ],
     ids=lambda value: getattr(value, "name", ""),
@@ -285,74 +286,30 @@ def test_a_student_is_a_folder_that_others_read(
     assert cosine(own, theirs) == pytest.approx(1, abs=1e-5)
     assert cosine(own, vectors_of(teacher)) > least
     assert not list(tmp_path.glob("*.safetensors"))
-    if "hidden_size" not in config:
-        # words that no row has are as they were
-        words, before = (
-            transformer_of(replace(lesson, model=one)).embeddings.parameters()
-            for one in (student, teacher)
-        )
-        assert all(map(torch.equal, words, before))
+    # words that no row has are as they were
+    words, before = (
+        transformer_of(replace(lesson, model=one)).embeddings.parameters()
+        for one in (student, teacher)
+    )
+    assert all(map(torch.equal, words, before))
 
 
-def test_heads_and_neurons_that_do_nothing_go_first(lesson: Lesson) -> None:
-    config = transformer_of(lesson).config
-    student = trainable(config, transformer_of(lesson).state_dict())
+def test_neurons_that_do_nothing_go_first(lesson: Lesson) -> None:
+    student = trainable(transformer_of(lesson).config, transformer_of(lesson).state_dict())
     layers: Any = student.encoder.layer
     for layer in layers:
-        layer.attention.output.dense.weight.data[:, :8] = 0
         layer.output.dense.weight.data[:, 3:9] = 0
     masks = text_student.masked(student)
-    left = config._replace(num_attention_heads=1, intermediate_size=18)
-    text_student.take_out(TextLesson(lesson), student, masks, left, 1.0, 0)
-    of_a_layer = [[0.0, 1.0], [1.0] * 3 + [0.0] * 6 + [1.0] * 15]
-    assert [masked.mask.tolist() for masked in masks] == of_a_layer * 2
+    text_student.take_out(TextLesson(lesson), student, masks, 18, 1.0, 0)
+    left = [1.0] * 3 + [0.0] * 6 + [1.0] * 15
+    assert [masked.mask.tolist() for masked in masks] == [left] * 2
 
 
 def test_neurons_go_however_short_the_training_was(lesson: Lesson, tmp_path: Path) -> None:
-    Pruned("pruned-50", 50, 50, steps=1).make(lesson, tmp_path / "student")
+    Pruned(50, steps=1).make(lesson, tmp_path / "student")
     made = TextEncoder(str(tmp_path / "student" / "model"))
     config = transformer_of(replace(lesson, model=made)).config
-    assert (config.num_attention_heads, config.head_dim, config.intermediate_size) == (1, 8, 12)
-
-
-def test_a_narrow_student_begins_near_its_teacher(lesson: Lesson) -> None:
-    """As near as its teacher's vectors seen along as many directions are."""
-    text, teacher = TextLesson(lesson), transformer_of(lesson)
-    student = text_student.narrowed(teacher, text, 8)
-    with torch.no_grad():
-        own, theirs = (text.embeddings(one, 40) for one in (student, teacher))
-    assert student.transformer.config.hidden_size == 8
-    assert cosine(own.numpy(), theirs.numpy()) > 0.8
-
-
-def test_a_narrow_student_continues_whatever_directions_are_found(
-    lesson: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = TextLesson(lesson)
-
-    def trained(dies_at: int, name: str, checkpoint_s: float) -> dict[str, torch.Tensor]:
-        student = text_student.narrowed(transformer_of(lesson), text, 8)
-
-        def loss(step: int, progress: float) -> torch.Tensor:
-            if step == dies_at:
-                raise Killed
-            return text.loss(student, step)
-
-        checkpoint = tmp_path / name
-        train(
-            student,
-            loss,
-            replace(course(tmp_path, 6, checkpoint_s=checkpoint_s), checkpoint=checkpoint),
-        )
-        return dict(student.state_dict())
-
-    whole = trained(-1, "whole", 1e9)
-    with pytest.raises(Killed):
-        trained(3, "killed", 0)
-    found = text_student._directions
-    monkeypatch.setattr(text_student, "_directions", lambda *given: -found(*given).flip(1))
-    again = trained(-1, "killed", 1e9)
-    assert {name for name, value in whole.items() if not torch.equal(again[name], value)} == set()
+    assert (config.num_attention_heads, config.head_dim, config.intermediate_size) == (2, 8, 12)
 
 
 def test_layers_begin_as_the_teachers_from_first_to_last(lesson: Lesson) -> None:
@@ -391,6 +348,28 @@ def test_a_table_is_of_texts_and_of_texts_in_bytes(lesson: Lesson, tmp_path: Pat
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         first, second = ((tmp_path / of / "model" / name).read_bytes() for of in "ab")
         assert first == second
+
+
+def test_a_table_is_a_folder_that_model2vec_reads(lesson: Lesson, tmp_path: Path) -> None:
+    StaticTable(pieces=50, steps=3).make(lesson, tmp_path / "student")
+    folder = tmp_path / "student" / "model"
+    batch = pa.record_batch({"text": pa.array(texts(20))})
+    student = load_model("static_embedding", {"path": str(folder), "device": "cpu"})
+    theirs = StaticModel.from_pretrained(folder, force_download=False).encode(texts(20))
+    made = np.asarray(student.compute(batch)["embedding"])
+    np.testing.assert_allclose(made, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_of_a_vocabulary_with_holes_is_one(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"film": 0, "cold": 3}, unk_token="film"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    table = static_table.Table(np.eye(4, dtype=np.float32))
+    static_table._write(tmp_path / "model", table, tmp_path / "tokenizer.json", 9)
+    model = StaticModel.from_pretrained(tmp_path / "model", force_download=False)
+    student = load_model("static_embedding", {"path": str(tmp_path / "model")})
+    found = student.compute(pa.record_batch({"text": pa.array(["cold"])}))["embedding"]
+    assert model.encode(["cold"]).tolist() == np.asarray(found).tolist() == [[0, 0, 0, 1]]
 
 
 def test_a_table_begins_in_its_time(lesson: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,30 +451,13 @@ def test_what_is_quick_is_measured_for_longer(monkeypatch: pytest.MonkeyPatch) -
     }
 
 
-def test_widths_and_poolings_that_are_refused(
-    lesson: Lesson, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for width in (16, 12):
-        assert Narrow(width).refuses(lesson) == "the teacher has 16 numbers a token, in heads of 8"
-    assert Narrow(8).refuses(lesson) == ""
-    head: Any = lesson.model
-    # behind these a linear layer gives something else than before them, by which it is trained
-    for modes in (("max",), ("mean_sqrt_len_tokens",), ("cls", "mean")):
-        monkeypatch.setattr(head.module.head, "modes", modes)
-        found = Narrow(8).refuses(lesson)
-        assert found == f"no linear layer goes behind its pooling ({', '.join(modes)})"
-
-
 def test_what_cannot_be_made_is_refused(
     lesson: Lesson, teacher: TextEncoder, tmp_path: Path
 ) -> None:
     recipe = FewerLayers(2)
     assert recipe.refuses(lesson) == "the teacher has 2 layers"
     few = replace(lesson, rows=lesson.rows.slice(0, 49))
-    assert (
-        Pruned("pruned-30", 30, 30).refuses(few)
-        == "there are 49 rows to learn from, and 50 are needed"
-    )
+    assert Pruned(30).refuses(few) == "there are 49 rows to learn from, and 50 are needed"
     sentence_model(tmp_path, "distilbert")
     other = TextEncoder(str(tmp_path / "saved"))
     assert "no plain BERT (DistilBertModel)" in recipe.refuses(replace(lesson, model=other))

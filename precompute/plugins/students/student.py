@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +18,15 @@ import pyarrow as pa
 
 from precompute.engine.rows import Outcome
 from precompute.engine.runner import Runner
-from precompute.model import Model, ReadingModel
+from precompute.model import FittedKind, Model, ReadingModel
 from precompute.store.disk.record import Record, field, read_record, replace, sealed
+from precompute.store.doors import MODELS
 from precompute.store.errors import ConfigError, ModelError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.techniques.accuracy import (
     NEIGHBOURS,
     metric_of,
     neighbour_recalls,
-    neighbour_similarities,
     rank_correlation,
     row_cosines,
 )
@@ -34,7 +34,7 @@ from precompute.techniques.row_errors import is_measured, ordered_overlap
 
 if TYPE_CHECKING:
     # imports torch, which takes a second
-    from precompute.students.training import Recipe
+    from precompute.plugins.students.training import Recipe
 
 FOLDER = "students"
 """Folder of the students, in the project's."""
@@ -52,20 +52,16 @@ MIN_ROWS = 50
 SURE = 3.0
 """Standard errors that a promise lies below what was measured."""
 
-MLP = "precompute.students.mlp:Mlp"
-MODULES = frozenset({MLP})
-"""What a student's ``torch_module`` may be."""
 _OF_TEXT = ("column", "output")
 _OF_ENCODER = ("device", "max_tokens", "too_long", "prompt", "query_prompt", "truncate_dim")
 USES: dict[str, tuple[str, Collection[str]]] = {
     "text_encoder": ("path", (*_OF_TEXT, *_OF_ENCODER)),
     "static_embedding": ("path", _OF_TEXT),
-    "lightgbm": ("path", ("columns", "output")),
-    "torch_module": ("weights", ("module", "args", "inputs", "outputs", "concurrent")),
 }
+FITTED = ("path", ("columns", "output"))
 """What computes a student: built-in model → the argument that is a path in its folder, and the
-others that recipes write. Whatever else a record names would run or write files, and a seal is no
-signature: anybody can make one."""
+others that recipes write; and the same of every model of the door that learns. Whatever else a
+record names would run or write files, and a seal is no signature: anybody can make one."""
 
 
 class Agreement(Record, frozen=True):
@@ -120,7 +116,6 @@ class Student(Record, frozen=True):
         made_at: when, ISO 8601 in UTC.
         versions: of the libraries that made it.
         technique: that it was made for, by its name; None for any.
-        cascade: shares of rows that it may answer before its teacher, and the recall of all.
         rejected_rows: of those that it was judged on, how many it rejects and its teacher does not;
             they are left out of all figures.
     """
@@ -145,7 +140,6 @@ class Student(Record, frozen=True):
     made_at: str
     versions: dict[str, str] = field(default_factory=dict)
     technique: str | None = None
-    cascade: list[dict[str, float]] = field(default_factory=list)
     rejected_rows: int = 0
     version: int = VERSION
 
@@ -181,6 +175,8 @@ def read_student(folder: Path) -> Student:
             f"{path} is of version {student.version}, and {VERSION} is read here: make the student"
             " again with `precompute optimize`"
         )
+    if MODELS.has(student.use) and not MODELS.is_here(student.use):
+        raise ConfigError(f"{path}: {MODELS.absence(student.use)}")
     if strange := _strange(student, folder):
         raise ConfigError(
             f"{path} is no record that `precompute optimize` wrote: {strange}; make the student"
@@ -192,13 +188,15 @@ def read_student(folder: Path) -> Student:
 def _strange(student: Student, folder: Path) -> str:
     """What a record, or a link in its folder, names that no recipe makes; an empty text where there
     is nothing."""
-    if student.use not in USES:
-        return f"it computes by {student.use!r}, and students by {', '.join(USES)}"
-    place, others = USES[student.use]
+    use = student.use
+    if use in USES:
+        place, others = USES[use]
+    elif MODELS.has(use) and isinstance(MODELS.open(use), FittedKind):
+        place, others = FITTED
+    else:
+        return f"it computes by {use!r}, and students by {', '.join(USES)} or a model that learns"
     if unknown := sorted(set(student.args) - {place, *others}):
-        return f"{student.use} has an argument {unknown[0]!r}, which no student has"
-    if student.use == "torch_module" and student.args.get("module") not in MODULES:
-        return f"its module is {student.args.get('module')!r}, and a student's is {MLP!r}"
+        return f"{use} has an argument {unknown[0]!r}, which no student has"
     named, home = student.args.get(place), folder.resolve()
     if not isinstance(named, str) or not f"{named}/".startswith(f"./{MODEL}/"):
         return f"{place} is {named!r}, and a student's files are in ./{MODEL}"
@@ -338,7 +336,7 @@ def is_held_out(groups: npt.NDArray[np.uint64], share: float) -> npt.NDArray[np.
 # ---- Every way to make a student, by what it is for
 
 
-BY = ("distil", "prune", "qat", "cascade")
+BY = ("distil", "prune", "qat")
 """Ways of making a student."""
 
 
@@ -346,19 +344,19 @@ def recipes(by: str | None, purpose: str | None) -> list[Recipe]:
     """The recipes to try, the quickest first.
 
     Args:
-        by: one of :data:`BY`; None, or ``cascade``, for all: each may be first in a cascade.
+        by: one of :data:`BY`; None for all.
         purpose: ``batch`` for what may compute a view's rows, ``fallback`` for what answers misses
             in a fraction of the teacher's time; None for both.
     """
     # torch takes a second to import
-    from precompute.students.columns_student import SmallMlp, Trees
-    from precompute.students.static_table import StaticTable
-    from precompute.students.text_student import RECIPES
+    from precompute.plugins.students.columns_student import fitted
+    from precompute.plugins.students.static_table import StaticTable
+    from precompute.plugins.students.text_student import RECIPES
 
-    behind_misses: list[Recipe] = [StaticTable(), SmallMlp(), Trees()]
+    behind_misses: list[Recipe] = [StaticTable(), *fitted()]
     in_batches = list(RECIPES)
     found = {None: behind_misses + in_batches, "fallback": behind_misses, "batch": in_batches}
-    return [one for one in found[purpose] if by in (None, "cascade", one.by)]
+    return [one for one in found[purpose] if by in (None, one.by)]
 
 
 # ---- Judged: how near a student comes to its teacher on rows it never saw, and how fast it is
@@ -367,23 +365,11 @@ def recipes(by: str | None, purpose: str | None) -> list[Recipe]:
 TAIL = 0.05
 """Share of the rows whose cosine to the teacher's is below ``tail_cosine``: the worst ones."""
 
-SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
-"""Of rows that a cascade answers by the student."""
-
 ROUND_S = 0.2
 """That each model computes for, at least, in a round: what takes 1.5 ms is measured by chance."""
 
 MISSES = 64
 """Rows that are computed one at a time, as a miss is."""
-
-
-class Cascade(NamedTuple):
-    """A cascade's ``share`` of rows by the student, those whose confidence is at least
-    ``threshold``; and ``recall``, of all rows, the teacher's counted as right."""
-
-    share: float
-    threshold: float
-    recall: float
 
 
 def computed(
@@ -442,41 +428,6 @@ def index_recalls(
             **{name: float(values.mean()) for name, values in recalls.items()},
         }
     return figures
-
-
-def cascade_recalls(
-    view: FeatureView, teacher: pa.RecordBatch, student: pa.RecordBatch, queries: int
-) -> list[Cascade]:
-    """What a cascade would come to, which answers by the student where that is confident, and else
-    by the teacher: for each of :data:`SHARES`. Empty for a view without vectors.
-
-    Confidence is the mean similarity of the student's vector to its ten nearest in the teacher's
-    index: of docstrings by a static table, its correlation with the cosine to the teacher's vector
-    is 0.98; what a regression says by the vector alone, 0.54.
-
-    Args:
-        view: the feature on which its index is, or else its first vector, counts.
-        teacher, student, queries: as of :func:`index_recalls`.
-    """
-    vectors = [feature.name for feature in view.features if feature.dim is not None]
-    if not vectors or teacher.num_rows <= NEIGHBOURS:
-        return []
-    name, metric = (
-        (view.index.on, view.index.metric) if view.index is not None else (vectors[0], "cosine")
-    )
-    a, b = (
-        np.asarray(batch.column(name).flatten()).reshape(batch.num_rows, -1)
-        for batch in (teacher, student)
-    )
-    recalls = neighbour_recalls(a, b, metric, into=True, queries=queries)
-    confidence = neighbour_similarities(a, b[:queries], metric)
-    order = np.argsort(-confidence, kind="stable")
-    found = []
-    for share in SHARES:
-        count = max(1, round(share * len(order)))
-        lost = float((1 - recalls[order[:count]]).sum())
-        found.append(Cascade(share, float(confidence[order[count - 1]]), 1 - lost / len(order)))
-    return found
 
 
 def rates(
