@@ -1,5 +1,5 @@
 """Errors: every error that is raised on purpose, as one small tree. Foreign exceptions (duckdb,
-redis, pyarrow, OSError) are translated at the seam that imports the library, always ``from exc``. A
+pyarrow, OSError) are translated at the seam that imports the library, always ``from exc``. A
 message says what went wrong, with which value, and what to do."""
 
 from __future__ import annotations

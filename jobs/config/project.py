@@ -3,7 +3,7 @@ whole; an error names file, key, value and remedy.
 
 Relative paths start from the folder of ``project.yaml``; those of a view stay as they are written
 until it is opened. A mistake in a view's file is that view's: the others go on. Secrets, such as
-the password in a Redis URL, belong in the environment and nowhere else.
+a password in a URL, belong in the environment and nowhere else.
 """
 
 from __future__ import annotations

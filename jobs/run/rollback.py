@@ -2,7 +2,7 @@
 that the online store lost, or a pointer that a crash left behind.
 
 A rollback is one move of the pointer where the online store still holds the snapshot, which works
-when Redis is full.
+when that is full.
 """
 
 from __future__ import annotations

@@ -322,7 +322,7 @@ def _look_after(project: Project, stack: contextlib.ExitStack) -> None:
         stack.callback(follower.stop)
         restore_files = restore_files or follower.restore_files
     if restore_files is not None or storage_of(project.root).local:
-        # beside Redis with a root elsewhere, where a look reads all rows, the scheduler looks
+        # where root and store are both elsewhere, a look reads all rows: the scheduler looks
         rounds = Rounds(project.offline, online, project.names, mend=restore_files)
         stack.callback(rounds.stop)
 

@@ -1,7 +1,7 @@
 """Technique: the base class of a technique, a way to compute a model by other numbers or kernels
 than the reference; and the files that several of them make: exported graphs, engines. One file of
 this wing is one technique, or a few that differ by their numbers; its line in
-:mod:`precompute.techniques.table` makes it known to views, ``tune`` and the accuracy gate."""
+:mod:`precompute.techniques.table` makes it known to views and the accuracy gate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Service: features of several views under one name, joined to one row for each entity. Serving and
 training read this one definition.
 
-The configuration builds it; who has none, such as a notebook, may write one down in Python.
+The configuration builds it; who has none, such as a script, may write one down in Python.
 """
 
 from __future__ import annotations

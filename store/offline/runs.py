@@ -269,7 +269,7 @@ class Usage(Record):
     loaded_rows: int = 0
     """Rows and tombstones that were loaded into the online store."""
     loaded_bytes: int = 0
-    """Size of the table file that was loaded; for Redis, of keys and packed rows."""
+    """Size of the table file that was loaded; elsewhere, of keys and packed rows."""
     overlay: bool = False
     """Whether these were loaded over what is live, and not as a base."""
     idle: float | None = None

@@ -50,7 +50,7 @@ class FileCheck(NamedTuple):
 
 
 class ServerReport(NamedTuple):
-    """What one of a store's servers says of itself, for people. ``what`` it is, as ``Redis``.
+    """What one of a store's servers says of itself, for people. ``what`` it is.
     ``ahead_s``: by how many seconds its clock is ahead of this machine's; None where that cannot be
     known."""
 

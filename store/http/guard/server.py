@@ -151,7 +151,7 @@ ANSWER_S = 1.0
 
 _OTHER_FILES = 256
 """Files that a worker has open beside its connections: mapped stores and indexes, links to models
-and to Redis, logs."""
+and to online stores, logs."""
 
 
 class GuardedServer(uvicorn.Server):
