@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from precompute.model import Model, digest
-    from precompute.plugins.notebook.open_project import OpenProject
+    from precompute.plugins.notebook.open_project import OpenProject as OpenProject
     from precompute.store.answers.lookup import Lookup
     from precompute.store.answers.service import Service, ServicePart
     from precompute.store.client import AsyncClient, Client, Tls, ViewLookupRequest
@@ -47,7 +47,6 @@ __all__ = [
     "ModelError",
     "NoAnswerError",
     "OnlineStoreError",
-    "OpenProject",
     "OverloadedError",
     "PrecomputeError",
     "RejectedError",
@@ -65,6 +64,9 @@ __all__ = [
     "open",
     "services",
 ]
+
+_OF_A_PLUG_IN = "OpenProject"
+"""Public, but not of ``__all__``: ``from precompute import *`` goes on where it is not here."""
 
 _MODULES = {
     "AsyncClient": "precompute.store.client",
@@ -130,11 +132,11 @@ def services(folder: "str | Path") -> "dict[str, Service]":
 
 def __getattr__(name: str) -> Any:
     """What is public, from where it is: a client loads no more than it needs."""
-    if name not in __all__:
+    if name not in (*__all__, _OF_A_PLUG_IN):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        if name == "OpenProject":
-            return import_module("precompute.store.doors").NAMES.open("precompute.OpenProject")
+        if name == _OF_A_PLUG_IN:
+            return import_module("precompute.store.doors").NAMES.open(f"precompute.{name}")
         return getattr(import_module(_MODULES.get(name, "precompute.store.errors")), name)
     except ModuleNotFoundError as exc:
         if (exc.name or "").partition(".")[0] == "precompute":

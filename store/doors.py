@@ -184,10 +184,11 @@ FOLDER = Path(__file__).parents[1] / "plugins"
 class Door(Generic[T]):
     """One kind of extension, ``T`` being its contract. Nothing is imported before :meth:`open`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *needs: str) -> None:
+        """``needs`` are attributes that whatever comes in has: another package's is looked at."""
         self.name = name
         """As :data:`KNOWN` and entry points have it, such as ``command``."""
-        self._known = KNOWN[name]
+        self._known, self._needs = KNOWN[name], needs
 
     @cached_property
     def _foreign(self) -> dict[str, EntryPoint]:
@@ -238,7 +239,7 @@ class Door(Generic[T]):
         return (
             f"{self.name} {name!r} comes with the plug-in {way.power}, which is not installed here"
             f" (no folder {os.path.join('precompute', 'plugins', way.power)}): install"
-            f" precompute-store with it, or {otherwise or f'do without {name!r}'}"
+            f" precompute-store again, which has it, or {otherwise or f'do without {name!r}'}"
         )
 
     def open(self, name: str) -> T:
@@ -277,6 +278,11 @@ class Door(Generic[T]):
                 f"{self.name} {name!r} of {point.value} cannot be loaded: {type(exc).__name__}:"
                 f" {exc}; mend that package, or take it out"
             ) from exc
+        if lacks := [need for need in self._needs if not hasattr(found, need)]:
+            raise ConfigError(
+                f"{self.name} {name!r} leads to {point.value}, which is none: it has no"
+                f" {', '.join(lacks)}; mend that package, or take it out"
+            )
         return found
 
     def all(self) -> Iterator[tuple[str, T]]:
@@ -315,38 +321,38 @@ def _is_here(way: Way) -> bool:
     return (FOLDER / way.power / "__init__.py").is_file()
 
 
-COMMANDS: Door[Callable[[Any], None]] = Door("command")
+COMMANDS: Door[Callable[[Any], None]] = Door("command", "__call__")
 """A word after ``precompute`` → ``add(commands)``, which adds the one command of this name."""
 
-METRICS: Door[type[Any]] = Door("metrics")
+METRICS: Door[type[Any]] = Door("metrics", "instruments", "caches")
 """Of ours the key of the power → the class of
 :class:`precompute.store.http.telemetry.instruments.PowerFigures` with what it counts."""
 
-MISSES: Door[type[Any]] = Door("misses")
+MISSES: Door[type[Any]] = Door("misses", "columns", "submit", "close", "words")
 """A key of a view's record (:attr:`precompute.store.feature_view.FeatureView.powers`) → the class
 of a :class:`precompute.store.answers.misses.MissHandler`, which answers misses of such views."""
 
-MODELS: Door[Callable[..., Any]] = Door("model")
+MODELS: Door[Callable[..., Any]] = Door("model", "__call__", "fingerprint", "compute")
 """A view's ``model.use`` → the class, which makes a :class:`precompute.model.Model` of
 ``model.args``; of one that is also a :class:`precompute.model.FileKind`, ``precompute init --model
 FILE`` knows the files, and of a :class:`precompute.model.TemplateKind` ``--template MODEL`` makes
 a view."""
 
-TECHNIQUES: Door[Callable[[str], Any]] = Door("technique")
+TECHNIQUES: Door[Callable[[str], Any]] = Door("technique", "__call__")
 """``<precision>-<backend>`` → the :class:`precompute.techniques.technique.Technique` of that name,
 made from it."""
 
-ONLINE: Door[Any] = Door("online")
+ONLINE: Door[Any] = Door("online", "open", "miss_cache")
 """The scheme of a URL in the configuration's ``online`` → the store that such a URL names, as an
 :class:`~precompute.store.online.url.OnlineKind`. Table files are the rooms' own."""
 
-ROOTS: Door[Callable[[str, Path, Collection[Any]], Path]] = Door("root")
+ROOTS: Door[Callable[[str, Path, Collection[Any]], Path]] = Door("root", "__call__")
 """The scheme of a URL in the configuration's ``root`` → what opens such a root: given the URL, the
 folder that holds ``project.yaml``, and the keys of powers there, it mounts a
 :class:`precompute.store.disk.storage.Storage` unless that is mounted already, and returns the
 folder that it is mounted at, an absolute one. Folders are the rooms' own."""
 
-FOLLOWERS: Door[type[Any]] = Door("followers")
+FOLLOWERS: Door[type[Any]] = Door("followers", "follower", "publish", "follow", "end")
 """A folder in a view's → the class of a :class:`precompute.store.account.followers.Followers`,
 which has other hosts serve what is live, of a root that is not local, by what it keeps there."""
 
@@ -356,22 +362,22 @@ ROUTES: Door[Any] = Door("route")
 NAMES: Door[Any] = Door("name")
 """A name that users import of :mod:`precompute` or :mod:`precompute.testing` → what it is."""
 
-LAUNCHERS: Door[Callable[[Any, int], Any]] = Door("launcher")
+LAUNCHERS: Door[Callable[[Any, int], Any]] = Door("launcher", "__call__")
 """A value of ``engine.on`` → what makes of that section and of how many workers there are at most a
 :class:`precompute.jobs.run.shards.launcher.Launcher`."""
 
-PROJECT_KEYS: Door[type[Any]] = Door("project key")
+PROJECT_KEYS: Door[type[Any]] = Door("project key", "model_validate", "spec")
 """A key of ``project.yaml``, with the sections that it stands in, as ``serve.tracing`` → the class
 of a :class:`precompute.jobs.config.open_section.Keys` that has it."""
 
-SNAPSHOTS: Door[type[Any]] = Door("snapshots")
+SNAPSHOTS: Door[type[Any]] = Door("snapshots", "committed", "published", "going")
 """A folder in a view's, also the key that a configuration asks for it by → the class of a
 :class:`precompute.store.offline.hooks.SnapshotHook`, which derives that folder from the view's
 snapshots."""
 
-TRACES: Door[Callable[[Any, str], Any]] = Door("traces")
+TRACES: Door[Callable[[Any, str], Any]] = Door("traces", "__call__")
 """A key of the section ``serve``, with its name → what makes of that key's ``spec`` and the name of
 a process of the server a :class:`precompute.store.http.telemetry.instruments.Tracer`."""
 
-VIEW_KEYS: Door[type[Any]] = Door("view key")
+VIEW_KEYS: Door[type[Any]] = Door("view key", "model_validate", "spec")
 """A key of a view's file, with the sections that it stands in → as of :data:`PROJECT_KEYS`."""

@@ -135,7 +135,16 @@ class Commands:
             self.named[name] = command
 
     def _fill(self, name: str) -> None:
-        COMMANDS.open(name)(self)
+        add, command = COMMANDS.open(name), self.named[name]
+        try:
+            add(self)
+        except Exception as exc:
+            if isinstance(exc, ConfigError) or name in COMMANDS.known():
+                raise
+            why = f"{type(exc).__name__}: {exc}"
+            raise ConfigError(_unusable(name, why)) from exc
+        if command.get_default("call") is None:
+            raise ConfigError(_unusable(name, "it adds no command of that name"))
 
     def add_foreign(self) -> None:
         """Add the commands of other packages, which are looked for where none of ours is meant."""
@@ -196,6 +205,13 @@ class Commands:
         command.set_defaults(call=call, command=name, reads=reads)
         self.named[name] = command
         return command
+
+
+def _unusable(name: str, why: str) -> str:
+    return (
+        f"command {name!r} {COMMANDS.what(name)} cannot be used: {why}; mend that package, or take"
+        " it out"
+    )
 
 
 def folder_of(arguments: argparse.Namespace) -> str | None:

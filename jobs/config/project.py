@@ -51,7 +51,7 @@ from precompute.store.doors import LAUNCHERS, PROJECT_KEYS, ROOTS
 from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.url import FORMS as ONLINE_FORMS
-from precompute.store.online.url import table_folder
+from precompute.store.online.url import absolute_url, table_folder
 
 if TYPE_CHECKING:
     from precompute.jobs.config.view import ViewConfig
@@ -337,7 +337,7 @@ class Project:
             )
         self.settings = read_settings(self.folder, over)
         self.root = self._mounted_root()
-        self.online = self._absolute_online(self.settings.online)
+        self.online = absolute_url(self.settings.online, self.folder)
         self._vars = {
             name: {".": "./", "..": "../"}.get(value, value)
             for name, value in self.settings.vars.items()
@@ -549,10 +549,6 @@ class Project:
         return (
             ROOTS.open(scheme)(url, self.home, self.settings.powers) if found else self.home / url
         )
-
-    def _absolute_online(self, online: str) -> str:
-        folder = table_folder(online)
-        return online if folder is None else f"table:{(self.folder / folder).absolute()}"
 
     def _check_references(self, read: _Views) -> None:
         for name, view in list(read.right.items()):

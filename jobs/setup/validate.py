@@ -213,10 +213,23 @@ def _day(partition: Partition) -> str:
     return str(partition).partition("/")[0].removesuffix("T00:00Z")
 
 
+def _check_technique(opened: OpenView) -> None:
+    """Have at hand what a run computes by; whether it suits the model, the run tells."""
+    # torch takes a second to import
+    from precompute.techniques.technique import technique
+
+    try:
+        technique(opened.variant)
+    except ConfigError as exc:
+        raise ConfigError(f"{opened.technique_place()}: {exc}") from exc
+
+
 def _computed(project: Project, config: ViewConfig, partition: Partition | None) -> str:
     """What the model makes of the first rows, in float32."""
     began = time.monotonic()
     with _opened(project, config, partition) as opened:
+        if opened.variant != REFERENCE:
+            _check_technique(opened)
         head = opened.source.head(ROWS).combine_chunks()
         model = opened.model
         loaded_s = time.monotonic() - began

@@ -35,7 +35,11 @@ OWN: Mapping[str, str] = {
 }
 """Name, as tables and fingerprints have it → file and class."""
 
-NAMES = (*OWN, *TECHNIQUES.known(), *TECHNIQUES.foreign())
+NAMES = (
+    *OWN,
+    *TECHNIQUES.known(),
+    *(name for name in TECHNIQUES.foreign() if name.rpartition("-")[0]),
+)
 """Of every technique, whether what it comes with is installed or not. What stands before the last
 dash is a view's ``precision``, what stands behind it its ``backend``; the first of a precision is
 the one that ``backend: auto`` means."""

@@ -17,9 +17,8 @@ class OnlineKind(Protocol):
     """What a scheme of the door ``online`` leads to: an object with these two, or a module.
 
     It is given the URL as it was written, which messages show without what stands before an ``@``
-    behind ``//`` and without what stands behind a ``?``: no password may stand elsewhere. A path
-    that is relative to a project's folder it cannot know: ``base`` is None there, the working
-    directory."""
+    behind ``//`` and without what stands behind a ``?``: no password may stand elsewhere. One whose
+    URLs have paths has ``absolute(url, base)``, too (:func:`absolute_url`)."""
 
     def open(self, url: str, base: Path | None, memory_mb: int) -> OnlineStore:
         """See :func:`open_online_store`."""
@@ -56,6 +55,20 @@ def table_folder(url: str) -> str | None:
     else:
         raise ConfigError(f"online: {shown_url(url)!r}: {ONLINE.absence(scheme)}")
     raise ConfigError(f"online: {shown_url(url)!r} {why}")
+
+
+def absolute_url(url: str, base: Path) -> str:
+    """What a URL of ``project.yaml`` means, whatever the working directory is: its path starts from
+    ``base``, the project's folder, where it names a file.
+
+    Raises:
+        ConfigError: as of :func:`table_folder`.
+    """
+    folder, scheme = table_folder(url), url.partition(":")[0]
+    if folder is not None:
+        return f"table:{(base / folder).absolute()}"
+    absolute = None if scheme in _OURS else getattr(_kind(url), "absolute", None)
+    return url if absolute is None else str(absolute(url, base))
 
 
 def shown_url(url: str) -> str:

@@ -36,6 +36,11 @@ def call(arguments):
 
 def broken(commands):
     raise RuntimeError("not today")
+
+def another(commands):
+    commands.add("welcome", call, "say a friendly word")
+
+nothing = None
 """
 
 
@@ -43,7 +48,9 @@ def broken(commands):
 def package(install: Install) -> Path:
     return install(
         {"others.py": GREETS},
-        "command.greet = others:add\ncommand.gone = others:nothing_of_this_name\n",
+        "command.greet = others:add\ncommand.gone = others:nothing_of_this_name\n"
+        "command.broken = others:broken\ncommand.hello = others:another\n"
+        "command.nothing = others:nothing\n",
     )
 
 
@@ -64,3 +71,21 @@ def test_another_packages_command_is_one_like_ours(package: Path, tmp_path: Path
         " module 'others' has no attribute 'nothing_of_this_name'; mend that package, or take it"
         " out\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("broken", "command 'broken' of others cannot be used: RuntimeError: not today"),
+        ("hello", "command 'hello' of others cannot be used: it adds no command of that name"),
+        ("nothing", "command 'nothing' leads to others:nothing, which is none: it has no __call__"),
+    ],
+)
+def test_one_that_cannot_be_used_says_so_and_no_other_is_lost(
+    package: Path, tmp_path: Path, name: str, why: str
+) -> None:
+    done = called(package, name, folder=tmp_path)
+    told = f"precompute: {why}; mend that package, or take it out\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
+    completed = called(package, "completion", "bash", "--", "gre", folder=tmp_path)
+    assert (completed.stdout, completed.stderr) == ("greet\n", "")

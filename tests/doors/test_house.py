@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ import pytest
 
 from precompute.store.doors import KNOWN, Door
 from precompute.store.errors import ConfigError
-from tests.doors.conftest import POWERS, weeks
+from tests import REPOSITORY
+from tests.doors.conftest import POWERS, Install, weeks
 from tests.server import make_folder
 
 
@@ -33,3 +37,32 @@ def test_a_house_without_it_starts(house: tuple[str, Path], tmp_path: Path) -> N
     _, copy = house
     make_folder(tmp_path, {"numbers": {}})
     weeks(copy, copy, tmp_path)
+
+
+WRONG = """
+from precompute.store import doors
+for door in [one for one in vars(doors).values() if isinstance(one, doors.Door)]:
+    try:
+        print(door.name, door.open("wrong"))
+    except doors.ConfigError as exc:
+        print(exc)
+"""
+
+
+def test_what_another_packages_name_leads_to_is_looked_at(install: Install, tmp_path: Path) -> None:
+    """A name may mean anything, and a route is looked at where they are put together."""
+    points = "".join(f"{door.replace(' ', '-')}.wrong = others:wrong\n" for door in KNOWN)
+    site = install({"others.py": "wrong = 3\n"}, points)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", WRONG],
+        env=os.environ | {"PYTHONPATH": f"{site}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    told = dict(line.split(" 'wrong' ") for line in done.stdout.splitlines() if "'wrong'" in line)
+    assert done.stderr == ""
+    assert {*KNOWN} - {*told} == {"name", "route"}
+    for door, line in told.items():
+        assert line.startswith("leads to others:wrong, which is none: it has no "), door
+        assert line.endswith("; mend that package, or take it out"), door

@@ -79,7 +79,7 @@ def test_status_tells_what_it_left(house: tuple[str, Path], tmp_path: Path) -> N
         (line,) = json.loads(called(copy, "status", "--json", folder=tmp_path).stdout)
         told = [text for text in line["attention"] if "comes with the plug-in" in text]
         assert [text.rpartition("): ")[2] for text in told] == [
-            "install precompute-store with it, or remove what it left,"
+            "install precompute-store again, which has it, or remove what it left,"
             f" {tmp_path}/var/numbers/{name}"
             for name in names
         ]

@@ -14,7 +14,8 @@ from tests.server import make_folder
 
 OPENS = """
 import precompute
-print(precompute.Client.__name__)
+from precompute import *
+print(Client.__name__)
 for tried in (lambda: precompute.open(".").views, lambda: precompute.OpenProject.__name__):
     try:
         print(tried())
@@ -40,7 +41,7 @@ def test_a_project_is_opened_or_says_in_a_line_that_it_is_not_here(
     )
     told = (
         "name 'precompute.OpenProject' comes with the plug-in notebook, which is not installed here"
-        " (no folder precompute/plugins/notebook): install precompute-store with it, or do without"
+        " (no folder precompute/plugins/notebook): install precompute-store again, which has it, or do without"
         " 'precompute.OpenProject'"
     )
     name = "precompute.OpenProject"

@@ -45,7 +45,7 @@ def test_its_urls_are_told_in_a_line_with_file_and_line(
     absent = [
         f"online: '{scheme}://…@host:6379/0': online '{scheme}' comes with the plug-in"
         f" {KNOWN['online'][scheme].power}, which is not installed here (no folder"
-        f" precompute/plugins/{KNOWN['online'][scheme].power}): install precompute-store with it,"
+        f" precompute/plugins/{KNOWN['online'][scheme].power}): install precompute-store again, which has it,"
         f" or do without '{scheme}'"
         for scheme in schemes
     ]
@@ -128,6 +128,9 @@ class JsonStore(OnlineStore):
     def views(self): return sorted(view for view, of in self.whole().items() if of["pointer"])
     def close(self): pass
 
+def absolute(url, base):
+    return f"json:{(base / url.partition(':')[2]).absolute()}"
+
 def open(url, base, memory_mb):
     return JsonStore((base or Path()) / url.partition(":")[2])
 
@@ -145,8 +148,9 @@ def package(install: Install) -> Path:
 
 
 def test_another_packages_online_store_is_one_like_ours(package: Path, tmp_path: Path) -> None:
-    over(f"json:{tmp_path}/online.json", tmp_path)
+    over("json:./online.json", tmp_path)
     weeks(package, REPOSITORY, tmp_path)
+    # beside project.yaml, wherever it is called from
     assert json.loads((tmp_path / "online.json").read_text())["numbers"]["tables"].keys() == {"1"}
     over("jsno:./online.json", tmp_path)
     told = called(package, "status", folder=tmp_path).stderr
@@ -155,6 +159,6 @@ def test_another_packages_online_store_is_one_like_ours(package: Path, tmp_path:
     over("broken:./online", tmp_path)
     (line,) = called(package, "run", "numbers", folder=tmp_path).stderr.splitlines()
     assert line == (
-        "precompute: view 'numbers': online 'broken' of others_online:no_store cannot be loaded: AttributeError: module"
+        "precompute: online 'broken' of others_online:no_store cannot be loaded: AttributeError: module"
         " 'others_online' has no attribute 'no_store'; mend that package, or take it out"
     )

@@ -31,7 +31,7 @@ def test_its_urls_are_told_in_a_line_with_file_and_line(
         assert done.stderr == (
             f"precompute: {tmp_path}/{where}{url!r}: root {scheme!r} comes with the plug-in"
             f" {power}, which is not installed here (no folder precompute/plugins/{power}):"
-            f" install precompute-store with it, or do without {scheme!r}\n"
+            f" install precompute-store again, which has it, or do without {scheme!r}\n"
         )
 
 

@@ -104,7 +104,7 @@ def test_a_stand_in_answers_or_says_in_a_line_that_it_is_not_here(
         assert done.stderr.splitlines()[-1] == (
             "precompute.store.errors.ConfigError: name 'precompute.testing.StandIn' comes with the"
             " plug-in stand_in, which is not installed here (no folder precompute/plugins/stand_in):"
-            " install precompute-store with it, or do without 'precompute.testing.StandIn'"
+            " install precompute-store again, which has it, or do without 'precompute.testing.StandIn'"
         )
     else:
         assert (done.stdout, done.returncode) == ("[2.0]\n", 0), done.stderr

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from precompute.store.doors import KNOWN
 from precompute.techniques.table import words
-from tests.doors.conftest import called, names_of, without_each_of
+from tests.doors.conftest import Install, called, names_of, without_each_of
+from tests.fixtures import MakeProject
+from tests.jobs.test_converted_view import LOOSE, ROWS, torch_project
 from tests.server import make_folder
 
 
@@ -27,3 +29,40 @@ def test_its_techniques_say_so_at_the_key_that_names_one(
             rf"numbers\.yaml:\d+: model\.backend: '{backend}': technique '{name}'", line
         ), line
         assert f"the plug-in {KNOWN['technique'][name].power}, which is not installed here" in line
+
+
+# ---- another package's
+
+
+EAGER = """
+from precompute.techniques.technique import Technique, module_of
+class Eager(Technique):
+    def missing(self, device): return ""
+    def gain(self, device, model): return 1.1
+    def converted(self, model, batches, folder): return module_of(model, self.dtype, batches)
+"""
+
+
+def test_another_packages_technique_is_one_like_ours(
+    install: Install, make_project: MakeProject
+) -> None:
+    site = install(
+        {"others_technique.py": EAGER},
+        "technique.bf16-mine = others_technique:Eager\n"
+        "technique.bf16-gone = others_technique:nothing_of_this_name\n",
+    )
+    told = list[str]()
+    for backend in ("mine", "gone"):
+        chosen = {"precision": "bf16", "backend": backend, "accuracy": LOOSE}
+        project = torch_project(make_project, ROWS, view=chosen)
+        for command in ("validate", "run"):
+            done = called(site, command, "numbers", folder=project.folder)
+            assert done.returncode == (0 if backend == "mine" else 2), done.stdout + done.stderr
+            told += [line for line in (done.stdout + done.stderr).splitlines() if "bf16-" in line]
+    computed, *refused = told
+    assert computed.endswith("; in float32, where a run computes by bf16-mine")
+    assert [re.sub(r".*views/numbers.yaml:\d+: ", "", line) for line in refused] == [
+        "model.backend: technique 'bf16-gone' of others_technique:nothing_of_this_name cannot be"
+        " loaded: AttributeError: module 'others_technique' has no attribute"
+        " 'nothing_of_this_name'; mend that package, or take it out"
+    ] * 2

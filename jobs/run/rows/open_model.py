@@ -248,6 +248,11 @@ class OpenModel:
         """File and line of a key of the view, for a message."""
         return place_of(self.view, self.folder, key)
 
+    def technique_place(self) -> str:
+        """:meth:`place` of what names the technique: the back end where the view has one."""
+        auto = self.view.definition.model.backend == "auto"
+        return self.place("model", "precision" if auto else "backend")
+
     def fingerprint_by(self, technique: str) -> str:
         """The fingerprint of the same model by another technique."""
         return model_fingerprint(
@@ -288,7 +293,7 @@ class OpenModel:
                 use_variant(model, self.variant, lambda: self.examples(self.variant), self.compiled)
         except ConfigError as exc:
             raise ConfigError(
-                f"{self.place('model', 'precision')}: {str(exc).removeprefix('precision ')}"
+                f"{self.technique_place()}: {str(exc).removeprefix('precision ')}"
             ) from exc
 
     def examples(self, variant: str) -> pa.Table:
