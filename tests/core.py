@@ -18,8 +18,8 @@ import pytest
 from tests import REPOSITORY
 
 PLUGINS = Path("precompute/plugins")
-LOOKS_AT_ALL = re.compile(r"tests/(doors/)?test_\w+\.py::")
-"""Tests of the house as a whole, run with plug-ins too, whether they passed without or not."""
+ASKS = re.compile(r"precompute\.store(\.| import )doors|\bis_here\b|_rig\b")
+"""Files of tests that ask what is here test more with plug-ins: they run again there."""
 
 
 def copy_core(folder: Path) -> None:
@@ -68,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--without-passed",
         metavar="XML",
         type=Path,
-        help="leave out what passed by this JUnit file, but for tests of the house as a whole",
+        help="leave out what passed by this JUnit file, unless it asks which plug-ins are here",
     )
 
 
@@ -76,10 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     recorded: Path | None = config.getoption("without_passed")
     if recorded is not None:
         done = passed(recorded)
+        asks = {path for path in {item.path for item in items} if ASKS.search(path.read_text())}
         left = [
-            item
-            for item in items
-            if LOOKS_AT_ALL.match(item.nodeid) or name_in_record(item.nodeid) not in done
+            item for item in items if item.path in asks or name_in_record(item.nodeid) not in done
         ]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
         items[:] = left
