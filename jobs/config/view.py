@@ -80,7 +80,7 @@ class ModelConfig(Section):
     """What turns rows into features."""
 
     use: str
-    """a built-in (text_encoder, top_k, two_tower, chat_endpoint, …: docs/reference.md), or a class
+    """a built-in (text_encoder, top_k, two_tower, …: docs/reference.md), or a class
     of yours as package.module:Class"""
     args: dict[str, Any] = Field(default_factory=dict)
     """keyword arguments; {sql: SELECT …} becomes an Arrow table"""

@@ -91,7 +91,7 @@ def technique(name: str) -> Technique:
     """
     if name not in NAMES:
         precision, backend = words(name)
-        # what a view says as `int8` and `openvino` has another name, and is no `int8-openvino`
+        # a view's word for a precision may be short: its name is no technique's then
         if (
             precision in PRECISIONS
             and backend in BACKENDS

@@ -462,7 +462,7 @@ INSTRUMENTS = tuple(value for value in list(globals().values()) if isinstance(va
 
 
 class CacheFigures(NamedTuple):
-    """What was answered in the model's stead: a line of the page's table of caches."""
+    """What was answered in the model's stead, as a line of a table of caches."""
 
     what: str
     """For people, such as ``similar inputs of``; the view's name stands behind it."""
@@ -482,7 +482,7 @@ counted, of each series that counted anything."""
 
 
 class PowerFigures(Protocol):
-    """What a power counts, and what the page shows of that;
+    """What a power counts, and what people are shown of that;
     :data:`precompute.store.doors.METRICS` leads to its class."""
 
     instruments: ClassVar[Sequence[Instrument]]
@@ -490,7 +490,7 @@ class PowerFigures(Protocol):
 
     @staticmethod
     def caches(counts: Counts) -> Iterator[CacheFigures]:
-        """Lines of the page's table of caches."""
+        """Lines of the table of caches."""
 
 
 @cache
