@@ -278,6 +278,13 @@ class ProjectConfig(OpenSection):
         return online
 
 
+def _kept(error: ConfigError) -> ConfigError:
+    """An error without the frames that it came through: kept, they would keep what they hold, and
+    DuckDB complains at the end of a process of types that are left."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
+
+
 def read_settings(folder: Path, over: Mapping[str, Any] | None = None) -> ProjectConfig:
     """What ``project.yaml`` says; its views are not looked at, and need not be there.
 
@@ -375,7 +382,7 @@ class Project:
             try:
                 read.right[name] = self._read(self.folder / "views" / f"{name}.yaml", read.models)
             except ConfigError as exc:
-                read.broken[name] = exc
+                read.broken[name] = _kept(exc)
         self._check_references(read)
         return read
 
@@ -472,7 +479,7 @@ class Project:
             try:
                 read[path.stem] = read_service(path)
             except ConfigError as exc:
-                read[path.stem] = exc
+                read[path.stem] = _kept(exc)
         return read
 
     def service(self, name: str) -> Service:

@@ -165,3 +165,15 @@ def test_an_override_that_spoils_a_view_is_that_views_mistake(folder: Path) -> N
     assert json.dumps(str(project.broken["numbers"])).startswith(
         '"environment PRECOMPUTE_VIEWS__NUMBERS__TTL: ttl'
     )
+
+
+def test_its_mistake_is_kept_without_what_it_came_through(folder: Path) -> None:
+    """Frames kept to the end of a process keep DuckDB's types, and it complains of that."""
+    command = [sys.executable, "-P", "-m", "precompute.jobs.cli", "-c", str(folder)]
+    done = subprocess.run(
+        [*command, "drop", "numbers", "--yes"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
