@@ -20,7 +20,13 @@ from typing import Literal
 
 from precompute.jobs.config.project import Project
 from precompute.store.disk.storage import known_identity
-from precompute.store.errors import ConfigError, ConflictError, PrecomputeError
+from precompute.store.doors import GROUP, KNOWN
+from precompute.store.errors import (
+    ConfigError,
+    ConflictError,
+    PrecomputeError,
+    nearest_or_all,
+)
 from precompute.store.online import kernels
 from precompute.store.online.url import open_online_store, shown_url, table_folder
 from precompute.store.times import parsed_time, shown_time
@@ -57,6 +63,7 @@ def examine(project: Project | ConfigError | None) -> Iterator[Line]:
     looks: list[Callable[[], Iterator[Line]]] = [
         _python,
         _libraries,
+        _packages,
         _extensions,
         _processor,
         _gpu,
@@ -115,6 +122,28 @@ def _libraries() -> Iterator[Line]:
     found = "; ".join(wrong) or f"{len(there)} of {len(there)} are there: {named}"
     remedy = "pip install 'precompute-store[cpu]', or [gpu]"
     yield _judged("libraries", bool(wrong), found, remedy)
+
+
+def _packages() -> Iterator[Line]:
+    """What other packages bring, and names of theirs that nothing will ever open."""
+    doors = {door.replace(" ", "-"): ways for door, ways in KNOWN.items()}
+    there, wrong = [], []
+    for point in sorted(metadata.entry_points(group=GROUP)):
+        door, _, name = point.name.partition(".")
+        named = f"{point.name} of {'?' if point.dist is None else point.dist.name}"
+        if door not in doors:
+            wrong.append(f"{named}: there is no door {door!r}{nearest_or_all(door, doors)}")
+        elif name in doors[door]:
+            wrong.append(f"{named}: {name!r} is ours, and stays so")
+        else:
+            there.append(named)
+    if there or wrong:
+        yield _judged(
+            "plug-ins of others",
+            bool(wrong),
+            "; ".join(wrong or there),
+            "have that package name it otherwise (docs/extend.md), or take it out",
+        )
 
 
 def _meets(version: str, bound: str) -> bool:

@@ -132,6 +132,28 @@ def test_each_trouble_has_its_remedy(
     assert "none-such" not in found["libraries"].found
 
 
+@pytest.mark.parametrize(
+    ("points", "status", "said"),
+    [
+        ("command.greet = a:b\nmodel.shout = a:c", "ok", "command.greet of x; model.shout of x"),
+        ("comand.greet = a:b", "bad", "comand.greet of x: there is no door 'comand'; did you mean"),
+        ("online.redis = a:b", "bad", "online.redis of x: 'redis' is ours, and stays so"),
+    ],
+)
+def test_what_other_packages_bring_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: str, status: str, said: str
+) -> None:
+    folder = tmp_path / "x-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text(f"[precompute.plugins]\n{points}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    line = lines(None)["plug-ins of others"]
+    assert line.status == status
+    assert line.found.startswith(said)
+    assert bool(line.remedy) == (status == "bad")
+
+
 def test_a_store_that_cannot_be_used(make_project: MakeProject, away: str) -> None:
     line = lines(make_project(ROWS, project={"online": away}))["online store"]
     assert (line.status, "Not a directory" in line.found) == ("bad", True)
