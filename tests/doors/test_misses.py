@@ -174,6 +174,7 @@ class GuessFigures:
 
 class Strange:
     instruments = (Instrument("precompute_lookup_rows", Kind.COUNTER, "Rows answered", ("view",)),)
+    caches = GuessFigures.caches
 """
 POINTS = """
 view-key.guess = others_guess:GuessKeys

@@ -51,18 +51,22 @@ def test_another_packages_technique_is_one_like_ours(
         "technique.bf16-mine = others_technique:Eager\n"
         "technique.bf16-gone = others_technique:nothing_of_this_name\n",
     )
-    told = list[str]()
-    for backend in ("mine", "gone"):
+    said = dict[str, str]()
+    for backend, commands in (("mine", ["validate", "run"]), ("gone", ["validate"])):
         chosen = {"precision": "bf16", "backend": backend, "accuracy": LOOSE}
         project = torch_project(make_project, ROWS, view=chosen)
-        for command in ("validate", "run"):
+        for command in commands:
             done = called(site, command, "numbers", folder=project.folder)
             assert done.returncode == (0 if backend == "mine" else 2), done.stdout + done.stderr
-            told += [line for line in (done.stdout + done.stderr).splitlines() if "bf16-" in line]
-    computed, *refused = told
-    assert computed.endswith("; in float32, where a run computes by bf16-mine")
-    assert [re.sub(r".*views/numbers.yaml:\d+: ", "", line) for line in refused] == [
+            if command == "validate":
+                (said[backend],) = [line for line in done.stdout.splitlines() if "bf16-" in line]
+            else:
+                use = project.snapshot().view.definition.model
+                assert (use.precision, use.backend) == ("bf16", "mine")
+                assert len(project.rows()) == len(ROWS)
+    assert said["mine"].endswith("; in float32, where a run computes by bf16-mine")
+    assert re.sub(r".*views/numbers.yaml:\d+: ", "", said["gone"]) == (
         "model.backend: technique 'bf16-gone' of others_technique:nothing_of_this_name cannot be"
         " loaded: AttributeError: module 'others_technique' has no attribute"
         " 'nothing_of_this_name'; mend that package, or take it out"
-    ] * 2
+    )
