@@ -78,6 +78,8 @@ class Trials:
         self._reference: Outcome | None = None
         self._loaded_bytes = resident_bytes()
         self.ready: dict[str, Callable[[], object]] = {}
+        self.refused: dict[str, str] = {}
+        """Candidate that computed the sample once, and not in batches as a run has them → why."""
         self.pass_s: dict[str, float] = {}
         """Candidate that is ready → seconds of its first pass."""
         self.comparisons: dict[str, list[TechniqueComparison]] = {}
@@ -129,18 +131,28 @@ class Trials:
             until: of :func:`time.monotonic`; no further round is begun that would end later, after
                 the first.
             announce: called with what begins.
+
+        Raises:
+            ModelError: float32 computes nothing.
         """
         runners = {name: Runner(self._model, self._opened.view) for name in self.ready}
         seconds: dict[str, list[float]] = {name: [] for name in self.ready}
         for number in range(ROUNDS):
             began = time.monotonic()
             announce(f"measuring {len(self.ready)} candidates, round {number + 1} of {ROUNDS}")
-            for name, restore in self.ready.items():
-                restore()
+            for name in seconds:
                 started = time.monotonic()
-                for _ in runners[name].stream([self.sample]):
-                    pass
+                try:
+                    self.ready[name]()
+                    started = time.monotonic()
+                    for _ in runners[name].stream([self.sample]):
+                        pass
+                except ModelError as exc:
+                    if name == REFERENCE:
+                        raise
+                    self.refused[name] = str(exc)
                 seconds[name].append(time.monotonic() - started)
+            seconds = {name: s for name, s in seconds.items() if name not in self.refused}
             now = time.monotonic()
             if now + (now - began) > until:
                 break
@@ -354,6 +366,7 @@ def _measured(
     rates = trials.rates(until, announce)
     for line in lines:
         rate = rates.get(line["name"])
+        line["refused"] = trials.refused.get(line["name"], line["refused"])
         line["rows_per_s"] = None if rate is None else round(rate.rows_per_s, 1)
         line["speed"] = (
             None if rate is None else round(rate.rows_per_s / rates[REFERENCE].rows_per_s, 3)

@@ -19,7 +19,7 @@ from precompute.models.torch_model import TorchModel
 from precompute.plugins.tune import tune as tune_module
 from precompute.plugins.tune.command import describe_tuning
 from precompute.plugins.tune.tune import ROUNDS, Rate, Trials, tune
-from precompute.store.errors import ConfigError, GateError, SourceError
+from precompute.store.errors import ConfigError, GateError, ModelError, SourceError
 from precompute.techniques.technique import technique
 from tests.fixtures import MakeProject
 from tests.jobs.test_broken_view import MESSAGE, spoiled
@@ -166,6 +166,36 @@ def test_each_candidate_is_measured_as_what_it_is_in_turns(
     names = ["fp32-eager", "bf16-eager", "fp32-onednn"]
     assert [name for name, _ in computed] == names * (1 + ROUNDS)
     assert all(found == values[name] for name, found in computed)
+
+
+def test_what_computes_the_sample_and_not_its_batches_is_refused(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a graph whose batches all had one length when it was made."""
+    own = Trials.tried
+
+    def tried(self: Trials, name: str) -> dict[str, Any]:
+        line = own(self, name)
+        if name == "bf16-eager":
+
+            def fails() -> None:
+                raise ModelError("dimension 1 was 15, and is 13 now")
+
+            self.ready[name] = fails
+        return line
+
+    monkeypatch.setattr(Trials, "tried", tried)
+    project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
+    found = tune(project, "numbers", only=["bf16-eager", "fp32-onednn"], write=False)
+    reference, bf16, onednn = found["measured"]
+    assert (bf16["refused"], bf16["speed"], bf16["batch_ms"]) == (
+        "dimension 1 was 15, and is 13 now",
+        None,
+        {},
+    )
+    assert [line["refused"] for line in (reference, onednn)] == [None, None]
+    assert reference["speed"] == 1.0
+    assert onednn["rows_per_s"] > 0
 
 
 def test_a_view_whose_file_is_wrong_is_refused_with_the_mistake(
