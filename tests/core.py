@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -18,30 +17,23 @@ import pytest
 from tests import REPOSITORY
 
 PLUGINS = Path("precompute/plugins")
+LEFT = shutil.ignore_patterns(
+    *(".git", ".venv*", "var", "dist", "build", "results", "tuning", "students"),
+    *("__pycache__", ".*_cache", ".hypothesis", "*.egg-info"),
+)
 ASKS = re.compile(r"precompute\.store(\.| import )doors|\bis_here\b|_rig\b")
 """Files of tests that ask what is here test more with plug-ins: they run again there."""
 
 
 def copy_core(folder: Path) -> None:
-    """Copy all files that git knows or would add, and what was built, but for plug-ins."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=REPOSITORY,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    built = (
-        path.relative_to(REPOSITORY)
-        for room in ("precompute", "store")
-        for path in (REPOSITORY / room).rglob("*.so")
-    )
+    """Copy the repository, with what was built in it, but for plug-ins and what tools leave."""
+
+    def left_out(within: str, names: list[str]) -> set[str]:
+        plugins = {name for name in names if Path(within, name) == REPOSITORY / PLUGINS}
+        return plugins | LEFT(within, names)
+
     shutil.rmtree(folder, ignore_errors=True)
-    for name in (*map(Path, filter(None, listed.split("\0"))), *built):
-        path = REPOSITORY / name
-        if not name.is_relative_to(PLUGINS) and (path.is_symlink() or path.is_file()):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, folder / name, follow_symlinks=False)
+    shutil.copytree(REPOSITORY, folder, symlinks=True, ignore=left_out)
 
 
 def name_in_record(node_id: str) -> str:
