@@ -46,6 +46,13 @@ def test_its_models_say_so_at_the_key_that_names_one(
         done = called(copy, "init", "new", "--template", name, folder=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert f"model '{name}' comes with the plug-in {power}, which is" in done.stderr
+        if "lightgbm" in absent:
+            done = called(copy, "init", "new", "--template", "model", folder=tmp_path)
+            (line,) = done.stderr.splitlines()
+            assert "--template model: model 'lightgbm' comes with the plug-in trees, which" in line
+            assert line.endswith(
+                "or give a model's file and rows for it (--model FILE --from FILE)"
+            )
 
 
 def test_what_asks_all_models_about_a_file_imports_no_torch() -> None:

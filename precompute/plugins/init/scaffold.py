@@ -16,9 +16,12 @@ from precompute.plugins.init.data_file import look_at
 from precompute.plugins.init.model_file import FOLDER, filled
 from precompute.plugins.init.view_draft import Draft, checked_template, draft, suited
 from precompute.store.disk.durable_file import disk_message, replace_undurably
+from precompute.store.doors import MODELS
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.feature_view import NAME
 
+SAMPLE_MODEL = "lightgbm"
+"""What reads the sample of the template model."""
 HARMLESS = re.compile(
     r"\..*|(readme|license|licence|copying|changelog|notice)(\..*)?|.*\.(md|csv|tsv|parquet|gz)|(data|venv)",
     re.IGNORECASE,
@@ -157,6 +160,9 @@ def _planned(folder: Path, wanted: Wanted, name: str | None = None) -> Scaffold:
         raise ConfigError(f"--template model: give {lacks}, too")
     if source is None:
         template = template or "embeddings"
+        if template == "model" and not MODELS.is_here(SAMPLE_MODEL):
+            instead = "give a model's file and rows for it (--model FILE --from FILE)"
+            raise ConfigError(f"--template model: {MODELS.absence(SAMPLE_MODEL, instead)}")
         # as it will lie in the project
         data, model = look_at(FOLDER / "books.csv", FOLDER), FOLDER / "book_price.txt"
     else:
