@@ -47,7 +47,7 @@ class Metrics:
         lookup: whose views are reported.
         meter: what is counted with; by default one of this application's own, so that two in a
             process (as in tests) count apart.
-        views: what is known of the lookup's views; shared with the page, if there is one.
+        views: what is known of the lookup's views; shared with whoever shows them.
         fallback_ready: whether a view's model stands behind its misses now.
     """
 
