@@ -218,7 +218,7 @@ class Door(Generic[T]):
     def is_here(self, name: str) -> bool:
         """Whether what a name of this door leads to is installed: a look at a folder."""
         way = self._known.get(name)
-        return name in self._foreign if way is None else _is_here(way)
+        return name in self._foreign if way is None else _is_here(FOLDER, way.power)
 
     def what(self, name: str) -> str:
         """A line for people about a name of this door."""
@@ -252,7 +252,7 @@ class Door(Generic[T]):
         way = self._known.get(name)
         if way is None:
             return self._opened_foreign(name)
-        if not _is_here(way):
+        if not _is_here(FOLDER, way.power):
             raise ConfigError(self.absence(name))
         module, _, attribute = way.target.partition(":")
         try:
@@ -316,9 +316,11 @@ def _may_have_foreign() -> bool:
     return False
 
 
-def _is_here(way: Way) -> bool:
+@cache
+def _is_here(folder: Path, power: str) -> bool:
+    """One answer for a process: what computes misses, and what rows say of it, are asked apart."""
     # a folder of nothing but what was compiled once is none
-    return (FOLDER / way.power / "__init__.py").is_file()
+    return (folder / power / "__init__.py").is_file()
 
 
 COMMANDS: Door[Callable[[Any], None]] = Door("command", "__call__")

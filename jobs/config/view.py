@@ -301,12 +301,7 @@ class ViewConfig(OpenSection):
                     f"features.{name}: {name!r} is the name of an answer's own column; call the"
                     f" feature something else (taken: {', '.join(sorted(taken))})"
                 )
-        for keys in self.powers:
-            for name in {*self.features, *self.entity}.intersection(keys.columns()):
-                raise ValueError(
-                    f"{next(iter(keys.spec()))}: answers have a column {name!r} of their own then;"
-                    " call the feature or key something else"
-                )
+        self._check_powers()
         self._check_chunk()
         for name in self.accuracy.features:
             if name not in self.features:
@@ -396,6 +391,24 @@ class ViewConfig(OpenSection):
                 f"partition.keep: rows of {duration(partition.keep)} ago are to be served, and ttl"
                 f" lets them expire after {duration(self.ttl)}: make ttl as long"
             )
+
+    def _check_powers(self) -> None:
+        """Whether what powers add to answers has names of its own, and one of them at most computes
+        misses in the model's stead."""
+        own = {*self.features, *self.entity}
+        added, by = set[str](), ""
+        for keys in self.powers:
+            key = [*keys.spec(), *keys.known()][0]
+            for name in sorted((own | added).intersection(keys.columns())):
+                instead = "call the feature or key something else"
+                raise ValueError(
+                    f"{key}: answers have a column {name!r} of their own then;"
+                    f" {instead if name in own else 'another key has it, too: take one out'}"
+                )
+            added.update(keys.columns())
+            if by and keys.misses_by() is not None:
+                raise ValueError(f"{key}: {by} computes misses in the model's stead: take one out")
+            by = keys.misses_by() or by
 
     def _check_chunk(self) -> None:
         spec = self._chunk_spec()

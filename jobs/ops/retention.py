@@ -126,7 +126,7 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
     if not take_over:
         _check_ours(project, name)
     with spending_reserve(project.root), contextlib.ExitStack() as held:
-        if storage_of(folder).changed_ns(folder) is not None:
+        if not storage_of(folder).local or folder.is_dir():
             busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it"
             held.enter_context(
                 take(folder, PUBLISH_LEASE, "drop", ttl_s=project.settings.lease, busy=busy)

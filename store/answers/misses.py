@@ -213,9 +213,12 @@ class Misses:
         rest: Rest = partial(self._begun, answer, kinds[1:])
         try:
             handler = self._handler(kinds[0])
-            return handler.submit(
+            futures = handler.submit(
                 answer.pointer, keys, inputs, answer.deadline, answer.oldest_s, rest
             )
+            if len(futures) != len(keys):
+                raise ValueError(f"{len(futures)} futures for {len(keys)} keys")
+            return futures
         except Exception:
             log.exception(
                 "%s cannot answer misses of view %r; it goes on without",

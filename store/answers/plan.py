@@ -4,6 +4,7 @@ request as the store has them."""
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from precompute.store.online.found_rows import ColumnReader, PackedKeys
 from precompute.store.online.online_store import Pointer
 from precompute.store.times import AnswerSource, Reason, Status
 from precompute.store.wire.lookup_options import MAX_KEYS
+
+log = logging.getLogger(__name__)
 
 ANSWER_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
     ("key", pa.string()),
@@ -125,7 +128,11 @@ class AnswerPlan:
         """What a row says that another model than the view's computed."""
         by = "" if pointer.in_stead is None else view.misses_by or ""
         if by in self.handlers:
-            self.computed_says = self.handlers[by].says(pointer)
+            try:
+                self.computed_says = self.handlers[by].says(pointer)
+            except Exception:
+                # rows are not to be lost by what is said of them
+                log.exception("misses %r cannot say who computes rows of %r", by, view.name)
         self.own_columns = len(ANSWER_FIELDS) + len(self.more_fields)
         """Number of columns that every answer has before the features."""
         self.wanted = view.features if features is None else tuple(map(view.feature, features))

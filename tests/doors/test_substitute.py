@@ -43,6 +43,19 @@ class DiceKeys(Keys):
             raise ConfigError("fallback.dice: a die has six sides")
         return Die(view)
 
+class CoinKeys(DiceKeys):
+    dice: None = None
+    coin: int | None = None
+
+    def spec(self):
+        return {} if self.coin is None else {"fallback.coin": self.coin}
+
+    def columns(self):
+        return ["heads"]
+
+    def misses_by(self):
+        return "fallback.coin"
+
 class Die:
     def __init__(self, view):
         self.pips, self.view = view.powers[KEY], view
@@ -93,7 +106,8 @@ class DiceMisses:
 def package(install: Install) -> Path:
     return install(
         {"dice.py": DICE},
-        "view-key.fallback.dice = dice:DiceKeys\nmisses.fallback.dice = dice:DiceMisses\n",
+        "view-key.fallback.dice = dice:DiceKeys\nmisses.fallback.dice = dice:DiceMisses\n"
+        "view-key.fallback.coin = dice:CoinKeys\n",
     )
 
 
@@ -131,3 +145,15 @@ def test_another_packages_model_computes_misses(package: Path, tmp_path: Path) -
     assert (stored["status"], "pips" in stored) == ("fresh", False)
     assert (computed["status"], computed["pips"]) == ("computed", 2)
     assert computed["model"] != stored["model"]
+    silent = DICE.replace('return {"pips"', 'raise RuntimeError("lost")\n        return {"pips"')
+    (package / "dice.py").write_text(silent)
+    computed = row("200")
+    assert (computed["status"], computed.get("pips")) == ("computed", None)
+
+
+def test_two_that_would_compute_the_same_misses_are_refused(package: Path, tmp_path: Path) -> None:
+    fallback = {"enabled": True, "dice": 2, "coin": 1}
+    make_folder(tmp_path, {"numbers": {"fallback": fallback}})
+    (line,) = called(package, "validate", "numbers", folder=tmp_path).stdout.splitlines()
+    assert "computes misses in the model's stead: take one out" in line
+    assert "numbers.yaml:" in line
