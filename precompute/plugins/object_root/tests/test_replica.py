@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from precompute.jobs.ops import retention
 from precompute.jobs.ops.retention import drop
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.rollback import reconcile
@@ -479,6 +480,24 @@ def until(done: Callable[[], bool]) -> None:
 
 
 # ---- what may go, and what may not
+
+
+def test_who_drops_a_view_takes_its_leases_whatever_is_listed(
+    bucket: ObjectStore, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing may be late, and a run begin at the same time."""
+    project, taken = project_on(bucket, make_project, [(1, 1.0)]), list[str]()
+    project.run()
+    project.store.storage.delete_all(project.store.leases)
+    own = retention.take
+
+    def take(folder: Path, name: str, *given: Any, **more: Any) -> Any:
+        taken.append(name)
+        return own(folder, name, *given, **more)
+
+    monkeypatch.setattr(retention, "take", take)
+    drop(project, "numbers")
+    assert taken == [retention.PUBLISH_LEASE, retention.DROP_LEASE]
 
 
 def test_a_view_that_was_dropped_meanwhile_is_served_no_more(
