@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from precompute.jobs.ops import retention
 from precompute.jobs.ops.retention import drop
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.rollback import reconcile
@@ -33,6 +32,7 @@ from precompute.store.account.account import (
 from precompute.store.account.checker import Rounds, check_live
 from precompute.store.account.followers import Followers
 from precompute.store.answers.lookup import Lookup
+from precompute.store.disk import lease
 from precompute.store.disk.record import replace
 from precompute.store.disk.storage import unmount_all
 from precompute.store.doors import ROUTES
@@ -44,6 +44,7 @@ from precompute.store.errors import (
     VectorIndexError,
 )
 from precompute.store.http.app import create_app
+from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE
 from precompute.store.online.online_store import OnlineStore
 from tests.asgi import call
 from tests.fixtures import MakeProject, write_project
@@ -489,15 +490,15 @@ def test_who_drops_a_view_takes_its_leases_whatever_is_listed(
     project, taken = project_on(bucket, make_project, [(1, 1.0)]), list[str]()
     project.run()
     project.store.storage.delete_all(project.store.leases)
-    own = retention.take
+    own = lease.take
 
     def take(folder: Path, name: str, *given: Any, **more: Any) -> Any:
         taken.append(name)
         return own(folder, name, *given, **more)
 
-    monkeypatch.setattr(retention, "take", take)
+    monkeypatch.setattr("precompute.jobs.ops.retention.take", take)
     drop(project, "numbers")
-    assert taken == [retention.PUBLISH_LEASE, retention.DROP_LEASE]
+    assert taken == [PUBLISH_LEASE, DROP_LEASE]
 
 
 def test_a_view_that_was_dropped_meanwhile_is_served_no_more(
