@@ -16,7 +16,8 @@ import pyarrow as pa
 from benchmarks.common import report
 from precompute.store.disk.record import replace
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from precompute.store.offline.segment import Part
+from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.times import utc_now
 

@@ -105,7 +105,7 @@ def _account(store: ViewStore, online: OnlineStore) -> str:
 
 
 def _live(store: ViewStore) -> tuple[LiveRef, Snapshot, str]:
-    """The live pointer, its snapshot, and in words, what that builds on."""
+    """The live pointer, its snapshot, and in words, what that is made of."""
     ref = store.refs.live()
     if ref is None:
         raise SnapshotError(f"nothing is live: precompute run {store.name}")
@@ -113,7 +113,7 @@ def _live(store: ViewStore) -> tuple[LiveRef, Snapshot, str]:
     return (
         ref,
         snapshot,
-        ", ".join(f"{layer.number} ({layer.kind})" for layer in store.chain(snapshot)),
+        f"{snapshot.number} of segments {', '.join(snapshot.names)}",
     )
 
 

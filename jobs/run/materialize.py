@@ -26,10 +26,9 @@ from precompute.jobs.run.judge.library import check_by_library
 from precompute.jobs.run.rows.chunks import Chunks, rows_in_words
 from precompute.jobs.run.rows.merging import (
     Replaced,
-    compacted,
     figures_of,
     merged,
-    write_deletes,
+    written,
 )
 from precompute.jobs.run.rows.open_view import (
     OpenView,
@@ -58,7 +57,8 @@ from precompute.store.errors import (
 )
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.runs import Report
-from precompute.store.offline.snapshot import Counts, Part, Snapshot, Verdict
+from precompute.store.offline.segment import Part
+from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.view_store import FRAME, OfflineStore, ViewStore
 from precompute.store.times import utc_now
 from precompute.techniques.table import REFERENCE
@@ -102,9 +102,11 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
         snapshot = _judge_draft(job, opened, plan, computed, draft, report)
         with report.stage("commit"):
             snapshot = job.store.commit(snapshot, job.lease)
-        files = (*snapshot.parts, snapshot.deletes, snapshot.rejected)
-        report.usage.written_bytes = sum(file.size_bytes for file in files if file is not None)
-        took_over = {Path(part.path).parent.name for part in (*draft.parts, *snapshot.parts)}
+        files = () if snapshot.own is None else snapshot.own.files
+        beside = () if snapshot.rejected is None else (snapshot.rejected,)
+        report.usage.written_bytes = sum(file.size_bytes for file in (*files, *beside))
+        own = () if draft.own is None else draft.own.parts
+        took_over = {Path(part.path).parent.name for part in (*own, *snapshot.parts)}
         attempts = attempts_of(job.store, report) if "shards" in report.engine else []
         for run in {report.run, *took_over, *attempts}:
             job.store.journals.end(run)
@@ -456,21 +458,21 @@ def _check_fit(
 def _draft_snapshot(
     job: Job, opened: OpenView, loaded: Loaded, plan: Plan, computed: ComputedRows, report: Report
 ) -> Snapshot:
-    """Make the draft: a snapshot, full or a delta, before compaction, gates and commit. Its deletes
-    are written."""
+    """Make the draft: a snapshot before merging, gates and commit. Its kills are written."""
     config, diff, source = job.config, plan.diff, opened.source
     with report.stage("write"):
-        deletes = write_deletes(job.store, report.run, opened, plan, computed.parts)
+        segment = written(job.store, opened, plan, computed.parts, computed.rejected, report.run)
     computed_at_us = [
         us for us in (diff.oldest_us, diff.newest_us, *computed.computed_at) if us is not None
     ]
+    below = () if plan.parent is None else plan.parent.segments
     renews = config.renew_unchanged and diff.unchanged + diff.resumed
     return Snapshot(
         view=opened.view,
         run=report.run,
         model=opened.fingerprint,
         counts=computed.counts,
-        parts=deletes.parts,
+        segments=below if segment is None else (*below, segment),
         rejected=computed.rejected,
         created_at=utc_now(),
         computed_at_min=min(computed_at_us, default=None),
@@ -479,10 +481,7 @@ def _draft_snapshot(
         input_columns={name: str(source.schema.field(name).type) for name in source.input_columns},
         timings_s={name: round(s, 3) for name, s in report.stages_s.items()},
         versions=report.versions,
-        kind="full" if plan.parent is None else "delta",
         parent=None if plan.parent is None else plan.parent.number,
-        deletes=deletes.part,
-        own_deletes=deletes.own,
         frame=None if config.source.frame is None else f"data/{report.run}/{FRAME}",
         frame_file=report.files.get("frame"),
         recipe=plan.recipe,
@@ -499,22 +498,20 @@ def _draft_snapshot(
 def _judge_draft(
     job: Job, opened: OpenView, plan: Plan, computed: ComputedRows, draft: Snapshot, report: Report
 ) -> Snapshot:
-    """Compact the draft where the plan says so, and judge it; returns the snapshot to commit, with
-    figures and verdicts."""
+    """Merge the draft's segments where the plan says so, and judge it; returns the snapshot to
+    commit, with figures and verdicts."""
     store, parent, replaced = job.store, plan.parent, None
     if parent is not None:
         replaced = Replaced(store, parent, draft, [*draft.view.entity, *draft.view.feature_names])
     with _marking_damage(store, parent):
-        if plan.compact:
-            with report.stage("compact"):
-                snapshot = compacted(store, opened, draft)
-        else:
+        snapshot = draft
+        if not plan.compact or draft.own is None:
             with report.stage("gates"):
                 figures = figures_of(store, draft, computed.figures, replaced)
                 snapshot = replace(draft, figures=figures)
-        if plan.since is not None:
+        if plan.merging:
             with report.stage("compact"):
-                snapshot = merged(store, snapshot, plan.since)
+                snapshot = merged(store, opened, snapshot, plan.stay)
         with report.stage("gates"):
             snapshot = _judge(job, opened).judge(snapshot, computed.verdicts, replaced)
     report.gates = list(snapshot.gates)

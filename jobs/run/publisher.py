@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.loader import Loader
@@ -35,7 +35,7 @@ from precompute.store.errors import (
     UnreadableError,
     VectorIndexError,
 )
-from precompute.store.history.changes import Changes
+from precompute.store.history.changes import Changes, shared_segments
 from precompute.store.offline import hooks
 from precompute.store.offline.part_file import layers_that_stay
 from precompute.store.offline.refs import LiveRef, Place
@@ -281,28 +281,28 @@ class Publisher:
         store, place, current = self._store, ref.place, self._current()
         if place.lossy or (current is not None and current.degraded):
             return None
-        chain = store.chain(snapshot)
-        position = {layer.number: i for i, layer in enumerate(chain)}
-        base = self._loaded_base(place, chain)
-        if base is None or (base.view.features, base.view.index) != (
+        loaded = self._loaded(place, snapshot)
+        if not loaded or (loaded[0].view.features, loaded[0].view.index) != (
             snapshot.view.features,
             snapshot.view.index,
         ):
             return None
-        # the layers that the snapshot builds on; others were merged since, or are of a snapshot
-        # that was rolled back from
-        places = [position[number] for _, number in place.layers if number in position]
-        weights = [layer.changed_rows for layer in chain]
+        base, shared = loaded[0], [shared_segments(layer, snapshot) for layer in loaded]
+        # the layers that the snapshot's list continues, and the base in any case; others were
+        # merged since, or are of a snapshot that was rolled back from
+        whole = (n == len(one.segments) for n, one in zip(shared, loaded, strict=True))
+        under_it = shared[: max(1, sum(takewhile(bool, whole)))]
+        weights = [max(one.rows, one.weight - one.rows) for one in snapshot.segments]
         most = MOST_CHANGED if snapshot.view.index is None else MOST_SEARCHED
-        if sum(weights[places[0] + 1 :]) > most * base.rows:
+        if not shared[0] or sum(weights[shared[0] :]) > most * base.rows:
             return None
-        new = sum(weights[places[-1] + 1 :])
+        new = sum(weights[under_it[-1] :])
         stay = (
-            layers_that_stay([sum(weights[i + 1 : j + 1]) for i, j in pairwise(places)], new)
+            layers_that_stay([sum(weights[i:j]) for i, j in pairwise(under_it)], new)
             if new
-            else len(places) - 1
+            else len(under_it) - 1
         )
-        top, under = chain[places[stay]], place.lowest(stay + 1)
+        top, under = loaded[stay], place.lowest(stay + 1)
         changes = Changes(store, top, snapshot)
         with self._report.stage("check"):
             changes.check_parts()
@@ -313,25 +313,28 @@ class Publisher:
             else None
         )
 
-    def _loaded_base(self, place: Place, chain: Sequence[Snapshot]) -> Snapshot | None:
-        """The base's snapshot, if the generations of ``place`` that ``chain`` builds on are loaded
-        as recorded; else None."""
+    def _loaded(self, place: Place, snapshot: Snapshot) -> list[Snapshot]:
+        """The snapshots of the generations of ``place``, the lowest first, as far as they are
+        loaded as recorded, and of one model with the snapshot."""
         loaded = {g.number: g for g in self._online.generations(self._store.name)}
-        layers, below = {layer.number: layer for layer in chain}, None
+        layers, below = list[Snapshot](), None
         for number, made in place.layers:
-            generation, layer = loaded.get(number), layers.get(made)
-            if layer is None and below is not None:
+            generation = loaded.get(number)
+            try:
+                layer = self._store.snapshot(made)
+            except SnapshotError as exc:
+                log.warning("%s", exc)
                 break
-            if generation is None or layer is None or generation.base != below:
-                return None
-            if (generation.snapshot, generation.run, layer.model) != (
-                made,
-                layer.run,
-                chain[-1].model,
+            if (
+                generation is None
+                or (generation.base, generation.snapshot, generation.run)
+                != (below, made, layer.run)
+                or layer.model != snapshot.model
             ):
-                return None
+                break
+            layers.append(layer)
             below = number
-        return layers[place.base_snapshot]
+        return layers
 
     def _flip(
         self,

@@ -272,14 +272,11 @@ class Past:
                 snapshots[number] = store.snapshot(number)
             except SnapshotError as exc:
                 log.warning("%s", exc)
-        standing = Standing(store, snapshots)
+        standing = Standing(store)
         self.newest: dict[str, Snapshot] = {}
         for _, snapshot in sorted(snapshots.items()):
-            try:
-                if snapshot.partition is not None and standing.bad_below(snapshot) is None:
-                    self.newest[snapshot.partition] = snapshot
-            except SnapshotError as exc:
-                log.warning("%s", exc)
+            if snapshot.partition is not None and standing.bad_below(snapshot) is None:
+                self.newest[snapshot.partition] = snapshot
         self.committed = {snapshot.run: snapshot for snapshot in snapshots.values()}
 
     def done_by(self, id: str, partition: str) -> Report | None:
@@ -348,7 +345,10 @@ class Past:
     def size_bytes(self, rows: int | None) -> int | None:
         """Size of the Parquet files of so many rows."""
         parts = [
-            part for snapshot in self.committed.values() for part in snapshot.parts if part.rows
+            part
+            for snapshot in self.committed.values()
+            for part in (() if snapshot.own is None else snapshot.own.parts)
+            if part.rows
         ]
         if rows is None or not parts:
             return None

@@ -54,8 +54,9 @@ from precompute.store.errors import (
     UnreadableError,
 )
 from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
+from precompute.store.offline.segment import Part, Segment
 from precompute.store.offline.selection import Selection, all_rows
-from precompute.store.offline.snapshot import Part, Snapshot
+from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.codec import State as RowState
@@ -463,12 +464,15 @@ class _Look:
         of one of all partitions those of its members, too."""
         store = self._store
         try:
-            for layer, part in () if self._publishing else self._built_on(snapshot):
+            for holder, segment, part in () if self._publishing else self._built_on(snapshot):
                 if not store.storage.local and not (store.folder / part.path).is_file():
                     # compared when it is fetched
                     continue
-                beside = part in (layer.rejected, layer.frame_file)
-                check = store.check_beside if beside else partial(store.check_part, layer)
+                check = (
+                    store.check_beside
+                    if segment is None
+                    else partial(store.check_part, holder, segment)
+                )
                 yield (
                     FileCheck(part.path, part.size_bytes, partial(_message, partial(check, part))),
                     Act.RUN,
@@ -476,19 +480,21 @@ class _Look:
         except SnapshotError as exc:
             self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
 
-    def _built_on(self, snapshot: Snapshot) -> Iterator[tuple[Snapshot, Part]]:
-        """The snapshots and their files, each once."""
+    def _built_on(self, snapshot: Snapshot) -> Iterator[tuple[Snapshot, Segment | None, Part]]:
+        """The files of the snapshot and its members, each once, with its segment; None of what lies
+        beside."""
         store, members = self._store, snapshot.members.values()
         # elsewhere each manifest is a request, and their files are compared before they are parsed
-        chains = [store.snapshot(n) for n in members] if store.storage.local else []
-        named: dict[str, tuple[Snapshot, Part]] = {}
-        for layer in (layer for of in (snapshot, *chains) for layer in store.chain(of)):
-            for part in layer.files:
-                named.setdefault(part.path, (layer, part))
-        for layer in (snapshot, *chains):
-            for beside in (layer.rejected, layer.frame_file):
+        holders = [snapshot, *(store.snapshot(n) for n in members if store.storage.local)]
+        named: dict[str, tuple[Snapshot, Segment | None, Part]] = {}
+        for holder in holders:
+            for segment in holder.segments:
+                for part in (segment.record, *segment.files):
+                    named.setdefault(part.path, (holder, segment, part))
+        for holder in holders:
+            for beside in (holder.rejected, holder.frame_file):
                 if beside is not None:
-                    named.setdefault(beside.path, (layer, beside))
+                    named.setdefault(beside.path, (holder, None, beside))
         yield from named.values()
 
     def _index_checks(self, folder: Path) -> Iterator[tuple[FileCheck, Act]]:

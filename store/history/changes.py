@@ -1,5 +1,4 @@
-"""Changes: how a snapshot differs from one that it builds on, which is what an overlay is loaded
-from; how the newest rows of several partitions differ from those that are served; and any two
+"""Changes: how a snapshot differs from another one, which is what an overlay is loaded from; how the newest rows of several partitions differ from those that are served; and any two
 snapshots compared, rows by key in DuckDB, and the figures of each feature."""
 
 from __future__ import annotations
@@ -8,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,13 +21,19 @@ from precompute.store.feature_view import Feature
 from precompute.store.history.versions import Tables, key_kinds, key_names, reading, tables_at
 from precompute.store.keys import key_column
 from precompute.store.offline.row_figures import RowFigures, ValueFigures, VectorFigures, distance
+from precompute.store.offline.segment import (
+    KILLS_SCHEMA,
+    Part,
+    Segment,
+    removed_keys,
+)
 from precompute.store.offline.selection import (
     Selection,
     file_row_bytes,
     reading_file,
     rows_beside,
 )
-from precompute.store.offline.snapshot import DELETES_SCHEMA, Part, Snapshot
+from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 
 
@@ -35,96 +41,74 @@ class Changes:
     """The rows of ``snapshot`` that are not ``since``'s, and the keys of ``since`` that
     ``snapshot`` has not.
 
+    Rows of segments that both have are the same rows, whatever lies over them; others count as
+    changed, copies among them.
+
     Args:
         store: of the view.
-        since: a snapshot of ``snapshot``'s chain.
-        snapshot: the later one.
+        since: a snapshot.
+        snapshot: another one, of one entity; its list of segments continues that of ``since`` as a
+            rule.
 
     Raises:
         SnapshotError: a file is missing or has another size.
     """
 
     def __init__(self, store: ViewStore, since: Snapshot, snapshot: Snapshot) -> None:
-        self._store, self._snapshot = store, snapshot
-        chain = store.chain(snapshot)
-        position = [layer.number for layer in chain].index(since.number)
-        self.layers: Sequence[Snapshot] = chain[position + 1 :]
-        """The snapshots after ``since``, the oldest first."""
-        self._first = len({part.path for layer in chain[: position + 1] for part in layer.parts})
-        """Number of the first file that ``since`` has not, among those of the chain."""
+        self._store, self._since, self._snapshot = store, since, snapshot
+        self._shared = shared_segments(since, snapshot)
+        self.segments: Sequence[Segment] = snapshot.segments[self._shared :]
+        """Those of ``snapshot`` that ``since`` has not, the lowest first."""
 
     @cached_property
+    def _selection(self) -> Selection:
+        return rows_beside(self._store.layers(self._snapshot), self._store.layers(self._since))
+
+    @property
     def rows(self) -> int:
-        """Rows written since that ``snapshot`` still has."""
-        layers = self._store.layers(self._snapshot)
-        return sum(layers.rows[self._first :]) - sum(
-            len(dead) for file, dead in layers.dead.items() if file >= self._first
-        )
+        """How many rows of ``snapshot`` are not ``since``'s."""
+        return self._selection.count
 
     @cached_property
     def removed(self) -> pa.Array:
         """Key texts of the entities that had a row and have none any more, string [n]: they left
         since, or what they are now was rejected. Some may never have been in ``since``."""
-        if all(layer.losses == 0 for layer in self.layers):
-            # all that are dead were replaced: of 50,000 rows that is 20 ms of reading keys
-            return pa.array([], pa.string())
-        dead = [self._dead(layer) for layer in self.layers if layer.deletes is not None]
-        keys = pc.unique(pa.concat_arrays([pa.array([], pa.string()), *dead]))
-        if len(keys):
-            entity = self._snapshot.view.entity
+        entity = self._snapshot.view.entity
+        keys = [pa.array([], pa.string())]
+        if self._shared == len(self._since.segments):
+            # so no key is read of the rows that were only replaced
+            for segment in self.segments:
+                if segment.kills is not None and segment.removed:
+                    path = self._store.whole_path(self._snapshot, segment.kills)
+                    keys.append(removed_keys(path, entity))
+        else:
+            layers = (self._store.layers(self._since), self._store.layers(self._snapshot))
+            gone = rows_beside(*layers).batches(list(entity))
+            keys += [key_column(batch, entity) for batch in gone]
+        left = pc.unique(pa.concat_arrays([column.cast(pa.string()) for column in keys]))
+        if len(left):
             for batch in self.batches(list(entity), 65536):
-                keys = keys.filter(pc.invert(pc.is_in(keys, key_column(batch, entity))))
-        return keys
-
-    @cached_property
-    def deletes(self) -> pa.Table | None:
-        """Which rows of ``since`` are none of ``snapshot``: what ``deletes.parquet`` of a delta
-        right over it has, with the keys; None where there are none."""
-        inherited = pa.array(
-            [
-                part.path
-                for layer in self._store.chain(self._snapshot)[: -len(self.layers)]
-                for part in layer.parts
-            ],
-            pa.string(),
-        )
-        tables = [self._read(layer, None) for layer in self.layers if layer.deletes is not None]
-        tables = [
-            table.filter(pc.is_in(table.column("part").cast(pa.string()), inherited))
-            for table in tables
-        ]
-        tables = [table.unify_dictionaries() for table in tables if table.num_rows]
-        return pa.concat_tables(tables) if tables else None
+                left = left.filter(pc.invert(pc.is_in(left, key_column(batch, entity))))
+        return left
 
     def batches(
         self, columns: Sequence[str] | None = None, batch_rows: int = 8192
     ) -> Iterator[pa.RecordBatch]:
-        """The rows written since that ``snapshot`` still has, as :meth:`ViewStore.batches` gives
-        them."""
-        return self._store.batches(self._snapshot, columns, batch_rows, first=self._first)
+        """The rows of ``snapshot`` that are not ``since``'s, in its order, at most ``batch_rows``
+        at a time; memory holds two row groups."""
+        for batch in self._selection.batches(columns):
+            for first in range(0, batch.num_rows, batch_rows):
+                yield batch.slice(first, batch_rows)
 
     def check_parts(self) -> None:
-        """As :meth:`ViewStore.check_parts`, of what came since alone."""
-        self._store.check_parts(self._snapshot, self.layers)
+        """As :meth:`ViewStore.check_parts`, of the segments alone that ``since`` has not."""
+        self._store.check_parts(self._snapshot, self.segments)
 
-    def _dead(self, layer: Snapshot) -> pa.Array:
-        """Key texts of the rows of earlier snapshots that are none of this one any more; those
-        replaced, too."""
-        entity = layer.view.entity
-        table = self._read(layer, ["part", *(f"key_{name}" for name in entity)])
-        # those of its own parts an interrupted run had computed: what is there of such a key is
-        # another row, an earlier snapshot's perhaps
-        own = pc.is_in(
-            table.column("part").cast(pa.string()),
-            pa.array([part.path for part in layer.parts], pa.string()),
-        )
-        earlier = table.drop_columns("part").filter(pc.invert(own))
-        return key_column(earlier.rename_columns(list(entity)), entity)
 
-    def _read(self, layer: Snapshot, columns: list[str] | None) -> pa.Table:
-        assert layer.deletes is not None
-        with reading_file(self._store.whole_path(layer, layer.deletes)) as file:
-            return file.read(columns)
+def shared_segments(one: Snapshot, other: Snapshot) -> int:
+    """How many segments two snapshots have in common, from the lowest on."""
+    pairs = zip(one.segments, other.segments, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0].name == pair[1].name, pairs))
 
 
 # ---- Newest rows: the newest row of each key among the snapshots of several partitions, beside the
@@ -162,7 +146,7 @@ class NewestRows:
 
     ``rows`` is the result's number of rows; ``parts`` the files with new rows, by reference;
     ``gone`` served rows that are not in the result, of which ``removed`` keys have no row any more;
-    ``own_dead`` rows of ``parts`` that are not in it. Both are tables of ``DELETES_SCHEMA`` and the
+    ``own_dead`` rows of ``parts`` that are not in it. Both are tables of ``KILLS_SCHEMA`` and the
     key's columns. ``back`` are rows to be copied, since their files are served already: they are
     read as they are copied.
     ``oldest_us`` and ``newest_us``: when rows of the result were computed, µs since 1970, None
@@ -188,8 +172,7 @@ class _Files:
         self._number: dict[str, int] = {}
 
     def of(self, snapshots: Iterable[Snapshot]) -> tuple[list[int], pa.Table]:
-        """Numbers of the files of the snapshots' chains, and their dead rows as a table of ``f``
-        and ``r``.
+        """Numbers of the snapshots' files, and their dead rows as a table of ``f`` and ``r``.
 
         Raises:
             SnapshotError: a file is missing or has another size.
@@ -198,9 +181,7 @@ class _Files:
         files: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
         rows: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
         for snapshot in snapshots:
-            parts = {
-                part.path: part for layer in self._store.chain(snapshot) for part in layer.parts
-            }
+            parts = {part.path: part for part in snapshot.parts}
             own = [self._number.setdefault(path, len(self._number)) for path in parts]
             self.parts |= parts
             numbers += own
@@ -361,7 +342,7 @@ class _Rows(Tables):
         return Back(paths, position.astype(np.int32), row)
 
     def _table(self, sql: str) -> pa.Table:
-        """As ``deletes.parquet`` has it."""
+        """As a file of kills has it, in the order of the query."""
         found = self._query(sql)
         names = pa.array(self._files.names(), pa.string())
         part = pa.DictionaryArray.from_arrays(
@@ -369,7 +350,7 @@ class _Rows(Tables):
         )
         columns = [part, *(found.column(name) for name in ("r", "removed", *self._keys))]
         return pa.Table.from_arrays(
-            columns, names=[*DELETES_SCHEMA.names, *(f"key_{name}" for name in self._entity)]
+            columns, names=[*KILLS_SCHEMA.names, *(f"key_{name}" for name in self._entity)]
         )
 
     def _scan(self, files: Sequence[int], dead: str | None) -> str:

@@ -27,7 +27,8 @@ from precompute.store.history.versions import (
 )
 from precompute.store.keys import key_text, split_key
 from precompute.store.offline.runs import run_of_folder
-from precompute.store.offline.snapshot import Part, Snapshot
+from precompute.store.offline.segment import COPIED, Part
+from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
@@ -133,7 +134,7 @@ def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation
     if len(parts) == len(entity):
         columns = [pa.array([int(part) if _INT64.fullmatch(part) else part]) for part in parts]
         requested = pa.table(columns, names=key_names(entity))
-        with reading(view), Versions(store, order, manifests, requested, memory_mb) as versions:
+        with reading(view), Versions(store, order, requested, memory_mb) as versions:
             explained = _explained(store, manifests, order, versions, live)
     rejections = list(_rejections(store, manifests, live, text))
     if not explained and not rejections:
@@ -154,7 +155,7 @@ def _explained(
     live: int | None,
 ) -> list[Version]:
     """The versions of the requested key, the newest first."""
-    standing = Standing(store, manifests)
+    standing = Standing(store)
     void = [standing.why_void(snapshot) for snapshot in order]
     periods = served_periods(store, manifests)
     spans = versions.spans()
@@ -177,7 +178,10 @@ def _explained(
             Version(
                 snapshot=oldest.number,
                 run=_run_of(
-                    store, versions.paths[span.file], versions.writers[span.file], span.computed_us
+                    store,
+                    versions.paths[span.file],
+                    versions.first_holders[span.file],
+                    span.computed_us,
                 ),
                 model=oldest.model,
                 partition=oldest.partition,
@@ -248,13 +252,15 @@ def _removed(
     return None if following is None or following in present else order[following]
 
 
-def _run_of(store: ViewStore, path: Path, writer: Snapshot, computed_us: int) -> str | None:
+def _run_of(store: ViewStore, path: Path, holder: Snapshot, computed_us: int) -> str | None:
     """The run that computed a row: the one whose folder its file is in, unless that run only copied
     rows together."""
-    if (writer.kind == "delta" and not writer.bases) or not writer.counts.unchanged:
+    if not path.name.startswith(COPIED):
         return run_of_folder(path.parent.name)
     for report in store.runs.reports(limit=1000):
-        if report.command in ("publish", "rollback") or report.partition != writer.partition:
+        # of all partitions, any may have computed it
+        other = report.partition != holder.partition and not holder.members
+        if other or report.command in ("publish", "rollback"):
             continue
         began_us, ended_us = microseconds(report.started_at), microseconds(report.finished_at)
         if began_us is not None and ended_us is not None and began_us <= computed_us <= ended_us:

@@ -93,7 +93,7 @@ def _missing(
 ) -> dict[str, str]:
     """The partitions that are over at ``latest`` and have no good snapshot → why; before the first
     good one only those that were computed."""
-    standing, missing = Standing(store, manifests), dict[str, str]()
+    standing, missing = Standing(store), dict[str, str]()
     done = [Partition.parse(name) for name in good]
     for one, following in zip(done, [*(p.start for p in done[1:]), latest], strict=True):
         for partition in partitions(_by(one), one.end, following):

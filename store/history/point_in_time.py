@@ -272,7 +272,7 @@ def _features_at(
         [*keys, pa.array(requested_us), pa.array(np.arange(len(requested_us)))],
         names=[*key_names(view.entity), "us", "i"],
     )
-    with reading(name), Versions(store, order, manifests, requested, memory_mb) as versions:
+    with reading(name), Versions(store, order, requested, memory_mb) as versions:
         matched = versions.known_at(periods, wanted.oldest_s)
         file = np.asarray(matched.column("f").fill_null(-1))
         row = np.asarray(matched.column("r").fill_null(-1))

@@ -24,8 +24,9 @@ from precompute.store.errors import (
     UnreadableError,
 )
 from precompute.store.offline.refs import Publishing
+from precompute.store.offline.segment import Part
 from precompute.store.offline.selection import reading_file
-from precompute.store.offline.snapshot import Part, Snapshot
+from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing, keeps_live
 from precompute.store.offline.stored_file import BROKEN, parsing
 from precompute.store.offline.view_store import ViewStore
@@ -166,7 +167,7 @@ def _period(
 def _good(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Snapshot]:
     """The snapshots that are best known of their time, by number: all with partitions, or none."""
     snapshots = [manifests[number] for number in sorted(manifests)]
-    standing = Standing(store, manifests)
+    standing = Standing(store)
     # what is served of several partitions holds nothing that these have not
     good = [
         snapshot
@@ -238,10 +239,10 @@ def key_names(entity: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A file, the snapshot that wrote it, and the positions of those that hold it."""
+    """A file, the first snapshot that holds it, and the positions of all that do."""
 
     part: Part
-    writer: Snapshot
+    first: Snapshot
     positions: set[int] = field(default_factory=set)
 
 
@@ -296,7 +297,6 @@ class Versions(Tables):
     Args:
         store: of the view.
         order: snapshots of one view with the same entity.
-        manifests: all of the view's.
         requested: the entity's columns, named by :func:`key_names`; for :meth:`known_at` also
             ``us`` (time, µs since 1970) and ``i`` (position).
         memory_mb: as of :class:`Tables`.
@@ -306,30 +306,29 @@ class Versions(Tables):
         self,
         store: ViewStore,
         order: Sequence[Snapshot],
-        manifests: Mapping[int, Snapshot],
         requested: pa.Table,
         memory_mb: int,
     ) -> None:
         self._order = order
         self.entity = order[0].view.entity
-        parts, deletes = _held(store, order, manifests)
+        parts, kills = _held(order)
         # a key that is another is a row that is not found, or found in its stead
         store.compare_parts(*order)
-        checked = {path: store.checked_path(held.writer, held.part) for path, held in parts.items()}
+        checked = {path: store.checked_path(held.first, held.part) for path, held in parts.items()}
         kinds = {path: key_kinds(file, self.entity) for path, file in checked.items()}
         names = sorted(parts, key=lambda path: kinds[path])
         self.paths = [checked[path] for path in names]
-        self.writers = [parts[path].writer for path in names]
+        self.first_holders = [parts[path].first for path in names]
         self._kinds = [kinds[path] for path in names]
         self._lives = [parts[path].positions for path in names]
-        self._deaths = [held.positions for held in deletes.values()]
+        self._deaths = [held.positions for held in kills.values()]
         self._keys = key_names(self.entity)
         self._listed = ", ".join(self._keys)
-        delete_paths = [store.whole_path(held.writer, held.part) for held in deletes.values()]
+        kill_paths = [store.whole_path(held.first, held.part) for held in kills.values()]
         super().__init__(memory_mb)
         try:
             self._load_rows(requested)
-            self._load_spans(names, delete_paths)
+            self._load_spans(names, kill_paths)
         except BaseException:
             self.close()
             raise
@@ -373,7 +372,7 @@ class Versions(Tables):
             f" request USING ({self._listed})"
         )
 
-    def _load_spans(self, names: Sequence[str], deletes: Sequence[Path]) -> None:
+    def _load_spans(self, names: Sequence[str], kills: Sequence[Path]) -> None:
         """Table ``span``: the rows of ``found`` with each unbroken run of snapshots they live
         in."""
         self._register(
@@ -382,15 +381,15 @@ class Versions(Tables):
                 {"part": pa.array(names, pa.string()), "f": pa.array(range(len(names)), pa.int32())}
             ),
         )
-        dead = f'SELECT part, "row" AS r, file_index::INTEGER AS d FROM {parquet_sql(deletes)}'
-        if not deletes:
+        dead = f'SELECT part, "row" AS r, file_index::INTEGER AS d FROM {parquet_sql(kills)}'
+        if not kills:
             dead = "SELECT part, 0::BIGINT AS r, 0::INTEGER AS d FROM part WHERE false"
         self._connection.execute(
             "CREATE TEMP TABLE gone AS SELECT f, r, list(DISTINCT d ORDER BY d) AS ds FROM (SELECT"
             f" part.f, dead.r, dead.d FROM ({dead}) dead JOIN part USING (part)) SEMI JOIN found"
             " USING (f, r) GROUP BY f, r"
         )
-        # Few deletes name one row, so the rows of a file have few fates between them.
+        # Few files of kills name one row, so the rows of a file have few fates between them.
         fates = self._query("SELECT DISTINCT f, ds FROM gone").to_pylist()
         life = [(f, 0, *run) for f, alive in enumerate(self._lives) for run in _runs(alive)]
         for fate, row in enumerate(fates, start=1):
@@ -461,31 +460,16 @@ class Versions(Tables):
         ]
 
 
-def _held(
-    store: ViewStore, order: Sequence[Snapshot], manifests: Mapping[int, Snapshot]
-) -> tuple[dict[str, _Held], dict[str, _Held]]:
-    """The parts, and the files of deletes, that any of the snapshots holds, by their names in the
-    manifests."""
+def _held(order: Sequence[Snapshot]) -> tuple[dict[str, _Held], dict[str, _Held]]:
+    """The parts, and the files of kills, that any of the snapshots holds, by their names in the
+    records."""
     parts: dict[str, _Held] = {}
-    deletes: dict[str, _Held] = {}
+    kills: dict[str, _Held] = {}
     for position, snapshot in enumerate(order):
-        for layer in _chain(store, manifests, snapshot):
-            for part in layer.parts:
-                parts.setdefault(part.path, _Held(part, layer)).positions.add(position)
-            if layer.deletes is not None:
-                deletes.setdefault(layer.deletes.path, _Held(layer.deletes, layer)).positions.add(
-                    position
-                )
-    return parts, deletes
-
-
-def _chain(
-    store: ViewStore, manifests: Mapping[int, Snapshot], snapshot: Snapshot
-) -> list[Snapshot]:
-    layers = [snapshot]
-    while (parent := layers[-1].parent) is not None:
-        layers.append(manifests[parent] if parent in manifests else store.snapshot(parent))
-    return layers[::-1]
+        for found, files in ((parts, snapshot.parts), (kills, snapshot.kills)):
+            for part in files:
+                found.setdefault(part.path, _Held(part, snapshot)).positions.add(position)
+    return parts, kills
 
 
 def key_kinds(path: Path, entity: Sequence[str]) -> tuple[str, ...]:

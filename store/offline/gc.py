@@ -17,12 +17,13 @@ from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.storage import Item
 from precompute.store.errors import ConflictError, SnapshotError
 from precompute.store.offline import hooks
-from precompute.store.offline.refs import run_lease
+from precompute.store.offline.refs import BadMark, run_lease
 from precompute.store.offline.runs import NAME as JOURNAL
 from precompute.store.offline.runs import run_of_folder
 from precompute.store.offline.snapshot import Catalog, Entry
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import utc_now
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +60,14 @@ def collect(
 
     A snapshot stays while anything can reach it: it is live, was live before, is pinned, is one of
     the newest, is younger than the grace, was rolled back from last or gone back to then, another
-    view's live snapshot was computed from it, or one that stays builds on it. Files no manifest
-    names are what killed runs left; they go after the grace too, since the next run may take them
-    over until then.
+    view's live snapshot was computed from it, or one that stays is made of it. A segment stays
+    while a snapshot names it that does. Files no manifest names are what killed runs left; they go
+    after the grace too, since the next run may take them over until then.
 
-    A manifest that cannot be read holds up what it may need, and no more. Where the catalog knows
-    what it said when it was whole, it is treated as any other. Where not, every older snapshot
-    stays, since it may build on any of them, and every file that was there when it was committed;
-    what came later is collected as ever. :func:`forget` gives such a snapshot up.
+    A manifest that cannot be read, or a record of a segment that it names, holds up what it may
+    need, and no more. Where the catalog knows what they said when they were whole, it is treated as
+    any other. Where not, every file stays that was there when it was committed; what came later is
+    collected as ever. :func:`forget` gives such a snapshot up.
 
     Args:
         store: of the view.
@@ -138,7 +139,7 @@ def _collect_files(
         # Just now: the next collection knows what that holds up.
         if later.damaged.keys() - catalog.damaged.keys():
             return []
-        named = {path for entry in stay for path in entry.files}
+        named = later.files(stay)
         # of a run of shards the parts are in a folder for each attempt
         committed = {entry.run for entry in stay} | {Path(path).parent.name for path in named}
         runs = _folders(store, committed, max(manifests, default=0), swept)
@@ -172,8 +173,7 @@ def forget(store: ViewStore, number: int, lease: Lease) -> None:
         lease: the publishing lease, held.
 
     Raises:
-        SnapshotError: there is no such snapshot, its manifest is whole, it is live, or what is live
-            or would be gone back to builds on it.
+        SnapshotError: there is no such snapshot, its manifest is whole, or it is live.
     """
     view = store.name
     if number not in store.numbers():
@@ -190,33 +190,10 @@ def forget(store: ViewStore, number: int, lease: Lease) -> None:
             f"snapshot {number} of view {view!r} is live: `precompute run {view}` or `rollback"
             f" {view}` first"
         )
-    entries = store.catalog().entries
-    if ref is not None and number in _ancestors(entries, ref.snapshot):
-        raise SnapshotError(
-            f"live snapshot {ref.snapshot} of view {view!r} builds on snapshot {number}:"
-            f" `precompute run {view} --full` or `rollback {view}` first"
-        )
-    if (
-        ref is not None
-        and ref.previous not in (None, *Standing(store).marks)
-        and number in _ancestors(entries, ref.previous)
-    ):
-        raise SnapshotError(
-            f"snapshot {ref.previous} of view {view!r}, which `rollback` goes back to, builds on"
-            f" snapshot {number}: `precompute run {view} --full` first"
-        )
-    store.mark_bad(number, "its manifest was damaged, and given up", rows=False)
+    # others may name its segments, which are whole
+    mark = BadMark("its manifest was damaged, and given up", utc_now(), rows=False, segments=())
+    store.refs.mark_bad(number, mark)
     _remove(store, [Garbage(store.manifest_path(number), 0, "given up")], [lease])
-
-
-def _ancestors(entries: Mapping[int, Entry], number: int | None) -> set[int]:
-    """Snapshots that one builds on, as far as the catalog has them."""
-    ancestors: set[int] = set()
-    while number is not None and number in entries:
-        number = entries[number].parent
-        if number is not None:
-            ancestors.add(number)
-    return ancestors
 
 
 def _sentence(view: str, number: int, why: object) -> str:
@@ -259,11 +236,12 @@ def _reachable(
     manifests = catalog.entries
     # The highest number stays, so that it is never given twice.
     roots: set[int] = {*store.refs.pins(), max(manifests, default=0)}
-    # Each of them may be a parent.
-    roots.update(number for number in manifests if number < max(catalog.damaged, default=0))
     ref = store.refs.readable_live()
     if ref is not None:
         roots |= {ref.snapshot} | ({ref.previous} if ref.previous is not None else set())
+        # those of the layers online, by which the next overlay is chosen
+        places = [place for place in (ref.place, ref.previous_place) if place is not None]
+        roots |= {number for place in places for _, number in place.layers}
     else:
         # Without a pointer it is not known what is in use.
         roots |= set(manifests)
@@ -283,8 +261,8 @@ def _reachable(
     while todo:
         entry = manifests[todo.pop()]
         # what is assembled the next time follows from what it is made of now
-        for needed in (entry.parent, *entry.members):
-            if needed is not None and needed in manifests and needed not in reachable:
+        for needed in entry.members:
+            if needed in manifests and needed not in reachable:
                 reachable.add(needed)
                 todo.append(needed)
     return reachable
@@ -359,13 +337,17 @@ def _orphans(
             yield from (Garbage(*item[:2], why) for item in sorted(files))
         if run in journals and run / JOURNAL not in {item.path for item in items}:
             yield Garbage(run / JOURNAL, 0, f"run {run.name} did not commit")
-    names = ("manifests", "refs", "refs/bad", "refs/pins", "runs")
+    names = ("manifests", "segments", "refs", "refs/bad", "refs/pins", "runs")
     listed = {name: sorted(storage.items(folder / name)) for name in (*names, "refs/running")}
     for name in names:
         for item in listed[name]:
             temporary = item.path.name.startswith(".") and item.path.suffix == ".tmp"
             if temporary and _modified_s(item) <= young_s:
                 yield Garbage(*item[:2], "a process was killed while writing it")
+    for item in listed["segments"]:
+        old = held_s < _modified_s(item) <= young_s
+        if old and item.path.suffix == ".json" and f"segments/{item.path.name}" not in named:
+            yield Garbage(*item[:2], "no snapshot names it")
     reports = {
         item.path.name: item
         for item in reversed(listed["runs"])

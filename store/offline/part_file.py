@@ -1,5 +1,5 @@
 """Part file: one immutable Parquet file, written whole, hashed on the way, and durable when its
-name appears. Layers: the files and dead rows of a chain, and which deltas are merged."""
+name appears. Layers: the files and dead rows of a snapshot, and which segments are merged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import make_folder, sync_folder
 from precompute.store.errors import SnapshotError
-from precompute.store.offline.snapshot import Part
+from precompute.store.offline.segment import Numbers, Part
 from precompute.store.offline.stored_file import parsing
 
 ROW_GROUP_BYTES = 2 * 2**20
@@ -194,22 +194,20 @@ def _codecs(schema: pa.Schema) -> dict[str, str]:
     return codecs
 
 
-Numbers = npt.NDArray[np.int64]
-
-MOST_OVERLAYS = 4
-"""Overlays over a base at most: a reader looks into each of them, and with fewer every change is
-copied more often. By this rule each row of 50 deltas of the same size is written 3.2 times, with 3
-overlays 4.7 times, with 5 2.5 times."""
+MOST_OVER_BASE = 4
+"""Segments over the lowest one at most, and overlays over a base: a reader looks into each of them,
+and with fewer every change is copied more often. By this rule each row of 50 deltas of the same
+size is written 3.2 times, with 3 4.7 times, with 5 2.5 times."""
 
 
-def layers_that_stay(weights: Sequence[int], new: int, most: int = MOST_OVERLAYS) -> int:
+def layers_that_stay(weights: Sequence[int], new: int, most: int = MOST_OVER_BASE) -> int:
     """How many of the layers over a base stay as they are when one is added; the others are merged
     with it. Nothing is, until there are ``most``; then the highest are, and each under them that is
     no heavier than those together: so that a row is copied about as often as it takes its layer to
     double.
 
     Args:
-        weights: rows of each layer, about, the lowest first.
+        weights: of each layer, the lowest first.
         new: of the one that is added.
         most: layers over a base.
     """
@@ -223,8 +221,8 @@ def layers_that_stay(weights: Sequence[int], new: int, most: int = MOST_OVERLAYS
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """All Parquet files of a snapshot, its ancestors' first, and the rows of them that are no rows
-    of it.
+    """All Parquet files of a snapshot, those of its lowest segment first, and the rows of them that
+    are no rows of it.
 
     ``rows`` are those of each file in ``paths``, the dead ones too; ``dead`` maps a file's position
     there to the numbers of its dead rows, ascending int64.
@@ -233,71 +231,6 @@ class Layers:
     paths: list[Path]
     rows: list[int]
     dead: Mapping[int, Numbers]
-
-
-Deletes = Mapping[str, Numbers]
-"""Path of a part, as manifests name it → numbers of its rows that a ``deletes.parquet`` names."""
-
-
-def read_deletes(path: Path) -> Deletes:
-    """Which rows of which parts a ``deletes.parquet`` names, which was compared with its checksum.
-
-    Raises:
-        SnapshotError: it cannot be parsed.
-        UnreadableError: it cannot be read now.
-    """
-    # not read_table, which imports pyarrow.dataset: 20 to 40 ms
-    with parsing(path):
-        with pq.ParquetFile(path) as file:
-            table = file.read(["part", "row"])
-        names = table.column("part").combine_chunks().dictionary_encode()
-        codes, rows = np.asarray(names.indices), np.asarray(table.column("row"))
-        order = np.argsort(codes, kind="stable")
-        ends = np.cumsum(np.bincount(codes, minlength=len(names.dictionary)))
-        pieces = np.split(rows[order], ends[:-1])
-        return dict(zip(names.dictionary.to_pylist(), pieces, strict=True))
-
-
-def dead_rows(
-    parts: Sequence[Part], deletes: Sequence[Path], read: Callable[[Path], Deletes] = read_deletes
-) -> dict[int, Numbers]:
-    """Position of a part → numbers of its dead rows, ascending int64.
-
-    Args:
-        parts: of a chain.
-        deletes: ``deletes.parquet`` of the chain.
-        read: as :func:`read_deletes`; one that remembers saves reading what chains share.
-
-    Raises:
-        SnapshotError: a file cannot be parsed, or names another part, or a row that a part has not.
-        UnreadableError: a file cannot be read now.
-    """
-    position = {part.path: number for number, part in enumerate(parts)}
-    gathered: dict[int, list[Numbers]] = {}
-    for path in deletes:
-        for name, rows in read(path).items():
-            if name not in position:
-                raise SnapshotError(
-                    f"{path} names part {name}, which no manifest of its chain does; publish"
-                    " another snapshot"
-                )
-            most = parts[position[name]].rows
-            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < most:
-                raise SnapshotError(
-                    f"{path} names a row of part {name}, which has {most}, that is none of them;"
-                    " publish another snapshot"
-                )
-            gathered.setdefault(position[name], []).append(rows)
-    return {number: _ascending(np.concatenate(pieces)) for number, pieces in gathered.items()}
-
-
-def _ascending(rows: Numbers) -> Numbers:
-    """Each of ``rows`` once, in order. Those of a file are in order as a rule, so that a merge is
-    quicker than the table that ``np.unique`` makes."""
-    rows = np.sort(rows, kind="stable")
-    once: Numbers = rows[np.concatenate(([True], rows[1:] != rows[:-1]))] if len(rows) else rows
-    once.flags.writeable = False
-    return once
 
 
 def living(batches: Iterator[pa.RecordBatch], dead: Numbers | None) -> Iterator[pa.RecordBatch]:

@@ -291,7 +291,9 @@ class LiveRef(Record, frozen=True):
 class BadMark(Record, frozen=True):
     """Why a snapshot is never to be published: it was rolled back from, or its files are damaged.
     ``rows`` says whether its rows are at fault, and then ``content`` is their digest and
-    ``back_to`` the snapshot that was gone back to, if it is known.
+    ``back_to`` the snapshot that was gone back to, if it is known. ``segments`` are the names of
+    the segments that are at fault: each snapshot that names one is bad, too. Where that is not
+    known (None), the one that was made for the snapshot is.
     """
 
     reason: str
@@ -299,6 +301,14 @@ class BadMark(Record, frozen=True):
     content: str = ""
     rows: bool = True
     back_to: int | None = None
+    segments: tuple[str, ...] | None = None
+
+
+def _both(first: BadMark, second: BadMark) -> BadMark:
+    """One mark in place of two."""
+    known = [mark.segments for mark in (first, second) if mark.segments is not None]
+    segments = tuple(dict.fromkeys(name for names in known for name in names)) if known else None
+    return replace(second if second.rows and not first.rows else first, segments=segments)
 
 
 class Refs:
@@ -554,7 +564,8 @@ class Refs:
 
     def mark_bad(self, number: int, mark: BadMark) -> None:
         """Mark a snapshot bad, for good. Of two marks the first stays, unless only the second says
-        that the rows are at fault; one that cannot be read counts as if it said so.
+        that the rows are at fault; one that cannot be read counts as if it said so. The segments of
+        both are at fault.
 
         Raises:
             SnapshotError: the file system failed.
@@ -563,7 +574,9 @@ class Refs:
         self._mark(path, mark)
         try:
             first = whole_record(BadMark, self._storage.read(path))
-            if mark.rows and (first is None or not first.rows):
+            if first is not None:
+                mark = _both(first, mark)
+            if mark != first:
                 self._storage.write(path, sealed(mark))
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc

@@ -23,7 +23,8 @@ from precompute.store.disk.storage import Item, no_answer, storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import LibraryCheck
 from precompute.store.offline.row_figures import RowFigures
-from precompute.store.offline.snapshot import Part, Verdict
+from precompute.store.offline.segment import Part
+from precompute.store.offline.snapshot import Verdict
 from precompute.store.offline.stored_file import check_file
 from precompute.store.times import AHEAD_US
 

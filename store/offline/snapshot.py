@@ -11,43 +11,21 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-
 from precompute.store.disk.durable_file import replace_undurably
-from precompute.store.disk.record import Record, field, plain, record_of
-from precompute.store.disk.storage import File, storage_of
+from precompute.store.disk.record import Record, field, plain, record_of, replace
+from precompute.store.disk.storage import storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView, LibraryCheck, Substitute
 from precompute.store.offline.row_figures import RowFigures
+from precompute.store.offline.segment import Part, Segment, record_path
 
 FORMAT_VERSION = 1
 """Major version of the manifest: a reader refuses another one, and ignores fields it does not
 know."""
-
-
-DELETES_SCHEMA = pa.schema(
-    [("part", pa.dictionary(pa.int32(), pa.string())), ("row", pa.int64()), ("removed", pa.bool_())]
-)
-"""Columns of ``deletes.parquet``: path of the part as manifests name it, number of the row in it,
-and whether its key left the source (a tombstone) or came again with another value. The entity key's
-columns follow, with ``key_`` before their names."""
-
-
-class Part(Record, frozen=True):
-    """One Parquet file: path relative to the view's folder, its rows, size and SHA-256 (hex)."""
-
-    path: str
-    rows: int
-    size_bytes: int
-    sha256: str
-
-    def in_folder(self, folder: Path) -> File:
-        """The file itself, in its view's folder, by its absolute path."""
-        return File((folder / self.path).absolute(), self.size_bytes, self.sha256)
 
 
 class Verdict(Record, frozen=True):
@@ -97,11 +75,9 @@ class Counts(Record, frozen=True):
 class Snapshot(Record, frozen=True):
     """Everything a reader needs to know of one result: the manifest, parsed.
 
-    A **full** snapshot holds all its rows in its own parts. A **delta** holds the rows that were
-    computed again, and copies of those of the deltas that it takes the place of; the rest are its
-    parent's, but for those its **deletes** name: a Parquet file with the part and row number of
-    every row that was replaced or left the source. So a reader of a chain drops rows by position,
-    and hashes no key.
+    It is a list of **segments**. Its rows are those of their parts, but for the union of their
+    kills: so a reader drops rows by position, hashes no key, and looks at no other snapshot. The
+    manifest names each segment, whose record is a file of its own, read with it.
 
     ``number`` is 0 until the commit gives it one. ``created_at`` is the commit's time, ISO 8601 in
     UTC; ``computed_at_min`` and ``computed_at_max`` the rows' own, in µs since 1970.
@@ -112,7 +88,9 @@ class Snapshot(Record, frozen=True):
     model: str
     """Model fingerprint (hex)."""
     counts: Counts
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
+    """The lowest first; of a **draft**, which is not committed yet, the last may have no record
+    yet."""
     rejected: Part | None
     created_at: str
     computed_at_min: int | None
@@ -124,26 +102,14 @@ class Snapshot(Record, frozen=True):
     timings_s: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     number: int = 0
-    kind: str = "full"
-    """``full`` or ``delta``."""
     parent: int | None = None
-    """The snapshot whose rows a delta builds on."""
-    bases: tuple[int, ...] = ()
-    """The snapshots whose rows a compacted one copied, or a delta that took the place of others."""
-    base_losses: int | None = None
-    """Rows that those of ``bases`` removed or rejected, so that a key may have none any more; None
-    where that was not counted."""
+    """The snapshot that its run compared the source with: where it comes from, and nothing that a
+    reader needs."""
     frame: str | None = None
     """The file, from the view's folder, of the rows that a program handed to its run; it lies there
     as long as the manifest."""
     frame_file: Part | None = None
     """That file's rows, size and checksum; None in manifests of earlier versions."""
-    deletes: Part | None = None
-    """Which rows of this and earlier parts are no rows of this snapshot: see
-    :data:`DELETES_SCHEMA`."""
-    own_deletes: int = 0
-    """How many of these are in its own parts: rows an interrupted run had computed that this one
-    had no use for."""
     recipe: str = ""
     """Digest of all that makes a row besides its input: model fingerprint, SQL, columns, features.
     Rows of one recipe and one input hash are interchangeable."""
@@ -191,28 +157,40 @@ class Snapshot(Record, frozen=True):
     that was written before that was asked."""
 
     @property
-    def files(self) -> tuple[Part, ...]:
-        """Its parts, and the file of its deletes."""
-        return self.parts if self.deletes is None else (*self.parts, self.deletes)
+    def names(self) -> tuple[str, ...]:
+        """Names of its segments, the lowest first."""
+        return tuple(segment.name for segment in self.segments)
 
     @property
-    def losses(self) -> int | None:
-        """Keys of its parent, at most, that have no row in it; None where that is not known."""
-        of_bases = self.base_losses if self.bases else 0
-        return None if of_bases is None else self.counts.removed + self.counts.rejected + of_bases
+    def own(self) -> Segment | None:
+        """The segment that its run made; None where that changed no row."""
+        last = self.segments[-1] if self.segments else None
+        return last if last is not None and last.number == self.number else None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Those of all its segments."""
+        return tuple(part for segment in self.segments for part in segment.parts)
+
+    @property
+    def kills(self) -> tuple[Part, ...]:
+        """Those of all its segments."""
+        return tuple(one.kills for one in self.segments if one.kills is not None)
+
+    @property
+    def files(self) -> tuple[Part, ...]:
+        """Parts and kills of all its segments."""
+        return tuple(file for segment in self.segments for file in segment.files)
+
+    @property
+    def kind(self) -> str:
+        """``full`` where one segment has all its rows, else ``delta``."""
+        return "delta" if len(self.segments) > 1 else "full"
 
     @property
     def rows(self) -> int:
         """Rows a reader sees."""
         return self.counts.rows
-
-    @property
-    def changed_rows(self) -> int:
-        """About how many rows a delta has other than its parent, tombstones among them: what it
-        weighs among others."""
-        return max(
-            sum(part.rows for part in self.parts), 0 if self.deletes is None else self.deletes.rows
-        )
 
     @property
     def refused_by(self) -> list[str]:
@@ -228,43 +206,32 @@ class Snapshot(Record, frozen=True):
         """Verdicts that refuse it, accepted or not."""
         return [verdict for verdict in self.gates if not verdict.passed]
 
-    def check_counts(self, ancestors: Sequence[Snapshot]) -> None:
-        """Compare counts, parts and deletes with each other, and with what it builds on, the full
-        one first.
+    def check_counts(self, dead: int) -> None:
+        """Compare counts and segments with each other.
+
+        Args:
+            dead: how many rows of its parts its segments kill, each counted once.
 
         Raises:
             SnapshotError: they do not add up.
         """
-        counts, name = self.counts, self.view.name
-        counts.check()
-        own, left = sum(part.rows for part in self.parts) - self.own_deletes, 0
-        if ancestors:
-            deleted = 0 if self.deletes is None else self.deletes.rows
-            left = ancestors[-1].rows - (deleted - self.own_deletes)
-        # rows of the deltas that it takes the place of
-        copied = counts.unchanged - left if self.kind == "delta" and self.bases else 0
-        expected = counts.rows if self.kind == "full" else counts.written + copied
-        if own != expected:
+        self.counts.check()
+        name, paths = self.view.name, [part.path for part in self.parts]
+        if len(set(paths)) < len(paths):
             raise SnapshotError(
-                f"the parts of {name!r} hold {own} rows other than the {expected} there should be;"
+                f"two segments of {name!r} have one part; nothing was committed: this is a bug"
+            )
+        living = sum(part.rows for part in self.parts) - dead
+        if living != self.rows:
+            raise SnapshotError(
+                f"the parts of {name!r} hold {living} living rows, and {self.rows} were counted;"
                 " nothing was committed: this is a bug"
             )
-        if ancestors:
-            inherited = {part.path for layer in ancestors for part in layer.parts}
-            if inherited.intersection(part.path for part in self.parts):
-                raise SnapshotError(
-                    f"a part of {name!r} is its parent's too; nothing was committed: this is a bug"
-                )
-            if left + copied != counts.unchanged:
-                raise SnapshotError(
-                    f"of {name!r}'s parent, snapshot {self.parent}, {left} rows stay but"
-                    f" {counts.unchanged} were counted as unchanged; nothing was committed: this is"
-                    " a bug"
-                )
 
     def to_bytes(self) -> bytes:
         """The manifest: canonical JSON whose last line is the SHA-256 of all before it."""
-        body = plain(self)
+        body = plain(replace(self, segments=()))
+        body["segments"] = [{"name": one.name, "sha256": one.sha256} for one in self.segments]
         body["view"] = self.view.to_json()
         body["format_version"] = FORMAT_VERSION
         body["view_fingerprint"] = self.view.fingerprint()
@@ -274,15 +241,20 @@ class Snapshot(Record, frozen=True):
         )
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> Snapshot:
+    def from_bytes(
+        cls, data: bytes, where: str, segment_of: Callable[[str, str], Segment]
+    ) -> Snapshot:
         """The snapshot that :meth:`to_bytes` wrote.
 
         Args:
             data: the manifest file's bytes.
             where: the file's name, for the message.
+            segment_of: reads the segment of a name whose record has a SHA-256; raises a
+                SnapshotError where it cannot.
 
         Raises:
-            SnapshotError: torn, edited, or of a format this version does not know.
+            SnapshotError: torn, edited, or of a format this version does not know; or a segment
+                cannot be read.
         """
         body_text, _, tail = data.rpartition(b',\n "zz_sha256": "')
         if not body_text or tail != hashlib.sha256(body_text).hexdigest().encode() + b'"\n}\n':
@@ -298,11 +270,20 @@ class Snapshot(Record, frozen=True):
                 " upgrade precompute"
             )
         try:
-            return record_of(cls, body)
+            named = record_of(list[_Named], body.pop("segments", None))
+            known = record_of(cls, body | {"segments": []})
         except ValueError as exc:
             raise SnapshotError(
                 f"{where} says what this version does not understand ({exc}): upgrade precompute"
             ) from exc
+        return replace(known, segments=tuple(segment_of(one.name, one.sha256) for one in named))
+
+
+class _Named(Record, frozen=True):
+    """A segment, as a manifest has it."""
+
+    name: str
+    sha256: str
 
 
 # ---- Catalog: one line for each manifest of a view, so that a run need not parse them all.
@@ -322,16 +303,17 @@ Stamp = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The part of a manifest that choosing and removing snapshots needs. ``files`` are the paths of
-    parts, deletes, rejected rows and a given frame, from the view's folder."""
+    """The part of a manifest that choosing and removing snapshots needs. ``beside`` are the paths
+    of rejected rows and a given frame, from the view's folder."""
 
     number: int
     run: str
     partition: str | None
-    parent: int | None
     created_at: str
     refused_by: tuple[str, ...]
-    files: tuple[str, ...]
+    beside: tuple[str, ...]
+    segments: tuple[str, ...] = ()
+    """Their names."""
     members: tuple[int, ...] = ()
     """The partitions' snapshots that an assembled snapshot serves."""
     rows: int = 0
@@ -341,26 +323,20 @@ class Entry:
     @classmethod
     def of(cls, number: int, snapshot: Snapshot) -> Entry:
         """What the manifest of this number says."""
-        files = tuple(
-            part.path
-            for part in (*snapshot.parts, snapshot.deletes, snapshot.rejected)
-            if part is not None
-        )
-        files += () if snapshot.frame is None else (snapshot.frame,)
-        refused = tuple(snapshot.refused_by)
-        members = tuple(sorted(snapshot.members.values()))
-        of = (
+        rejected = None if snapshot.rejected is None else snapshot.rejected.path
+        beside = tuple(path for path in (rejected, snapshot.frame) if path is not None)
+        return cls(
+            number,
             snapshot.run,
             snapshot.partition,
-            snapshot.parent,
             snapshot.created_at,
-            refused,
-            files,
-            members,
+            tuple(snapshot.refused_by),
+            beside,
+            snapshot.names,
+            tuple(sorted(snapshot.members.values())),
             snapshot.rows,
             snapshot.computation,
         )
-        return cls(number, *of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,21 +349,39 @@ class Catalog:
     damaged: dict[int, SnapshotError]
     stamps: dict[int, Stamp]
     """Stamps of the manifests when the catalog was read."""
+    segments: dict[str, tuple[str, ...]]
+    """Name of a segment → the paths of its record, parts and kills, from the view's folder; of all
+    that the entries name."""
+
+    def files(self, entries: Iterable[Entry]) -> set[str]:
+        """Paths of all files that some of the entries name."""
+        entries = list(entries)
+        names = {name for entry in entries for name in entry.segments}
+        return {path for name in names for path in self.segments[name]} | {
+            path for entry in entries for path in entry.beside
+        }
 
 
-def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> Catalog:
+def read_catalog(
+    manifests: Path,
+    path: Path,
+    segment_of: Callable[[str, str], Segment],
+    before: Catalog | None = None,
+) -> Catalog:
     """The catalog of a view, completed on disk where it lacks lines; that it cannot be written is
     no error.
 
-    A line counts while the manifest that it describes is there with the size and time noted, and
-    while its own checksum holds; a manifest without such a line is parsed, and its line appended.
-    So the file may be lost, torn, behind, or of another machine: then more is parsed, and nothing
-    else changes. A damaged manifest has no line of its own unless it was whole once; what it named
-    is known then, and it can be removed like any other.
+    A line counts while the manifest that it describes is there with the size and time noted, while
+    its own checksum holds, and while each segment that it names has a line; a manifest without such
+    a line is parsed, and the lines are appended. So the file may be lost, torn, behind, or of
+    another machine: then more is parsed, and nothing else changes. A damaged manifest has no line
+    of its own unless it was whole once; what it named is known then, and it can be removed like any
+    other.
 
     Args:
         manifests: the view's folder of manifests.
         path: of the catalog.
+        segment_of: as of :meth:`Snapshot.from_bytes`.
         before: what was read of it earlier: its lines are parsed again only when a manifest came or
             changed.
 
@@ -396,48 +390,60 @@ def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> 
     """
     storage, stamps = storage_of(manifests), dict(sorted(_stamps(manifests)))
     entries: dict[int, Entry] = {}
+    segments: dict[str, tuple[str, ...]] = {}
     if before is not None:
         entries = {
             n: before.entries[n]
             for n, stamp in stamps.items()
             if n in before.entries and before.stamps[n] == stamp
         }
+        segments = before.segments
         if len(entries) == len(stamps):
-            return Catalog(entries, {}, stamps)
-    lines = _lines(path)
+            return _catalog(entries, {}, stamps, segments)
+    lines, listed = _lines(path)
+    segments = segments | listed
     damaged: dict[int, SnapshotError] = {}
     new: list[bytes] = []
     for number, stamp in stamps.items():
         if number in entries:
             continue
         line = lines.get(number)
-        if line is not None and line[0] == stamp:
+        if line is not None and line[0] == stamp and segments.keys() >= set(line[1].segments):
             entries[number] = line[1]
             continue
         file = manifests / f"{number:020d}.json"
         try:
-            entries[number] = Entry.of(
-                number, Snapshot.from_bytes(storage.read(file, immutable=True), str(file))
-            )
+            data = storage.read(file, immutable=True)
+            snapshot = Snapshot.from_bytes(data, str(file), segment_of)
         except FileNotFoundError:
             # Removed meanwhile.
             continue
         except SnapshotError as exc:
             damaged[number] = exc
             continue
-        new.append(_line(stamp, entries[number]))
+        entries[number] = Entry.of(number, snapshot)
+        new += _lines_of(snapshot, entries[number], stamp, segments)
+        segments |= {one.name: _paths_of(one) for one in snapshot.segments}
+    found = _catalog(entries, damaged, stamps, segments)
     # No space, or not ours to write: it is derived again the next time.
     with contextlib.suppress(OSError):
-        if len(lines) > 2 * len(stamps) + _SPARE_LINES:
-            replace_undurably(
-                path,
-                b"\n".join(
-                    [b"", *(_line(stamps[number], entry) for number, entry in entries.items()), b""]
-                ),
-            )
+        if len(lines) + len(listed) > 2 * (len(stamps) + len(found.segments)) + _SPARE_LINES:
+            every = [_segment_line(*one) for one in found.segments.items()]
+            every += [_line(stamps[number], entry) for number, entry in entries.items()]
+            replace_undurably(path, b"\n".join([b"", *every, b""]))
         elif new and path.parent.is_dir():
             _append(path, new)
-    return Catalog(dict(sorted(entries.items())), damaged, stamps)
+    return found
+
+
+def _catalog(
+    entries: Mapping[int, Entry],
+    damaged: dict[int, SnapshotError],
+    stamps: dict[int, Stamp],
+    segments: Mapping[str, tuple[str, ...]],
+) -> Catalog:
+    named = {name: segments[name] for entry in entries.values() for name in entry.segments}
+    return Catalog(dict(sorted(entries.items())), damaged, stamps, named)
 
 
 def add_to_catalog(manifests: Path, path: Path, snapshot: Snapshot) -> None:
@@ -448,7 +454,9 @@ def add_to_catalog(manifests: Path, path: Path, snapshot: Snapshot) -> None:
         item = storage.stat(manifests / f"{snapshot.number:020d}.json") if storage.local else None
         if item is not None:
             stamp = (item.size_bytes, item.modified_ns)
-            _append(path, [_line(stamp, Entry.of(snapshot.number, snapshot))])
+            # the others have a line, as a rule
+            known = {one.name for one in snapshot.segments if one.number != snapshot.number}
+            _append(path, _lines_of(snapshot, Entry.of(snapshot.number, snapshot), stamp, known))
 
 
 def _stamps(manifests: Path) -> Iterator[tuple[int, Stamp]]:
@@ -457,51 +465,62 @@ def _stamps(manifests: Path) -> Iterator[tuple[int, Stamp]]:
             yield int(item.path.stem), (item.size_bytes, item.modified_ns)
 
 
-def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
-    """Number → its newest line; torn and damaged lines are left out."""
+def _lines(path: Path) -> tuple[dict[int, tuple[Stamp, Entry]], dict[str, tuple[str, ...]]]:
+    """Number → its newest line; and name of a segment → the paths of its files. Torn and damaged
+    lines are left out."""
+    lines: dict[int, tuple[Stamp, Entry]] = {}
+    segments: dict[str, tuple[str, ...]] = {}
     try:
         data = path.read_bytes()
     except OSError:
-        return {}
-    lines: dict[int, tuple[Stamp, Entry]] = {}
+        return lines, segments
     for line in data.split(b"\n"):
         if not line:
             continue
         try:
             if int(line[:8], 16) == zlib.crc32(line[9:]):
-                number, size, mtime_ns, run, partition, parent, created_at, *of = json.loads(
-                    line[9:]
-                )
-                refused, files, members, rows, computation = of
-                named = tuple(refused), tuple(files), tuple(members)
-                entry = Entry(
-                    number,
-                    run,
-                    partition,
-                    parent,
-                    created_at,
-                    *named,
-                    rows=rows,
-                    computation=computation,
-                )
-                lines[number] = (size, mtime_ns), entry
+                first, *rest = json.loads(line[9:])
+                if isinstance(first, str):
+                    segments[first] = tuple(rest[0])
+                    continue
+                size, mtime_ns, run, partition, created_at, *of = rest
+                refused, beside, names, members, rows, computation = of
+                lists = tuple(refused), tuple(beside), tuple(names), tuple(members)
+                entry = Entry(first, run, partition, created_at, *lists, rows, computation)
+                lines[first] = (size, mtime_ns), entry
         except (ValueError, TypeError):
             continue
-    return lines
+    return lines, segments
+
+
+def _lines_of(
+    snapshot: Snapshot, entry: Entry, stamp: Stamp, known: Collection[str]
+) -> list[bytes]:
+    """Lines of a snapshot, and of those of its segments that have none."""
+    new = [one for one in snapshot.segments if one.name not in known]
+    return [*(_segment_line(one.name, _paths_of(one)) for one in new), _line(stamp, entry)]
+
+
+def _paths_of(segment: Segment) -> tuple[str, ...]:
+    return (record_path(segment.name), *(file.path for file in segment.files))
+
+
+def _segment_line(name: str, paths: tuple[str, ...]) -> bytes:
+    return _checked_line([name, paths])
 
 
 def _line(stamp: Stamp, entry: Entry) -> bytes:
-    named = (entry.files, entry.members, entry.rows, entry.computation)
-    values = [
-        entry.number,
-        *stamp,
-        entry.run,
-        entry.partition,
-        entry.parent,
-        entry.created_at,
-        entry.refused_by,
-        *named,
-    ]
+    return _checked_line(
+        [
+            entry.number,
+            *stamp,
+            *(entry.run, entry.partition, entry.created_at, entry.refused_by, entry.beside),
+            *(entry.segments, entry.members, entry.rows, entry.computation),
+        ]
+    )
+
+
+def _checked_line(values: list[object]) -> bytes:
     body = json.dumps(values).encode()
     return b"%08x %s" % (zlib.crc32(body), body)
 

@@ -1,7 +1,7 @@
 """Standing: which snapshots of a view count, and for what. Decided here and nowhere else.
 
-A snapshot that is marked bad (rolled back from, or damaged), builds on one, copied rows of one or
-repeats the content of one, and one that a gate refused, is never published and is no best known
+A snapshot that is marked bad (rolled back from, or damaged), has a segment that such a mark names,
+or repeats the content of one, and one that a gate refused, is never published and is no best known
 history. Good to build on is more: one that a gate refused, whose rows are right by themselves.
 """
 
@@ -61,17 +61,27 @@ def are_alike(one: Snapshot, other: Snapshot) -> bool:
     )
 
 
+def marks_of(marks: Mapping[int, BadMark], snapshot: Snapshot) -> list[int]:
+    """Numbers of the marks that make a snapshot bad: it is the one, or has a segment at fault."""
+    names, numbers = {*snapshot.names}, {segment.number for segment in snapshot.segments}
+    return [
+        number
+        for number, mark in marks.items()
+        if number == snapshot.number
+        or (number in numbers if mark.segments is None else not names.isdisjoint(mark.segments))
+    ]
+
+
 class Standing:
     """The snapshots of one view, as marks and live pointer stand when they are first read;
     made again for each decision.
 
     Args:
         store: of the view.
-        manifests: of the view, where the caller has read them; others are not looked for then.
     """
 
-    def __init__(self, store: ViewStore, manifests: Mapping[int, Snapshot] | None = None) -> None:
-        self._store, self._manifests = store, manifests
+    def __init__(self, store: ViewStore) -> None:
+        self._store = store
 
     @cached_property
     def marks(self) -> dict[int, BadMark]:
@@ -86,31 +96,15 @@ class Standing:
     # ---- one snapshot
 
     def bad_below(self, snapshot: Snapshot) -> int | None:
-        """Number of the bad snapshot that this one is, builds on, or copied bad rows from; None
-        when there is none.
-
-        Raises:
-            SnapshotError: an ancestor is missing or damaged.
-        """
-        # What need not be read is not.
-        layer: Snapshot | None = snapshot if self.marks or self._manifests is not None else None
-        while layer is not None:
-            if layer.number in self.marks:
-                return layer.number
-            for number in (*layer.bases, *layer.members.values()):
-                # Of one whose files broke later, the copied rows are good.
-                if number in self.left:
-                    return number
-            layer = None if layer.parent is None else self._manifest(layer.parent)
-        return None
+        """Number of the bad snapshot that this one is, or has a segment at fault of, or bad rows of
+        a partition; None when there is none."""
+        marked = marks_of(self.marks, snapshot)
+        of_members = (n for n in snapshot.members.values() if n in self.left)
+        return next(iter((*marked, *of_members)), None)
 
     def bad(self, snapshot: Snapshot) -> int | None:
-        """Number of the bad snapshot that this one is, builds on, copied bad rows from, or repeats;
-        None when it is good.
-
-        Raises:
-            SnapshotError: an ancestor is missing or damaged.
-        """
+        """Number of the bad snapshot that this one is, has a segment at fault of, or repeats; None
+        when it is good."""
         below = self.bad_below(snapshot)
         if below is not None or ROLLED_BACK in snapshot.accepted:
             return below
@@ -124,11 +118,7 @@ class Standing:
     def why_void(self, snapshot: Snapshot) -> str | None:
         """Why a snapshot counts for nothing: what publishing would refuse is not best known either.
         None where it counts."""
-        try:
-            bad = self.bad(snapshot)
-        except SnapshotError:
-            # What it builds on is lost, which reading it will report.
-            bad = None
+        bad = self.bad(snapshot)
         if bad == snapshot.number:
             return self.marks[bad].reason
         if bad is not None:
@@ -206,7 +196,7 @@ class Standing:
 
     def newest(self, partition: str | None = None, *, refused: bool = True) -> Snapshot | None:
         """The newest snapshot of a partition (None: of a view that has none) that is not bad and
-        whose files are all there, with all its ancestors; one that a gate refused counts only with
+        whose files are all there; one that a gate refused counts only with
         ``refused``: its rows are good to build on, not to measure by.
         """
         numbers = self._store.numbers()
@@ -350,13 +340,9 @@ class Standing:
         return chain
 
     def _may_be_published(self, snapshot: Snapshot, accept: Collection[str]) -> bool:
-        try:
-            # One that is accepted may hold the rows of a bad one once more.
-            bad = self.bad_below if ROLLED_BACK in accept else self.bad
-            return not set(snapshot.refused_by).difference(accept) and bad(snapshot) is None
-        except SnapshotError as exc:
-            log.warning("%s", exc)
-            return False
+        # One that is accepted may hold the rows of a bad one once more.
+        bad = self.bad_below if ROLLED_BACK in accept else self.bad
+        return not set(snapshot.refused_by).difference(accept) and bad(snapshot) is None
 
     def _readable(self, numbers: Iterable[int]) -> Iterable[Snapshot]:
         for number in numbers:
@@ -364,13 +350,3 @@ class Standing:
                 yield self._store.snapshot(number)
             except SnapshotError as exc:
                 log.warning("%s", exc)
-
-    def _manifest(self, number: int) -> Snapshot:
-        if self._manifests is None:
-            return self._store.snapshot(number)
-        if number not in self._manifests:
-            raise SnapshotError(
-                f"snapshot {number} of view {self._store.name!r} is missing or damaged; publish"
-                " another one"
-            )
-        return self._manifests[number]

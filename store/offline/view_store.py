@@ -28,25 +28,32 @@ from precompute.store.disk.storage import LOCAL, File, no_answer, storage_of
 from precompute.store.errors import SnapshotError, UnreadableError
 from precompute.store.feature_view import NAME
 from precompute.store.offline.part_file import (
-    Deletes,
     Layers,
-    Numbers,
     check_rows,
-    dead_rows,
     living,
-    read_deletes,
     row_bytes,
     write_part_file,
 )
 from precompute.store.offline.refs import BadMark, Refs, run_lease
 from precompute.store.offline.runs import Journals, Runs
+from precompute.store.offline.segment import (
+    Kills,
+    Numbers,
+    Part,
+    Segment,
+    dead_rows,
+    read_kills,
+    record_path,
+)
 from precompute.store.offline.selection import CLUSTERS, Selection, all_rows, seed_of
-from precompute.store.offline.snapshot import Catalog, Part, Snapshot, add_to_catalog, read_catalog
+from precompute.store.offline.snapshot import Catalog, Snapshot, add_to_catalog, read_catalog
 from precompute.store.offline.stored_file import check_file, note_file, parsing
 from precompute.store.times import utc_now
 
 log = logging.getLogger(__name__)
 
+MOST_SEGMENTS = 1000
+"""Records of segments that a process remembers of a view, at most."""
 AT_ONCE = 4
 """Files that are compared side by side: one core hashes 1.7 GB/s."""
 BATCH_BYTES = 16 * 2**20
@@ -96,14 +103,16 @@ class ViewStore:
         self.runs = Runs(self.folder / "runs", self.folder / "refs" / "running", name)
         self.journals = Journals(self.folder, self._committed)
         self._catalog: Catalog | None = None
+        self._segments: dict[str, Segment] = {}
+        """Records that were read, by their SHA-256: most snapshots have most of them in common."""
         self._dead: dict[
             tuple[tuple[Part, ...], tuple[tuple[Path, int], ...]], Mapping[int, Numbers]
         ] = {}
-        """Dead rows of the last two chains: a run needs those of its parent and of its result a
+        """Dead rows of the last two snapshots: a run needs those of its parent and of its result a
         dozen times, and they may be half of all rows."""
-        self._deletes: dict[tuple[Path, int], Deletes] = {}
-        """What was read of the files that the last two chains have, by path and time of change
-        (ns): of a chain of 60 deltas of 3 M rows each reading took 25 ms."""
+        self._kills: dict[tuple[Path, int], Kills] = {}
+        """What was read of the files of kills that the last two have, by path and time of change
+        (ns)."""
 
     # ---- where its files are
 
@@ -150,7 +159,8 @@ class ViewStore:
 
     def catalog(self) -> Catalog:
         """The catalog of all manifests of the view; only those are read that were not before."""
-        self._catalog = read_catalog(self.folder / "manifests", self._catalog_path, self._catalog)
+        manifests = self.folder / "manifests"
+        self._catalog = read_catalog(manifests, self._catalog_path, self.segment, self._catalog)
         return self._catalog
 
     def damage(self) -> dict[int, str]:
@@ -165,10 +175,10 @@ class ViewStore:
         return damage
 
     def snapshot(self, number: int) -> Snapshot:
-        """The manifest of one snapshot.
+        """One snapshot: its manifest, and the records of its segments.
 
         Raises:
-            SnapshotError: there is none of that number, or it is torn.
+            SnapshotError: there is none of that number, or it, or a record, is missing or damaged.
             UnreadableError: it cannot be read now.
         """
         path = self.manifest_path(number)
@@ -180,7 +190,30 @@ class ViewStore:
                 f"view {self.name!r} has no snapshot {number} under {self.offline.root} (it has:"
                 f" {have})"
             ) from exc
-        return Snapshot.from_bytes(data, str(path))
+        return Snapshot.from_bytes(data, str(path), self.segment)
+
+    def segment(self, name: str, sha256: str) -> Segment:
+        """The record of a segment, as a manifest names it.
+
+        Raises:
+            SnapshotError: it is missing or damaged.
+            UnreadableError: it cannot be read now.
+        """
+        if sha256 not in self._segments:
+            path = self.folder / record_path(name)
+            try:
+                data = self.storage.read(path, immutable=True)
+            except FileNotFoundError as exc:
+                raise SnapshotError(
+                    f"{path} is missing, which has the parts of a segment; run the view again"
+                    f" (precompute run {self.name}), it builds on what is whole, or go back:"
+                    f" precompute rollback {self.name}"
+                ) from exc
+            segment = Segment.from_bytes(data, str(path), sha256)
+            if len(self._segments) >= MOST_SEGMENTS:
+                self._segments.clear()
+            self._segments[sha256] = segment
+        return self._segments[sha256]
 
     def frame(self, number: int | None = None) -> Path | None:
         """The file of the rows that the run of a snapshot was given, of a view that reads none by
@@ -226,35 +259,22 @@ class ViewStore:
             self.storage.fetch([File(path, item.size_bytes, "")])
         return path.is_file()
 
-    def chain(self, snapshot: Snapshot) -> list[Snapshot]:
-        """The snapshot and all it builds on, the full one first.
-
-        Raises:
-            SnapshotError: an ancestor is missing or damaged.
-        """
-        layers = [snapshot]
-        while layers[-1].parent is not None:
-            layers.append(self.snapshot(layers[-1].parent))
-        return layers[::-1]
-
     def layers(self, snapshot: Snapshot) -> Layers:
-        """Every file of the snapshot's chain with its dead rows. Those of deletes were compared
-        with their checksums; the parts are there with the size that the manifests have, and are
-        compared by :meth:`compare_parts` where their rows are copied or handed out.
+        """Every file of the snapshot with its dead rows. Those of kills were compared with their
+        checksums; the parts are there with the size that the records have, and are compared by
+        :meth:`compare_parts` where their rows are copied or handed out.
 
         Raises:
             SnapshotError: a file is missing or damaged, or a part has another size.
             UnreadableError: one cannot be read now.
         """
-        chain = self.chain(snapshot)
-        self._fetch(chain)
-        deletes = [
-            self.whole_path(layer, layer.deletes) for layer in chain if layer.deletes is not None
-        ]
-        named = {part.path: (part, layer) for layer in chain for part in layer.parts}
-        paths = [self.checked_path(layer, part) for part, layer in named.values()]
-        parts = tuple(part for part, _ in named.values())
-        files = tuple((path, path.stat().st_mtime_ns) for path in deletes)
+        with contextlib.suppress(FileNotFoundError):
+            # those that cannot be had are an error when they are read
+            self.storage.fetch(part.in_folder(self.folder) for part in snapshot.files)
+        kills = [self.whole_path(snapshot, part) for part in snapshot.kills]
+        parts = snapshot.parts
+        paths = [self.checked_path(snapshot, part) for part in parts]
+        files = tuple((path, path.stat().st_mtime_ns) for path in kills)
         dead = self._dead.get((parts, files))
         if dead is None:
             dead = self._dead_rows(parts, files)
@@ -263,30 +283,21 @@ class ViewStore:
     def _dead_rows(
         self, parts: tuple[Part, ...], files: tuple[tuple[Path, int], ...]
     ) -> Mapping[int, Numbers]:
-        """Position of a part → its dead rows, by ``files`` of deletes, each given with the time of
+        """Position of a part → its dead rows, by ``files`` of kills, each given with the time of
         its last change."""
         before = [*self._dead][-1:]
-        wanted = {*files, *(file for _, of_chain in before for file in of_chain)}
-        known = {file: read for file, read in self._deletes.items() if file in wanted}
-        known |= {file: read_deletes(file[0]) for file in files if file not in known}
+        wanted = {*files, *(file for _, of_list in before for file in of_list)}
+        known = {file: read for file, read in self._kills.items() if file in wanted}
+        known |= {file: read_kills(file[0]) for file in files if file not in known}
         times = dict(files)
         dead = dead_rows(parts, [*times], lambda path: known[path, times[path]])
-        self._deletes = known
-        self._dead = {chain: self._dead[chain] for chain in before} | {(parts, files): dead}
+        self._kills = known
+        self._dead = {of_list: self._dead[of_list] for of_list in before} | {(parts, files): dead}
         return dead
 
     def part_paths(self, snapshot: Snapshot) -> list[Path]:
-        """Absolute paths of all Parquet parts of a snapshot's chain, checked as :meth:`layers`
-        does."""
+        """Absolute paths of all Parquet parts of a snapshot, checked as :meth:`layers` does."""
         return self.layers(snapshot).paths
-
-    def _fetch(self, chain: Sequence[Snapshot]) -> None:
-        """Have all files of a chain here, where they may lie elsewhere; those that cannot be had
-        are an error when they are read."""
-        with contextlib.suppress(FileNotFoundError):
-            self.storage.fetch(
-                part.in_folder(self.folder) for layer in chain for part in layer.files
-            )
 
     def file(self, part: Part) -> Path | None:
         """A file beside the parts that a manifest or journal names, such as the rejected rows,
@@ -345,19 +356,14 @@ class ViewStore:
         return file.path
 
     def compare_parts(self, *snapshots: Snapshot) -> None:
-        """Compare all files of the snapshots' chains with their checksums, once in a process,
-        before rows are copied from them, handed out, or computed from.
+        """Compare all files of the snapshots with their checksums, once in a process, before rows
+        are copied from them, handed out, or computed from.
 
         Raises:
             SnapshotError: one is missing or damaged; it is marked by :meth:`check_parts` alone.
             UnreadableError: one cannot be read now.
         """
-        named = {
-            part.path: (layer, part)
-            for snapshot in snapshots
-            for layer in self.chain(snapshot)
-            for part in layer.files
-        }
+        named = {part.path: (one, part) for one in snapshots for part in one.files}
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for done in [pool.submit(self.whole_path, *one) for one in named.values()]:
                 done.result()
@@ -467,31 +473,32 @@ class ViewStore:
         table = self.schema(snapshot).empty_table()
         return table if columns is None else table.select(list(columns))
 
-    def check_parts(self, snapshot: Snapshot, layers: Sequence[Snapshot] | None = None) -> None:
-        """Re-read every file of the chain, or of those ``layers`` of it, and compare its SHA-256
-        and row count with the manifests. A snapshot of the chain whose files differ is marked bad:
-        the next run builds on the one before.
+    def check_parts(self, snapshot: Snapshot, segments: Sequence[Segment] | None = None) -> None:
+        """Re-read every file of the snapshot, or of those ``segments`` of it, and compare its
+        SHA-256 and row count with the records. A segment whose files differ is marked bad: the next
+        run builds on what is whole.
 
         Raises:
             SnapshotError: names the first file that differs.
         """
-        for layer in self.chain(snapshot) if layers is None else layers:
-            for part in layer.files:
-                self.check_part(layer, part)
+        for segment in snapshot.segments if segments is None else segments:
+            for part in (segment.record, *segment.files) if segment.sha256 else segment.files:
+                self.check_part(snapshot, segment, part)
 
-    def check_part(self, layer: Snapshot, part: Part) -> None:
-        """As :meth:`check_parts`, of one file.
+    def check_part(self, snapshot: Snapshot, segment: Segment, part: Part) -> None:
+        """As :meth:`check_parts`, of one file of a segment, or its record.
 
         Raises:
             SnapshotError: it differs, or cannot be read.
         """
-        wrong = self._damage(layer, part)
+        wrong = self._damage(part)
         if wrong is not None:
-            if layer.number:
-                self.mark_bad(layer.number, f"damaged: {wrong}", rows=False)
-            for number in layer.members.values():
+            if segment.number:
+                mark = BadMark(f"damaged: {wrong}", utc_now(), rows=False, segments=(segment.name,))
+                self.refs.mark_bad(segment.number, mark)
+            for number in segment.members.values():
                 self._mark_writer(number, part, f"damaged: {wrong}")
-            raise SnapshotError(f"{wrong}; {self._run_again(layer)}, it builds on what is whole")
+            raise SnapshotError(f"{wrong}; {self._run_again(snapshot)}, it builds on what is whole")
 
     def check_beside(self, part: Part) -> None:
         """Compare a file that the next run reads beside the parts, read again: the rejected rows,
@@ -513,17 +520,18 @@ class ViewStore:
             raise SnapshotError(f"{exc}: {remedy}") from exc
 
     def _mark_writer(self, member: int, part: Part, why: str) -> None:
-        """Mark those of the snapshots that a member of an assembled one builds on bad that name the
-        part as their own."""
+        """Mark the segment of a member of an assembled snapshot bad that has the part as its
+        own."""
         try:
-            for layer in self.chain(self.snapshot(member)):
-                if any(part.path == own.path for own in layer.parts):
-                    self.mark_bad(layer.number, why, rows=False)
+            for segment in self.snapshot(member).segments:
+                if part in segment.files:
+                    mark = BadMark(why, utc_now(), rows=False, segments=(segment.name,))
+                    self.refs.mark_bad(segment.number, mark)
         except SnapshotError as exc:
             log.warning("%s", exc)
 
-    def _damage(self, layer: Snapshot, part: Part) -> str | None:
-        """How a file differs from its manifest, read again; None where it is whole.
+    def _damage(self, part: Part) -> str | None:
+        """How a file differs from its record, read again; None where it is whole.
 
         Raises:
             UnreadableError: it cannot be read now.
@@ -531,7 +539,8 @@ class ViewStore:
         file = part.in_folder(self.folder)
         try:
             check_file(file, again=True)
-            check_rows(file.path, part)
+            if file.path.suffix == ".parquet":
+                check_rows(file.path, part)
         except SnapshotError as exc:
             return str(exc)
         return None
@@ -580,14 +589,14 @@ class ViewStore:
         return Part(str(path.relative_to(self.folder)), table.num_rows, size_bytes, sha256)
 
     def commit(self, snapshot: Snapshot, lease: Lease | None = None) -> Snapshot:
-        """Give the snapshot the next free number and create its manifest, exactly once.
+        """Give the snapshot the next free number, write the record of its own segment, and create
+        its manifest, exactly once.
 
         A writer that loses the race for a number takes the next one: no snapshot depends on the
-        number of another but its parent's.
+        number of another.
 
         Args:
-            snapshot: counts, parts and deletes are checked against each other and against the
-                files.
+            snapshot: counts and segments are checked against each other and against the files.
             lease: held by the writer; a writer that lost it commits nothing.
 
         Returns:
@@ -598,9 +607,10 @@ class ViewStore:
                 file system failed.
             FencedError: the lease was lost.
         """
-        snapshot.check_counts(self.chain(snapshot)[:-1])
-        for part in snapshot.files:
-            check_rows(self.checked_path(snapshot, part), part)
+        snapshot.check_counts(sum(map(len, self.layers(snapshot).dead.values())))
+        for segment in snapshot.segments:
+            for part in segment.files if not segment.sha256 else ():
+                check_rows(self.checked_path(snapshot, part), part)
         folder = self.folder / "manifests"
         try:
             crashpoint("verify")
@@ -608,11 +618,15 @@ class ViewStore:
                 # A bad one may be gone, its number stays taken.
                 taken = {*self.numbers(), *self.refs.marked("bad")}
                 number = max(taken, default=0) + 1
-                numbered = replace(
-                    snapshot, number=number, fence=0 if lease is None else lease.record.fence
-                )
                 if lease is not None:
                     lease.check()
+                fence = 0 if lease is None else lease.record.fence
+                numbered = replace(
+                    snapshot,
+                    number=number,
+                    fence=fence,
+                    segments=tuple(self._recorded(one, number) for one in snapshot.segments),
+                )
                 try:
                     self.storage.create(
                         self.manifest_path(number), numbered.to_bytes(), point="manifest"
@@ -620,9 +634,20 @@ class ViewStore:
                     add_to_catalog(folder, self._catalog_path, numbered)
                     return numbered
                 except FileExistsError:
+                    # the record of that number is swept with what killed runs left
                     continue
         except OSError as exc:
             raise SnapshotError(disk_message(folder, exc)) from exc
+
+    def _recorded(self, segment: Segment, number: int) -> Segment:
+        """The segment with its record; one that has none gets it under the number."""
+        if segment.sha256:
+            return segment
+        segment, data = segment.numbered(number)
+        # a killed run may have written the very same one
+        with contextlib.suppress(FileExistsError):
+            self.storage.create(self.folder / record_path(segment.name), data, point="segment")
+        return segment
 
     def mark_bad(
         self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None
@@ -646,14 +671,16 @@ class ViewStore:
                 files.
             back_to: the snapshot that is gone back to: what both hold is not at fault.
         """
-        content = ""
-        if rows:
-            try:
-                content = self.snapshot(number).content
-            except SnapshotError as exc:
-                # Damaged besides.
-                log.warning("%s", exc)
-        return BadMark(reason, utc_now(), content, rows, back_to)
+        content, segments = "", tuple[str, ...]()
+        try:
+            bad = self.snapshot(number)
+            content = bad.content if rows else ""
+            good = () if back_to is None else self.snapshot(back_to).names
+            segments = tuple(name for name in bad.names if name not in good)
+        except SnapshotError as exc:
+            # Damaged besides.
+            log.warning("%s", exc)
+        return BadMark(reason, utc_now(), content, rows, back_to, segments)
 
     def pin(self, number: int, reason: str) -> None:
         """Keep a snapshot whatever its age; pinning it twice is no error.
@@ -701,7 +728,6 @@ class ViewStore:
 
     def _committed(self) -> tuple[frozenset[str], frozenset[str]]:
         """Runs that committed, and paths of the files that manifests name."""
-        entries = self.catalog().entries.values()
-        return frozenset(entry.run for entry in entries), frozenset(
-            path for entry in entries for path in entry.files
-        )
+        catalog = self.catalog()
+        entries = catalog.entries.values()
+        return frozenset(entry.run for entry in entries), frozenset(catalog.files(entries))

@@ -22,7 +22,7 @@ from precompute.jobs.ops.verify import verify
 from precompute.store.disk import crashpoint
 from precompute.store.errors import PrecomputeError, SnapshotError, UnreadableError
 from precompute.store.offline.part_file import dead_rows
-from precompute.store.offline.snapshot import Part
+from precompute.store.offline.segment import Part
 from precompute.store.offline.stored_file import check_file
 from tests.faults import nth_reads, stored_bits
 from tests.faults.conftest import MakeScene

@@ -10,7 +10,8 @@ import pytest
 
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace
-from precompute.store.offline.snapshot import Catalog, Counts, Entry, Part, Snapshot
+from precompute.store.offline.segment import Part
+from precompute.store.offline.snapshot import Catalog, Counts, Entry, Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from tests.store.test_offline_store import TABLE, VIEW

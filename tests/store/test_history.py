@@ -29,7 +29,8 @@ from precompute.store.history import (
 )
 from precompute.store.offline import refs
 from precompute.store.offline.runs import Report
-from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
+from precompute.store.offline.segment import Part
+from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.times import as_us, containing
 from tests.fixtures import MakeProject

@@ -33,7 +33,8 @@ from precompute.store.offline.part_file import Layers, write_part_file
 from precompute.store.offline.refs import LiveRef, Place, run_lease
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.runs import Finished, Report
-from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from precompute.store.offline.segment import Part
+from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from tests.scene import files_of_at_most

@@ -21,7 +21,8 @@ from precompute.store.feature_view import (
     Substitute,
 )
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
-from precompute.store.offline.snapshot import FORMAT_VERSION, Counts, Part, Snapshot, Verdict
+from precompute.store.offline.segment import Part
+from precompute.store.offline.snapshot import FORMAT_VERSION, Counts, Snapshot, Verdict
 
 VIEW = FeatureView(
     "numbers",

@@ -49,11 +49,12 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
-from precompute.store.offline.part_file import Layers, dead_rows
+from precompute.store.offline.part_file import Layers
 from precompute.store.offline.row_figures import RowFigures
+from precompute.store.offline.segment import dead_rows
 from precompute.store.offline.selection import all_rows
 from precompute.store.offline.snapshot import Snapshot, Verdict
-from precompute.store.offline.standing import ROLLED_BACK, Standing, keeps_live
+from precompute.store.offline.standing import ROLLED_BACK, Standing, keeps_live, marks_of
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import utc_now
 from precompute.techniques.row_errors import differing
@@ -261,25 +262,22 @@ def _readable(store: ViewStore, number: int) -> Snapshot | None:
 
 
 def _whole_files(store: ViewStore, snapshot: Snapshot) -> Files:
-    """The files of a damaged snapshot whose keys and hashes can be read. If its deletes cannot be
+    """The files of a damaged snapshot whose keys and hashes can be read. If its kills cannot be
     read, their rows count as alive."""
-    chain = store.chain(snapshot)
-    parts = {part.path: (layer, part) for layer in chain for part in layer.parts}
-    named, deletes = [part for _, part in parts.values()], list[Path]()
-    for layer in chain:
-        if layer.deletes is not None:
-            try:
-                path = store.whole_path(layer, layer.deletes)
-                dead_rows(named, [path])
-                deletes.append(path)
-            except SnapshotError as exc:
-                log.warning("%s", exc)
-    dead = dead_rows(named, deletes)
+    named, kills = snapshot.parts, list[Path]()
+    for part in snapshot.kills:
+        try:
+            path = store.whole_path(snapshot, part)
+            dead_rows(named, [path])
+            kills.append(path)
+        except SnapshotError as exc:
+            log.warning("%s", exc)
+    dead = dead_rows(named, kills)
     whole: list[Path] = []
     dead_of_whole = {}
-    for position, (layer, part) in enumerate(parts.values()):
+    for position, part in enumerate(named):
         try:
-            path = store.checked_path(layer, part)
+            path = store.checked_path(snapshot, part)
             for _ in all_rows(Layers([path], [part.rows], {})).batches(
                 [*snapshot.view.entity, "input_hash"]
             ):
@@ -574,10 +572,7 @@ def _whole(store: ViewStore, number: int) -> Snapshot | None:
         snapshot = store.snapshot(number)
         store.layers(snapshot)
         marks = store.refs.bad()
-        damaged = any(
-            layer.number in marks and not marks[layer.number].rows
-            for layer in store.chain(snapshot)
-        )
+        damaged = any(not marks[number].rows for number in marks_of(marks, snapshot))
     except SnapshotError:
         return None
     return None if damaged else snapshot

@@ -31,7 +31,7 @@ from precompute.store.errors import RejectedError
 from precompute.store.keys import bad_keys, key_column
 from precompute.store.offline.row_figures import RowCounter, RowFigures
 from precompute.store.offline.runs import Finished, Report
-from precompute.store.offline.snapshot import Part
+from precompute.store.offline.segment import Part
 from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.table import REFERENCE
 from precompute.workers.worker import SAMPLE, WorkerSpec

@@ -1,12 +1,10 @@
-"""Merging: snapshots put together from rows of earlier ones (a chain or its last deltas copied, all
-partitions assembled), which rows a run replaces or removes, and the figures without them. No
-feature is computed here."""
+"""Merging: the segments that a run adds without computing a feature: the upper ones of a snapshot
+made one, all partitions assembled; which rows a run kills, and the figures without them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import TypeVar
@@ -14,13 +12,14 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from precompute.jobs.config.view import PartitionConfig
 from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows import chunks
 from precompute.jobs.run.rows.chunks import stored_key
 from precompute.jobs.run.rows.open_view import OpenView
-from precompute.jobs.run.rows.plan import Job, Plan
+from precompute.jobs.run.rows.plan import MOST_DELTAS, Job, Plan
 from precompute.model import Verbatim, digest
 from precompute.sources.diff import find_deletes
 from precompute.sources.sized_batches import joined
@@ -28,13 +27,25 @@ from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView
-from precompute.store.history.changes import Changes, NewestRows, newest_rows
+from precompute.store.history.changes import NewestRows, newest_rows
+from precompute.store.keys import key_column
+from precompute.store.offline.part_file import layers_that_stay
 from precompute.store.offline.row_figures import RowCounter, RowFigures, count
 from precompute.store.offline.runs import Report
+from precompute.store.offline.segment import (
+    COPIED,
+    KILLS,
+    Part,
+    Segment,
+    kills_table,
+    merged_kills,
+)
 from precompute.store.offline.selection import Selection, rows_beside, seed_of
-from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
+from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import Standing, are_alike
+from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.codec import schema_tag
 from precompute.store.times import Partition, utc_now
 
 Value = TypeVar("Value")
@@ -43,9 +54,6 @@ log = logging.getLogger(__name__)
 
 JUDGED_ROWS = 20
 """Rows below which the gates on shares and changes are measured and not judged."""
-MAX_ASSEMBLED_LAYERS = 32
-"""Length of a chain of assembled snapshots before all is assembled again, which copies no row but
-compares all keys."""
 MOST_BACK = 0.1
 """Share of the rows: if more come back from older partitions and have to be copied, all is
 assembled again."""
@@ -93,23 +101,24 @@ def figures_of(
     replaced: Replaced | None,
 ) -> RowFigures:
     """Figures of all rows of a snapshot that is not committed yet: its parent's and those of its
-    parts, less the rows that it replaced or removed.
+    own parts, less the rows that it killed.
 
     Args:
         store: of the view.
-        snapshot: full, or a delta.
+        snapshot: the draft.
         of_parts: path of a part → figures of all its rows; a part of no rows has none.
-        replaced: of a delta, the rows of its parent that it replaced or removed.
+        replaced: of one that builds on a parent, the rows of that which it killed.
 
     Raises:
         SnapshotError: a file is missing or damaged.
     """
-    view, figures = snapshot.view, RowFigures()
-    for part in snapshot.parts:
-        figures = figures.plus(of_parts.get(part.path, RowFigures()))
-    if snapshot.own_deletes:
-        alone = replace(snapshot, parent=None, deletes=None, own_deletes=0)
-        figures = _without(figures, Replaced(store, alone, snapshot, view.feature_names), view)
+    view, own, figures = snapshot.view, snapshot.own, RowFigures()
+    if own is not None:
+        for part in own.parts:
+            figures = figures.plus(of_parts.get(part.path, RowFigures()))
+        if own.own_kills:
+            alone = replace(snapshot, segments=(replace(own, kills=None, own_kills=0),))
+            figures = _without(figures, Replaced(store, alone, snapshot, view.feature_names), view)
     if replaced is not None:
         assert replaced.old.figures is not None
         figures = figures.plus(_without(replaced.old.figures, replaced, view))
@@ -136,76 +145,66 @@ def _without(figures: RowFigures, gone: Replaced, view: FeatureView) -> RowFigur
     return figures.less(count(plain.to_batches(), view), total - one_by_one.count)
 
 
-# ---- Compaction: the rows of a chain, or of its last deltas, copied into parts of one snapshot.
+# ---- Upper segments made one.
 
 
-def compacted(store: ViewStore, opened: OpenView, draft: Snapshot) -> Snapshot:
-    """The rows of a draft, a delta that is not committed yet, as a full snapshot.
-
-    Raises:
-        SnapshotError: a file of the chain is missing or damaged, or the file system failed.
-    """
-    store.compare_parts(draft)
-    copies = _Copies(store, draft)
-    for batch in store.batches(draft):
-        copies.add(batch)
-    copies.write()
-    # without rows there is one empty part, which shows the columns
-    if not copies.parts:
-        copies.parts.append(
-            store.write_part(draft.run, "compact-00000.parquet", chunks.no_rows(opened))
-        )
-    bases = _bases(store.chain(draft)[:-1])
-    alone = replace(
-        draft,
-        kind="full",
-        parent=None,
-        bases=bases,
-        parts=tuple(copies.parts),
-        deletes=None,
-        own_deletes=0,
-    )
-    return replace(alone, figures=copies.figures)
-
-
-def merged(store: ViewStore, draft: Snapshot, since: int) -> Snapshot:
-    """The rows of a draft, a snapshot that is not committed yet, as a delta over an earlier
-    snapshot of its chain, in place of the deltas between.
+def merged(store: ViewStore, opened: OpenView, draft: Snapshot, stay: int) -> Snapshot:
+    """A draft whose segments but the ``stay`` lowest are merged with the one that its run made:
+    their living rows copied, and of their kills those that still matter. Where none stays, its
+    figures are counted anew.
 
     Raises:
         SnapshotError: a file of these is missing or damaged, or the file system failed.
     """
-    below = next(layer for layer in store.chain(draft) if layer.number == since)
-    changes = Changes(store, below, draft)
-    changes.check_parts()
+    low, upper, own = draft.segments[:stay], draft.segments[stay:], draft.own
+    if own is None or len(upper) < 2:
+        return draft
+    entity, alone = draft.view.entity, replace(draft, segments=upper)
+    store.compare_parts(alone)
     copies = _Copies(store, draft)
-    for batch in changes.batches():
+    keys, removes = [pa.array([], pa.string())], any(segment.removed for segment in upper)
+    for batch in store.batches(draft, first=sum(len(segment.parts) for segment in low)):
         copies.add(batch)
+        if removes and low:
+            keys.append(key_column(batch, entity).cast(pa.string()))
     copies.write()
-    deletes = changes.deletes
-    part = (
-        None if deletes is None else store.write_part(draft.run, "compact-deletes.parquet", deletes)
-    )
-    between = changes.layers[:-1]
-    losses = [layer.losses for layer in between]
-    return replace(
-        draft,
-        parent=since,
-        bases=_bases(between),
-        base_losses=None if None in losses else sum(filter(None, losses)),
-        parts=tuple(copies.parts),
-        deletes=part,
-        own_deletes=0,
-    )
-
-
-def _bases(copied: Sequence[Snapshot]) -> tuple[int, ...]:
-    """Those whose rows are copied with these snapshots', and they themselves."""
-    return tuple(
-        sorted(
-            {layer.number for layer in copied}
-            | {number for layer in copied for number in layer.bases}
+    if not low and not copies.parts:
+        # one empty part, which shows the columns
+        copies.parts.append(
+            store.write_part(draft.run, f"{COPIED}00000.parquet", chunks.no_rows(opened))
         )
+    segment = replace(own, parts=tuple(copies.parts), kills=None, own_kills=0, removed=0)
+    if low:
+        segment = _with_kills_of(store, alone, segment, low, pa.concat_arrays(keys))
+    made = replace(draft, segments=(*low, segment))
+    return made if low else replace(made, figures=copies.figures)
+
+
+def _with_kills_of(
+    store: ViewStore,
+    upper: Snapshot,
+    segment: Segment,
+    low: Sequence[Segment],
+    living: pa.Array,
+) -> Segment:
+    """A segment that takes the place of all those of ``upper``, with its kills.
+
+    Args:
+        low: the segments below.
+        living: key texts that have a row in it; needed where one of ``upper`` removes a key.
+    """
+    below = [part.path for one in low for part in one.parts]
+    files = [store.whole_path(upper, part) for part in upper.kills]
+    own = {part.path for part in segment.parts}
+    table = merged_kills(files, [*below, *own], living, upper.view.entity) if files else None
+    if table is None or not table.num_rows:
+        return segment
+    in_own = pc.is_in(table.column("part").cast(pa.string()), pa.array(sorted(own), pa.string()))
+    return replace(
+        segment,
+        kills=store.write_part(segment.run, f"merged-{KILLS}", table),
+        own_kills=int(pc.sum(in_own).as_py() or 0),
+        removed=int(pc.sum(table.column("removed")).as_py() or 0),
     )
 
 
@@ -228,7 +227,7 @@ class _Copies:
     def write(self) -> None:
         if not self._gathered:
             return
-        counter, name = RowCounter(self._snapshot.view), f"compact-{len(self.parts):05d}.parquet"
+        counter, name = RowCounter(self._snapshot.view), f"{COPIED}{len(self.parts):05d}.parquet"
         for batch in self._gathered:
             counter.add(batch)
         self.figures = self.figures.plus(counter.figures())
@@ -237,40 +236,46 @@ class _Copies:
         self._gathered, self._bytes = [], 0
 
 
-@dataclass(frozen=True, slots=True)
-class Deletes:
-    """The rows that a run replaces or removes: ``part`` is the file that names them, ``own`` how
-    many of them are in chunks taken over, ``parts`` the run's parts that still have a live row."""
-
-    parts: tuple[Part, ...]
-    part: Part | None = None
-    own: int = 0
+# ---- What a run wrote.
 
 
-def write_deletes(
-    store: ViewStore, run: str, opened: OpenView, plan: Plan, parts: Sequence[Part]
-) -> Deletes:
-    """Write ``deletes.parquet``, if there is anything to delete.
+def written(
+    store: ViewStore,
+    opened: OpenView,
+    plan: Plan,
+    parts: Sequence[Part],
+    rejected: Part | None,
+    run: str,
+) -> Segment | None:
+    """The segment of a run, its file of kills written; None where it has no row and kills none.
 
     Args:
         store: of the view.
-        run: its id.
         opened: the view; its source knows the rows that are replaced.
         plan: of the run.
         parts: of the run, with those taken over.
+        rejected: the rows that got no value.
+        run: its id.
 
     Raises:
         SnapshotError: the file system failed.
     """
-    parts = tuple(parts)
-    if plan.parent is None and not plan.diff.resumed:
-        return Deletes(parts)
+    tag = schema_tag(opened.view)
+    segment = Segment(0, run, plan.recipe, tag, tuple(parts))
+    if plan.parent is not None or plan.diff.resumed:
+        segment = _with_kills(store, opened, plan, segment, rejected)
+    nothing = not segment.parts and segment.kills is None
+    return None if nothing and plan.parent is not None else segment
+
+
+def _with_kills(
+    store: ViewStore, opened: OpenView, plan: Plan, segment: Segment, rejected: Part | None
+) -> Segment:
+    """The segment with its kills, and without parts taken over that have no living row."""
     dead = find_deletes(opened.source)
     if not plan.diff.resumed:
         dead = dead.filter(pc.invert(dead.column("finished")))
-    if not dead.num_rows:
-        return Deletes(parts)
-    inherited = [] if plan.parent is None else _relative(store, plan.parent)
+    inherited = [] if plan.parent is None else [part.path for part in plan.parent.parts]
     taken_over = [chunk.part for chunk in plan.finished if chunk.part is not None]
     finished = np.asarray(dead.column("finished"))
     number = np.asarray(dead.column("file")) + np.where(finished, len(inherited), 0)
@@ -280,28 +285,33 @@ def write_deletes(
         for i, (part, rows) in enumerate(zip(taken_over, counts.tolist(), strict=True))
         if rows == part.rows
     }
-    if useless:
-        parts = tuple(part for part in parts if part.path not in useless.values())
-        keep = ~np.isin(number, list(useless))
-        dead, number = dead.filter(pa.array(keep)), number[keep]
-        if not dead.num_rows:
-            return Deletes(parts)
+    parts = tuple(part for part in segment.parts if part.path not in useless.values())
+    segment = replace(segment, parts=parts)
+    keep = ~np.isin(number, list(useless))
+    dead, number = dead.filter(pa.array(keep)), number[keep]
+    if not dead.num_rows:
+        return segment
     paths = pa.array([*inherited, *(part.path for part in taken_over)], pa.string())
     files = pa.DictionaryArray.from_arrays(pa.array(number, pa.int32()), paths)
-    keys = {
-        f"key_{name}": stored_key(dead.column(f"key_{name}").combine_chunks())
-        for name in opened.view.entity
-    }
-    columns = [files, dead.column("row"), dead.column("removed"), *keys.values()]
-    table = pa.Table.from_arrays(columns, names=[*DELETES_SCHEMA.names, *keys])
-    own = int(pc.sum(dead.column("finished")).as_py() or 0)
-    return Deletes(parts, store.write_part(run, "deletes.parquet", table), own)
-
-
-def _relative(store: ViewStore, snapshot: Snapshot) -> list[str]:
-    """Paths of a snapshot's parts, as manifests name them."""
-    folder = store.folder.absolute()
-    return [str(path.relative_to(folder)) for path in store.part_paths(snapshot)]
+    entity = opened.view.entity
+    keys = {name: stored_key(dead.column(f"key_{name}").combine_chunks()) for name in entity}
+    removed = dead.column("removed").combine_chunks()
+    path = None if rejected is None else store.file(rejected)
+    if path is not None:
+        # what they are now got no value, so they have no row any more
+        with parsing(path), pq.ParquetFile(path) as file:
+            without = file.read(["key"]).column("key").combine_chunks()
+        texts = key_column(pa.table(keys), entity)
+        earlier = pc.invert(dead.column("finished").combine_chunks())
+        removed = pc.or_(removed, pc.and_(earlier, pc.is_in(texts, without.cast(texts.type))))
+    rows = dead.column("row").combine_chunks()
+    table = kills_table(files, rows, removed, keys)
+    return replace(
+        segment,
+        kills=store.write_part(segment.run, KILLS, table),
+        own_kills=int(pc.sum(dead.column("finished")).as_py() or 0),
+        removed=int(pc.sum(removed).as_py() or 0),
+    )
 
 
 # ---- All partitions: the parts are the partitions' own, by reference, and only which of their rows
@@ -502,15 +512,10 @@ def _assembled(
     members: Mapping[str, Snapshot],
     memory_mb: int,
 ) -> Snapshot:
-    """The snapshot before gates and commit: a delta over what is live, or a full one if that would
-    have too many layers or dead rows, or is of another model."""
+    """The snapshot before gates and commit: the segments of what is live and one more, or a single
+    one if that would have too many dead rows, or is of another model."""
     newest = members[max(members)]
-    if (
-        live is not None
-        and are_alike(live, newest)
-        and len(store.chain(live)) < MAX_ASSEMBLED_LAYERS
-        and Standing(store).bad_below(live) is None
-    ):
+    if live is not None and are_alike(live, newest) and Standing(store).bad_below(live) is None:
         try:
             known = {member.number: member for member in members.values()}
             before = {
@@ -523,9 +528,7 @@ def _assembled(
         else:
             found = newest_rows(store, members, live, before, memory_mb=memory_mb)
             # every read of the snapshot reads all dead rows
-            dead = found.gone.num_rows + sum(
-                layer.deletes.rows for layer in store.chain(live) if layer.deletes is not None
-            )
+            dead = found.gone.num_rows + sum(part.rows for part in live.kills)
             if (
                 dead <= max(found.rows, JUDGED_ROWS)
                 and len(found.back) <= MOST_BACK * found.rows + JUDGED_ROWS
@@ -544,23 +547,33 @@ def _snapshot(
 ) -> Snapshot:
     newest, parts = members[max(members)], list(found.parts)
     for number, rows in enumerate(joined(found.back.batches(), found.rows, chunks.PART_BYTES)):
-        name = f"assembled-{number:05d}.parquet"
+        name = f"{COPIED}{number:05d}.parquet"
         parts.append(store.write_part(run, name, pa.Table.from_batches([rows])))
     if live is None and not parts:
         # no partition has a row: one file without rows
-        parts = list(store.chain(newest)[0].parts)
-    dead = pa.concat_tables([found.gone.unify_dictionaries(), found.own_dead.unify_dictionaries()])
-    deletes = store.write_part(run, "assembled-deletes.parquet", dead) if dead.num_rows else None
+        parts = list(newest.segments[0].parts)
+    numbers = {partition: member.number for partition, member in members.items()}
+    tag = schema_tag(newest.view)
+    segment = Segment(0, run, newest.recipe, tag, tuple(parts), members=numbers)
+    dead = [table for table in (found.gone, found.own_dead) if table.num_rows]
+    if dead:
+        table = _kills_of(pa.concat_tables([one.unify_dictionaries() for one in dead]))
+        segment = replace(
+            segment,
+            kills=store.write_part(run, KILLS, table),
+            own_kills=found.own_dead.num_rows,
+            removed=found.removed,
+        )
     rejected = sum(member.counts.rejected for member in members.values())
     unchanged = 0 if live is None else live.rows - found.gone.num_rows
-    return Snapshot(
+    draft = Snapshot(
         view=newest.view,
         run=run,
         model=newest.model,
         counts=Counts(
             found.rows + rejected, found.rows - unchanged, rejected, unchanged, found.removed
         ),
-        parts=tuple(parts),
+        segments=(*(() if live is None else live.segments), segment),
         rejected=None,
         created_at=utc_now(),
         computed_at_min=found.oldest_us,
@@ -568,17 +581,43 @@ def _snapshot(
         inputs=dict(newest.inputs),
         input_columns=dict(newest.input_columns),
         versions=dict(versions()),
-        kind="full" if live is None else "delta",
         parent=None if live is None else live.number,
-        deletes=deletes,
-        own_deletes=found.own_dead.num_rows,
         content=digest(
             members=Verbatim([[partition, member.content] for partition, member in members.items()])
         ),
-        members={partition: member.number for partition, member in members.items()},
+        members=numbers,
         source_at=newest.source_at,
         substitute=newest.substitute,
         library=newest.library,
+    )
+    return draft if live is None else _referring(store, draft)
+
+
+def _kills_of(dead: pa.Table) -> pa.Table:
+    columns = {name: dead.column(name).combine_chunks() for name in dead.column_names}
+    keys = {name.removeprefix("key_"): columns[name] for name in columns if name.startswith("key_")}
+    return kills_table(columns["part"], columns["row"], columns["removed"], keys)
+
+
+def _referring(store: ViewStore, draft: Snapshot) -> Snapshot:
+    """The draft of all partitions with its upper segments made one where they are too many, which
+    refers to their parts and copies no row."""
+    *under, own = draft.segments
+    weights = [segment.weight for segment in under[1:]]
+    stay = 1 + layers_that_stay(weights, own.weight, MOST_DELTAS)
+    if stay == len(under):
+        return draft
+    low, upper = draft.segments[:stay], draft.segments[stay:]
+    alone = replace(draft, segments=upper)
+    keys, removes = [pa.array([], pa.string())], any(segment.removed for segment in upper)
+    if removes:
+        first, entity = sum(len(segment.parts) for segment in low), draft.view.entity
+        for batch in store.batches(draft, list(entity), 65536, first=first):
+            keys.append(key_column(batch, entity).cast(pa.string()))
+    segment = replace(own, parts=alone.parts, kills=None, own_kills=0, removed=0)
+    return replace(
+        draft,
+        segments=(*low, _with_kills_of(store, alone, segment, low, pa.concat_arrays(keys))),
     )
 
 

@@ -28,24 +28,23 @@ from precompute.sources.diff import Diff, compare
 from precompute.store.disk.lease import Lease
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Substitute
-from precompute.store.offline.part_file import MOST_OVERLAYS, layers_that_stay
+from precompute.store.offline.part_file import MOST_OVER_BASE, layers_that_stay
 from precompute.store.offline.runs import Finished
-from precompute.store.offline.snapshot import Part, Snapshot
+from precompute.store.offline.segment import Part, Segment
+from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition
 
 log = logging.getLogger(__name__)
 
-MAX_DELTA_SHARE = 0.5
-"""Rows of all deltas of a chain, as a share of its full snapshot, beyond which it is compacted;
-about as often a new base is loaded online (:mod:`precompute.jobs.run.publisher`)."""
-MOST_DELTAS = MOST_OVERLAYS
-"""Deltas over a full snapshot, or the live base, at most: as many as there may be overlays, so that
-deltas and overlays are merged alike."""
-MAX_LAYERS_TO_BASE = 16
-"""Deltas up to the snapshot of the online store's base, which are not merged; with more of them all
-are, and a new base is loaded."""
+MOST_SHARE = 1.0
+"""Weight of all segments over the lowest one, as a share of its rows, beyond which all are made
+one: a row that is replaced weighs two, so that half of the rows are; about as often a new base is
+loaded online (:mod:`precompute.jobs.run.publisher`)."""
+MOST_DELTAS = MOST_OVER_BASE
+"""Segments over the lowest one at most: as many as there may be overlays, so that both are merged
+alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +108,8 @@ class Plan:
     """What one run does.
 
     ``parent`` is the snapshot built on, None when every row is computed; ``finished`` the chunks of
-    interrupted runs; ``compact`` whether the parent's rows are copied, so that the result stands
-    alone.
+    interrupted runs; ``stay`` how many of the parent's segments stay as they are: what lies over
+    those is merged with the new one.
     """
 
     source_rows: int
@@ -120,10 +119,7 @@ class Plan:
     recipe: str
     content: str
     finished: list[Finished]
-    compact: bool
-    since: int | None
-    """Number of the snapshot that the result is a delta over, if the deltas after it are merged
-    into the result; else None."""
+    stay: int
     same_view: bool
     """Whether the parent was made of the view as it is defined now, TTL, index and fallback
     included."""
@@ -136,9 +132,14 @@ class Plan:
         return done and not self.diff.compute and not self.diff.expired
 
     @property
-    def delta(self) -> bool:
-        """Whether the result builds on the parent."""
-        return self.parent is not None and not self.compact
+    def compact(self) -> bool:
+        """Whether the parent's rows are copied, so that the result is one segment."""
+        return self.parent is not None and not self.stay
+
+    @property
+    def merging(self) -> int:
+        """How many of the parent's segments are merged with the new one."""
+        return 0 if self.parent is None else len(self.parent.segments) - self.stay
 
     def __str__(self) -> str:
         """How many rows of each kind, and why, for people."""
@@ -155,13 +156,12 @@ class Plan:
         left = [f"{diff.unchanged:,} unchanged"] * bool(diff.unchanged) + [
             f"{diff.removed:,} removed"
         ] * bool(diff.removed)
-        merging = "" if self.since is None else f", merged with those since snapshot {self.since}"
         kind = (
             "nothing to do"
             if self.nothing_to_do
-            else ("delta" if self.delta else "full")
-            + (", compacting" if self.compact else "")
-            + merging
+            else "delta" + (f", merged with {self.merging} before it" if self.merging else "")
+            if self.stay
+            else "full" + (", compacting" if self.compact else "")
         )
         return (
             f"{kind}: {diff.compute:,} of {self.source_rows:,} rows to compute"
@@ -175,12 +175,12 @@ class Plan:
         kinds = {
             name: getattr(self.diff, name) for name in Diff.__slots__ if not name.endswith("_us")
         }
-        kind = "none" if self.nothing_to_do else "delta" if self.delta else "full"
+        kind = "none" if self.nothing_to_do else "delta" if self.stay else "full"
         parent = None if self.parent is None else self.parent.number
         return {"kind": kind, "source": self.source_rows, "compute": self.diff.compute, **kinds} | {
             "parent": parent,
             "compact": self.compact,
-            "since": self.since,
+            "merging": self.merging,
             "reason": self.reason,
         }
 
@@ -211,13 +211,13 @@ class Planner:
         Raises:
             SnapshotError, SourceError: something cannot be read.
         """
-        store, view, recipe = self.store, self.opened.view, recipe_of(self.opened)
+        view, recipe = self.opened.view, recipe_of(self.opened)
         content = f"{recipe}:{self.opened.source.content()}"
         expired = None if self.renew_unchanged else read_at_us - int(view.ttl_s * 1e6)
         parent, reason, diff, finished = self._parent_and_diff(recipe, source_rows, expired)
-        compact, since = False, None
+        stay = 0
         if parent is not None:
-            compact, since = _compaction(store, store.chain(parent), diff)
+            stay = _stay(parent.segments, diff)
             reason = f"builds on snapshot {parent.number}" + (
                 "" if parent.view == view else ", whose view was defined otherwise"
             )
@@ -233,8 +233,7 @@ class Planner:
             recipe,
             content,
             finished,
-            compact,
-            since,
+            stay,
             same_view,
         )
 
@@ -342,21 +341,14 @@ def _are_same(before: Substitute | None, now: Substitute | None) -> bool:
     return dataclasses.replace(before, agreement={}) == dataclasses.replace(now, agreement={})
 
 
-def _compaction(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bool, int | None]:
-    """(compact, since): whether a chain with one delta more is compacted; if not, the number of the
-    snapshot below the deltas that the new one is merged with, None if with none."""
-    weights = [layer.changed_rows for layer in chain[1:]]
-    new = diff.compute + diff.resumed + diff.removed
-    if sum(weights) + new > MAX_DELTA_SHARE * chain[0].rows:
-        return True, None
-    ref = store.refs.readable_live()
-    # the snapshot of the online store's base stays in the chain, so that an overlay can be loaded
-    # over it
-    base = None if ref is None or ref.place.lossy else ref.place.base_snapshot
-    under = next((i for i, layer in enumerate(chain) if layer.number == base), 0)
-    under = under if under <= MAX_LAYERS_TO_BASE else 0
-    stay = under + layers_that_stay(weights[under:], new, MOST_DELTAS)
-    return False, chain[stay].number if stay < len(weights) else None
+def _stay(segments: Sequence[Segment], diff: Diff) -> int:
+    """How many of the segments stay as they are under one more."""
+    weights = [segment.weight for segment in segments[1:]]
+    kills = diff.changed + diff.expired + diff.removed
+    new = diff.compute + diff.resumed + kills
+    if sum(weights) + new > MOST_SHARE * segments[0].rows:
+        return 0
+    return 1 + layers_that_stay(weights, new, MOST_DELTAS)
 
 
 def mark_if_damaged(store: ViewStore, snapshot: Snapshot) -> bool:

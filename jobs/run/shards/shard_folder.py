@@ -24,7 +24,7 @@ from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
 from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Finished
-from precompute.store.offline.snapshot import Part
+from precompute.store.offline.segment import Part
 from precompute.store.offline.stored_file import check_file
 from precompute.store.offline.view_store import ViewStore
 

@@ -57,7 +57,7 @@ from precompute.store.errors import (
 )
 from precompute.store.keys import key_column
 from precompute.store.offline.runs import Finished, Journals, Report
-from precompute.store.offline.snapshot import Part
+from precompute.store.offline.segment import Part
 from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
 from precompute.techniques.table import REFERENCE

@@ -1,8 +1,9 @@
 """Files: the manifests of one version of a table, by pyiceberg: which parts it has, and
 which rows of them are no rows of it (position deletes).
 
-A version is a snapshot under the same number, and so is its sequence number: its deletes hold for
-the parts of all snapshots that it builds on.
+A version is a snapshot under the same number. The manifests are its segments', which every version
+that has a segment names; their sequence number is the segment's, so that its kills hold for its own
+parts and for those of the segments below.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ from pyiceberg.types import (
 )
 
 from precompute.store.errors import SnapshotError
-from precompute.store.offline.part_file import read_deletes, write_part_file
-from precompute.store.offline.snapshot import Part, Snapshot
+from precompute.store.offline.part_file import write_part_file
+from precompute.store.offline.segment import Part, Segment, read_kills
+from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
 
@@ -117,48 +119,42 @@ class Written(NamedTuple):
     columns: dict[str, Any]
 
 
-def write_version(store: ViewStore, table: str, snapshot: Snapshot) -> Written:
-    """Write what a version needs beside its parent's: a manifest of its parts, one of its deletes,
-    and the list of all.
+def write_version(store: ViewStore, table: str, snapshot: Snapshot, earlier: int | None) -> Written:
+    """Write what a version needs: of each segment that no version has yet a manifest of its parts
+    and one of its kills, and the list of all.
 
     Args:
         store: of the view.
         table: name of the table's folder, in the view's.
-        snapshot: whose parent, if it has one, is a version already.
+        snapshot: to be a version.
+        earlier: the version that has most of its segments; None without any.
 
     Raises:
         SnapshotError: a column is of a type that no table has, or something cannot be read.
         OSError: a file cannot be written.
     """
     try:
-        return _written(store, table, snapshot)
+        return _written(store, table, snapshot, earlier)
     except _REFUSED as exc:
         raise SnapshotError(f"pyiceberg cannot write it: {type(exc).__name__}: {exc}") from exc
 
 
-def _written(store: ViewStore, table: str, snapshot: Snapshot) -> Written:
+def _written(store: ViewStore, table: str, snapshot: Snapshot, earlier: int | None) -> Written:
     number, folder = snapshot.number, store.folder.absolute() / table / "metadata"
     schema = schema_of(_columns(store, snapshot))
-    deletes = _deletes(store, table, snapshot)
-    entries = {
-        ManifestContent.DATA: [_data_file(store, snapshot, p, schema) for p in snapshot.parts],
-        ManifestContent.DELETES: deletes,
-    }
-    names, manifests = [Path(file.file_path).name for file in deletes], list[ManifestFile]()
-    if snapshot.parent is not None:
-        path = folder / _list_name(snapshot.parent)
-        manifests += read_manifest_list(_Bytes(str(path), store.storage.read(path)))
-    for content, files in entries.items():
-        if files:
-            path = folder / f"{number:020d}-{content.name.lower()}.avro"
-            out = _Bytes(store.storage.shown(path))
-            with _Manifest(content, schema, out, number) as writer:
-                for file in files:
-                    entry = ManifestEntry.from_args(data_file=file, sequence_number=None)
-                    writer.add(entry)
-            store.storage.write(path, out.data)
-            names.append(path.name)
-            manifests.append(writer.to_manifest_file())
+    known = list[ManifestFile]()
+    if earlier is not None:
+        path = folder / _list_name(earlier)
+        known += read_manifest_list(_Bytes(str(path), store.storage.read(path)))
+    names, manifests = list[str](), list[ManifestFile]()
+    for segment in snapshot.segments:
+        first = f"{segment.name}-"
+        had = [one for one in known if Path(one.manifest_path).name.startswith(first)]
+        made = had or _manifests_of(store, table, snapshot, segment, schema)
+        manifests += made
+        names += [Path(one.manifest_path).name for one in made]
+        if segment.kills is not None:
+            names.append(_kills_name(segment))
     path = folder / _list_name(number)
     out = _Bytes(store.storage.shown(path))
     with write_manifest_list(2, out, number, snapshot.parent, number, "deflate") as listed:
@@ -167,11 +163,35 @@ def _written(store: ViewStore, table: str, snapshot: Snapshot) -> Written:
     return Written(out.location, [*names, path.name], json.loads(schema.model_dump_json()))
 
 
+def _manifests_of(
+    store: ViewStore, table: str, snapshot: Snapshot, segment: Segment, schema: Schema
+) -> list[ManifestFile]:
+    """The manifests of a segment, written."""
+    folder, manifests = store.folder.absolute() / table / "metadata", list[ManifestFile]()
+    parts = [_data_file(store, snapshot, part, schema) for part in segment.parts]
+    for content, files in (
+        (ManifestContent.DATA, parts),
+        (ManifestContent.DELETES, _deletes(store, table, snapshot, segment)),
+    ):
+        if files:
+            path = folder / f"{segment.name}-{content.name.lower()}.avro"
+            out = _Bytes(store.storage.shown(path))
+            with _Manifest(content, schema, out, segment.number) as writer:
+                for file in files:
+                    entry = ManifestEntry.from_args(data_file=file, sequence_number=None)
+                    writer.add(entry)
+            store.storage.write(path, out.data)
+            one = writer.to_manifest_file()
+            # else a list gives it the number of the version that it is written for
+            one.sequence_number = one.min_sequence_number = segment.number
+            manifests.append(one)
+    return manifests
+
+
 def _columns(store: ViewStore, snapshot: Snapshot) -> pa.Schema:
-    """Those of its parts; all that are in a chain have the same."""
-    for layer in reversed(store.chain(snapshot)):
-        for part in layer.parts:
-            return _reading(pq.read_schema, store.checked_path(layer, part))
+    """Those of its parts; all have the same."""
+    for part in reversed(snapshot.parts):
+        return _reading(pq.read_schema, store.checked_path(snapshot, part))
     raise SnapshotError("it has no part")
 
 
@@ -202,11 +222,16 @@ def _data_file(store: ViewStore, snapshot: Snapshot, part: Part, schema: Schema)
     )
 
 
-def _deletes(store: ViewStore, table: str, snapshot: Snapshot) -> list[DataFile]:
-    """The file of a snapshot's position deletes, written; none where it deletes nothing."""
-    if snapshot.deletes is None or not snapshot.deletes.rows:
+def _kills_name(segment: Segment) -> str:
+    """Name of the file of a segment's position deletes."""
+    return f"{segment.name}-kills.parquet"
+
+
+def _deletes(store: ViewStore, table: str, snapshot: Snapshot, segment: Segment) -> list[DataFile]:
+    """The file of a segment's position deletes, written; none where it kills no row."""
+    found = {} if segment.kills is None else read_kills(store.whole_path(snapshot, segment.kills))
+    if not found:
         return []
-    found = read_deletes(store.whole_path(snapshot, snapshot.deletes))
     view = store.folder.absolute()
     shown = {store.storage.shown(view / part): rows for part, rows in found.items()}
     # in the order that the format requires: by path, then by position
@@ -222,7 +247,7 @@ def _deletes(store: ViewStore, table: str, snapshot: Snapshot) -> list[DataFile]
             ]
         ),
     )
-    path = view / table / "data" / f"{snapshot.number:020d}-deletes.parquet"
+    path = view / table / "data" / _kills_name(segment)
     size_bytes, _ = write_part_file(path, deletes)
     store.storage.put([path])
     return [

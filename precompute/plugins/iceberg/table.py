@@ -21,6 +21,7 @@ from typing import Any
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.record import digest_of
 from precompute.store.errors import ConfigError, SnapshotError, UnreadableError
+from precompute.store.offline.snapshot import Entry
 from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ _SEAL = "precompute.digest"
 """Property that vouches for the rest of the metadata, of which the next has its versions."""
 
 _METADATA = re.compile(r"v(\d+)\.metadata\.json")
-_OF_VERSION = re.compile(r"(\d{20})-\w+\.(?:avro|parquet)")
+_OF_VERSION = re.compile(r"\d+-.+\.(?:avro|parquet)")
 
 
 class Hook:
@@ -110,7 +111,8 @@ class _Table:
         newest = max(newest, self._newest())
         if self._text(self._metadata / HINT) != str(newest):
             self._storage.write(self._metadata / HINT, str(newest).encode())
-        self._clean(newest, {one["snapshot-id"] for one in body["snapshots"]})
+        named = {n for one in body["snapshots"] for n in one["summary"]["files"].split()}
+        self._clean(newest, named)
         return versions.wrong
 
     def _path(self, number: int) -> Path:
@@ -179,12 +181,12 @@ class _Table:
                 lines.append({"timestamp-ms": since, "snapshot-id": number})
         return lines
 
-    def _clean(self, newest: int, numbers: Collection[int]) -> None:
-        """Remove what no metadata that stays names."""
+    def _clean(self, newest: int, named: Collection[str]) -> None:
+        """Remove what no version has."""
         for folder in (self._metadata, self.folder / "data"):
             for name in self._storage.names(folder):
                 version, metadata = _OF_VERSION.fullmatch(name), _METADATA.fullmatch(name)
-                if (version and int(version[1]) not in numbers) or (
+                if (version and name not in named) or (
                     metadata and int(metadata[1]) <= newest - MOST_METADATA
                 ):
                     self._storage.delete(folder / name)
@@ -218,15 +220,16 @@ class _Versions:
         }
         self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         """Number → what the metadata says of it, and its columns."""
-        # a parent's number is lower
-        for number, entry in sorted(store.catalog().entries.items()):
-            if number not in gone and (entry.parent is None or entry.parent in self._found):
-                try:
-                    self._found[number] = had.get(number) or self._written(number)
-                except (ConfigError, SnapshotError) as exc:
-                    self.wrong.append(f"snapshot {number} is no version of it: {exc}")
+        entries = store.catalog().entries
+        for number in sorted(entries.keys() - set(gone)):
+            try:
+                self._found[number] = had.get(number) or self._written(number, entries)
+            except (ConfigError, SnapshotError) as exc:
+                self.wrong.append(f"snapshot {number} is no version of it: {exc}")
 
-    def _written(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _written(
+        self, number: int, entries: Mapping[int, Entry]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         try:
             from precompute.plugins.iceberg.files import write_version
         except ImportError as exc:
@@ -235,21 +238,22 @@ class _Versions:
                 " view out of `iceberg` in project.yaml"
             ) from exc
         snapshot = self._store.snapshot(number)
-        written = write_version(self._store, FOLDER, snapshot)
+        names = {*snapshot.names}
+        shared = {n: len(names.intersection(entries[n].segments)) for n in self._found}
+        earlier = max(shared, key=lambda n: shared[n], default=None)
+        written = write_version(self._store, FOLDER, snapshot, earlier)
         entry = {
             "snapshot-id": number,
             "sequence-number": number,
             "timestamp-ms": _ms(snapshot.created_at),
             "manifest-list": written.manifest_list,
             "summary": {
-                "operation": "append" if snapshot.deletes is None else "overwrite",
+                "operation": "overwrite" if snapshot.kills else "append",
                 "run": snapshot.run,
                 "rows": str(snapshot.rows),
                 "files": " ".join(written.names),
             },
         }
-        if snapshot.parent is not None:
-            entry["parent-snapshot-id"] = snapshot.parent
         return entry, written.columns
 
     def fitting(self, live: int | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
