@@ -511,7 +511,7 @@ def _judge_draft(
                 snapshot = replace(draft, figures=figures)
         if plan.merging:
             with report.stage("compact"):
-                snapshot = merged(store, opened, snapshot, plan.stay)
+                snapshot = merged(store, snapshot, plan.stay)
         with report.stage("gates"):
             snapshot = _judge(job, opened).judge(snapshot, computed.verdicts, replaced)
     report.gates = list(snapshot.gates)

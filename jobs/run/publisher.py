@@ -325,12 +325,9 @@ class Publisher:
             except SnapshotError as exc:
                 log.warning("%s", exc)
                 break
-            if (
-                generation is None
-                or (generation.base, generation.snapshot, generation.run)
-                != (below, made, layer.run)
-                or layer.model != snapshot.model
-            ):
+            if generation is None or layer.model != snapshot.model:
+                break
+            if (generation.base, generation.snapshot, generation.run) != (below, made, layer.run):
                 break
             layers.append(layer)
             below = number

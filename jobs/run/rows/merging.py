@@ -148,7 +148,7 @@ def _without(figures: RowFigures, gone: Replaced, view: FeatureView) -> RowFigur
 # ---- Upper segments made one.
 
 
-def merged(store: ViewStore, opened: OpenView, draft: Snapshot, stay: int) -> Snapshot:
+def merged(store: ViewStore, draft: Snapshot, stay: int) -> Snapshot:
     """A draft whose segments but the ``stay`` lowest are merged with the one that its run made:
     their living rows copied, and of their kills those that still matter. Where none stays, its
     figures are counted anew.
@@ -170,9 +170,8 @@ def merged(store: ViewStore, opened: OpenView, draft: Snapshot, stay: int) -> Sn
     copies.write()
     if not low and not copies.parts:
         # one empty part, which shows the columns
-        copies.parts.append(
-            store.write_part(draft.run, f"{COPIED}00000.parquet", chunks.no_rows(opened))
-        )
+        nothing = store.schema(alone).empty_table()
+        copies.parts.append(store.write_part(draft.run, f"{COPIED}00000.parquet", nothing))
     segment = replace(own, parts=tuple(copies.parts), kills=None, own_kills=0, removed=0)
     if low:
         segment = _with_kills_of(store, alone, segment, low, pa.concat_arrays(keys))
@@ -350,7 +349,7 @@ def assembled(job: Job, lease: Lease, report: Report) -> Snapshot | None:
     with report.stage("assemble"):
         try:
             memory_mb = job.project.settings.memory_mb
-            snapshot = _assembled(store, report.run, live, members, memory_mb)
+            snapshot = assembled_draft(store, report.run, live, members, memory_mb)
         except SnapshotError:
             if not _is_damaged(store, [*members.values(), *([] if live is None else [live])]):
                 raise
@@ -505,7 +504,7 @@ def _committed(
     return None
 
 
-def _assembled(
+def assembled_draft(
     store: ViewStore,
     run: str,
     live: Snapshot | None,

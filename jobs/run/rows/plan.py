@@ -217,7 +217,9 @@ class Planner:
         parent, reason, diff, finished = self._parent_and_diff(recipe, source_rows, expired)
         stay = 0
         if parent is not None:
-            stay = _stay(parent.segments, diff)
+            # rows, and kills
+            new = diff.compute + diff.resumed + diff.changed + diff.expired + diff.removed
+            stay = segments_that_stay(parent.segments, new)
             reason = f"builds on snapshot {parent.number}" + (
                 "" if parent.view == view else ", whose view was defined otherwise"
             )
@@ -341,11 +343,10 @@ def _are_same(before: Substitute | None, now: Substitute | None) -> bool:
     return dataclasses.replace(before, agreement={}) == dataclasses.replace(now, agreement={})
 
 
-def _stay(segments: Sequence[Segment], diff: Diff) -> int:
-    """How many of the segments stay as they are under one more."""
+def segments_that_stay(segments: Sequence[Segment], new: int) -> int:
+    """How many of a snapshot's segments stay as they are under one that weighs ``new``; those over
+    them are merged with it."""
     weights = [segment.weight for segment in segments[1:]]
-    kills = diff.changed + diff.expired + diff.removed
-    new = diff.compute + diff.resumed + kills
     if sum(weights) + new > MOST_SHARE * segments[0].rows:
         return 0
     return 1 + layers_that_stay(weights, new, MOST_DELTAS)

@@ -157,7 +157,7 @@ def _written(store: ViewStore, table: str, snapshot: Snapshot, earlier: int | No
             names.append(_kills_name(segment))
     path = folder / _list_name(number)
     out = _Bytes(store.storage.shown(path))
-    with write_manifest_list(2, out, number, snapshot.parent, number, "deflate") as listed:
+    with write_manifest_list(2, out, number, None, number, "deflate") as listed:
         listed.add_manifests(manifests)
     store.storage.write(path, out.data)
     return Written(out.location, [*names, path.name], json.loads(schema.model_dump_json()))
