@@ -452,7 +452,7 @@ def _snapshot_cells(snapshot: Mapping[str, Any], partitioned: bool) -> list[str]
         shown_time(snapshot["created_at"]),
         (
             snapshot["kind"]
-            if snapshot["parent"] is None
+            if snapshot["kind"] == "full"
             else f"{snapshot['kind']} of {snapshot['parent']}"
         ),
         *([(snapshot["partition"] or "all").partition("/")[0]] if partitioned else []),

@@ -122,7 +122,7 @@ def _snapshot_words(event: Mapping[str, Any]) -> str:
         return f"{event['snapshot']}: {event['error']}"
     kind = (
         event["kind_of_snapshot"]
-        if event["parent"] is None
+        if event["kind_of_snapshot"] == "full"
         else f"{event['kind_of_snapshot']} of {event['parent']}"
     )
     words = [f"{event['snapshot']}: {kind}, {event['rows']:,} rows, model {event['model'][:12]}"]

@@ -69,10 +69,11 @@ def verify(project: Project, name: str) -> list[Check]:
 
 def _checks(project: Project, store: ViewStore) -> list[Check]:
     try:
-        ref, live, chain = _live(store)
+        ref, live, segments = _live(store)
     except PrecomputeError as exc:
         return [Check("manifest", False, str(exc))]
-    checks = [Check("manifest", True, f"snapshot {live.number}, epoch {ref.epoch}; chain: {chain}")]
+    found = f"snapshot {live.number}, epoch {ref.epoch}; segments: {segments}"
+    checks = [Check("manifest", True, found)]
 
     def check(what: str, look: Callable[[], str]) -> bool:
         try:
@@ -113,7 +114,7 @@ def _live(store: ViewStore) -> tuple[LiveRef, Snapshot, str]:
     return (
         ref,
         snapshot,
-        f"{snapshot.number} of segments {', '.join(snapshot.names)}",
+        ", ".join(snapshot.names),
     )
 
 

@@ -30,6 +30,9 @@ KILLS = "kills.parquet"
 """Name of a file of kills, in the folder of the run that wrote it."""
 COPIED = "copied-"
 """What the names of parts begin with whose rows a run copied from others' parts."""
+MOST_MERGED = 64
+"""How many of the segments that were merged into it a segment names: what is rolled back from may
+have been copied into what a run computed meanwhile, and was then not long before."""
 KILLS_SCHEMA = pa.schema(
     [("part", pa.dictionary(pa.int32(), pa.string())), ("row", pa.int64()), ("removed", pa.bool_())]
 )
@@ -75,6 +78,9 @@ class Segment(Record, frozen=True):
     members: Mapping[str, int] = field(default_factory=dict)
     """Partition → the number of its snapshot, of a segment of **all** partitions: most parts are
     theirs, by reference."""
+    merged: tuple[str, ...] = ()
+    """Names of the segments whose rows were copied into it, and of those that were copied into
+    them; the newest :data:`MOST_MERGED`."""
     sha256: str = ""
     """Of the bytes of its record; empty until it is written. Not in the record."""
     size_bytes: int = 0

@@ -62,14 +62,19 @@ def are_alike(one: Snapshot, other: Snapshot) -> bool:
 
 
 def marks_of(marks: Mapping[int, BadMark], snapshot: Snapshot) -> list[int]:
-    """Numbers of the marks that make a snapshot bad: it is the one, or has a segment at fault."""
+    """Numbers of the marks that make a snapshot bad: it is the one, which comes first,
+    or has a segment at fault, or rows copied of one."""
     names, numbers = {*snapshot.names}, {segment.number for segment in snapshot.segments}
-    return [
-        number
-        for number, mark in marks.items()
-        if number == snapshot.number
-        or (number in numbers if mark.segments is None else not names.isdisjoint(mark.segments))
-    ]
+    # of one whose files broke later, the copied rows are good
+    copied = names.union(*(segment.merged for segment in snapshot.segments))
+
+    def is_bad(number: int, mark: BadMark) -> bool:
+        if mark.segments is None:
+            return number in numbers
+        return not (copied if mark.rows else names).isdisjoint(mark.segments)
+
+    found = [number for number, mark in marks.items() if is_bad(number, mark)]
+    return [snapshot.number, *found] if snapshot.number in marks else found
 
 
 class Standing:

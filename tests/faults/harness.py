@@ -565,15 +565,22 @@ def check_no_orphans(scene: FaultScene) -> None:
     named = {
         part.path
         for s in snapshots
-        for part in (*s.parts, s.deletes, s.rejected)
+        for part in (*s.files, s.rejected, *(one.record for one in s.segments))
         if part is not None
     }
     folder = scene.view_folder
     data = {
-        str(path.relative_to(folder)) for path in (folder / "data").rglob("*") if path.is_file()
+        str(path.relative_to(folder))
+        for name in ("data", "segments")
+        for path in (folder / name).rglob("*")
+        if path.is_file()
     }
     assert data <= named, f"orphans: {sorted(data - named)}"
-    others = [p for name in ("manifests", "refs", "runs") for p in (folder / name).rglob("*.tmp")]
+    others = [
+        p
+        for name in ("manifests", "segments", "refs", "runs")
+        for p in (folder / name).rglob("*.tmp")
+    ]
     assert others == []
 
 

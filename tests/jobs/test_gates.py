@@ -568,7 +568,9 @@ def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(
     config = project.view("numbers")
     with open_view(config.feature_view(), project.offline, project.home) as opened:
         judge, figures = Judge(config, opened, store), count(table.to_batches(), snapshot.view)
-        verdicts = judge.measure(replace(snapshot, number=0, parts=(part,), figures=figures), None)
+        segments = (replace(snapshot.segments[0], parts=(part,)),)
+        draft = replace(snapshot, number=0, segments=segments, figures=figures)
+        verdicts = judge.measure(draft, None)
     assert verdicts.quality["finite"] == 1 / N
     assert [verdict for verdict in verdicts.all if verdict.gate == "finite"] == [
         Verdict("finite", passed, 1 / N, limit, "1 of 40 rows are not finite")

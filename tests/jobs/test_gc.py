@@ -488,7 +488,7 @@ def test_a_damaged_manifest_holds_up_only_what_it_may_need(prepared: Prepared, k
         assert project.numbers() == [5, 6]
         assert before < gone
         return
-    assert project.numbers() == [1, 2, 5, 6]  # 1 may be what it builds on; 3 came after it, and 4
+    assert project.numbers() == [2, 5, 6]
     assert before.isdisjoint(gone)
     assert gone & later, "what came after it is collected as ever"
     path.write_bytes(whole)  # restored: all it needs is there
@@ -548,38 +548,53 @@ def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(
     reads_well(project)
 
 
-def test_what_live_or_previous_snapshots_build_on_is_not_forgotten(
+def test_a_snapshot_that_others_were_made_from_is_forgotten_and_they_stay(
     make_project: MakeProject, capsys: Captured
 ) -> None:
-    """Each run changes one row in a hundred: 1 is whole, 2 and 3 build on it."""
+    """Each run changes one row in a hundred: 2 and 3 have the segments of 1."""
     rows = {i: float(i) for i in range(100)}
     for step in range(3):
         rows[step] += 1000
         project = make(make_project, list(rows.items()))
         project.run()
-    command = ["-c", str(project.folder), "gc", "--forget", "numbers", "1"]
-    whole = damaged(project, 1, known=False)
-    before = {path for path in files(project) if "data" in path.parts}
-    assert main(command) == 1
-    assert (
-        "live snapshot 3 of view 'numbers' builds on snapshot 1: `precompute run numbers --full`"
-        in capsys.readouterr().err
-    )
-    project.run(full=True)
-    assert main(command) == 1
-    assert (
-        "snapshot 3 of view 'numbers', which `rollback` goes back to, builds on snapshot 1"
-        in capsys.readouterr().err
-    )
-    assert before <= files(project)
-    (project.root / "numbers" / "manifests" / f"{1:020d}.json").write_bytes(
-        whole
-    )  # restored: nothing is lost
-    reads_well(project)
     damaged(project, 1, known=False)
-    project.run(full=True)
-    assert main(command) == 0
-    assert 1 not in project.numbers()
+    named = {project.store.folder / part.path for part in project.snapshot(3).files}
+    assert main(["-c", str(project.folder), "gc", "--forget", "numbers", "1"]) == 0
+    assert project.numbers() == [2, 3]
+    gc(project)
+    assert named <= files(project)
+    reads_well(project)
+    rows[50] = 1.0
+    project = make(make_project, list(rows.items()))
+    assert project.run().snapshot == 4
+    assert project.snapshot(4).names[:3] == project.snapshot(3).names
+    reads_well(project)
+
+
+def test_a_lost_record_of_a_segment_holds_up_the_files_that_it_may_name(
+    make_project: MakeProject,
+) -> None:
+    rows = {i: float(i) for i in range(100)}
+    for step in range(2):
+        rows[step] += 1000
+        project = make(make_project, list(rows.items()))
+        project.run()
+    store, own = project.store, project.snapshot(2).own
+    assert own is not None
+    record = store.folder / own.record.path
+    whole = record.read_bytes()
+    record.unlink()
+    (store.folder / "refs" / "catalog.jsonl").unlink()
+    before = {path for path in files(project) if "data" in path.parts}
+    time.sleep(0.05)
+    for x in (1.0, 2.0):
+        rows[50] += x
+        project = make(make_project, list(rows.items()))
+        assert project.run(full=True).status == "published"
+    gc(project)
+    assert before <= files(project)
+    record.write_bytes(whole)
+    reads_well(project)
 
 
 def test_what_may_not_be_forgotten(

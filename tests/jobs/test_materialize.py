@@ -36,6 +36,7 @@ from precompute.store.feature_view import FeatureView
 from precompute.store.offline.runs import Journals, Report
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.standing import Standing
+from precompute.store.online.codec import schema_tag
 from tests.fixtures import MakeProject
 from tests.jobs.test_run_all import view as doubled
 from tests.models import REFUSED_AT, Doubler
@@ -95,6 +96,7 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
     assert {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()} == {
         f"data/{run}/part-00000.parquet",
         "manifests/00000000000000000001.json",
+        snapshot.segments[0].record.path,
         f"runs/{run}.json",
         "refs/catalog.jsonl",
         "refs/lease-run.json",
@@ -129,14 +131,30 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
 
     text = (root / "manifests" / "00000000000000000001.json").read_text()
     manifest = json.loads(text)
-    assert manifest["parts"] == [
-        {
-            "path": f"data/{run}/part-00000.parquet",
-            "rows": 3,
-            "size_bytes": part.stat().st_size,
-            "sha256": hashlib.sha256(part.read_bytes()).hexdigest(),
-        }
-    ]
+    (path,) = (root / "segments").iterdir()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert path.name == f"1-{digest[:8]}.json"
+    assert manifest["segments"] == [{"name": path.stem, "sha256": digest}]
+    segment = json.loads(path.read_text())
+    assert segment.pop("recipe") == manifest["recipe"]
+    assert segment.pop("schema_tag") == schema_tag(snapshot.view)
+    assert segment == {
+        "number": 1,
+        "run": run,
+        "parts": [
+            {
+                "path": f"data/{run}/part-00000.parquet",
+                "rows": 3,
+                "size_bytes": part.stat().st_size,
+                "sha256": hashlib.sha256(part.read_bytes()).hexdigest(),
+            }
+        ],
+        "kills": None,
+        "own_kills": 0,
+        "removed": 0,
+        "members": {},
+        "weight": 3,
+    }
     assert manifest["counts"] == {
         "source": 3,
         "written": 3,
@@ -146,11 +164,8 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
         "duplicates": 0,
     }
     assert manifest["number"] == 1
-    assert manifest["kind"] == "full"
     assert manifest["parent"] is None
     assert manifest["rejected"] is None
-    assert manifest["deletes"] is None
-    assert manifest["own_deletes"] == 0
     assert manifest["partition"] is None
     assert manifest["renewed_at"] is None
     assert (manifest["format_version"], manifest["fence"], manifest["accepted"]) == (1, 1, [])
@@ -514,13 +529,20 @@ def test_changed_rows_make_a_delta_and_the_others_cost_no_inference(
     assert calls.take() == 2
     assert (second.number, second.kind, second.parent) == (2, "delta", 1)
     assert second.counts == Counts(source=39, written=2, unchanged=37, removed=2)
-    assert sum(part.rows for part in second.parts) == 2
+    assert second.segments[:1] == first.segments
+    own = second.segments[1]
+    assert (own, own.rows, own.removed, own.own_kills, own.weight) == (second.own, 2, 2, 0, 5)
     assert project.doubles(second.number) == {i: 2 * x for i, x in changed}
     assert project.doubles(first.number) == {i: 2 * x for i, x in MANY}
-    assert second.deletes is not None
-    found = pq.read_table(project.root / "numbers" / second.deletes.path).to_pylist()
+    assert own.kills is not None
+    assert own.kills.path == f"data/{second.run}/kills.parquet"
+    found = pq.read_table(project.root / "numbers" / own.kills.path).to_pylist()
     path = first.parts[0].path
-    assert found == [{"part": path, "row": i, "removed": i != 7, "key_id": i} for i in (3, 7, 39)]
+    assert found == [
+        {"part": path, "row": 3, "removed": True, "key_id": 3},
+        {"part": path, "row": 7, "removed": False, "key_id": None},
+        {"part": path, "row": 39, "removed": True, "key_id": 39},
+    ]
     assert (second.recipe, second.model) == (first.recipe, first.model)
     assert second.content != first.content
     assert (second.computed_at_min, second.computed_at_max or 0) > (
@@ -658,7 +680,8 @@ def test_rows_changed_since_the_interruption_are_computed_again(
     project = make_project(changed)
     snapshot = built(project)
     assert calls.take() == 39 - 8
-    assert (snapshot.kind, snapshot.counts, snapshot.own_deletes) == ("full", Counts(39, 39), 2)
+    (segment,) = snapshot.segments
+    assert (snapshot.counts, segment.own_kills) == (Counts(39, 39), 2)
     assert project.report().resumed == 8
     assert project.doubles(snapshot.number) == {i: 2 * x for i, x in changed}
     assert (

@@ -12,7 +12,7 @@ import pytest
 from precompute.jobs.run.publisher import BASE_ROWS
 from precompute.jobs.run.rows import chunks
 from precompute.store.disk.record import replace
-from precompute.store.offline.part_file import MOST_OVERLAYS
+from precompute.store.offline.part_file import MOST_OVER_BASE
 from precompute.store.offline.refs import Place
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
@@ -138,7 +138,7 @@ def test_a_row_that_is_again_as_before_an_interruption_is_of_the_base(
     del table[30]
     project = published(table | {0: BASE[0], 3: BASE[3]})
     snapshot = project.snapshot(2)
-    assert snapshot.own_deletes == 1
+    assert snapshot.segments[1].own_kills == 1
     assert snapshot.counts.removed == 1
     assert project.live().place == Place(1, 1, ((2, 2),))
 
@@ -158,7 +158,7 @@ def test_each_publish_loads_what_changed_and_small_overlays_are_merged(published
     # the fifth takes the place of the highest, and of those under it that are no heavier than both
     # together; as its snapshot does of theirs
     assert project.live().place == Place(1, 1, ((2, 2), (6, 6)))
-    assert [layer.number for layer in project.store.chain(project.snapshot(6))] == [1, 2, 6]
+    assert [segment.number for segment in project.snapshot(6).segments] == [1, 2, 6]
     assert [g.number for g in loaded(project)] == [1, 2, 3, 4, 5, 6]
     with project.online_store() as store:
         keys = [b"2", b"3", b"4", b"5", b"6", b"7"]
@@ -265,7 +265,7 @@ def test_many_deltas_end_where_one_full_run_does(published: Any) -> None:
             assert {key for key in range(-1, 2 * ROWS) if index.find(str(key)) is not None} == set(
                 table
             )
-    assert (len(bases) > 1, most) == (True, MOST_OVERLAYS)
+    assert (len(bases) > 1, most) == (True, MOST_OVER_BASE)
     assert project.publish(reload=True).status == "published"
     assert project.live().place.overlays == ()
     check(project, table)

@@ -77,7 +77,7 @@ def test_the_first_run_computes_every_row(make_project: MakeProject) -> None:
         "retried": 0,
         "parent": None,
         "compact": False,
-        "since": None,
+        "merging": 0,
         "reason": "the first snapshot",
     }
 
@@ -88,12 +88,12 @@ def test_nothing_to_do_changed_new_and_removed_are_counted(make_project: MakePro
     found = project.plan()
     assert str(found) == "nothing to do: 0 of 8 rows to compute, 8 unchanged; builds on snapshot 1"
     assert found.to_json()["kind"] == "none"
-    project = make_project([(1, 10.0), (2, 20.0), (3, 30.0), *ROWS[4:], (9, 9.0)])
+    project = make_project([(1, 10.0), (2, 20.0), (3, 30.0), (5, 50.0), *ROWS[5:], (9, 9.0)])
     found = project.plan()
-    assert str(found) == (
-        "full, compacting: 4 of 8 rows to compute (1 new, 3 changed), 4 unchanged, 1 removed; builds on snapshot 1"
+    assert str(found) == (  # five new rows, and five that are dead, beside eight
+        "full, compacting: 5 of 8 rows to compute (1 new, 4 changed), 3 unchanged, 1 removed; builds on snapshot 1"
     )
-    project = make_project([*ROWS[:5], (9, 9.0)])  # four rows of eight: half, and no more
+    project = make_project([*ROWS[:5], (9, 9.0)])
     found = project.plan()
     assert (
         str(found)
@@ -285,12 +285,11 @@ def test_resumed_rows_are_said_and_not_computed(
 
 
 def test_small_deltas_are_merged_with_each_other_without_a_model(make_project: MakeProject) -> None:
-    """Whatever was published: a chain is short, and what lies under the live base stays as it
-    is."""
+    """Whatever was published: a list is short."""
     rows = {i: float(i) for i in range(100)}
     project = make_project(list(rows.items()), view=COUNTING)
     project.materialize()
-    chains, plans = [], []
+    lists, plans = [], []
     for step in range(1, 14):
         rows[step] += 1000
         rows.pop(90 if step == 3 else -1, None)
@@ -305,20 +304,22 @@ def test_small_deltas_are_merged_with_each_other_without_a_model(make_project: M
         assert project.doubles(snapshot.number) == {i: 2 * x for i, x in rows.items()}
         assert snapshot.figures is not None
         assert snapshot.figures.rows == len(rows)
-        chains.append([layer.number for layer in project.store.chain(snapshot)])
+        lists.append([segment.number for segment in snapshot.segments])
         plans.append("merged" in (report.plan or ""))
         if step == 7:
             project.publish()
-    assert chains[3:6] == [[1, 2, 3, 4, 5], [1, 6], [1, 6, 7]]
-    # over 8, the live base, as over 1
-    assert chains[6:] == [
+    assert lists[3:6] == [[1, 2, 3, 4, 5], [1, 6], [1, 6, 7]]
+    assert lists[6:] == [
         [1, 6, 7, 8],
-        *([1, 6, 7, 8, *range(9, n)] for n in range(10, 14)),
-        [1, 6, 7, 8, 13],
-        [1, 6, 7, 8, 13, 14],
+        [1, 6, 7, 8, 9],
+        [1, 6, 10],
+        [1, 6, 10, 11],
+        [1, 6, 10, 11, 12],
+        [1, 6, 10, 13],
+        [1, 6, 10, 13, 14],
     ]
-    assert [step for step, merged in enumerate(plans, 1) if merged] == [5, 12]
-    assert project.snapshot(6).bases == (2, 3, 4, 5)
+    assert [step for step, merged in enumerate(plans, 1) if merged] == [5, 9, 12]
+    assert project.snapshot(6).segments[1].removed == 1
 
 
 def test_more_than_half_of_the_base_compacts(make_project: MakeProject) -> None:

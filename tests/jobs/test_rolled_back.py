@@ -157,7 +157,8 @@ def test_rows_of_snapshots_between_good_and_bad_are_at_fault_too(make_project: M
         GateError, match="rolled_back: 4 of the 5 rows come again that snapshot 3 had computed"
     ):
         run(make_project, between | {9: 7.0})
-    assert make_project(view=VIEW).snapshot().parent == 2  # which nobody marked
+    # whose segment is at fault
+    assert make_project(view=VIEW).snapshot().parent == 1
 
 
 def test_the_rows_at_fault_are_known_after_gc_and_a_full_run(make_project: MakeProject) -> None:
@@ -317,7 +318,7 @@ def test_damage_of_one_does_not_hide_the_rows_of_another(
 
 
 @pytest.mark.parametrize("damaged", [[2], [2, 3]])
-def test_lost_deletes_hide_no_rows_that_were_at_fault(
+def test_lost_kills_hide_no_rows_that_were_at_fault(
     make_project: MakeProject, damaged: list[int]
 ) -> None:
     run(make_project, GOOD)
@@ -328,9 +329,9 @@ def test_lost_deletes_hide_no_rows_that_were_at_fault(
     store = OfflineStore(make_project(view=VIEW).root).view("numbers")
     for number in damaged:
         snapshot = store.snapshot(number)
-        assert (snapshot.kind, snapshot.deletes is None) == ("delta", False)
-        assert snapshot.deletes is not None
-        (store.folder / snapshot.deletes.path).unlink()
+        assert snapshot.own is not None
+        assert snapshot.own.kills is not None
+        (store.folder / snapshot.own.kills.path).unlink()
     with pytest.raises(
         GateError, match="rolled_back: 5 of the 5 rows come again that snapshot 3 had computed"
     ):

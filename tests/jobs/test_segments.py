@@ -22,14 +22,12 @@ from precompute.jobs.run.rows import plan
 from precompute.jobs.run.rows.merging import assembled_draft, merged
 from precompute.jobs.run.rows.plan import segments_that_stay
 from precompute.store.disk.record import replace
-from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.history.changes import Changes
-from precompute.store.offline.part_file import layers_that_stay
 from precompute.store.offline.row_figures import count
 from precompute.store.offline.segment import KILLS, Part, Segment, kills_table
 from precompute.store.offline.snapshot import Counts, Snapshot
-from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.offline.view_store import OfflineStore
 
 SNAPSHOTS = int(os.environ.get("RANDOM_SNAPSHOTS", "160"))
 VIEW = FeatureView("made", ("id",), (Feature("x", "float64"),), ttl_s=1.0, stale_for_s=1.0)
@@ -48,7 +46,7 @@ class World:
         self.random, self.store = random.Random(seed), OfflineStore(folder).view("made")
         self.rows: dict[int, Rows] = {}
         self.last: dict[str | None, list[Snapshot]] = {}
-        self.clock = 0
+        self.clock, self.connection = 0, duckdb.connect()
         self._parts: dict[str, list[dict[str, float]]] = {}
         self._kills: dict[str, list[dict[str, object]]] = {}
 
@@ -93,8 +91,8 @@ class World:
             if kills
             else ""
         )
-        with duckdb.connect() as connection:
-            return dict(connection.execute(sql, [parts, kills][: 1 + bool(kills)]).fetchall())
+        found = self.connection.execute(sql, [parts, kills][: 1 + bool(kills)])
+        return dict(found.fetchall())
 
     def online(self, snapshot: Snapshot) -> Rows:
         """Segment over segment: each one's content is what it was when it was made."""

@@ -182,7 +182,7 @@ def test_rows_that_come_back_are_copied_by_their_bytes(
     assert corpus.served(40) == {key: float(key) for key in range(40)} | {9: 90.0}
     names = [part.path.rpartition("/")[2] for part in corpus.scene.live_snapshot().parts]
     # in that order, none twice
-    assert [name for name in names if name.startswith("assembled")] == ["assembled-00000.parquet"]
+    assert [name for name in names if name.startswith("copied")] == ["copied-all-00000.parquet"]
     assert corpus.scene.faults() == []
 
 

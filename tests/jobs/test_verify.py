@@ -48,9 +48,8 @@ def bad(project: Scene) -> dict[str, str]:
 
 
 def parts(project: Scene) -> list[Path]:
-    """Of the live chain: the full snapshot's first."""
-    layers = project.store.chain(project.live_snapshot())
-    return [project.root / "numbers" / part.path for layer in layers for part in layer.parts]
+    """Of the live snapshot: the lowest segment's first."""
+    return [project.root / "numbers" / part.path for part in project.live_snapshot().parts]
 
 
 def test_all_is_well(prepared: Prepared, online: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,10 +57,8 @@ def test_all_is_well(prepared: Prepared, online: str, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert project.cli("verify", "numbers") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        lines[0]
-        == "ok   numbers: manifest: snapshot 3, epoch 3; chain: 1 (full), 2 (delta), 3 (delta)"
-    )
+    named = ", ".join(project.live_snapshot().names)
+    assert lines[0] == f"ok   numbers: manifest: snapshot 3, epoch 3; segments: {named}"
     assert lines[1].startswith("ok   numbers: checksums: 3 parts, ")
     assert lines[2:4] == [
         "ok   numbers: rows: 60 rows, as the manifest says",
@@ -187,8 +184,8 @@ def flipped(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [gone, cut, flipped])
-@pytest.mark.parametrize("name", ["part-00000.parquet", "deletes.parquet"])
-def test_a_damaged_file_of_the_chain_is_found_and_named(
+@pytest.mark.parametrize("name", ["part-00000.parquet", "kills.parquet"])
+def test_a_damaged_file_of_a_segment_is_found_and_named(
     prepared: Prepared, name: str, damage: Callable[[Path], None]
 ) -> None:
     project = prepared(chain)
@@ -199,14 +196,21 @@ def test_a_damaged_file_of_the_chain_is_found_and_named(
 
 
 @pytest.mark.parametrize(("number", "damage"), [(1, gone), (2, cut), (3, flipped)])
-def test_a_damaged_manifest_of_the_chain_is_found(
+def test_a_damaged_record_of_a_segment_or_manifest_is_found(
     prepared: Prepared, number: int, damage: Callable[[Path], None]
 ) -> None:
     project = prepared(chain)
-    damage(project.root / "numbers" / "manifests" / f"{number:020d}.json")
+    path = project.root / "numbers" / project.live_snapshot().segments[number - 1].record.path
+    damage(path)
     found = bad(project)
     assert list(found) == ["manifest"]
-    assert f"{number}.json" in found["manifest"] or f"no snapshot {number}" in found["manifest"]
+    assert str(path) in found["manifest"]
+    project.run(full=True)
+    assert bad(project) == {}
+    damage(project.store.manifest_path(4))
+    found = bad(project)
+    assert list(found) == ["manifest"]
+    assert "4.json" in found["manifest"] or "no snapshot 4" in found["manifest"]
 
 
 # ---- online

@@ -29,14 +29,16 @@ from precompute.store.disk.record import replace
 from precompute.store.disk.storage import IDENTITIES, LOCAL, identity_of, known_identity
 from precompute.store.errors import ConflictError, FencedError, SnapshotError, UnreadableError
 from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.offline.gc import collect
 from precompute.store.offline.part_file import Layers, write_part_file
 from precompute.store.offline.refs import LiveRef, Place, run_lease
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.runs import Finished, Report
-from precompute.store.offline.segment import Part
+from precompute.store.offline.segment import KILLS, Part, Segment, kills_table
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import OfflineStore, ViewStore
+from precompute.store.times import utc_now
 from tests.scene import files_of_at_most
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
@@ -48,10 +50,20 @@ def store(tmp_path: Path) -> ViewStore:
     return OfflineStore(tmp_path / "root").view("numbers")
 
 
-def uncommitted(*parts: Part, run: str = "run", **changes: Any) -> Snapshot:
+def uncommitted(
+    *parts: Part,
+    run: str = "run",
+    below: tuple[Segment, ...] = (),
+    kills: Part | None = None,
+    own_kills: int = 0,
+    **changes: Any,
+) -> Snapshot:
     rows = sum(part.rows for part in parts)
+    segment = Segment(0, run, "recipe", 7, parts, kills, own_kills)
+    segments = (*below, segment)
     return replace(
-        Snapshot(VIEW, run, "model", Counts(rows, rows), parts, None, "now", None, None), **changes
+        Snapshot(VIEW, run, "model", Counts(rows, rows), segments, None, "now", None, None),
+        **changes,
     )
 
 
@@ -165,11 +177,17 @@ def test_each_commit_gets_the_next_number_and_no_manifest_is_ever_changed(store:
     seen: dict[str, bytes] = {}
     for number in (1, 2, 3):
         snapshot = committed(store, TABLE, run=f"run{number}")
-        assert snapshot == replace(uncommitted(*snapshot.parts, run=f"run{number}"), number=number)
+        (segment,) = snapshot.segments
+        assert segment.name == f"{number}-{segment.sha256[:8]}"
+        draft = replace(segment, number=0, sha256="", size_bytes=0)
+        assert uncommitted(*snapshot.parts, run=f"run{number}") == replace(
+            snapshot, number=0, segments=(draft,)
+        )
         assert store.snapshot(number) == snapshot
         now = tree(store.offline.root)
         assert seen.items() <= now.items()
         assert f"numbers/manifests/{number:020d}.json" in now.keys() - seen.keys()
+        assert f"numbers/{segment.record.path}" in now.keys() - seen.keys()
         seen = now
     assert (store.offline.views(), store.numbers()) == (["numbers"], [1, 2, 3])
     assert not [name for name in seen if "tmp" in name]
@@ -188,8 +206,6 @@ def test_a_number_is_not_given_again_while_a_later_one_stands(store: ViewStore) 
     [
         {"counts": Counts(4, 3)},
         {"counts": Counts(3, 2, removed=1)},
-        {"counts": Counts(3, 2, unchanged=1), "kind": "delta", "own_deletes": 0},
-        {"own_deletes": 1},
         {"counts": Counts(2, 2)},
     ],
     ids=repr,
@@ -223,20 +239,17 @@ def test_strange_files_beside_the_manifests_are_no_snapshots(store: ViewStore) -
     assert committed(store, TABLE, run="run2").number == 2
 
 
-# ---- chains
+# ---- segments
 
 
-def deletes(*rows: tuple[Part, int, bool, int]) -> pa.Table:
-    """(part, row, whether its key left the source, key) of each dead row, as ``deletes.parquet``
-    holds them."""
+def kills(*rows: tuple[Part, int, bool, int]) -> pa.Table:
+    """(part, row, whether its key has no row any more, key) of each dead row."""
     parts, numbers, removed, keys = zip(*rows, strict=True)
-    columns = [
-        pa.array([part.path for part in parts]).dictionary_encode(),
+    return kills_table(
+        pa.array([part.path for part in parts]),
         pa.array(numbers, pa.int64()),
         pa.array(removed),
-    ]
-    return pa.Table.from_arrays(
-        [*columns, pa.array(keys, pa.int64())], names=[*DELETES_SCHEMA.names, "id"]
+        {"id": pa.array(keys, pa.int64())},
     )
 
 
@@ -247,7 +260,7 @@ def rows_table(**values: float) -> pa.Table:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A full snapshot, a delta on it, a delta on that; and the chunks an interrupted run left,
+    """A snapshot of one segment, one of two, one of three; and the chunks an interrupted run left,
     which the last one adopted."""
 
     full: Snapshot
@@ -264,27 +277,26 @@ def chain(store: ViewStore) -> Chain:
     two = store.write_part("r1", "part-00001.parquet", rows_table(k4=4.0, k5=5.0))
     full = store.commit(uncommitted(one, two, run="r1"))
     three = store.write_part("r2", "part-00000.parquet", rows_table(k6=6.5, k2=2.5, k7=7.5))
-    gone = store.write_part("r2", "deletes.parquet", deletes((one, 1, False, 2), (two, 1, True, 5)))
+    gone = store.write_part("r2", KILLS, kills((one, 1, False, 2), (two, 1, True, 5)))
     counts = Counts(source=6, written=3, unchanged=3, removed=1)
     delta = store.commit(
-        uncommitted(three, run="r2", kind="delta", parent=1, deletes=gone, counts=counts)
+        uncommitted(three, run="r2", below=full.segments, kills=gone, counts=counts)
     )
     adopted = store.write_part("r3", "part-00000.parquet", rows_table(k7=7.75, k8=8.5, k3=3.25))
     four = store.write_part("r4", "part-00000.parquet", rows_table(k3=3.75, k9=9.5))
-    found = deletes(
+    found = kills(
         (one, 2, False, 3), (three, 2, False, 7), (adopted, 1, False, 8), (adopted, 2, False, 3)
     )
-    gone = store.write_part("r4", "deletes.parquet", found)
+    gone = store.write_part("r4", KILLS, found)
     counts = Counts(source=7, written=3, unchanged=4)
     last = store.commit(
         uncommitted(
             adopted,
             four,
             run="r4",
-            kind="delta",
-            parent=2,
-            deletes=gone,
-            own_deletes=2,
+            below=delta.segments,
+            kills=gone,
+            own_kills=2,
             counts=counts,
         )
     )
@@ -326,8 +338,8 @@ def test_a_delta_over_a_delta_is_read_as_the_last_value_of_every_key(
 
 
 def test_the_layers_name_every_file_once_with_its_dead_rows(store: ViewStore, chain: Chain) -> None:
-    assert store.chain(chain.last) == [chain.full, chain.delta, chain.last]
-    assert store.chain(chain.full) == [chain.full]
+    assert chain.last.segments[:-1] == chain.delta.segments
+    assert chain.delta.segments[:-1] == chain.full.segments
     layers = store.layers(chain.last)
     assert isinstance(layers, Layers)
     folder = store.offline.root.absolute() / "numbers" / "data"
@@ -391,15 +403,14 @@ def test_any_chain_reads_as_a_dictionary_that_was_updated(data: st.DataObject) -
                     where[key], now[key] = (parts[-1], row), step + key / 16
             for key in removed:
                 del where[key], now[key]
-            gone = store.write_part(run, "deletes.parquet", deletes(*dead)) if dead else None
+            gone = store.write_part(run, KILLS, kills(*dead)) if dead else None
             unchanged = before - len(dead)
             parent = store.commit(
                 uncommitted(
                     *parts,
                     run=run,
-                    kind="full" if parent is None else "delta",
-                    parent=None if parent is None else parent.number,
-                    deletes=gone,
+                    below=() if parent is None else parent.segments,
+                    kills=gone,
                     counts=Counts(
                         source=len(keys) + unchanged,
                         written=len(keys),
@@ -416,37 +427,43 @@ def test_any_chain_reads_as_a_dictionary_that_was_updated(data: st.DataObject) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"counts": Counts(source=7, written=3, unchanged=4)}, "3 rows stay but 4"),
-        ({"counts": Counts(source=5, written=3, unchanged=2)}, "3 rows stay but 2"),
-        ({"counts": Counts(source=7, written=4, unchanged=3)}, "hold 3 rows"),
-        ({"own_deletes": 1}, "hold 2 rows"),
-        ({"deletes": None}, "5 rows stay but 3"),
-        ({"parent": 2}, "is its parent's too"),
-        ({"parent": 9}, "no snapshot 9"),
-        ({"kind": "full"}, "hold 3 rows other than the 6"),
+        ({"counts": Counts(source=7, written=3, unchanged=4)}, "6 living rows, and 7 were"),
+        ({"counts": Counts(source=5, written=3, unchanged=2)}, "6 living rows, and 5 were"),
+        ({"counts": Counts(source=7, written=3, unchanged=3)}, "7 rows came from the source"),
+        ("without kills", "8 living rows, and 6 were"),
+        ("without what lies below", "names part data/r1/part-00000.parquet, which no segment"),
+        ("twice", "two segments of 'numbers' have one part"),
     ],
     ids=repr,
 )
-def test_a_delta_that_does_not_add_up_with_its_parent_is_not_committed(
-    store: ViewStore, chain: Chain, changes: dict[str, Any], message: str
+def test_segments_that_do_not_add_up_are_not_committed(
+    store: ViewStore, chain: Chain, changes: dict[str, Any] | str, message: str
 ) -> None:
     before = store.numbers()
-    good = replace(chain.delta, number=0, run="again")
+    *below, own = chain.delta.segments
+    draft = replace(own, number=0, sha256="", size_bytes=0)
+    good = replace(chain.delta, number=0, run="again", segments=(*below, draft))
+    wrong = {
+        "without kills": {"segments": (*below, replace(draft, kills=None))},
+        "without what lies below": {"segments": (draft,)},
+        "twice": {"segments": (*below, own, draft)},
+    }
     with pytest.raises(SnapshotError, match=message):
-        store.commit(replace(good, **changes))
+        store.commit(replace(good, **(wrong[changes] if isinstance(changes, str) else changes)))
     assert store.numbers() == before
     assert store.commit(good).number == 4
 
 
-@pytest.mark.parametrize("what", ["deletes", "parts"])
+@pytest.mark.parametrize("what", ["kills", "parts"])
 @pytest.mark.parametrize("of", ["full", "delta", "last"])
-def test_damage_anywhere_in_the_chain_is_found_by_name(
+def test_damage_of_any_segment_is_found_by_name(
     store: ViewStore, chain: Chain, what: str, of: str
 ) -> None:
     layer: Snapshot = getattr(chain, of)
-    part = layer.deletes if what == "deletes" else layer.parts[-1]
+    assert layer.own is not None
+    part = layer.own.kills if what == "kills" else layer.own.parts[-1]
     if part is None:
-        return  # a full snapshot has no deletes
+        return  # the lowest kills nothing
     path = store.folder / part.path
     whole = path.read_bytes()
     flipped(path, len(whole) // 2)
@@ -467,32 +484,76 @@ def test_damage_anywhere_in_the_chain_is_found_by_name(
             store.check_parts(earlier)
 
 
-def test_deletes_of_a_part_that_the_chain_does_not_name_are_refused(
-    store: ViewStore, chain: Chain
+@pytest.mark.parametrize("how", ["lost", "flipped", "cut", "empty"])
+def test_a_damaged_record_is_an_error_of_every_snapshot_that_names_it(
+    store: ViewStore, chain: Chain, how: str
 ) -> None:
-    stranger = store.write_part("r9", "part-00000.parquet", rows_table(k1=1.0))
-    gone = store.write_part("r9", "deletes.parquet", deletes((stranger, 0, True, 1)))
-    snapshot = store.commit(
-        uncommitted(
-            run="r9",
-            kind="delta",
-            parent=1,
-            deletes=gone,
-            counts=Counts(4, 0, unchanged=4, removed=1),
-        )
-    )
-    with pytest.raises(
-        SnapshotError,
-        match=r"names part data/r9/part-00000.parquet, which no manifest of its chain does",
-    ):
-        list(store.batches(snapshot))
+    path = store.folder / chain.delta.segments[1].record.path
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7) if how == "flipped" else (0,):
+        path.write_bytes(whole)
+        if how == "lost":
+            path.unlink()
+        elif how == "flipped":
+            flipped(path, at)
+        else:
+            path.write_bytes(whole[:-1] if how == "cut" else b"")
+        said = "is missing" if how == "lost" else "differs from its checksum"
+        read = OfflineStore(store.offline.root).view("numbers")
+        assert read.snapshot(1) == chain.full
+        for number in (2, 3):
+            with pytest.raises(SnapshotError, match=f"{re.escape(str(path))} {said}"):
+                read.snapshot(number)
+        newest = Standing(read).newest()
+        assert newest is not None
+        assert newest.number == 1
+        # who read it when it was whole looks again
+        with pytest.raises(SnapshotError, match=f"{re.escape(str(path))} "):
+            store.check_parts(chain.last)
+        with pytest.raises(SnapshotError, match=said):
+            read.segment(chain.delta.names[1], chain.delta.segments[1].sha256)
+    assert list(store.refs.bad()) == [2]
+    assert store.refs.bad()[2].segments == (chain.delta.names[1],)
+    path.write_bytes(whole)
+    assert [Standing(store).bad_below(s) for s in (chain.full, chain.delta, chain.last)] == [
+        None,
+        2,
+        2,
+    ]
+
+
+def test_a_lost_race_for_a_number_leaves_a_record_that_nobody_names(
+    store: ViewStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = store.write_part("run", "part-00000.parquet", TABLE)
+    other = store.write_part("other", "part-00000.parquet", TABLE)
+    first = store.commit(uncommitted(other, run="other", created_at=utc_now()))
+    create = store.storage.create
+
+    def slower(path: Path, data: bytes, **options: Any) -> None:
+        if path == store.manifest_path(2):
+            monkeypatch.undo()
+            store.commit(replace(first, number=0, created_at=utc_now()))
+        create(path, data, **options)
+
+    monkeypatch.setattr(store.storage, "create", slower)
+    snapshot = store.commit(uncommitted(part, created_at=utc_now()))
+    assert (snapshot.number, snapshot.segments[0].number) == (3, 3)
+    assert store.snapshot(2).segments == first.segments
+    records = {path.name for path in (store.folder / "segments").iterdir()}
+    assert records > {f"{name}.json" for name in (*first.names, *snapshot.names)}
+    assert len(records) == 3
+    collect(store, keep=9, grace_s=-1.0)
+    assert {path.name for path in (store.folder / "segments").iterdir()} == {
+        f"{name}.json" for name in (*first.names, *snapshot.names)
+    }
 
 
 # ---- which snapshot is built on
 
 
-@pytest.mark.parametrize(("damaged", "newest"), [(3, 2), (2, 1), (1, None)])
-def test_the_newest_is_none_whose_chain_cannot_be_read(
+@pytest.mark.parametrize(("damaged", "newest"), [(3, 2), (2, 3), (1, 3)])
+def test_the_newest_is_none_that_cannot_be_read(
     store: ViewStore,
     chain: Chain,
     caplog: pytest.LogCaptureFixture,
@@ -503,7 +564,9 @@ def test_the_newest_is_none_whose_chain_cannot_be_read(
     path.write_bytes(path.read_bytes()[:-1])
     found = Standing(store).newest()
     assert (None if found is None else found.number) == newest
-    assert [path.name in record.getMessage() for record in caplog.records] == [True] * (4 - damaged)
+    assert [path.name in record.getMessage() for record in caplog.records] == [True] * (
+        damaged == 3
+    )
 
 
 def test_a_snapshot_is_marked_bad_once_and_for_good(store: ViewStore) -> None:
@@ -962,7 +1025,7 @@ def test_a_full_disk_is_an_error_and_leaves_everything_as_it_was(
             [0, 3, 4, 4096, 30_000],
             lambda: store.write_part("run", "part-00001.parquet", large),
         ),
-        "commit": ([0, 1, 500], lambda: store.commit(uncommitted(run="full"))),
+        "commit": ([0, 1, 100, 500], lambda: store.commit(uncommitted(run="full"))),
         "live": (
             [0, 10],
             lambda: store.refs.move_live(2, expected_epoch=1, epoch=2, reason="full"),
@@ -976,7 +1039,9 @@ def test_a_full_disk_is_an_error_and_leaves_everything_as_it_was(
             files_of_at_most(size),
         ):
             write()
-        assert tree(store.offline.root) == before, f"at {size} bytes"
+        # a record that no manifest names goes with what killed runs leave
+        after = {n: data for n, data in tree(store.offline.root).items() if "segments/2-" not in n}
+        assert after == before, f"at {size} bytes"
     assert committed(store, TABLE, run="later").number == 2
 
 

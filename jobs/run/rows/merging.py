@@ -35,6 +35,7 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.segment import (
     COPIED,
     KILLS,
+    MOST_MERGED,
     Part,
     Segment,
     kills_table,
@@ -173,10 +174,19 @@ def merged(store: ViewStore, draft: Snapshot, stay: int) -> Snapshot:
         nothing = store.schema(alone).empty_table()
         copies.parts.append(store.write_part(draft.run, f"{COPIED}00000.parquet", nothing))
     segment = replace(own, parts=tuple(copies.parts), kills=None, own_kills=0, removed=0)
+    segment = replace(segment, merged=_merged_names(upper[:-1]))
     if low:
-        segment = _with_kills_of(store, alone, segment, low, pa.concat_arrays(keys))
+        living = pa.concat_arrays(keys)
+        segment = _with_kills_of(store, alone, segment, low, living, f"merged-{KILLS}")
     made = replace(draft, segments=(*low, segment))
     return made if low else replace(made, figures=copies.figures)
+
+
+def _merged_names(segments: Sequence[Segment]) -> tuple[str, ...]:
+    """Names of segments, and of what was merged into them; the newest ones."""
+    names = dict.fromkeys(name for one in segments for name in (*one.merged, one.name))
+    newest = sorted(names, key=lambda name: int(name.partition("-")[0]))
+    return tuple(newest[-MOST_MERGED:])
 
 
 def _with_kills_of(
@@ -185,12 +195,14 @@ def _with_kills_of(
     segment: Segment,
     low: Sequence[Segment],
     living: pa.Array,
+    name: str,
 ) -> Segment:
     """A segment that takes the place of all those of ``upper``, with its kills.
 
     Args:
         low: the segments below.
         living: key texts that have a row in it; needed where one of ``upper`` removes a key.
+        name: of the file of its kills.
     """
     below = [part.path for one in low for part in one.parts]
     files = [store.whole_path(upper, part) for part in upper.kills]
@@ -201,7 +213,7 @@ def _with_kills_of(
     in_own = pc.is_in(table.column("part").cast(pa.string()), pa.array(sorted(own), pa.string()))
     return replace(
         segment,
-        kills=store.write_part(segment.run, f"merged-{KILLS}", table),
+        kills=store.write_part(segment.run, name, table),
         own_kills=int(pc.sum(in_own).as_py() or 0),
         removed=int(pc.sum(table.column("removed")).as_py() or 0),
     )
@@ -546,7 +558,7 @@ def _snapshot(
 ) -> Snapshot:
     newest, parts = members[max(members)], list(found.parts)
     for number, rows in enumerate(joined(found.back.batches(), found.rows, chunks.PART_BYTES)):
-        name = f"{COPIED}{number:05d}.parquet"
+        name = f"{COPIED}all-{number:05d}.parquet"
         parts.append(store.write_part(run, name, pa.Table.from_batches([rows])))
     if live is None and not parts:
         # no partition has a row: one file without rows
@@ -559,7 +571,7 @@ def _snapshot(
         table = _kills_of(pa.concat_tables([one.unify_dictionaries() for one in dead]))
         segment = replace(
             segment,
-            kills=store.write_part(run, KILLS, table),
+            kills=store.write_part(run, f"all-{KILLS}", table),
             own_kills=found.own_dead.num_rows,
             removed=found.removed,
         )
@@ -614,10 +626,10 @@ def _referring(store: ViewStore, draft: Snapshot) -> Snapshot:
         for batch in store.batches(draft, list(entity), 65536, first=first):
             keys.append(key_column(batch, entity).cast(pa.string()))
     segment = replace(own, parts=alone.parts, kills=None, own_kills=0, removed=0)
-    return replace(
-        draft,
-        segments=(*low, _with_kills_of(store, alone, segment, low, pa.concat_arrays(keys))),
-    )
+    segment = replace(segment, merged=_merged_names(upper[:-1]))
+    living = pa.concat_arrays(keys)
+    segment = _with_kills_of(store, alone, segment, low, living, f"all-merged-{KILLS}")
+    return replace(draft, segments=(*low, segment))
 
 
 def _judge_row_count(
