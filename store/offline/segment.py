@@ -208,7 +208,7 @@ def read_kills(path: Path) -> Kills:
         order = np.argsort(codes, kind="stable")
         order = order[np.searchsorted(codes[order], 0) :]
         ends = np.cumsum(np.bincount(codes[order], minlength=len(names.dictionary)))
-        pieces = np.split(rows[order], ends[:-1])
+        pieces = np.split(rows[order], ends[:-1]) if len(ends) else []
         return dict(zip(names.dictionary.to_pylist(), pieces, strict=True))
 
 

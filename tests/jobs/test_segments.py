@@ -132,7 +132,7 @@ class World:
         assert len(read.segments) <= 1 + plan.MOST_DELTAS
         other = self.store.snapshot(self.random.choice(sorted(self.rows)))
         changes = Changes(self.store, other, read)
-        after = {key: x for key, x in self.rows[other.number].items()}
+        after = self.rows[other.number]
         new = [row for batch in changes.batches() for row in batch.to_pylist()]
         assert len(new) == changes.rows
         gone = set(changes.removed.to_pylist())

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace
-from precompute.store.offline.segment import Part
+from precompute.store.offline.segment import Segment, kills_table
 from precompute.store.offline.snapshot import Catalog, Counts, Entry, Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -25,28 +27,27 @@ def store(tmp_path: Path) -> ViewStore:
     store = OfflineStore(tmp_path / "root").view("numbers")
     take(store.leases, "publish", "a test").release()  # as every writer does
     for number in range(1, 7):
-        commit(store, f"run{number}", DAYS[number % 2], parent=2 if number == 6 else None)
+        commit(store, f"run{number}", DAYS[number % 2], over=2 if number == 6 else None)
     return store
 
 
-def commit(
-    store: ViewStore, run: str, partition: str | None, parent: int | None = None
-) -> Snapshot:
+def commit(store: ViewStore, run: str, partition: str | None, over: int | None = None) -> Snapshot:
     part = store.write_part(run, "part-00000.parquet", TABLE)
-    counts = Counts(6, 3, unchanged=3) if parent else Counts(3, 3)
+    counts = Counts(6, 3, unchanged=3) if over else Counts(3, 3)
+    below = () if over is None else store.snapshot(over).segments
     made = Snapshot(
         VIEW,
         run,
         "model",
         counts,
-        (part,),
+        (*below, Segment(0, run, "recipe", 7, (part,))),
         None,
         "2026-01-01T00:00:00+00:00",
         None,
         None,
         partition=partition,
     )
-    return store.commit(replace(made, kind="delta" if parent else "full", parent=parent))
+    return store.commit(made)
 
 
 def truth(store: ViewStore) -> dict[int, Entry]:
@@ -64,9 +65,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     original = Snapshot.from_bytes
 
-    def counting(data: bytes, where: str) -> Snapshot:
+    def counting(data: bytes, where: str, segment_of: Any) -> Snapshot:
         seen.append(int(Path(where).stem))
-        return original(data, where)
+        return original(data, where, segment_of)
 
     monkeypatch.setattr(Snapshot, "from_bytes", counting)
     return seen
@@ -80,12 +81,20 @@ def test_it_says_what_the_manifests_say_and_parses_none_that_it_knows(
     store: ViewStore, parsed: list[int]
 ) -> None:
     expected = truth(store)
-    assert [(e.partition, e.parent, e.files) for e in (expected[1], expected[6])] == [
-        (DAYS[1], None, ("data/run1/part-00000.parquet",)),
-        (DAYS[0], 2, ("data/run6/part-00000.parquet",)),
+    names = {number: store.snapshot(number).names for number in (1, 2, 6)}
+    assert [(e.partition, e.beside, e.segments) for e in (expected[1], expected[6])] == [
+        (DAYS[1], (), names[1]),
+        (DAYS[0], (), names[6]),
     ]
+    assert names[6][:1] == names[2]
     parsed.clear()
-    assert catalog_of(store).entries == expected
+    catalog = catalog_of(store)
+    assert catalog.entries == expected
+    assert catalog.files([expected[6]]) == {
+        "data/run2/part-00000.parquet",
+        "data/run6/part-00000.parquet",
+        *(f"segments/{name}.json" for name in names[6]),
+    }
     assert parsed == []
     path_of(store).unlink()  # as of an older version, or lost
     assert catalog_of(store).entries == expected
@@ -192,9 +201,28 @@ def test_without_space_or_rights_it_is_derived_every_time(store: ViewStore) -> N
     assert OfflineStore(store.offline.root / "none").view("numbers").catalog().entries == {}
 
 
-def test_an_entry_names_every_file() -> None:
-    one, two, three = (
-        Part(f"data/r/{name}.parquet", 1, 1, "") for name in ("part", "deletes", "rejected")
+def test_files_of_a_lost_record_are_known_by_what_it_said(store: ViewStore) -> None:
+    expected = catalog_of(store)
+    for path in (store.folder / "segments").iterdir():
+        path.unlink()
+    assert catalog_of(store) == expected
+    path_of(store).unlink()
+    catalog = catalog_of(store)
+    assert (catalog.entries, list(catalog.damaged)) == ({}, [1, 2, 3, 4, 5, 6])
+    assert "is missing, which has the parts of a segment" in str(catalog.damaged[1])
+
+
+def test_it_names_every_file(store: ViewStore) -> None:
+    one = store.write_part("r", "part-00000.parquet", TABLE)
+    table = kills_table(
+        pa.array([one.path]), pa.array([1]), pa.array([False]), {"id": pa.array([2])}
     )
-    made = Snapshot(VIEW, "r", "m", Counts(1, 1), (one,), three, "now", None, None, deletes=two)
-    assert Entry.of(1, made).files == (one.path, two.path, three.path)
+    two, three = (store.write_part("r", f"{name}.parquet", table) for name in ("kills", "rejected"))
+    segment = Segment(0, "r", "recipe", 7, (one,), two, 1)
+    made = Snapshot(VIEW, "r", "m", Counts(2, 2), (segment,), three, "now", None, None)
+    made = store.commit(replace(made, frame="data/r/frame.parquet"))
+    record = made.segments[0].record.path
+    for catalog in (store.catalog(), catalog_of(store)):
+        assert catalog.files([catalog.entries[7]]) == {
+            *(one.path, two.path, three.path, record, "data/r/frame.parquet")
+        }

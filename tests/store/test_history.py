@@ -29,7 +29,7 @@ from precompute.store.history import (
 )
 from precompute.store.offline import refs
 from precompute.store.offline.runs import Report
-from precompute.store.offline.segment import Part
+from precompute.store.offline.segment import COPIED, KILLS, Part, Segment, kills_table
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.times import as_us, containing
@@ -121,25 +121,27 @@ class Made:
         written = [key for key in rows if key not in same]
         delta = parent is not None and how == "delta"
         parts, places = self._parts(
-            run, {key: rows[key] for key in rows if not delta or key in written}
+            run,
+            {key: rows[key] for key in rows if not delta or key in written},
+            "part-" if how != "compact" else COPIED,
         )
-        deletes = None
+        kills, below = None, () if parent is None or not delta else parent.segments
         if delta:
             assert parent is not None
             before = self.places[parent.number]
             places |= {key: before[key] for key in same}
             gone = {key: place for key, place in before.items() if key not in same}
             if gone:
-                deletes = self.store.write_part(run, "deletes.parquet", self._deletes(gone, rows))
+                kills = self.store.write_part(run, KILLS, self._kills(gone, rows))
         removed = len(old.keys() - rows.keys())
+        segment = Segment(0, run, "recipe", 7, tuple(parts), kills)
         counts = Counts(
             source=len(rows), written=len(written), unchanged=len(same), removed=removed
         )
         snapshot = self.store.commit(
             Snapshot(
-                self.view, run, "model", counts, tuple(parts), None, at(created).isoformat(), None, None,
-                kind="delta" if delta else "full", parent=parent.number if delta and parent is not None else None,
-                deletes=deletes, partition=partition, gates=REFUSED if refused else (), content=content,
+                self.view, run, "model", counts, (*below, segment), None, at(created).isoformat(), None, None,
+                partition=partition, gates=REFUSED if refused else (), content=content,
             )
         )  # fmt: skip
         self.snapshots.append(snapshot)
@@ -169,18 +171,21 @@ class Made:
                 self.store.refs.renew_live(ref, as_us(at(renewed)))
 
     def mark_bad(self, number: int) -> None:
-        self.store.mark_bad(number, "test")
+        made = self.snapshots[number - 1]
+        mark = refs.BadMark("test", made.created_at, made.content, segments=made.names[-1:])
+        self.store.refs.mark_bad(number, mark)
         self.bad.add(number)
 
     def good(self) -> list[Snapshot]:
-        void = set(self.bad)
-        for snapshot in self.snapshots:  # a parent comes before its children
-            if snapshot.parent in void:
-                void.add(snapshot.number)
-        return [s for s in self.snapshots if s.number not in void and not s.refused_by]
+        made_by = {number: self.snapshots[number - 1].names[-1] for number in self.bad}
+        return [
+            s
+            for s in self.snapshots
+            if set(s.names).isdisjoint(made_by.values()) and not s.refused_by
+        ]
 
     def _parts(
-        self, run: str, rows: Mapping[Key, Value]
+        self, run: str, rows: Mapping[Key, Value], name: str = "part-"
     ) -> tuple[list[Part], dict[Key, tuple[str, int]]]:
         parts: list[Part] = []
         places: dict[Key, tuple[str, int]] = {}
@@ -188,7 +193,7 @@ class Made:
         for number in range(0, len(keys), 2):  # two rows a file, so that files are shared
             here = keys[number : number + 2]
             part = self.store.write_part(
-                run, f"part-{number:05d}.parquet", self.table({key: rows[key] for key in here})
+                run, f"{name}{number:05d}.parquet", self.table({key: rows[key] for key in here})
             )
             parts.append(part)
             places |= {key: (part.path, row) for row, key in enumerate(here)}
@@ -212,7 +217,7 @@ class Made:
             columns, names=[*self.entity, *(f.name for f in FEATURES), "computed_at", "input_hash"]
         )
 
-    def _deletes(self, gone: Mapping[Key, tuple[str, int]], rows: Mapping[Key, Value]) -> pa.Table:
+    def _kills(self, gone: Mapping[Key, tuple[str, int]], rows: Mapping[Key, Value]) -> pa.Table:
         columns = [
             pa.array([path for path, _ in gone.values()], pa.string()).dictionary_encode(),
             pa.array([row for _, row in gone.values()], pa.int64()),
@@ -222,7 +227,8 @@ class Made:
                 for i, kind in enumerate(self.entity.values())
             ),
         ]
-        return pa.table(columns, names=[*DELETES_SCHEMA.names, *self.entity])
+        part, row, removed, *keys = columns
+        return kills_table(part, row, removed, dict(zip(self.entity, keys, strict=True)))
 
     def requested(self, questions: Sequence[tuple[Key, float]], unit: str = "us") -> pa.Table:
         columns = {
@@ -666,7 +672,15 @@ def test_a_feature_an_older_snapshot_lacked_or_had_otherwise_is_null_there(made:
     part = made.store.write_part("newer", "part-00000.parquet", pa.table(columns))
     made.store.commit(
         Snapshot(
-            newer, "newer", "model", Counts(1, 1), (part,), None, at(6).isoformat(), None, None
+            newer,
+            "newer",
+            "model",
+            Counts(1, 1),
+            (Segment(0, "newer", "", 7, (part,)),),
+            None,
+            at(6).isoformat(),
+            None,
+            None,
         )
     )
     made.publish(2, 6)

@@ -21,7 +21,7 @@ from precompute.store.feature_view import (
     Substitute,
 )
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
-from precompute.store.offline.segment import Part
+from precompute.store.offline.segment import Part, Segment
 from precompute.store.offline.snapshot import FORMAT_VERSION, Counts, Snapshot, Verdict
 
 VIEW = FeatureView(
@@ -33,15 +33,37 @@ VIEW = FeatureView(
     index=IndexSpec("vector"),
     definition=Definition('SELECT \'é, "zz_sha256": "\'', ModelUse("x")),
 )
+LOW, _ = Segment(
+    0, "20240101T000000-aa", "e" * 64, 7, (Part("data/q/part-00000.parquet", 3, 123, "f" * 64),)
+).numbered(11)
+OWN, RECORD = Segment(
+    0,
+    "20250101T000000-ab",
+    "e" * 64,
+    7,
+    (
+        Part("data/r/part-00000.parquet", 3, 1234, "a" * 64),
+        Part("data/r/part-00001.parquet", 2, 99, "b" * 64),
+    ),
+    Part("data/r/kills.parquet", 3, 20, "d" * 64),
+    own_kills=1,
+    removed=1,
+    merged=("10-abcdefab",),
+).numbered(12)
+SEGMENTS = {one.name: one for one in (LOW, OWN)}
+
+
+def segment_of(name: str, sha256: str) -> Segment:
+    assert SEGMENTS[name].sha256 == sha256
+    return SEGMENTS[name]
+
+
 FULL = Snapshot(
     view=VIEW,
     run="20250101T000000-ab",
     model="f" * 64,
     counts=Counts(source=6, written=4, rejected=1, unchanged=1, removed=1, duplicates=2),
-    parts=(
-        Part("data/r/part-00000.parquet", 3, 1234, "a" * 64),
-        Part("data/r/part-00001.parquet", 1, 99, "b" * 64),
-    ),
+    segments=(LOW, OWN),
     rejected=Part("data/r/rejected.parquet", 1, 10, "c" * 64),
     created_at="2025-01-01T00:00:00.000001+00:00",
     computed_at_min=-1,
@@ -51,10 +73,7 @@ FULL = Snapshot(
     timings_s={"model": 0.125},
     versions={"torch": "1"},
     number=12,
-    kind="delta",
     parent=11,
-    deletes=Part("data/r/deletes.parquet", 2, 20, "d" * 64),
-    own_deletes=1,
     recipe="e" * 64,
     content="e:6-1",
     partition="2025-01-01T00:00Z/2025-01-02T00:00Z",
@@ -88,7 +107,7 @@ def resealed(manifest: bytes, change: Callable[[dict[str, Any]], None]) -> bytes
 @pytest.mark.parametrize("snapshot", [FULL, SMALL], ids=["full", "small"])
 def test_a_snapshot_comes_back_equal_from_its_manifest(snapshot: Snapshot) -> None:
     manifest = snapshot.to_bytes()
-    back = Snapshot.from_bytes(manifest, "here")
+    back = Snapshot.from_bytes(manifest, "here", segment_of)
     assert back == snapshot
     assert back.to_bytes() == manifest
 
@@ -97,7 +116,7 @@ def test_a_manifest_is_plain_json_for_anybody() -> None:
     body = json.loads(FULL.to_bytes())
     assert body["format_version"] == FORMAT_VERSION
     assert body["view_fingerprint"] == VIEW.fingerprint()
-    assert body["counts"]["written"] == sum(part["rows"] for part in body["parts"])
+    assert body["segments"] == [{"name": one.name, "sha256": one.sha256} for one in (LOW, OWN)]
     assert set(body) - {"format_version", "view_fingerprint", "zz_sha256"} == set(
         Snapshot.__struct_fields__
     )
@@ -145,25 +164,25 @@ def test_a_manifest_torn_or_changed_in_any_way_is_refused() -> None:
     ]
     for data in damaged:
         with pytest.raises(SnapshotError, match="/some/where is torn or was edited"):
-            Snapshot.from_bytes(data, "/some/where")
+            Snapshot.from_bytes(data, "/some/where", segment_of)
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", 1.5, None])
 def test_a_manifest_of_a_format_this_version_does_not_know_is_refused(version: Any) -> None:
     newer = resealed(FULL.to_bytes(), lambda body: body.update(format_version=version))
     with pytest.raises(SnapshotError, match=r"manifest format .* upgrade"):
-        Snapshot.from_bytes(newer, "here")
+        Snapshot.from_bytes(newer, "here", segment_of)
 
 
 @pytest.mark.parametrize(
-    "change", [{"counts": None}, {"parts": [{"path": 7}]}, {"view": {"name": "items"}}]
+    "change", [{"counts": None}, {"segments": [{"name": 7}]}, {"view": {"name": "items"}}]
 )
 def test_a_manifest_that_says_something_else_is_refused(change: dict[str, Any]) -> None:
     other = resealed(FULL.to_bytes(), lambda body: body.update(change))
     with pytest.raises(
         SnapshotError, match=r"here says what this version does not understand .*\$\..*upgrade"
     ):
-        Snapshot.from_bytes(other, "here")
+        Snapshot.from_bytes(other, "here", segment_of)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +190,7 @@ def test_a_manifest_that_says_something_else_is_refused(change: dict[str, Any]) 
     [
         (),
         ("counts",),
-        ("parts", 0),
+        ("segments", 0),
         ("view", "features", 0),
     ],
     ids=lambda path: ".".join(map(str, path)) or "top",
@@ -183,7 +202,7 @@ def test_fields_of_a_later_minor_version_are_ignored(path: tuple[Any, ...]) -> N
             node = node[step]
         node["from_the_future"] = {"a": 1}
 
-    assert Snapshot.from_bytes(resealed(FULL.to_bytes(), add), "here") == FULL
+    assert Snapshot.from_bytes(resealed(FULL.to_bytes(), add), "here", segment_of) == FULL
 
 
 def test_counts_add_up_or_a_row_was_lost_or_doubled() -> None:
@@ -202,3 +221,43 @@ def test_counts_add_up_or_a_row_was_lost_or_doubled() -> None:
     ):
         with pytest.raises(SnapshotError, match=f"{wrong.source} rows came from the source"):
             wrong.check()
+
+
+# ---- the record of a segment
+
+
+def test_a_segment_comes_back_equal_from_its_record() -> None:
+    digest = hashlib.sha256(RECORD).hexdigest()
+    assert (OWN.sha256, OWN.size_bytes, OWN.name) == (digest, len(RECORD), f"12-{digest[:8]}")
+    assert Segment.from_bytes(RECORD, "here", digest) == OWN
+    assert OWN.to_bytes() == RECORD
+    assert (OWN.rows, OWN.weight, json.loads(RECORD)["weight"]) == (5, 8, 8)
+    assert OWN.record == Part(f"segments/{OWN.name}.json", 0, len(RECORD), digest)
+    assert (FULL.own, FULL.names, FULL.kind) == (OWN, (LOW.name, OWN.name), "delta")
+    assert FULL.parts == LOW.parts + OWN.parts
+    assert FULL.files == (*FULL.parts, OWN.kills)
+
+
+def test_a_record_torn_or_changed_in_any_way_is_refused_before_it_is_parsed() -> None:
+    for data in (
+        *(RECORD[:length] for length in range(len(RECORD))),
+        *(RECORD[:at] + bytes([RECORD[at] ^ 1]) + RECORD[at + 1 :] for at in range(len(RECORD))),
+        RECORD + b"\n",
+    ):
+        with pytest.raises(SnapshotError, match="here differs from its checksum in the manifest"):
+            Segment.from_bytes(data, "here", OWN.sha256)
+
+
+def test_a_record_that_says_something_else_is_refused_and_later_fields_are_ignored() -> None:
+    body = json.loads(RECORD)
+    for change, said in (({"parts": [{"path": 7}]}, "upgrade"), ({"later": 1}, None)):
+        data = json.dumps(body | change).encode()
+        digest = hashlib.sha256(data).hexdigest()
+        if said is None:
+            known = Segment.from_bytes(data, "here", digest)
+            assert replace(known, sha256=OWN.sha256, size_bytes=OWN.size_bytes) == OWN
+            # its name stays that of its bytes
+            assert known.sha256 == digest
+            continue
+        with pytest.raises(SnapshotError, match=r"here says what this version does not .*upgrade"):
+            Segment.from_bytes(data, "here", digest)

@@ -13,6 +13,7 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import GateError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.refs import LiveRef, Place
+from precompute.store.offline.segment import Segment
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import ROLLED_BACK, Standing, keeps_live
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -24,19 +25,18 @@ DAYS = ("2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:
 GOOD, BAD, ON_BAD, SAME, COPIED, REFUSED, ACCEPTED, DAMAGED, COPIED_BEFORE, LOOKED_AT = range(1, 11)
 KINDS: dict[int, dict[str, Any]] = {
     GOOD: {"content": "one"},
-    BAD: {"kind": "delta", "parent": GOOD, "counts": Counts(2, 1, unchanged=1), "content": "two"},
+    BAD: {"over": GOOD, "counts": Counts(2, 1, unchanged=1), "content": "two"},
     ON_BAD: {
-        "kind": "delta",
-        "parent": BAD,
+        "over": BAD,
         "counts": Counts(3, 1, unchanged=2),
         "content": "three",
     },
     SAME: {"content": "two"},
-    COPIED: {"bases": (BAD,), "content": "four"},
+    COPIED: {"merged": BAD, "content": "four"},
     REFUSED: {"gates": (REFUSAL,), "content": "five"},
     ACCEPTED: {"gates": (REFUSAL,), "accepted": ("rows",), "content": "six"},
     DAMAGED: {"content": "seven"},
-    COPIED_BEFORE: {"bases": (DAMAGED,), "content": "eight"},
+    COPIED_BEFORE: {"merged": DAMAGED, "content": "eight"},
     LOOKED_AT: {
         "gates": (replace(REFUSAL, gate=ROLLED_BACK),),
         "accepted": (ROLLED_BACK,),
@@ -45,7 +45,17 @@ KINDS: dict[int, dict[str, Any]] = {
 }
 
 
-def commit(store: ViewStore, number: int, rows: int = 1, **kind: Any) -> Snapshot:
+def commit(
+    store: ViewStore,
+    number: int,
+    rows: int = 1,
+    *,
+    over: int | None = None,
+    merged: int | None = None,
+    **kind: Any,
+) -> Snapshot:
+    below = () if over is None else store.snapshot(over).segments
+    names = () if merged is None else store.snapshot(merged).names
     table = pa.table({"id": [1], "double": [1.0 * number]}).slice(0, rows)
     part = store.write_part(f"run{number}", "part-00000.parquet", table)
     made = Snapshot(
@@ -53,7 +63,7 @@ def commit(store: ViewStore, number: int, rows: int = 1, **kind: Any) -> Snapsho
         f"run{number}",
         "model",
         Counts(rows, rows),
-        (part,),
+        (*below, Segment(0, f"run{number}", "recipe", 7, (part,), merged=names)),
         None,
         "2026-01-03T00:00:00+00:00",
         None,
@@ -78,13 +88,11 @@ def snapshots(store: ViewStore) -> dict[int, Snapshot]:
 
 def test_which_is_bad_and_by_which_other_one(store: ViewStore) -> None:
     expected = {BAD: BAD, ON_BAD: BAD, SAME: BAD, COPIED: BAD, DAMAGED: DAMAGED}
-    for standing in (Standing(store), Standing(store, snapshots(store))):
-        found = {number: standing.bad(snapshot) for number, snapshot in snapshots(store).items()}
-        assert found == dict.fromkeys(KINDS) | expected
-        below = {
-            number: standing.bad_below(snapshot) for number, snapshot in snapshots(store).items()
-        }
-        assert below == dict.fromkeys(KINDS) | expected | {SAME: None}
+    standing = Standing(store)
+    found = {number: standing.bad(snapshot) for number, snapshot in snapshots(store).items()}
+    assert found == dict.fromkeys(KINDS) | expected
+    below = {number: standing.bad_below(snapshot) for number, snapshot in snapshots(store).items()}
+    assert below == dict.fromkeys(KINDS) | expected | {SAME: None}
 
 
 def test_what_publishing_refuses_is_void_and_nothing_else(store: ViewStore) -> None:
@@ -150,10 +158,8 @@ def test_a_rollback_of_a_partition_goes_to_no_later_one(tmp_path: Path) -> None:
 def test_a_snapshot_that_nobody_can_read_stands_for_nothing(store: ViewStore) -> None:
     (store.manifest_path(BAD)).unlink()
     on_bad, known = store.snapshot(ON_BAD), snapshots(store)
-    for standing in (Standing(store), Standing(store, known)):
-        with pytest.raises(SnapshotError, match="snapshot 2"):
-            standing.bad(on_bad)
-        assert standing.why_void(on_bad) is None  # reading it says what is missing
+    # whose segment it names all the same
+    assert Standing(store).bad(on_bad) == BAD
     assert Standing(store).at_fault(known) == set()
     assert Standing(store).at_fault({*known, BAD}) == {BAD, GOOD}
 
