@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.jobs.cli import main
+from precompute.jobs.cli import _parser, main
 from precompute.store.account.account import State, read_account
 from precompute.store.answers.service import Refused
 from precompute.store.disk.lease import holder
@@ -36,8 +36,16 @@ def build(make_project: MakeProject) -> Scene:
     """Snapshots 1 to 3: 2 was rolled back from, 3 is live, 1 is pinned; a run was killed."""
     project = make_project(
         ROWS,
-        project={"retention": {"keep": 1, "grace": "0s"}, "online": "table:./online"},
+        project={
+            "retention": {"keep": 1, "grace": "0s"},
+            "online": "table:./online",
+            "schedule": {"numbers": "0 2 1 1 *"},
+        },
         view={"index": {"on": "vector", "metric": "l2"}, "gates": {"rows": None}},
+    )
+    (project.folder / "services").mkdir()
+    (project.folder / "services" / "both.yaml").write_text(
+        "name: both\nentity: [id]\nviews: {numbers: [double]}\n"
     )
     project.run()
     for x in (10.0, 20.0):
@@ -209,22 +217,60 @@ def make_all_earlier(project: Scene, *folders: str) -> None:
                 make_other(path, earlier)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: "-".join(command))
-@pytest.mark.parametrize("named", [True, False], ids=["published", "without a name"])
+MORE = (
+    *(("validate", "numbers"), ("materialize", "numbers"), ("resume", "numbers")),
+    *(("pin", "numbers", "--snapshot", "1"), ("work", "numbers"), ("schedule",), ("serve",)),
+    ("backfill", "numbers", "--from", "2026-01-01", "--to", "2026-01-02"),
+    *(("search", "numbers", "--key", "1"), ("explain", "numbers", "1"), ("diff", "numbers")),
+    *(("log", "numbers"), ("export", "numbers", "--to", "x.parquet"), ("profile", "numbers")),
+    ("training", "both", "data.parquet", "--to", "x.parquet"),
+    *(("doctor",), ("optimize", "numbers"), ("tune", "numbers"), ("plan", "numbers")),
+    ("report", "numbers"),
+)
+BESIDE = {"graph", "schema", "completion", "token", "init", "new"}
+"""Commands that neither read nor write anything of a view."""
+UNTRIED = {"thresholds"}
+"""It wants a view with a semantic cache before it reads anything."""
+OF_LINES = {"validate", "doctor"}
+"""Commands that say all that they find, each thing for itself."""
+
+
+def test_each_command_is_tried() -> None:
+    tried = {command[0] for command in (*COMMANDS, *MORE)}
+    assert tried.isdisjoint(BESIDE)
+    commands = _parser().commands
+    assert commands is not None
+    assert tried | BESIDE | UNTRIED == commands.shown().keys()
+
+
+@pytest.mark.parametrize(
+    ("named", "command"),
+    [
+        *((True, command) for command in (*COMMANDS, *MORE)),
+        # one that nothing was published from
+        *((False, command) for command in COMMANDS),
+    ],
+)
 def test_an_earlier_root_is_refused_in_one_sentence_before_anything_is_written(
-    named: bool, command: tuple[str, ...], prepared: Prepared, capsys: pytest.CaptureFixture[str]
+    named: bool,
+    command: tuple[str, ...],
+    prepared: Prepared,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     project = prepared(build)
     make_all_earlier(project, "var", "online")
     for path in () if named else project.root.glob(".identity*.json"):
         path.unlink()
     before = contents(project, "var", "online")
+    monkeypatch.chdir(project.folder)
     assert project.cli(*command) == 1
     said = "".join(capsys.readouterr())
     assert "is of format before 3, and this version of precompute reads format 3 alone" in said
     assert "a root and an online store of its own" in said
     assert "damaged" not in said
-    assert said.count("reads format 3 alone") == 1 or not named
+    if named and command[0] not in OF_LINES:
+        assert said.count("reads format 3 alone") == 1
     assert contents(project, "var", "online") == before
 
 
