@@ -948,7 +948,9 @@ def test_what_is_of_another_format_is_neither_read_nor_replaced(
     publish(store, 1, TABLE)
     key = "precompute:{numbers}:meta"
     raw.hset(key, "loading:2", sealed(meta.Loading(Generation(2, 2), FORMAT, "", "")))
-    body = resealed(raw.hget(key, field), change)
+    whole = raw.hget(key, field)
+    assert isinstance(whole, bytes)
+    body = resealed(whole, change)
     raw.hset(key, field, body)
     if field == "pointer":
         raw.hset(key, "version", meta.version_of(body))
