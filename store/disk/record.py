@@ -112,7 +112,7 @@ def other_format(
     which = f"before {FORMAT}" if number is None else str(number)
     needs = f" that needs {', '.join(map(repr, unknown))}, unknown here" if unknown else ""
     return OtherFormatError(
-        f"{where} is of format {which}{needs}, and this version of precompute reads format {FORMAT}"
+        f"{where} is of format {which}{needs}, and this version reads format {FORMAT}"
         " alone: it is whole, and left as it is. Use the version that wrote it, or give this one a"
         " root and an online store of its own"
     )

@@ -13,11 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.jobs.cli import _parser, main
+from precompute.jobs.cli import _parser
 from precompute.store.account.account import State, read_account
 from precompute.store.answers.service import Refused
 from precompute.store.disk.lease import holder
-from precompute.store.disk.record import FORMAT
 from precompute.store.disk.storage import known_identity
 from precompute.store.errors import OnlineStoreError, OtherFormatError, SnapshotError
 from precompute.store.http.app import create_app
@@ -196,7 +195,7 @@ def test_no_command_takes_its_place_or_calls_it_damaged(
         assert f"{path.name} is damaged" not in said, command
         if command in REFUSED.get(kind, ()):
             assert status == 1, command
-            assert "is of format 4, and this version of precompute reads format 3" in said, command
+            assert "is of format 4, and this version reads format 3" in said, command
 
 
 def contents(project: Scene, *folders: str) -> dict[str, str]:
@@ -251,7 +250,7 @@ def test_each_command_is_tried() -> None:
         *((False, command) for command in COMMANDS),
     ],
 )
-def test_an_earlier_root_is_refused_in_one_sentence_before_anything_is_written(
+def test_an_earlier_root_is_refused_before_anything_is_written(
     named: bool,
     command: tuple[str, ...],
     prepared: Prepared,
@@ -266,7 +265,7 @@ def test_an_earlier_root_is_refused_in_one_sentence_before_anything_is_written(
     monkeypatch.chdir(project.folder)
     assert project.cli(*command) == 1
     said = "".join(capsys.readouterr())
-    assert "is of format before 3, and this version of precompute reads format 3 alone" in said
+    assert "is of format before 3, and this version reads format 3 alone" in said
     assert "a root and an online store of its own" in said
     assert "damaged" not in said
     if named and command[0] not in OF_LINES:
@@ -332,9 +331,3 @@ def test_an_index_of_another_format_is_neither_searched_nor_removed(prepared: Pr
         change_source(project, x)
         project.run(full=True)
     assert path.read_bytes() == data
-
-
-def test_the_number_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert f"(format {FORMAT})" in capsys.readouterr().out
