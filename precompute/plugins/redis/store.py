@@ -56,7 +56,7 @@ from precompute.plugins.redis.servers import (
     replicated,
 )
 from precompute.store.disk.record import FORMAT, replace
-from precompute.store.errors import ConflictError, DamagedPointerError, OnlineStoreError
+from precompute.store.errors import ConflictError, OnlineStoreError
 from precompute.store.feature_view import NAME
 from precompute.store.online import kernels
 from precompute.store.online.codec import HEADER_BYTES
@@ -483,9 +483,6 @@ class RedisStore(OnlineStore):
 
     def flip(self, pointer: Pointer) -> None:
         view = pointer.view.name
-        # one that is damaged gives way, and one of another format does not
-        with contextlib.suppress(DamagedPointerError):
-            self.live(view)
         if not self._servers.cluster:
             self._hashes.flip(pointer)
             return
