@@ -18,7 +18,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from precompute.store.disk.record import Record, field, plain, record_of, replace
+from precompute.store.disk.record import (
+    FORMAT,
+    Record,
+    check_format,
+    field,
+    plain,
+    record_of,
+    replace,
+    with_format,
+)
 from precompute.store.disk.storage import File
 from precompute.store.errors import SnapshotError
 from precompute.store.keys import key_column
@@ -115,9 +124,8 @@ class Segment(Record, frozen=True):
         """The record: JSON in one order of keys."""
         body = plain(self)
         del body["sha256"], body["size_bytes"]
-        return (
-            json.dumps(body | {"weight": self.weight}, indent=1, sort_keys=True) + "\n"
-        ).encode()
+        body = with_format(body | {"weight": self.weight})
+        return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
 
     def numbered(self, number: int) -> tuple[Segment, bytes]:
         """It as the segment of a snapshot's number, with the bytes of its record."""
@@ -135,18 +143,22 @@ class Segment(Record, frozen=True):
             sha256: as a manifest has it.
 
         Raises:
-            SnapshotError: it is torn, or was edited, or says what this version does not understand.
+            SnapshotError: it is torn, or was edited.
+            OtherFormatError: it is of another format.
         """
         if hashlib.sha256(data).hexdigest() != sha256:
             raise SnapshotError(
                 f"{where} differs from its checksum in the manifest: the file was damaged or"
                 " changed; run the view again or go back to an older snapshot"
             )
+        body = json.loads(data)
+        check_format(body, where)
         try:
-            known = record_of(cls, json.loads(data))
+            known = record_of(cls, body)
         except ValueError as exc:
             raise SnapshotError(
-                f"{where} says what this version does not understand ({exc}): upgrade precompute"
+                f"{where} is of format {FORMAT}, and not as that has it ({exc}): run the view again"
+                " or go back to an older snapshot"
             ) from exc
         return replace(known, sha256=sha256, size_bytes=len(data))
 

@@ -16,16 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precompute.store.disk.durable_file import replace_undurably
-from precompute.store.disk.record import Record, field, plain, record_of, replace
+from precompute.store.disk.record import (
+    FORMAT,
+    Record,
+    check_format,
+    field,
+    plain,
+    record_of,
+    replace,
+    with_format,
+)
 from precompute.store.disk.storage import storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView, LibraryCheck, Substitute
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.segment import Part, Segment, record_path
-
-FORMAT_VERSION = 1
-"""Major version of the manifest: a reader refuses another one, and ignores fields it does not
-know."""
 
 
 class Verdict(Record, frozen=True):
@@ -230,10 +235,9 @@ class Snapshot(Record, frozen=True):
 
     def to_bytes(self) -> bytes:
         """The manifest: canonical JSON whose last line is the SHA-256 of all before it."""
-        body = plain(replace(self, segments=()))
+        body = with_format(plain(replace(self, segments=())))
         body["segments"] = [{"name": one.name, "sha256": one.sha256} for one in self.segments]
         body["view"] = self.view.to_json()
-        body["format_version"] = FORMAT_VERSION
         body["view_fingerprint"] = self.view.fingerprint()
         text = json.dumps(body, indent=1, sort_keys=True)[: -len("\n}")]
         return (
@@ -253,8 +257,8 @@ class Snapshot(Record, frozen=True):
                 SnapshotError where it cannot.
 
         Raises:
-            SnapshotError: torn, edited, or of a format this version does not know; or a segment
-                cannot be read.
+            SnapshotError: torn, or edited; or a segment cannot be read.
+            OtherFormatError: it, or a segment, is of another format.
         """
         body_text, _, tail = data.rpartition(b',\n "zz_sha256": "')
         if not body_text or tail != hashlib.sha256(body_text).hexdigest().encode() + b'"\n}\n':
@@ -263,27 +267,27 @@ class Snapshot(Record, frozen=True):
                 " go back to an older snapshot"
             )
         body = json.loads(body_text + b"\n}")
-        version = body["format_version"]
-        if type(version) is not int or version != FORMAT_VERSION:
-            raise SnapshotError(
-                f"{where} has manifest format {version!r}, this version reads {FORMAT_VERSION}:"
-                " upgrade precompute"
-            )
+        check_format(body, where)
         try:
-            named = record_of(list[_Named], body.pop("segments", None))
+            named = record_of(_List, body).segments
             known = record_of(cls, body | {"segments": []})
         except ValueError as exc:
             raise SnapshotError(
-                f"{where} says what this version does not understand ({exc}): upgrade precompute"
+                f"{where} is of format {FORMAT}, and not as that has it ({exc}): run the view again"
+                " or go back to an older snapshot"
             ) from exc
         return replace(known, segments=tuple(segment_of(one.name, one.sha256) for one in named))
 
 
 class _Named(Record, frozen=True):
-    """A segment, as a manifest has it."""
-
     name: str
     sha256: str
+
+
+class _List(Record, frozen=True):
+    """The segments, as a manifest has them."""
+
+    segments: tuple[_Named, ...]
 
 
 # ---- Catalog: one line for each manifest of a view, so that a run need not parse them all.
@@ -479,7 +483,9 @@ def _lines(path: Path) -> tuple[dict[int, tuple[Stamp, Entry]], dict[str, tuple[
             continue
         try:
             if int(line[:8], 16) == zlib.crc32(line[9:]):
-                first, *rest = json.loads(line[9:])
+                stored_format, first, *rest = json.loads(line[9:])
+                if stored_format != FORMAT:
+                    continue
                 if isinstance(first, str):
                     segments[first] = tuple(rest[0])
                     continue
@@ -521,7 +527,7 @@ def _line(stamp: Stamp, entry: Entry) -> bytes:
 
 
 def _checked_line(values: list[object]) -> bytes:
-    body = json.dumps(values).encode()
+    body = json.dumps([FORMAT, *values]).encode()
     return b"%08x %s" % (zlib.crc32(body), body)
 
 

@@ -153,7 +153,9 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
         "own_kills": 0,
         "removed": 0,
         "members": {},
+        "merged": [],
         "weight": 3,
+        "format": 3,
     }
     assert manifest["counts"] == {
         "source": 3,
@@ -168,7 +170,7 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
     assert manifest["rejected"] is None
     assert manifest["partition"] is None
     assert manifest["renewed_at"] is None
-    assert (manifest["format_version"], manifest["fence"], manifest["accepted"]) == (1, 1, [])
+    assert (manifest["format"], manifest["fence"], manifest["accepted"]) == (3, 1, [])
     assert len(manifest["recipe"]) == 64
     assert manifest["content"].startswith(manifest["recipe"] + ":3-")
     assert FeatureView.from_json(manifest["view"]) == project.view("numbers").feature_view()

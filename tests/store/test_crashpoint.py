@@ -158,7 +158,8 @@ def test_every_declared_point_stands_in_the_code_and_vice_versa() -> None:
         for room in ("store", "precompute", "jobs")
         for path in (REPOSITORY / room).rglob("*.py")
     )
-    steps = {"manifest": ("write", "link", "dirsync"), "live": ("write", "cas")}
+    created = ("write", "link", "dirsync")
+    steps = {"segment": created, "manifest": created, "live": ("write", "cas")}
     assert set(re.findall(r'point="(\w+)"', text)) == steps.keys()
     assert set(re.findall(r'crashpoint\(f"\{point\}\.(\w+)"', text)) == {
         step for names in steps.values() for step in names
