@@ -676,7 +676,8 @@ class ViewStore:
             bad = self.snapshot(number)
             content = bad.content if rows else ""
             good = () if back_to is None else self.snapshot(back_to).names
-            segments = tuple(name for name in bad.names if name not in good)
+            own = {bad.own.name} if bad.own is not None else set()
+            segments = tuple(name for name in bad.names if name in own or name not in good)
         except SnapshotError as exc:
             # Damaged besides.
             log.warning("%s", exc)

@@ -1,4 +1,4 @@
-"""A bit flipped in any Parquet file beside the parts (deletes, rejected rows) of small views, one
+"""A bit flipped in any file beside the parts (kills, records, rejected rows) of small views, one
 after the other: each is told, no wrong row is served or committed, no command ends with a
 traceback, no other view is stopped, and there is a way out.
 
@@ -160,17 +160,17 @@ class Stored:
         self.project.run("days", partition=containing("day", DAYS[number]))
 
     def beside(self, *, parts: bool = False) -> list[Path]:
-        """The Parquet files beside the parts that what is live is made of, or the next snapshot
-        would be built on; or the ``parts`` themselves."""
+        """The files beside the parts that what is live is made of, or the next snapshot would be
+        built on: kills, records of segments, rejected rows; or the ``parts`` themselves."""
         assert self.project is not None
         found = set[str]()
         for name in VIEWS:
             store = self.project.offline.view(name)
             live = self.project.live_snapshot(name)
             for of in (live, *map(store.snapshot, live.members.values())):
-                beside = [layer.deletes for layer in store.chain(of)] + [of.rejected]
-                own = [part for layer in store.chain(of) for part in layer.parts]
-                files = own if parts else [part for part in beside if part is not None]
+                records = [segment.record for segment in of.segments]
+                beside = [*of.kills, *records, of.rejected]
+                files = of.parts if parts else [part for part in beside if part is not None]
                 found |= {f"{name}/{part.path}" for part in files}
         return sorted(self.folder / "var" / path for path in found)
 
@@ -224,10 +224,10 @@ class Stored:
         assert self.project is not None
         store = self.project.offline.view(name)
         for number in store.numbers():
-            snapshot = store.snapshot(number)
-            if name == "days" and not snapshot.members:
-                continue
             try:
+                snapshot = store.snapshot(number)
+                if name == "days" and not snapshot.members:
+                    continue
                 store.compare_parts(snapshot)
                 rows = [row for batch in store.batches(snapshot) for row in batch.to_pylist()]
             except PrecomputeError:

@@ -141,14 +141,14 @@ def hits(prepared: FaultScene) -> dict[str, int]:
 
 def test_every_declared_point_is_passed(hits: dict[str, int]) -> None:
     assert [point for point in POINTS if not hits.get(point)] == []
-    assert hits["part.write"] == 4  # three chunks and the deletes
+    assert hits["part.write"] == 4  # three chunks and the kills
     assert hits["journal.append"] == 3
 
 
 def times(mode: str, passed: int) -> Sequence[int]:
     """Which passings of a point are tried: a process dies at the first, in mid-run and at the
-    deletes; an error is raised in mid-run, where chunks were noted and more are to come, and at the
-    deletes; all else in mid-run."""
+    kills; an error is raised in mid-run, where chunks were noted and more are to come, and at the
+    kills; all else in mid-run."""
     if mode == "kill":
         return [nth for nth in (1, 2, 4) if nth <= passed]
     return [nth for nth in ((2, 4) if mode == "raise" else (2,)) if nth <= passed] or [1]
@@ -199,7 +199,7 @@ def test_a_first_run_that_is_killed_anywhere(point: str, scene: FaultScene) -> N
     check_everything(scene)
 
 
-COMPACTING: dict[str, Any] = {"MAX_DELTA_SHARE": 0.0}
+COMPACTING: dict[str, Any] = {"MOST_SHARE": 0.0}
 MERGING: dict[str, Any] = {"MOST_DELTAS": 1}
 
 
@@ -215,7 +215,7 @@ def merging_hits(prepared_deltas: FaultScene) -> dict[str, int]:
     return passings(put_on_stage(prepared_deltas, "prepared-deltas"), **MERGING)
 
 
-MADE_OF_PARTS = ("part.rename", "manifest.link")
+MADE_OF_PARTS = ("part.rename", "segment.link", "manifest.link")
 """Points of a snapshot that is made of others' rows: its parts and its commit."""
 
 

@@ -116,8 +116,8 @@ def flipped(path: Path) -> None:
 FILES: list[tuple[str, Callable[[Path], None]]] = [
     ("part-00001.parquet", Path.unlink),
     ("part-00001.parquet", flipped),
-    ("deletes.parquet", cut),
-    ("deletes.parquet", emptied),
+    ("kills.parquet", cut),
+    ("kills.parquet", emptied),
 ]
 
 

@@ -61,12 +61,14 @@ def test_a_doubled_row_is_seen(scene: FaultScene) -> None:
         [table.slice(0, 1), table.slice(0, 1), table.slice(2)]
     )  # as many rows as the manifest says
     pq.write_table(doubled, part)
-    manifest = scene.view_folder / "manifests" / f"{1:020d}.json"
     body = scene.store.snapshot(1)
     parts = tuple(
         replace(p, size_bytes=part.stat().st_size) if part.name in p.path else p for p in body.parts
     )
-    manifest.write_bytes(replace(body, parts=parts).to_bytes())
+    segment, data = replace(body.segments[0], parts=parts).numbered(1)
+    (scene.view_folder / segment.record.path).write_bytes(data)
+    manifest = scene.view_folder / "manifests" / f"{1:020d}.json"
+    manifest.write_bytes(replace(body, segments=(segment,)).to_bytes())
     with pytest.raises(AssertionError, match="20 rows, 19 keys"):
         check_snapshots(scene)
 

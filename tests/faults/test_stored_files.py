@@ -21,8 +21,7 @@ from precompute.jobs.ops.status import project_status
 from precompute.jobs.ops.verify import verify
 from precompute.store.disk import crashpoint
 from precompute.store.errors import PrecomputeError, SnapshotError, UnreadableError
-from precompute.store.offline.part_file import dead_rows
-from precompute.store.offline.segment import Part
+from precompute.store.offline.segment import Part, dead_rows
 from precompute.store.offline.stored_file import check_file
 from tests.faults import nth_reads, stored_bits
 from tests.faults.conftest import MakeScene
@@ -56,8 +55,8 @@ def test_a_flipped_bit_beside_the_parts_is_told_and_believed_by_nobody(
     """``python -m tests.faults.stored_bits`` tries hundreds."""
     prepared, stage = stored
     files = prepared.beside()
-    kinds = ["assembled-deletes.parquet", "deletes.parquet", "rejected.parquet"]
-    assert sorted({path.name for path in files}) == kinds
+    kinds = {"all-kills.parquet", "kills.parquet", "rejected.parquet"}
+    assert kinds == {path.name for path in files if path.suffix != ".json"}
     bits = list(stored_bits.drawn(files, 6, seed=20))
     path, at, bit, way = bits[number]
     assert stored_bits.try_bit(prepared, stage, path, at, bit, way).wrong == []
@@ -81,7 +80,7 @@ def ways_out(scene: Stored, view: str) -> tuple[list[dict[int, float]], dict[int
 
 
 @pytest.mark.parametrize(
-    ("view", "name"), [("deltas", "deletes.parquet"), ("days", "assembled-deletes.parquet")]
+    ("view", "name"), [("deltas", "kills.parquet"), ("days", "all-kills.parquet")]
 )
 def test_the_messages_name_ways_out_that_lead_out(
     view: str, name: str, stored: tuple[Stored, Path], capsys: pytest.CaptureFixture[str]
@@ -103,15 +102,15 @@ def test_the_messages_name_ways_out_that_lead_out(
         assert not scene.project.faults(view)
 
 
-def test_a_partition_whose_deletes_are_damaged_brings_no_replaced_row_back(
+def test_a_partition_whose_kills_are_damaged_brings_no_replaced_row_back(
     stored: tuple[Stored, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its rows stay as they are served, until it is computed again."""
-    scene = damaged(stored, "days", "deletes.parquet", 0)
+    scene = damaged(stored, "days", "kills.parquet", 0)
     project, before = scene.project, scene.served("days")
     assert project is not None
     (line,) = (line for line in project_status(project) if line["view"] == "days")
-    assert "deletes.parquet differs from its checksum" in line["attention"][0]
+    assert "kills.parquet differs from its checksum" in line["attention"][0]
     assert [check.check for check in verify(project, "days") if not check.ok] == ["account"]
     assert project.cli("reconcile", "days") == 1
     day = stored_bits.DAYS[0].date().isoformat()
@@ -149,9 +148,9 @@ def test_a_file_is_compared_once_and_again_when_it_changes(tmp_path: Path) -> No
     from precompute.store.disk import durable_file
     from precompute.store.offline import stored_file
 
-    path = tmp_path / "deletes.parquet"
+    path = tmp_path / "kills.parquet"
     path.write_bytes(b"whole")
-    part = Part("deletes.parquet", 1, 5, durable_file.sha256_of(path))
+    part = Part("kills.parquet", 1, 5, durable_file.sha256_of(path))
     file = part.in_folder(tmp_path)
     with mock.patch.object(stored_file, "sha256_of", wraps=durable_file.sha256_of) as hashed:
         check_file(file)
@@ -177,9 +176,9 @@ def test_a_row_that_no_part_has_names_the_file(row: int, tmp_path: Path) -> None
     import numpy as np
 
     parts = [Part("data/a/part.parquet", 3, 1, "")]
-    path = tmp_path / "deletes.parquet"
+    path = tmp_path / "kills.parquet"
     named = {"data/a/part.parquet": np.array([0, row])}
-    with pytest.raises(SnapshotError, match=r"deletes\.parquet names a row of part data/a/part"):
+    with pytest.raises(SnapshotError, match=r"kills\.parquet names a row of part data/a/part"):
         dead_rows(parts, [path], lambda _: named)
 
 
@@ -249,14 +248,14 @@ def test_no_damaged_value_is_copied_into_a_snapshot_or_handed_out(
     scene = second_delta_to_come()
     number = scene.store.numbers()[-1]
     snapshot = scene.store.snapshot(number)
-    path = scene.view_folder / scene.store.chain(snapshot)[0].parts[0].path
+    path = scene.view_folder / snapshot.parts[0].path
     # the last byte of a page of values: parsed as another number
     flip_a_value(path)
     with pytest.raises(SnapshotError, match="differs from its checksum"):
         export(scene.project(), VIEW, scene.folder / "out.parquet")
     with pytest.raises(SnapshotError, match="differs from its checksum"):
         read(scene.store)
-    with small_chunks(MAX_DELTA_SHARE=0.0):
+    with small_chunks(MOST_SHARE=0.0):
         with pytest.raises(PrecomputeError, match="damaged"):
             scene.run()
         assert scene.run().status == "published"
