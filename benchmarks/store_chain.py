@@ -1,5 +1,5 @@
-"""Reading a live view of 1 M × 384 float16 through a chain of eight deltas of 1 %, against the same
-rows compacted."""
+"""Reading a live view of 1 M × 384 float16 through eight segments of 1 %, against the same rows in
+one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from benchmarks.common import report
-from precompute.store.disk.record import replace
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.segment import Part
+from precompute.store.offline.segment import KILLS, Part, Segment, kills_table
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.times import utc_now
@@ -45,10 +43,17 @@ def rows(ids: np.ndarray, rng: np.random.Generator) -> pa.Table:
     return pa.table(columns)
 
 
-def commit(store: ViewStore, run: str, parts: list[Part], **known: Any) -> Snapshot:
-    """A snapshot of written parts."""
-    snapshot = Snapshot(VIEW, run, "model", Counts(ROWS, 0), tuple(parts), None, utc_now(), 0, 0)
-    return store.commit(replace(snapshot, **known))
+def commit(
+    store: ViewStore,
+    run: str,
+    parts: list[Part],
+    counts: Counts,
+    below: tuple[Segment, ...] = (),
+    kills: Part | None = None,
+) -> Snapshot:
+    """A snapshot of written parts, over segments."""
+    segments = (*below, Segment(0, run, "recipe", 0, tuple(parts), kills))
+    return store.commit(Snapshot(VIEW, run, "model", counts, segments, None, utc_now(), 0, 0))
 
 
 def chained(store: ViewStore, rng: np.random.Generator) -> Snapshot:
@@ -65,21 +70,11 @@ def chained(store: ViewStore, rng: np.random.Generator) -> Snapshot:
         names = pa.DictionaryArray.from_arrays(
             pa.array(ids // PART_ROWS, pa.int32()), pa.array([p.path for p in parts])
         )
-        table = pa.Table.from_arrays(
-            [names, pa.array(ids % PART_ROWS), pa.repeat(False, len(ids)), pa.array(ids)],
-            names=[*DELETES_SCHEMA.names, "key_id"],
-        )
-        deletes = store.write_part(f"delta{number}", "deletes.parquet", table)
+        removed = pa.repeat(False, len(ids))
+        table = kills_table(names, pa.array(ids % PART_ROWS), removed, {"id": pa.array(ids)})
+        kills = store.write_part(f"delta{number}", KILLS, table)
         counts = Counts(ROWS, DELTA_ROWS, unchanged=ROWS - DELTA_ROWS)
-        last = commit(
-            store,
-            f"delta{number}",
-            [part],
-            counts=counts,
-            kind="delta",
-            parent=last.number,
-            deletes=deletes,
-        )
+        last = commit(store, f"delta{number}", [part], counts, last.segments, kills)
     return last
 
 

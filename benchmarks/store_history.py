@@ -7,6 +7,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 from benchmarks.common import report, run, write_project
 from precompute.jobs.config.project import Project
 from precompute.store.disk.record import replace, sealed
+from precompute.store.offline.segment import Segment
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition, containing, utc_now
@@ -74,21 +76,25 @@ def add_past(store: ViewStore, snapshot: Snapshot, count: int, partitions: bool)
         name = f"2010{snapshot.number + number:011d}.000000Z-abcdef"
         folder = store.data / name
         folder.mkdir()
+        number_of = snapshot.number + 1 + number
+        (whole,) = snapshot.segments
         parts = tuple(
-            replace(part, path=f"data/{name}/{Path(part.path).name}") for part in snapshot.parts
+            replace(part, path=f"data/{name}/{Path(part.path).name}") for part in whole.parts
         )
-        for old, new in zip(snapshot.parts, parts, strict=True):
+        for old, new in zip(whole.parts, parts, strict=True):
             os.link(store.folder / old.path, store.folder / new.path)
+        segment, record = replace(whole, run=name, parts=parts).numbered(number_of)
         day = str(containing("day", FIRST_DAY + timedelta(days=number))) if partitions else None
         made = replace(
             snapshot,
-            number=snapshot.number + 1 + number,
+            number=number_of,
             run=name,
-            parts=parts,
+            segments=(segment,),
             partition=day,
             created_at=utc_now(),
         )
         # Not by store.commit: thousands of fsyncs would take minutes.
+        (store.folder / segment.record.path).write_bytes(record)
         store.manifest_path(made.number).write_bytes(made.to_bytes())
         store.runs.path(name).write_bytes(sealed(replace(last, run=name, partition=day)))
 
@@ -134,9 +140,9 @@ def of_a_partition() -> tuple[int, float]:
         parsed = Snapshot.from_bytes
         seen: list[str] = []
 
-        def counted(data: bytes, where: str) -> Snapshot:
+        def counted(data: bytes, where: str, segment_of: Callable[..., Segment]) -> Snapshot:
             seen.append(where)
-            return parsed(data, where)
+            return parsed(data, where, segment_of)
 
         with patch.object(Snapshot, "from_bytes", counted):
             for day in (0, 1):

@@ -431,9 +431,9 @@ def test_a_manifest_of_before_has_no_check_and_is_read(
     project = project_of(make_project, tmp_path, "static_embedding")
     project.run()
     snapshot = project.live_snapshot()
-    assert Snapshot.from_bytes(snapshot.to_bytes(), "m") == snapshot
+    assert Snapshot.from_bytes(snapshot.to_bytes(), "m", project.store.segment) == snapshot
     before = replace(snapshot, library=None)
-    assert Snapshot.from_bytes(before.to_bytes(), "m").library is None
+    assert Snapshot.from_bytes(before.to_bytes(), "m", project.store.segment).library is None
     # where a reader of before finds what it knows
     body = json.loads(before.to_bytes())
     assert body.pop("library") is None

@@ -3,7 +3,7 @@ going back to an earlier list, all partitions assembled, lost records. Of every 
 are right, however they are read: by our reader, by one statement of DuckDB, by a few lines of
 Python, and segment over segment as an online store does.
 
-``RANDOM_SNAPSHOTS=10000 pytest tests/jobs/test_segments.py`` makes a long one.
+``RANDOM_SNAPSHOTS=2500 pytest --timeout=0 tests/jobs/test_segments.py`` makes 10⁴.
 """
 
 from __future__ import annotations

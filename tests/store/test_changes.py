@@ -188,6 +188,7 @@ def test_damage_of_what_came_since_is_reported_and_older_is_not_read(
         make_project, BASE, changed(BASE, {3: 30.0}), changed(BASE, {3: 30.0, 4: None})
     )
     first, second, third = (project.snapshot(n) for n in (1, 2, 3))
+    own = [s.own for s in (second, third) if s.own is not None]
 
     def flip(path: str) -> None:
         file = project.store.folder / path
@@ -197,15 +198,16 @@ def test_damage_of_what_came_since_is_reported_and_older_is_not_read(
 
     flip(first.parts[0].path)
     Changes(project.store, first, third).check_parts()
-    flip(second.own.parts[0].path)
+    flip(own[0].parts[0].path)
     Changes(project.store, second, third).check_parts()
     with pytest.raises(SnapshotError, match="differs from its checksum"):
         Changes(project.store, first, third).check_parts()
-    assert third.own.kills is not None
-    flip(third.own.kills.path)
+    kills = own[1].kills
+    assert kills is not None
+    flip(kills.path)
     with pytest.raises(SnapshotError, match="differs from its checksum"):
         Changes(project.store, second, third).check_parts()
-    (project.store.folder / third.own.kills.path).unlink()
+    (project.store.folder / kills.path).unlink()
     with pytest.raises(SnapshotError, match="is missing"):
         _ = Changes(project.store, first, third).removed
 

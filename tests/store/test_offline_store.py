@@ -443,7 +443,7 @@ def test_segments_that_do_not_add_up_are_not_committed(
     *below, own = chain.delta.segments
     draft = replace(own, number=0, sha256="", size_bytes=0)
     good = replace(chain.delta, number=0, run="again", segments=(*below, draft))
-    wrong = {
+    wrong: dict[str, dict[str, Any]] = {
         "without kills": {"segments": (*below, replace(draft, kills=None))},
         "without what lies below": {"segments": (draft,)},
         "twice": {"segments": (*below, own, draft)},
