@@ -213,9 +213,9 @@ def _marks_of(
         }
 
     back = members(target)
-    newest = (
-        {p: n for number in sorted(numbers) for p, n in members(number).items()} if back else {}
-    )
+    newest = dict[str | None, int]()
+    for number in sorted(numbers) if back else ():
+        newest |= members(number)
     for entry in entries.values():
         if entry.partition in newest:
             first = back.get(entry.partition) or 0

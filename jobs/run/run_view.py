@@ -300,10 +300,11 @@ def _publish(job: Job, snapshot: Snapshot | None, report: Report, progress: Prog
             )
             _go_live(store, options, snapshot, publisher, report)
             ref = store.refs.readable_live()
-            if ref is not None and ref.snapshot == snapshot.number:
-                # not of a snapshot of all partitions: this run read one of them
-                if nothing_new and job.config.renew_unchanged and not snapshot.members:
-                    publisher.renew(report.read_at_us)
+            is_live = ref is not None and ref.snapshot == snapshot.number
+            # not of a snapshot of all partitions: this run read one of them
+            renews = nothing_new and job.config.renew_unchanged and not snapshot.members
+            if is_live and renews:
+                publisher.renew(report.read_at_us)
             _note_hold(store, report)
         if report.status == "published" or (report.held and report.status == "committed"):
             notify(settings.notify, report, project.home)

@@ -461,8 +461,8 @@ class Refs:
                 return new
             if current.snapshot != snapshot:
                 return replace(new, previous=current.snapshot, previous_place=current.place)
-            # Loaded again: what was before it is still what to go back to, its rows are as they were
-            # found to be, and the command that brought them is the same.
+            # Loaded again: what was before it is still what to go back to, its rows are as they
+            # were found to be, and the command that brought them is the same.
             return replace(
                 new,
                 previous=current.previous,

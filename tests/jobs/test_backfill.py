@@ -637,7 +637,7 @@ def test_what_a_gate_refused_is_not_done_until_it_is_accepted(
     assert note in capsys.readouterr().out
     assert live(project) == part(1)
     assert project.cli("backfill", "numbers", *accepting.split()) == 0
-    assert (live(project), project.snapshot().accepted) == (part(3), ("coverage",))
+    assert (live(project), project.refused_by()) == (part(3), [])
     assert project.status()["partitions"]["refused"] == {}
     assert project.cli(*backfill(3, 3)) == 0
 
@@ -712,7 +712,11 @@ def test_verdicts_do_not_depend_on_the_clock(
     snapshots = {n: Standing(project.store).newest(part(n)) for n in WEEK}
     quality = {n: s.quality.get("rows") for n, s in snapshots.items() if s is not None}
     judged = {n: {v.gate for v in s.gates} for n, s in snapshots.items() if s is not None}
-    refused = {n: s.refused_by for n, s in snapshots.items() if s is not None and s.refused_by}
+    refused = {
+        n: gates
+        for n, s in snapshots.items()
+        if s is not None and (gates := project.refused_by(s.number))
+    }
     if had is None:
         assert (quality, refused) == (dict.fromkeys(WEEK), {})
     else:
