@@ -16,7 +16,7 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.ops.status import StatusLine, view_status
 from precompute.jobs.ops.verify import Check, verify
 from precompute.jobs.run.command_process import Silent
-from precompute.jobs.run.rollback import rollback
+from precompute.jobs.run.rollback import resume, rollback
 from precompute.jobs.run.rows.plan import Plan, RunOptions
 from precompute.jobs.run.run_view import plan_view, run_view
 from precompute.jobs.serve.fallback import ViewFallback
@@ -80,7 +80,7 @@ class Scene(Project):
 
     def resume(self, view: str = "numbers") -> Report:
         """Let go of it, and publish what waits."""
-        return self.run(view, command="resume")
+        return resume(self, view, Silent())
 
     def publish(self, view: str = "numbers", **options: Any) -> Report:
         """Publish what is committed."""

@@ -737,11 +737,15 @@ def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
     project = daily((1, 2))
     compute(project, 1, "run")
     refs = project.store.refs
-    held: dict[str, Any] = {"reason": "test", "place": Place(1, 1), "held": "a bad model"}
+    held: dict[str, Any] = {"reason": "test", "place": Place(1, 1)}
+    held["held"] = Hold("2026-01-05T03:12:00Z", "rollback (ann@host)", "a bad model")
     refs.move_live(1, expected_epoch=1, epoch=refs.claim_epoch(1), **held)
     done = run_backfill(project, "numbers", options(2, 2))
     assert (done.status, done.published, live(project)) == ("done", None, part(1))
-    assert "the view is held (a bad model)" in str(done.not_published)
+    assert done.not_published == (
+        "the view is held since 2026-01-05T03:12:00Z by rollback (ann@host): a bad model; snapshot"
+        " 2 waits: `precompute resume numbers`"
+    )
 
 
 # ---- killed, cancelled, twice at once

@@ -418,7 +418,8 @@ def test_an_empty_partition_is_done_and_what_is_live_stays(
     assert project.cli("rollback", "numbers") == 0
     assert Lookup(online).row("numbers", 1)["status"] == "fresh"
     make(make_project)
-    assert (run_day(project, 3).status, run_day(project, 3).status) == ("published", "current")
+    assert (run_day(project, 3).status, run_day(project, 3).status) == ("committed", "current")
+    assert project.resume().status == "published"
     assert Lookup(online).row("numbers", 1)["features"]["double"] == 2 * (1 + 300)
 
 

@@ -225,11 +225,11 @@ def test_resume_only_lets_go_where_nothing_newer_waits(
     assert project.cli("resume", "numbers") == 0
     assert (
         "numbers: current, snapshot 1 (nothing newer waited: snapshot 1 stays live, and runs"
-        " publish)" in capsys.readouterr().out
+        " publish again)" in capsys.readouterr().out
     )
     assert project.live() == replace(before, held=None)
     assert set(project.store.refs.bad()) == {2, 3}  # both were live since
-    assert project.resume().plan == "was not held: snapshot 1 stays live, and runs publish"
+    assert project.resume().plan == "was not held: snapshot 1 stays live, and runs publish again"
     assert served(project) == (1, 1.0)
     assert project.run().status == "published"
 
