@@ -84,7 +84,7 @@ def test_a_zombie_drops_nothing_that_is_loading_after_a_rollback(delta_to_come: 
     zombie = Child(scene, crash=("online.flip", 1, "stop"))
     zombie.stopped()
     scene.forget_lease()
-    assert act(scene, "rollback") == "published"
+    assert act(scene, "rollback", hold=False) == "published"
     scene.write(changed(scene.rows, [4, 5]))
     other = Child(scene, crash=("index.build", 1, "stop"))
     other.stopped()
