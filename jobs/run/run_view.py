@@ -147,6 +147,8 @@ def _run(job: Job, report: Report, progress: Progress) -> None:
         report.attention += hooks.committed(job.store, partial(job.project.wants, job.config))
     if options.command != "materialize":
         _publish(job, snapshot, report, progress)
+    else:
+        _note_hold(job.store, report)
     late_rows = options.command == "run" and options.backfill is None
     if late_rows and options.partition is not None and snapshot is not None:
         with report.stage("late rows"):

@@ -183,6 +183,20 @@ def test_a_publisher_stopped_while_it_moves_the_pointer_is_named(
     assert check_readers(scene) == old
 
 
+def test_a_run_that_computes_while_somebody_rolls_back_waits(delta_to_come: MakeScene) -> None:
+    scene = delta_to_come()
+    computing = Child(scene, crash=("journal.append", 1, "stop"))
+    computing.stopped()
+    assert act(scene, "rollback") == "published"
+    assert computing.go_on().status == "committed"
+    assert check_readers(scene) == scene.history[0]
+    held = scene.store.runs.reports()[0].held
+    assert held is not None
+    assert "; snapshot 3 waits" in held
+    assert [*scene.store.refs.bad()] == [2]
+    recover(scene)
+
+
 def test_a_held_view_is_published_by_no_run(delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
     assert act(scene, "rollback") == "published"
