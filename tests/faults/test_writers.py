@@ -190,11 +190,15 @@ def test_a_run_that_computes_while_somebody_rolls_back_waits(delta_to_come: Make
     assert act(scene, "rollback") == "published"
     assert computing.go_on().status == "committed"
     assert check_readers(scene) == scene.history[0]
-    held = scene.store.runs.reports()[0].held
-    assert held is not None
-    assert "; snapshot 3 waits" in held
-    assert [*scene.store.refs.bad()] == [2]
-    recover(scene)
+    report = scene.store.runs.reports()[0]
+    # it had begun on what was left
+    assert report.attention == [
+        "snapshot 3 builds on snapshot 2, which was marked bad meanwhile (rolled back from): the"
+        " next run builds on another one"
+    ]
+    assert "; nothing newer waits; " in str(report.held)
+    assert (recover(scene).snapshot, [*scene.store.refs.bad()]) == (4, [2])
+    check_everything(scene)
 
 
 def test_a_held_view_is_published_by_no_run(delta_to_come: MakeScene) -> None:

@@ -340,7 +340,7 @@ def test_back_from_a_partition_goes_to_the_one_before_it(make_project: MakeProje
     assert project.rollback().snapshot == 1
 
 
-def test_a_view_that_is_held_stays_so_through_another_rollback_and_a_refused_publishing(
+def test_a_hold_outlasts_what_is_refused(
     versions: Versions,
 ) -> None:
     project = versions(1.0, 10.0, 20.0)
