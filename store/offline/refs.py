@@ -661,7 +661,7 @@ class Refs:
         path = self.acceptance_path(number)
 
         def added(data: bytes | None) -> bytes:
-            before = whole_record(Acceptance, data)
+            before = whole_record(Acceptance, data, path)
             names = {*gates, *(() if before is None else before.gates)}
             return sealed(Acceptance(tuple(sorted(names)), by, utc_now(), reason))
 
@@ -676,8 +676,9 @@ class Refs:
         Raises:
             UnreadableError: it cannot be read now.
         """
+        path = self.acceptance_path(number)
         try:
-            note = whole_record(Acceptance, self._storage.read(self.acceptance_path(number)))
+            note = whole_record(Acceptance, self._storage.read(path), path)
         except FileNotFoundError:
             return frozenset()
         return frozenset(() if note is None else note.gates)
