@@ -260,7 +260,7 @@ def _run_of(store: ViewStore, path: Path, holder: Snapshot, computed_us: int) ->
     for report in store.runs.reports(limit=1000):
         # of all partitions, any may have computed it
         other = report.partition != holder.partition and not holder.members
-        if other or report.command in ("publish", "rollback"):
+        if other or report.command in ("publish", "rollback", "resume"):
             continue
         began_us, ended_us = microseconds(report.started_at), microseconds(report.finished_at)
         if began_us is not None and ended_us is not None and began_us <= computed_us <= ended_us:

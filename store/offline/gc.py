@@ -21,7 +21,6 @@ from precompute.store.offline.refs import BadMark, run_lease
 from precompute.store.offline.runs import NAME as JOURNAL
 from precompute.store.offline.runs import run_of_folder
 from precompute.store.offline.snapshot import Catalog, Entry
-from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import utc_now
 
@@ -59,7 +58,7 @@ def collect(
     """Find what may go, and remove it.
 
     A snapshot stays while anything can reach it: it is live, was live before, is pinned, is one of
-    the newest, is younger than the grace, was rolled back from last or gone back to then, another
+    the newest, is younger than the grace, another
     view's live snapshot was computed from it, or one that stays is made of it. A segment stays
     while a snapshot names it that does. Files no manifest names are what killed runs left; they go
     after the grace too, since the next run may take them over until then.
@@ -245,12 +244,11 @@ def _reachable(
     else:
         # Without a pointer it is not known what is in use.
         roots |= set(manifests)
-    standing = Standing(store)
-    roots |= standing.at_fault(manifests)
+    marks = store.refs.bad()
     newest: dict[str | None, list[int]] = {}
     for number in sorted(manifests, reverse=True):
         of_partition = newest.setdefault(manifests[number].partition, [])
-        if number not in standing.marks and len(of_partition) < keep:
+        if number not in marks and len(of_partition) < keep:
             of_partition.append(number)
         if datetime.fromisoformat(manifests[number].created_at).timestamp() > young_s:
             roots.add(number)
@@ -337,7 +335,7 @@ def _orphans(
             yield from (Garbage(*item[:2], why) for item in sorted(files))
         if run in journals and run / JOURNAL not in {item.path for item in items}:
             yield Garbage(run / JOURNAL, 0, f"run {run.name} did not commit")
-    names = ("manifests", "segments", "refs", "refs/bad", "refs/pins", "runs")
+    names = (*("manifests", "segments", "refs", "refs/bad", "refs/pins", "refs/accepts", "runs"),)
     listed = {name: sorted(storage.items(folder / name)) for name in (*names, "refs/running")}
     for name in names:
         for item in listed[name]:

@@ -142,13 +142,6 @@ class Snapshot(Record, frozen=True):
     """Counted of every row a reader sees, while it was written; of the rows a delta replaced, a
     sample was taken off where there are very many."""
     gates: tuple[Verdict, ...] = ()
-    accepted: tuple[str, ...] = ()
-    """Gates an operator accepted by name."""
-    returned: Mapping[int, int] = field(default_factory=dict)
-    """Snapshots that were rolled back from → their rows that this one holds again, those that
-    were live already among them."""
-    excused: Mapping[int, int] = field(default_factory=dict)
-    """The same for those that were live already and that an operator let pass."""
     substitute: Substitute | None = None
     """What computes the view's misses in the model's stead, and how well it agrees with the rows of
     this snapshot."""
@@ -198,17 +191,14 @@ class Snapshot(Record, frozen=True):
         return self.counts.rows
 
     @property
-    def refused_by(self) -> list[str]:
-        """Gates that refuse to publish it and that no operator accepted."""
-        return [
-            name
-            for name in dict.fromkeys(verdict.gate for verdict in self.failed)
-            if name not in self.accepted
-        ]
+    def failed_gates(self) -> tuple[str, ...]:
+        """Gates that refuse to publish it, whether somebody accepted that or not: see
+        :class:`precompute.store.offline.standing.Standing`."""
+        return tuple(dict.fromkeys(verdict.gate for verdict in self.failed))
 
     @property
     def failed(self) -> list[Verdict]:
-        """Verdicts that refuse it, accepted or not."""
+        """Verdicts that refuse it."""
         return [verdict for verdict in self.gates if not verdict.passed]
 
     def check_counts(self, dead: int) -> None:
@@ -314,7 +304,7 @@ class Entry:
     run: str
     partition: str | None
     created_at: str
-    refused_by: tuple[str, ...]
+    failed_gates: tuple[str, ...]
     beside: tuple[str, ...]
     segments: tuple[str, ...] = ()
     """Their names."""
@@ -334,7 +324,7 @@ class Entry:
             snapshot.run,
             snapshot.partition,
             snapshot.created_at,
-            tuple(snapshot.refused_by),
+            snapshot.failed_gates,
             beside,
             snapshot.names,
             tuple(sorted(snapshot.members.values())),
@@ -520,7 +510,7 @@ def _line(stamp: Stamp, entry: Entry) -> bytes:
         [
             entry.number,
             *stamp,
-            *(entry.run, entry.partition, entry.created_at, entry.refused_by, entry.beside),
+            *(entry.run, entry.partition, entry.created_at, entry.failed_gates, entry.beside),
             *(entry.segments, entry.members, entry.rows, entry.computation),
         ]
     )

@@ -652,7 +652,7 @@ class ViewStore:
     def mark_bad(
         self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None
     ) -> None:
-        """Mark a snapshot bad, for good: see :meth:`Refs.mark_bad`, and :meth:`bad_mark`.
+        """Mark a snapshot bad: see :meth:`Refs.mark_bad`, and :meth:`bad_mark`.
 
         Raises:
             SnapshotError: the file system failed.
@@ -667,21 +667,22 @@ class ViewStore:
         Args:
             number: of the snapshot.
             reason: stored in the mark.
-            rows: its rows are at fault, so that the same rows once more are bad too; not only its
-                files.
-            back_to: the snapshot that is gone back to: what both hold is not at fault.
+            rows: its rows are at fault, not only its files.
+            back_to: the snapshot that is gone back to: segments that it has not are at fault, and
+                the one that was made for the bad one; that alone by default.
         """
-        content, segments = "", tuple[str, ...]()
+        content, segments = "", None
         try:
             bad = self.snapshot(number)
             content = bad.content if rows else ""
-            good = () if back_to is None else self.snapshot(back_to).names
-            own = {bad.own.name} if bad.own is not None else set()
-            segments = tuple(name for name in bad.names if name in own or name not in good)
+            if back_to is not None:
+                good = set(self.snapshot(back_to).names)
+                good -= set() if bad.own is None else {bad.own.name}
+                segments = tuple(name for name in bad.names if name not in good)
         except SnapshotError as exc:
             # Damaged besides.
             log.warning("%s", exc)
-        return BadMark(reason, utc_now(), content, rows, back_to, segments)
+        return BadMark(reason, utc_now(), content, rows, segments)
 
     def pin(self, number: int, reason: str) -> None:
         """Keep a snapshot whatever its age; pinning it twice is no error.
