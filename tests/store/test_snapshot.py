@@ -127,7 +127,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT == 3
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "d79b3cca05740a13ad1348496125a6f263ae7ddf99cbd21f07cfcc7cdbec157d"
+        == "f72c632616b4ed9b8a2c1927967c18ccbe9388a4d3f11c124c0bd7d863f78ce0"
     )
 
 
