@@ -108,7 +108,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT == 3
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "5d68af6a9623bcf5bba5f109522978818012c65ccf81780b64b95a1feede97f6"
+        == "80004083734bc99fd803533cb44cfb6dec17c752ccb9e772f862f799be1f87e0"
     )
 
 

@@ -466,9 +466,9 @@ class Judge:
         if live is not None and moves is not None:
             kept = moves.same + moves.changed
             judge_keys(live, 1 - kept / max(1, live.rows), verdicts)
-        same_model = live is not None and live.model == snapshot.model
+        same_model = live is not None and live.made_by == snapshot.made_by
         then, limit_factor = before, 1.0 if same_model else None
-        if live is None and served is not None and served.model == snapshot.model:
+        if live is None and served is not None and served.made_by == snapshot.made_by:
             # a partition without earlier rows is compared with the one that readers have now
             then, limit_factor = _live_figures(store, served), OTHER_PARTITION_FACTOR
         for feature in view.features:
