@@ -270,7 +270,10 @@ def _reachable(
         roots |= set(manifests)
     standing = Standing(store)
     roots |= standing.at_fault(manifests)
-    live = None if ref is None else manifests.get(ref.snapshot)
+    served = manifests.get(0 if ref is None else ref.snapshot)
+    # of all partitions together their own
+    made = () if served is None else (served.number, *served.members)
+    live = {manifests[number].computation for number in made if number in manifests}
     for number in sorted(manifests, reverse=True):
         if datetime.fromisoformat(manifests[number].created_at).timestamp() > young_s:
             roots.add(number)
@@ -289,17 +292,15 @@ def _reachable(
 
 
 def _newest(
-    manifests: Mapping[int, Entry], marks: Collection[int], live: Entry | None, keep: int
+    manifests: Mapping[int, Entry], marks: Collection[int], live: Collection[str], keep: int
 ) -> Iterator[int]:
-    """The ``keep`` newest snapshots that are not bad of each partition: of the recipe that is live,
-    and as many of the newest other one, which is to come or went. Of more recipes they would never
-    end."""
+    """The ``keep`` newest snapshots that are not bad of each partition: of the ``live`` recipes,
+    and as many of the newest other one, which is to come or went. Of more they would never end."""
     kept: dict[tuple[str | None, str], int] = {}
     other: dict[str | None, str] = {}
     for number in sorted(manifests.keys() - set(marks), reverse=True):
         partition, recipe = manifests[number].partition, manifests[number].computation
-        is_live = live is not None and recipe == live.computation
-        if is_live or recipe == other.setdefault(partition, recipe):
+        if recipe in live or recipe == other.setdefault(partition, recipe):
             kept[partition, recipe] = kept.get((partition, recipe), 0) + 1
             if kept[partition, recipe] <= keep:
                 yield number
