@@ -1053,5 +1053,5 @@ def test_another_model_of_an_input_however_far_is_another_model(make_project: Ma
     # by the same models of all of them the same change of all rows is refused
     moved = scene(1000.0, 10**6)
     moved.run(accept=("shift", "moved"))
-    with pytest.raises(GateError, match="snapshot 3 is not published.* moved: 100.0%"):
+    with pytest.raises(GateError, match=r"snapshot 3 is not published.* moved: 100\.0%"):
         moved.run("near")

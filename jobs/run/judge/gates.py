@@ -530,12 +530,14 @@ class Judge:
 
 def _baseline(store: ViewStore, snapshot: Snapshot) -> Snapshot | None:
     """What a new snapshot is compared with: the live one, or, for a partition, its newest one,
-    since another day has other rows; None when there is none, or it is damaged."""
-    live = (
-        served_snapshot(store)
-        if snapshot.partition is None
-        else Standing(store).newest(snapshot.partition, refused=False)
-    )
+    since another day has other rows, of the same recipe where there is one; None when there is
+    none, or it is damaged."""
+    if snapshot.partition is None:
+        live = served_snapshot(store)
+    else:
+        standing, day = Standing(store), snapshot.partition
+        live = standing.newest(day, refused=False, computation=snapshot.computation)
+        live = live or standing.newest(day, refused=False)
     return None if live is not None and live.number == snapshot.number else live
 
 
