@@ -141,7 +141,6 @@ def test_a_model_that_was_rolled_back_from_keeps_no_other_out(make_project: Make
     project.rollback()
     make(make_project, [(1, 5.0), (2, 2.0)], **of_version(1)).run()
     gc(project)
-    # 3 by which its rows are recognised; 1 and 4 of the live recipe, as before
     assert project.numbers() == [1, 2, 3, 4]
 
 
