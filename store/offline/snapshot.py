@@ -20,6 +20,7 @@ from precompute.store.disk.record import (
     FORMAT,
     Record,
     check_format,
+    digest_of,
     field,
     plain,
     record_of,
@@ -102,6 +103,8 @@ class Snapshot(Record, frozen=True):
     computed_at_max: int | None
     inputs: Mapping[str, int] = field(default_factory=dict)
     """Views this one read → the snapshot number it read."""
+    input_models: Mapping[str, str] = field(default_factory=dict)
+    """Views this one read → the :attr:`made_by` of the snapshot it read."""
     input_columns: Mapping[str, str] = field(default_factory=dict)
     """Source columns → Arrow type names."""
     timings_s: Mapping[str, float] = field(default_factory=dict)
@@ -184,6 +187,15 @@ class Snapshot(Record, frozen=True):
     def kind(self) -> str:
         """``full`` where one segment has all its rows, else ``delta``."""
         return "delta" if len(self.segments) > 1 else "full"
+
+    @property
+    def made_by(self) -> str:
+        """Its model's fingerprint; of a view that reads others, a digest of that and of what made
+        these, and those that they read. Values of two snapshots are comparable where it is the
+        same."""
+        if not self.input_models:
+            return self.model
+        return digest_of(json.dumps([self.model, sorted(self.input_models.items())]).encode())
 
     @property
     def rows(self) -> int:

@@ -127,7 +127,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT == 3
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "f72c632616b4ed9b8a2c1927967c18ccbe9388a4d3f11c124c0bd7d863f78ce0"
+        == "ac560ef178edba259bd7ec8c83b3674c75337cd177f8b05f9e96b2ea8acc629d"
     )
 
 

@@ -592,6 +592,7 @@ def _snapshot(
         computed_at_min=found.oldest_us,
         computed_at_max=found.newest_us,
         inputs=dict(newest.inputs),
+        input_models=dict(newest.input_models),
         input_columns=dict(newest.input_columns),
         versions=dict(versions()),
         parent=None if live is None else live.number,
