@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.loader import Loader
@@ -39,7 +39,7 @@ from precompute.store.errors import (
 from precompute.store.history.changes import Changes
 from precompute.store.offline import hooks
 from precompute.store.offline.part_file import layers_that_stay
-from precompute.store.offline.refs import LiveRef, Place
+from precompute.store.offline.refs import BadMark, Hold, LiveRef, Place
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
@@ -106,26 +106,27 @@ class Publisher:
         number: int | None = None,
         *,
         reason: str = "publish",
-        suspended: str | None = None,
+        held: Hold | None = None,
         reload: bool = False,
-        moving: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        run: str | None = None,
+        marks: Mapping[int, BadMark] | None = None,
     ) -> Pointer:
         """Make a snapshot live.
 
         Args:
-            number: which snapshot; by default the newest of the newest partition that no gate
-                refused and that was not rolled back from.
+            number: which snapshot; by default the newest usable one of the newest partition.
             reason: stored in the live pointer.
-            suspended: why scheduled runs publish nothing after this; None: they publish.
+            held: since when and why runs publish nothing after this; None: they publish.
             reload: load it again, though the online store seems to hold it.
-            moving: what is to be done around the move of the live pointer, when all is loaded.
+            run: id that the publishing bears; by default the report's.
+            marks: numbers of the snapshots that are bad from the move on → why.
 
         Returns:
             the pointer that is live now; nothing was loaded if the snapshot was live already.
 
         Raises:
             SnapshotError: there is no such snapshot, or it is damaged.
-            GateError: a gate refused it and that is not accepted, or it was rolled back from.
+            GateError: a gate refused it and that is not accepted, or it is bad.
             OnlineStoreError: the store refused, or returned other bytes than were loaded; the old
                 generation stays live.
             ConflictError: another run published meanwhile, or the view is another project's;
@@ -135,7 +136,7 @@ class Publisher:
         if not self._take_over:
             # before anything is dropped: other generations there are the owner's, too
             check_owner(self._current(), view, self._owner)
-        standing = Standing(store)
+        standing = Standing(store, left=marks)
         self.follow()
         number = standing.newest_publishable() if number is None else number
         snapshot = store.snapshot(number)
@@ -165,7 +166,8 @@ class Publisher:
             # what failed publishings had loaded
             self._drop_unused(ref, current)
             place = self._load(snapshot, ref, epoch, reload or damaged)
-        ref = self._flip(snapshot, expected, epoch, place, reason, suspended, moving)
+        move = {"reason": reason, "held": held, "run": run or report.run, "marks": marks}
+        ref = self._flip(snapshot, expected, epoch, place, move)
         self._drop_unused(ref, current)
         if damaged:
             check_live(store, online, budget_s=0.0, publishing=True)
@@ -340,23 +342,19 @@ class Publisher:
         expected: int,
         epoch: int,
         place: Place,
-        reason: str,
-        suspended: str | None,
-        moving: Callable[[], AbstractContextManager[None]],
+        move: Mapping[str, Any],
     ) -> LiveRef:
         refs, lease = self._store.refs, self._lease
         with self._report.stage("flip"):
             try:
-                with moving():
-                    ref = refs.move_live(
-                        snapshot.number,
-                        expected_epoch=expected,
-                        epoch=epoch,
-                        reason=reason,
-                        place=place,
-                        held=suspended,
-                        lease=lease,
-                    )
+                ref = refs.move_live(
+                    snapshot.number,
+                    expected_epoch=expected,
+                    epoch=epoch,
+                    place=place,
+                    lease=lease,
+                    **move,
+                )
             except ConflictError:
                 # another run was first: what was loaded here will never be read, unless the reply
                 # to the move was lost and a later pointer names it as what was before

@@ -306,6 +306,12 @@ class _Look:
                 "its snapshot stays: remove the file, and pin it again"
                 f" (precompute pin {name} --snapshot N) if it is to stay",
             ),
+            (
+                map(self._store.refs.acceptance_path, self._store.refs.marked("accepts")),
+                Act.PERSON,
+                "nothing counts as accepted of its snapshot: remove the file, and accept it again"
+                f" (precompute publish {name} --snapshot N --accept GATE)",
+            ),
         ]
         for paths, act, remedy in groups:
             for path in paths:

@@ -21,7 +21,6 @@ from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import NAME as JOURNAL
 from precompute.store.offline.runs import run_of_folder
 from precompute.store.offline.snapshot import Catalog, Entry
-from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ def collect(
     """Find what may go, and remove it.
 
     A snapshot stays while anything can reach it: it is live, was live before, is pinned, is one of
-    the newest, is younger than the grace, was rolled back from last or gone back to then, another
+    the newest, is younger than the grace, another
     view's live snapshot was computed from it, or one that stays builds on it. Files no manifest
     names are what killed runs left; they go after the grace too, since the next run may take them
     over until then.
@@ -199,7 +198,7 @@ def forget(store: ViewStore, number: int, lease: Lease) -> None:
         )
     if (
         ref is not None
-        and ref.previous not in (None, *Standing(store).marks)
+        and ref.previous not in (None, *store.refs.bad())
         and number in _ancestors(entries, ref.previous)
     ):
         raise SnapshotError(
@@ -268,8 +267,6 @@ def _reachable(
     else:
         # Without a pointer it is not known what is in use.
         roots |= set(manifests)
-    standing = Standing(store)
-    roots |= standing.at_fault(manifests)
     served = manifests.get(0 if ref is None else ref.snapshot)
     # of all partitions together their own
     made = () if served is None else (served.number, *served.members)
@@ -277,7 +274,7 @@ def _reachable(
     for number in sorted(manifests, reverse=True):
         if datetime.fromisoformat(manifests[number].created_at).timestamp() > young_s:
             roots.add(number)
-    roots.update(_newest(manifests, standing.marks, live, keep))
+    roots.update(_newest(manifests, store.refs.bad(), live, keep))
     roots |= _inputs_of_others(store, manifests, report)
     todo = [number for number in roots if number in manifests]
     reachable = set(todo)
@@ -375,7 +372,7 @@ def _orphans(
             yield from (Garbage(*item[:2], why) for item in sorted(files))
         if run in journals and run / JOURNAL not in {item.path for item in items}:
             yield Garbage(run / JOURNAL, 0, f"run {run.name} did not commit")
-    names = ("manifests", "refs", "refs/bad", "refs/pins", "runs")
+    names = ("manifests", "refs", "refs/bad", "refs/pins", "refs/accepts", "runs")
     listed = {name: sorted(storage.items(folder / name)) for name in (*names, "refs/running")}
     for name in names:
         for item in listed[name]:

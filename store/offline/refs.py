@@ -1,9 +1,9 @@
 """Refs: what points at a view's snapshots – the live pointer, the log of what was live, the epochs,
-the marks of bad ones and of pinned ones.
+the marks of bad ones and of pinned ones, and the gates that were accepted.
 
 <root>/<view>/refs/live.json    {epoch, snapshot, place, …}: moved by compare-and-swap only
 <root>/<view>/refs/epoch.json   the last epoch that was claimed
-<root>/<view>/refs/{bad,pins}/<number>.json
+<root>/<view>/refs/{bad,pins,accepts}/<number>.json
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.lease import Lease
-from precompute.store.disk.record import Record, read_record, replace, sealed, whole_record
+from precompute.store.disk.record import (
+    Record,
+    field,
+    read_record,
+    replace,
+    sealed,
+    whole_record,
+)
 from precompute.store.disk.storage import read_record_file, storage_of
-from precompute.store.errors import ConflictError, SnapshotError
+from precompute.store.errors import ConflictError, SnapshotError, UnreadableError
 from precompute.store.times import utc_now
 
 LOG_NAME = "publishings.jsonl"
@@ -39,7 +46,8 @@ class Publishing(Record, frozen=True):
 
     ``snapshot`` is None where the view was dropped. ``published_at`` is when the pointer of this
     ``epoch`` moved, which is ``since`` unless a later run found nothing changed: then
-    ``renewed_at`` says when (µs since 1970), and ``since`` when readers were given.
+    ``renewed_at`` says when (µs since 1970), and ``since`` when readers were given. ``run`` is the
+    id of the command that published it; a backfill has one for all its publishings.
     """
 
     epoch: int
@@ -48,6 +56,7 @@ class Publishing(Record, frozen=True):
     published_at: str
     renewed_at: int | None = None
     reason: str = ""
+    run: str = ""
 
 
 class _Older(Record, frozen=True):
@@ -258,12 +267,44 @@ class Place(Record, frozen=True):
         return replace(self, overlays=self.overlays[: layers - 1])
 
 
+class Hold(Record, frozen=True):
+    """A view whose runs publish nothing until somebody resumes it: since when (ISO 8601 in UTC),
+    by which command and whom, and why."""
+
+    at: str
+    by: str
+    reason: str
+
+
+class BadMark(Record, frozen=True):
+    """Why a snapshot is not to be used: it was rolled back from, or its files are damaged. ``rows``
+    says whether its rows are at fault, as after a rollback, and then ``content`` is their digest,
+    if it is known.
+    """
+
+    reason: str
+    at: str = ""
+    content: str = ""
+    rows: bool = True
+
+
+class Acceptance(Record, frozen=True):
+    """That somebody accepted what ``gates`` refused of a snapshot: by which command and whom, when
+    (ISO 8601 in UTC), and why."""
+
+    gates: tuple[str, ...]
+    by: str
+    at: str
+    reason: str
+
+
 class LiveRef(Record, frozen=True):
     """Which snapshot is live. ``epoch`` counts every move and fences late writers; 0 means never
     published.
 
     ``place`` is where the online store holds it, ``previous`` and ``previous_place`` what was live
-    before.
+    before. ``run`` is the id of the command that published it; a backfill has one for all its
+    publishings.
     """
 
     epoch: int
@@ -277,8 +318,12 @@ class LiveRef(Record, frozen=True):
     """When a later run found nothing changed, µs since 1970."""
     renewal_noted_at: str | None = None
     """When that was written here for readers, ISO 8601 in UTC."""
-    held: str | None = None
-    """Why scheduled runs publish nothing for now; None when they do."""
+    held: Hold | None = None
+    """Since when, by whom and why runs publish nothing for now; None when they do."""
+    run: str = ""
+    marks: Mapping[int, BadMark] = field(default_factory=dict)
+    """What this move marked bad: it counts from the move on, whether its files are written or
+    not."""
 
     def publishing(self) -> Publishing:
         """What it says of what readers are served."""
@@ -289,20 +334,8 @@ class LiveRef(Record, frozen=True):
             self.at,
             self.renewed_at,
             self.reason,
+            self.run,
         )
-
-
-class BadMark(Record, frozen=True):
-    """Why a snapshot is never to be published: it was rolled back from, or its files are damaged.
-    ``rows`` says whether its rows are at fault, and then ``content`` is their digest and
-    ``back_to`` the snapshot that was gone back to, if it is known.
-    """
-
-    reason: str
-    at: str = ""
-    content: str = ""
-    rows: bool = True
-    back_to: int | None = None
 
 
 class Refs:
@@ -387,10 +420,12 @@ class Refs:
         epoch: int,
         reason: str,
         place: Place | None = None,
-        held: str | None = None,
+        held: Hold | None = None,
+        run: str = "",
+        marks: Mapping[int, BadMark] | None = None,
         lease: Lease | None = None,
     ) -> LiveRef:
-        """Move the live pointer by compare-and-swap.
+        """Move the live pointer by compare-and-swap, and mark what it leaves bad, in one go.
 
         Args:
             snapshot: number of a committed snapshot.
@@ -398,7 +433,9 @@ class Refs:
             epoch: the new one, larger.
             reason: one phrase for the operator, stored in the pointer.
             place: where the online store holds it; a base numbered ``epoch`` by default.
-            held: why scheduled runs are to publish nothing after this.
+            held: since when and why runs are to publish nothing after this.
+            run: id of the command that publishes it.
+            marks: numbers of the snapshots that are bad from then on → why.
             lease: held by the writer.
 
         Raises:
@@ -414,19 +451,28 @@ class Refs:
                     f" {last} meanwhile; look at `status` and publish again if still wanted"
                 )
             new = LiveRef(
-                epoch, snapshot, None, reason, utc_now(), place or Place(epoch, snapshot), held=held
+                epoch,
+                snapshot,
+                None,
+                reason,
+                utc_now(),
+                place or Place(epoch, snapshot),
+                held=held,
+                run=run,
+                marks=marks or {},
             )
             if current is None:
                 return new
             if current.snapshot != snapshot:
                 return replace(new, previous=current.snapshot, previous_place=current.place)
-            # Loaded again: what was before it is still what to go back to, and its rows are as they
-            # were found to be.
+            # Loaded again: what was before it is still what to go back to, its rows are as they
+            # were found to be, and the command that brought them is the same.
             return replace(
                 new,
                 previous=current.previous,
                 previous_place=current.previous_place,
                 renewed_at=current.renewed_at,
+                run=current.run,
             )
 
         return self._swap_live(moved, lease)
@@ -450,7 +496,7 @@ class Refs:
         return self._swap_live(renewed, lease)
 
     def resume_live(self) -> LiveRef:
-        """Let scheduled runs publish again.
+        """Let runs publish again.
 
         Raises:
             SnapshotError: the view was never published.
@@ -479,6 +525,8 @@ class Refs:
             # one that is damaged is replaced
             old = whole_record(LiveRef, data, path)
             new = change(old)
+            for number, mark in () if old is None else old.marks.items():
+                self.mark_bad(number, mark)
             self.log.add(*(() if old is None else (old.publishing(),)))
             return sealed(new)
 
@@ -488,6 +536,12 @@ class Refs:
             raise SnapshotError(disk_message(path, exc)) from exc
         assert new is not None
         self._note_live(new)
+        try:
+            for number, mark in new.marks.items():
+                self.mark_bad(number, mark)
+        except (SnapshotError, UnreadableError) as exc:
+            # the pointer has them; the next one that moves it writes what this could not
+            log.warning("%s", exc)
         return new
 
     def _note_live(self, ref: LiveRef) -> None:
@@ -512,6 +566,8 @@ class Refs:
             ref = whole_record(LiveRef, data, path)
             if ref is not None:
                 now = utc_now()
+                for number, mark in ref.marks.items():
+                    self.mark_bad(number, mark)
                 self.log.add(ref.publishing(), Publishing(ref.epoch, None, now, now, reason="drop"))
 
         try:
@@ -534,13 +590,14 @@ class Refs:
     # ---- marks
 
     def bad(self) -> dict[int, BadMark]:
-        """Numbers of the snapshots that are never to be published → why. A mark that is damaged
-        counts, for rows at fault.
+        """Numbers of the snapshots that are not to be used → why. A mark that is damaged counts,
+        for rows at fault.
 
         Raises:
-            UnreadableError: a mark cannot be read now.
+            UnreadableError: a mark, or the live pointer, cannot be read now.
         """
-        marks = {}
+        ref = self.readable_live()
+        marks = {} if ref is None else dict(ref.marks)
         for number in self.marked("bad"):
             # else removed meanwhile
             with contextlib.suppress(FileNotFoundError):
@@ -573,31 +630,64 @@ class Refs:
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
 
-    def read_mark(self, number: int) -> bytes | None:
-        """The bytes of a snapshot's mark, for :meth:`restore_mark`; None without one.
+    def unmark(self, numbers: Collection[int]) -> None:
+        """Take the marks of these snapshots away; one that is not there is no error.
 
         Raises:
-            UnreadableError: it cannot be read now.
+            SnapshotError: the file system failed.
+            UnreadableError: the live pointer cannot be read now.
         """
-        try:
-            return self._storage.read(self.bad_path(number))
-        except FileNotFoundError:
-            return None
+        ref = self.readable_live()
+        if ref is not None and any(number in ref.marks for number in numbers):
+            # those of the others are in their files then
+            self._swap_live(lambda now: replace(now or ref, marks={}), None)
+        for number in numbers:
+            self._delete(self.bad_path(number))
 
-    def restore_mark(self, number: int, mark: bytes | None) -> None:
-        """Have a mark be what :meth:`read_mark` found.
+    # ---- what was accepted
+
+    def accept(self, number: int, gates: Collection[str], by: str, reason: str) -> None:
+        """Note that what gates refused of a snapshot is accepted, beside those accepted before.
+
+        Args:
+            number: of the snapshot.
+            gates: their names.
+            by: which command, and who gave it.
+            reason: one phrase for the operator.
 
         Raises:
             SnapshotError: the file system failed.
         """
-        path = self.bad_path(number)
+        path = self.acceptance_path(number)
+
+        def added(data: bytes | None) -> bytes:
+            before = whole_record(Acceptance, data, path)
+            names = {*gates, *(() if before is None else before.gates)}
+            return sealed(Acceptance(tuple(sorted(names)), by, utc_now(), reason))
+
         try:
-            if mark is None:
-                self._storage.delete(path)
-            else:
-                self._storage.write(path, mark)
+            self._storage.update(path, added)
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
+
+    def accepted(self, number: int) -> frozenset[str]:
+        """Gates that were accepted for a snapshot; none where the note is damaged.
+
+        Raises:
+            UnreadableError: it cannot be read now.
+        """
+        path = self.acceptance_path(number)
+        try:
+            note = whole_record(Acceptance, self._storage.read(path), path)
+        except FileNotFoundError:
+            return frozenset()
+        return frozenset(() if note is None else note.gates)
+
+    def acceptance_path(self, number: int) -> Path:
+        """The file that says which gates were accepted for a snapshot, if any were."""
+        return self.folder / "accepts" / f"{number}.json"
+
+    # ---- pins
 
     def pins(self) -> set[int]:
         """Numbers of the pinned snapshots."""
@@ -617,14 +707,10 @@ class Refs:
         Raises:
             SnapshotError: the file system failed.
         """
-        path = self.pin_path(number)
-        try:
-            self._storage.delete(path)
-        except OSError as exc:
-            raise SnapshotError(disk_message(path, exc)) from exc
+        self._delete(self.pin_path(number))
 
     def marked(self, kind: str) -> list[int]:
-        """Numbers of the snapshots that bear a mark: ``bad`` or ``pins``."""
+        """Numbers of the snapshots that bear a mark: ``bad``, ``pins`` or ``accepts``."""
         names = self._storage.names(self.folder / kind)
         return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
 
@@ -632,5 +718,11 @@ class Refs:
         try:
             with contextlib.suppress(FileExistsError):
                 self._storage.create(path, sealed(note))
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+
+    def _delete(self, path: Path) -> None:
+        try:
+            self._storage.delete(path)
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc

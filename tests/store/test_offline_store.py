@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +31,7 @@ from precompute.store.disk.storage import IDENTITIES, LOCAL, identity_of, known_
 from precompute.store.errors import ConflictError, FencedError, SnapshotError, UnreadableError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.part_file import Layers, write_part_file
-from precompute.store.offline.refs import LiveRef, Place, run_lease
+from precompute.store.offline.refs import BadMark, Hold, LiveRef, Place, run_lease
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
@@ -40,6 +41,7 @@ from tests.scene import files_of_at_most
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
 TABLE = pa.table({"id": [1, 2, 3], "double": [2.0, 4.0, 6.0], "name": ["a", "é", None]})
+HOLD = Hold("2026-01-01T00:00:00.000000Z", "rollback (ann@host)", "went back from 5")
 
 
 @pytest.fixture
@@ -525,9 +527,9 @@ def test_a_snapshot_is_marked_bad_once_and_for_good(store: ViewStore) -> None:
     store.mark_bad(9, "its manifest is gone")
     assert (store.refs.bad()[9].reason, store.refs.bad()[9].content) == ("its manifest is gone", "")
     # what is served cannot be whole again, but its rows can come again
-    store.mark_bad(2, "its values are wrong", back_to=1)
+    store.mark_bad(2, "its values are wrong")
     store.mark_bad(2, "damaged again", rows=False)
-    assert (store.refs.bad()[2].content, store.refs.bad()[2].back_to) == ("two", 1)
+    assert (store.refs.bad()[2].content, store.refs.bad()[2].rows) == ("two", True)
     for torn in ("{torn", "[]", "7", ""):  # is as bad as any
         (folder / "2.json").write_text(torn)
         assert (store.refs.bad()[2].content, sorted(store.refs.bad())) == ("", [1, 2, 9])
@@ -536,6 +538,51 @@ def test_a_snapshot_is_marked_bad_once_and_for_good(store: ViewStore) -> None:
     (folder / "notes.json").write_text("{}")
     assert sorted(store.refs.bad()) == [1, 2, 9]
     assert not list(folder.glob(".*"))
+    store.refs.unmark([1, 2, 7])
+    assert sorted(store.refs.bad()) == [9]
+
+
+def test_a_move_marks_what_it_leaves_in_one_go(
+    store: ViewStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever becomes of the files: they are written by the next one that moves the pointer."""
+    refs, mark = store.refs, BadMark("rolled back from", "now", "two")
+    first = refs.move_live(2, expected_epoch=0, epoch=1, reason="run", run="a")
+    assert (first.run, first.publishing().run, refs.publishings()[-1].run) == ("a", "a", "a")
+    with pytest.raises(ConflictError):
+        refs.move_live(1, expected_epoch=7, epoch=8, reason="rollback", marks={2: mark})
+    assert refs.bad() == {}
+    with monkeypatch.context() as broken:
+        broken.setattr(refs, "mark_bad", mock.Mock(side_effect=SnapshotError("no space")))
+        back = refs.move_live(1, expected_epoch=1, epoch=2, reason="rollback", marks={2: mark})
+        assert (back.snapshot, refs.marked("bad"), refs.bad()) == (1, [], {2: mark})
+        with pytest.raises(SnapshotError, match="no space"):
+            refs.move_live(3, expected_epoch=2, epoch=3, reason="run")
+        assert (refs.live(), refs.bad()) == (back, {2: mark})
+    third = refs.move_live(3, expected_epoch=2, epoch=3, reason="run")
+    assert (refs.live(), third.marks, refs.marked("bad"), refs.bad()) == (third, {}, [2], {2: mark})
+    marks = {3: mark, 4: mark}
+    refs.move_live(1, expected_epoch=3, epoch=4, reason="rollback", marks=marks)
+    refs.unmark([3])
+    assert (refs.bad(), sorted(refs.marked("bad"))) == ({2: mark, 4: mark}, [2, 4])
+    refs.end_live()
+    assert refs.bad() == {2: mark, 4: mark}
+
+
+def test_what_is_accepted_adds_up_and_what_is_damaged_is_nothing(store: ViewStore) -> None:
+    refs = store.refs
+    assert refs.accepted(1) == frozenset()
+    refs.accept(1, ["rows"], "run (ann@host)", "as it should be")
+    refs.accept(1, ["drift", "rows"], "publish (bob@host)", "so be it")
+    refs.accept(2, ["zero"], "publish (bob@host)", "so be it")
+    assert (refs.accepted(1), refs.accepted(2)) == (
+        frozenset(("drift", "rows")),
+        frozenset(("zero",)),
+    )
+    path = refs.acceptance_path(1)
+    assert json.loads(path.read_bytes())["by"] == "publish (bob@host)"
+    path.write_bytes(path.read_bytes().replace(b"drift", b"norms"))
+    assert (refs.accepted(1), sorted(refs.marked("accepts"))) == (frozenset(), [1, 2])
 
 
 def test_a_roots_identity_is_read_from_its_copy_and_never_replaced(tmp_path: Path) -> None:
@@ -751,10 +798,10 @@ def test_the_live_pointer_has_places_renewal_and_why_it_is_held(store: ViewStore
     with pytest.raises(ConflictError, match="moved meanwhile; nothing was renewed"):
         refs.renew_live(second, 9)
     back = refs.move_live(
-        4, expected_epoch=7, epoch=8, reason="rollback", place=Place(3, 4), held="held"
+        4, expected_epoch=7, epoch=8, reason="rollback", place=Place(3, 4), held=HOLD
     )
     assert back == LiveRef(
-        8, 4, 5, "rollback", back.at, Place(3, 4), previous_place=over, held="held"
+        8, 4, 5, "rollback", back.at, Place(3, 4), previous_place=over, held=HOLD
     )
     assert (back.place.generations, over.generations) == ({3}, {3, 7})
     assert refs.resume_live() == replace(back, held=None) == refs.live()
@@ -997,19 +1044,10 @@ def test_a_root_that_cannot_be_a_folder_is_an_error_of_all_that_use_it(tmp_path:
         with pytest.raises(SnapshotError, match="cannot write"):
             write()
     assert (store.offline.views(), store.numbers(), store.runs.last()) == ([], [], None)
-    assert (
-        Standing(store).newest(),
-        store.refs.bad(),
-        store.refs.pins(),
-        store.runs.reports(),
-    ) == (
-        None,
-        {},
-        set(),
-        [],
-    )
+    assert (Standing(store).newest(), store.refs.pins()) == (None, set())
+    assert store.runs.reports() == []
     assert store.journals.unfinished("recipe", None) == []
-    for read in (lambda: store.snapshot(1), lambda: store.refs.live()):
+    for read in (lambda: store.snapshot(1), store.refs.live, store.refs.bad):
         with pytest.raises(UnreadableError, match="cannot be read: Not a directory"):
             read()
 
