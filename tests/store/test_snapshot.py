@@ -238,7 +238,7 @@ def test_a_segment_comes_back_equal_from_its_record() -> None:
     assert FULL.files == (*FULL.parts, OWN.kills)
 
 
-def test_a_record_torn_or_changed_in_any_way_is_refused_before_it_is_parsed() -> None:
+def test_a_record_torn_or_changed_is_refused_before_it_is_parsed() -> None:
     for data in (
         *(RECORD[:length] for length in range(len(RECORD))),
         *(RECORD[:at] + bytes([RECORD[at] ^ 1]) + RECORD[at + 1 :] for at in range(len(RECORD))),
@@ -248,7 +248,7 @@ def test_a_record_torn_or_changed_in_any_way_is_refused_before_it_is_parsed() ->
             Segment.from_bytes(data, "here", OWN.sha256)
 
 
-def test_a_record_that_says_something_else_is_refused_and_later_fields_are_ignored() -> None:
+def test_a_record_of_another_shape_is_refused_and_later_fields_pass() -> None:
     body = json.loads(RECORD)
     for change, said in (({"parts": [{"path": 7}]}, "other"), ({"later": 1}, None)):
         data = json.dumps(body | change).encode()
