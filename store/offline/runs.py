@@ -137,7 +137,7 @@ class Journals:
                 continue
             for chunk in self._chunks(path, recipe, partition, full):
                 # A part that a manifest names is that snapshot's: the run that took it over may not
-                # do it twice, since its deletes of the part's other rows would hide them from the
+                # do it twice, since its kills of the part's other rows would hide them from the
                 # snapshot that it builds on.
                 if chunk.part is not None and chunk.part.path in files:
                     continue

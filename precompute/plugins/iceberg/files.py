@@ -153,7 +153,8 @@ def _written(store: ViewStore, table: str, snapshot: Snapshot, earlier: int | No
         made = had or _manifests_of(store, table, snapshot, segment, schema)
         manifests += made
         names += [Path(one.manifest_path).name for one in made]
-        if segment.kills is not None:
+        # tombstones alone name no row
+        if any(one.content == ManifestContent.DELETES for one in made):
             names.append(_kills_name(segment))
     path = folder / _list_name(number)
     out = _Bytes(store.storage.shown(path))
