@@ -61,7 +61,7 @@ from pathlib import Path
 from precompute.plugins.object_root.storage import ObjectStorage
 from precompute.store.disk.storage import mount
 from precompute.store.errors import ConflictError
-from precompute.store.offline.refs import Refs
+from precompute.store.offline.log import Refs
 url, folder, me, races = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 storage = ObjectStorage(url, folder)
 mount(folder, storage)

@@ -29,7 +29,7 @@ from precompute.store.errors import (
 )
 from precompute.store.feature_view import NAME, FeatureView
 from precompute.store.offline.gc import Garbage, collect, damage, forget
-from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE
+from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Entry, Snapshot
 from precompute.store.offline.standing import Standing

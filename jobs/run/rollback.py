@@ -22,7 +22,7 @@ from precompute.store.account.checker import check_live
 from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConflictError, PrecomputeError, SnapshotError
-from precompute.store.offline.refs import PUBLISH_LEASE, BadMark, LiveRef
+from precompute.store.offline.log import PUBLISH_LEASE, BadMark, LiveRef
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore

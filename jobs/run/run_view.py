@@ -48,7 +48,7 @@ from precompute.store.errors import (
 )
 from precompute.store.offline import hooks
 from precompute.store.offline.gc import SWEPT_FOLDERS, collect
-from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
+from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE, run_lease
 from precompute.store.offline.runs import AHEAD_S, Report
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.standing import Standing, keeps_live

@@ -53,7 +53,7 @@ from precompute.store.errors import (
     SnapshotError,
     UnreadableError,
 )
-from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
+from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE, run_lease
 from precompute.store.offline.selection import Selection, all_rows
 from precompute.store.offline.snapshot import Part, Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -126,7 +126,7 @@ def check_live(
         SnapshotError: the refs cannot be written.
         UnreadableError: pointer or manifest cannot be read now: likewise.
     """
-    refs = store.refs.folder
+    refs = store.leases
     if not refs.is_dir():
         return Account(store.name)
     with _alone(refs, wait=share >= 1.0) as alone:
@@ -171,7 +171,7 @@ class _Look:
         self._store, self._online, self._share, self._publishing = store, online, share, publishing
         self._budget_s, self._now_us = budget_s, clock_us()
         self._ends_s = time.monotonic() + budget_s
-        self._before = read_account(store.refs.folder, store.name)
+        self._before = read_account(store.leases, store.name)
         if self._before.at_us > self._now_us + AHEAD_US:
             # by a clock that was wrong: what was read when is not known
             self._before = replace(self._before, files={}, turn=Turn())
@@ -194,7 +194,7 @@ class _Look:
             last = self._last_live()
             if last is not None:
                 found = (
-                    f"the pointer of view {name!r} is gone from {self._store.refs.folder}, and"
+                    f"the pointer of view {name!r} is gone from {self._store.leases}, and"
                     f" snapshot {last} was live: precompute publish {name} --snapshot {last}"
                 )
                 self._add("pointer", State.MISSING, Act.LOAD, found)
@@ -266,7 +266,7 @@ class _Look:
 
     def _records(self) -> None:
         """Small files that bear a seal; what is live is looked at by others."""
-        folder, root, name = self._store.refs.folder, self._store.offline.root, self._store.name
+        folder, root, name = self._store.leases, self._store.offline.root, self._store.name
         again = f"precompute reconcile {name} removes it, and who needs it makes it again"
         # of partitions there may be thousands, and a damaged one is written again by who takes it
         leases = [
@@ -376,7 +376,7 @@ class _Look:
     def _sighted(self) -> list[bytes]:
         """Keys of rows that readers met, and of those that were not whole at the last look; what
         they met of an index has its files read again."""
-        notes = take_sightings(self._store.refs.folder)
+        notes = take_sightings(self._store.leases)
         self._sighted_files = ("/index/",) if notes is not None and [] in notes else ()
         keys = [key for finding in self._before.findings for key in finding.keys]
         return [
@@ -529,7 +529,7 @@ NICE = 10
 def is_due(store: ViewStore, every_s: float = EVERY_S, *, here: bool = False) -> bool:
     """Whether a view is to be looked at: none did for so long, or for a while and readers met
     damage since. During a publishing no process looks, but for those that look only ``here``."""
-    refs = store.refs.folder
+    refs = store.leases
     # a look that lies ahead was noted by a clock that was wrong
     since_s = abs(time.time() - read_account(refs, store.name).at_us / 1e6)
     if since_s < min(every_s, SOON_S) or (since_s < every_s and not has_sightings(refs)):
@@ -576,7 +576,7 @@ class Rounds:
                 due = [
                     store
                     for store in self._stores
-                    if os.access(store.refs.folder, os.W_OK)
+                    if os.access(store.leases, os.W_OK)
                     and is_due(store, self._every_s, here=self._mend is not None)
                 ]
                 if due:

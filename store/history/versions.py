@@ -23,7 +23,7 @@ from precompute.store.errors import (
     SnapshotError,
     UnreadableError,
 )
-from precompute.store.offline.refs import Publishing
+from precompute.store.offline.log import Publishing
 from precompute.store.offline.selection import reading_file
 from precompute.store.offline.snapshot import Part, Snapshot
 from precompute.store.offline.standing import Standing, keeps_live

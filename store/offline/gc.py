@@ -17,7 +17,7 @@ from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.storage import Item
 from precompute.store.errors import ConflictError, SnapshotError
 from precompute.store.offline import hooks
-from precompute.store.offline.refs import run_lease
+from precompute.store.offline.log import run_lease
 from precompute.store.offline.runs import NAME as JOURNAL
 from precompute.store.offline.runs import run_of_folder
 from precompute.store.offline.snapshot import Catalog, Entry

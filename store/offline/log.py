@@ -1,213 +1,34 @@
-"""Refs: what points at a view's snapshots – the live pointer, the log of what was live, the epochs,
-the marks of bad ones and of pinned ones.
+"""Log: what happened to a view's snapshots, an event at a time: which was published, held, marked
+bad, pinned, accepted. What the events come to is what is live.
 
-<root>/<view>/refs/live.json    {epoch, snapshot, place, …}: moved by compare-and-swap only
-<root>/<view>/refs/epoch.json   the last epoch that was claimed
-<root>/<view>/refs/{bad,pins}/<number>.json
+<root>/<view>/log/<number>.json              one event, created exactly once and never changed
+<root>/<view>/log/state-<number>.json        derived: what the events up to that number come to
+<root>/<view>/log/past-<first>-<last>.jsonl  events of more than 30 days ago, for history alone
 """
 
 from __future__ import annotations
 
-import contextlib
+import getpass
+import hashlib
 import logging
+import os
 import re
-from collections.abc import Callable, Collection, Iterator
+import time
+import uuid
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.lease import Lease
-from precompute.store.disk.record import Record, read_record, replace, sealed, whole_record
-from precompute.store.disk.storage import read_record_file, storage_of
-from precompute.store.errors import ConflictError, SnapshotError
-from precompute.store.times import utc_now
-
-LOG_NAME = "publishings.jsonl"
-_OLDER_NAME = re.compile(r"publishings-(\d{6,})\.jsonl")
-
-NEWEST_BYTES = 1 << 16
-"""Size of the file that is rewritten with every publishing, about: 250 lines."""
-MOST_AGAIN = 12
-"""Lines at its end that are compared: what one of them says is not written again."""
-THINNED_BYTES = 1 << 20
-"""A log below that is not worth thinning: 4,000 publishings."""
-
-
-class Publishing(Record, frozen=True):
-    """What readers are served from ``since`` (ISO 8601 in UTC) until the next one.
-
-    ``snapshot`` is None where the view was dropped. ``published_at`` is when the pointer of this
-    ``epoch`` moved, which is ``since`` unless a later run found nothing changed: then
-    ``renewed_at`` says when (µs since 1970), and ``since`` when readers were given.
-    """
-
-    epoch: int
-    snapshot: int | None
-    since: str
-    published_at: str
-    renewed_at: int | None = None
-    reason: str = ""
-
-
-class _Older(Record, frozen=True):
-    """The first line of a log whose older lines lie in files of their own, numbered from ``first``
-    to ``last``."""
-
-    first: int
-    last: int
-
-
-class PublishingLog:
-    """The log of one view. A writer holds the lock of its refs.
-
-        <folder>/publishings.jsonl            the newest lines, and which files are older
-        <folder>/publishings-<number>.jsonl   older ones, a few hundred each, never changed
-
-    Args:
-        folder: of the view's refs.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path, self._storage = folder / LOG_NAME, storage_of(folder)
-
-    def entries(self) -> list[Publishing]:
-        """All that was written, the oldest first.
-
-        Raises:
-            SnapshotError: a file of the log is gone, or a line is damaged.
-            UnreadableError: the log cannot be read now.
-        """
-        lines = _lines(self._read(self._path))
-        older = _older(lines)
-        found = [
-            entry
-            for number in range(older.first, older.last + 1)
-            for entry in self._parsed(number, _lines(self._read(self._older_path(number))))
-        ]
-        # a crash may have left some of them in two files
-        return list(dict.fromkeys([*found, *self._parsed(0, lines)]))
-
-    def _read(self, path: Path) -> bytes:
-        try:
-            return self._storage.read(path, immutable=path != self._path)
-        except FileNotFoundError as exc:
-            if path == self._path:
-                return b""
-            raise SnapshotError(f"{path} is not there: restore it; it has what was live") from exc
-
-    def _parsed(self, number: int, lines: list[bytes]) -> Iterator[Publishing]:
-        """The entries of a file's lines; ``number`` 0 is the newest file."""
-        first = 1 if _older(lines).last else 0
-        for at, line in enumerate(lines[first:], start=1 + first):
-            try:
-                yield read_record(Publishing, line)
-            except ValueError as exc:
-                path = self._older_path(number) if number else self._path
-                remedy = "remove the line, and what was live before counts until the next one"
-                names = self._storage.names(self._path.parent)
-                older = sorted(int(name[1]) for name in map(_OLDER_NAME.fullmatch, names) if name)
-                if older and (number, at) == (0, 1):
-                    # without such a line they would be forgotten
-                    head = sealed(_Older(older[0], older[-1])).decode()
-                    remedy = f"put this line in its place: {head}"
-                raise SnapshotError(
-                    f"{path}: line {at} is damaged ({exc}), so nobody knows what was live then:"
-                    f" restore the file, or {remedy}"
-                ) from exc
-
-    def _older_path(self, number: int) -> Path:
-        return self._path.with_name(f"publishings-{number:06d}.jsonl")
-
-    def add(self, *publishings: Publishing, durably: bool = True) -> None:
-        """Append publishings, but those that stand at the end already.
-
-        Args:
-            publishings: what is live, or the end of it; none makes sure that there is a file.
-            durably: False leaves it to the next call that is: what is live now stands in
-                ``live.json``, too.
-
-        Raises:
-            OSError: the file system failed.
-        """
-
-        def added(data: bytes | None) -> bytes:
-            lines = _lines(data or b"")
-            # what is damaged among them says nothing: what is live is written once more
-            last = (whole_record(Publishing, line) for line in lines[-MOST_AGAIN:])
-            known = [publishing for publishing in last if publishing is not None]
-            for publishing in publishings:
-                # a drop that is done again ends nothing more
-                ended = publishing.snapshot is None and bool(known) and known[-1].snapshot is None
-                if publishing not in known and not ended:
-                    lines.append(sealed(publishing))
-                    known.append(publishing)
-            return self._written(lines, cut=durably)
-
-        self._storage.update(self._path, added, durably=durably)
-        if durably:
-            crashpoint("live.log", self._path)
-
-    def _written(self, lines: list[bytes], *, cut: bool) -> bytes:
-        """The newest file, of all lines of it; where these are many, all but the last go into a
-        file of their own first."""
-        older = _older(lines)
-        body = lines[1:] if older.last else lines
-        if cut and sum(map(len, body)) > NEWEST_BYTES:
-            number, data = older.last, b"".join(line + b"\n" for line in body[:-MOST_AGAIN])
-            created = False
-            while not created:
-                number += 1
-                # one that is there was left by a crash
-                with contextlib.suppress(FileExistsError):
-                    self._storage.create(self._older_path(number), data)
-                    created = True
-            older, body = _Older(older.first, number), body[-MOST_AGAIN:]
-        head = [sealed(older)] if older.last else []
-        return b"".join(line + b"\n" for line in (*head, *body))
-
-    def thin(self, snapshots: Collection[int]) -> None:
-        """Forget what cannot be read any more: of publishings in a row whose snapshots are gone,
-        the first one stays, so that its time does not count for the publishing before it.
-
-        Args:
-            snapshots: numbers of those that are there.
-
-        Raises:
-            OSError: the file system failed.
-            SnapshotError: as :meth:`entries`.
-        """
-        newest = self._read(self._path)
-        before = _older(_lines(newest))
-        files = range(before.first, before.last + 1)
-        if len(newest) + NEWEST_BYTES * len(files) < THINNED_BYTES:
-            return
-
-        def thinned(_: bytes | None) -> bytes:
-            stay: list[Publishing] = []
-            for entry in self.entries():
-                if not (stay and is_gone(entry) and is_gone(stay[-1])):
-                    stay.append(entry)
-            head = [sealed(_Older(before.last + 1, before.last))] if before.last else []
-            return self._written([*head, *map(sealed, stay)], cut=True)
-
-        def is_gone(entry: Publishing) -> bool:
-            return entry.snapshot is not None and entry.snapshot not in snapshots
-
-        self._storage.update(self._path, thinned)
-        for number in files:
-            self._storage.delete(self._older_path(number))
-
-
-def _lines(data: bytes) -> list[bytes]:
-    """The whole lines of a file: what follows the last newline was torn."""
-    return data.split(b"\n")[:-1]
-
-
-def _older(lines: list[bytes]) -> _Older:
-    """Which files are older than one of these lines; none where it does not say."""
-    return whole_record(_Older, lines[0] if lines else None) or _Older(1, 0)
-
+from precompute.store.disk.record import Record, field, read_record, replace, sealed, whole_record
+from precompute.store.disk.storage import storage_of
+from precompute.store.errors import ConflictError, SnapshotError, UnreadableError
+from precompute.store.times import parsed_time, utc_now
 
 log = logging.getLogger(__name__)
 
@@ -216,14 +37,47 @@ PUBLISH_LEASE = "publish"
 DROP_LEASE = "drop"
 """Name of the lease that the end of a view holds, besides: no run begins meanwhile."""
 
+STATE_EVERY = 8
+"""Events after which the state is written down: who looks for the first time reads at most so
+many."""
+LISTED_S = 60.0
+"""How long a reader of a root elsewhere trusts that the number after its last one is the next: what
+it missed may have gone into an archive."""
+PAST_S = 30 * 86400.0
+"""Age at which events may go into an archive."""
+NEWEST_EVENTS = 100
+"""Events that stay, however old: readers go on from them."""
+PAST_EVENTS = 256
+"""Events that are worth an archive."""
+MOST_ARCHIVES = 16
+"""Archives that are left apart; more are made one, without what cannot be read any more."""
+
+_EVENT = re.compile(r"(\d{20})\.json")
+_STATE = re.compile(r"state-(\d{20})\.json")
+_PAST = re.compile(r"past-(\d{20})-(\d{20})\.jsonl")
+
 
 def run_lease(partition: str | None) -> str:
     """Name of the lease that a run of the partition (None: of a view that has none) holds."""
     return "run" if partition is None else "run-" + partition.partition("/")[0].replace(":", "")
 
 
-class _Claimed(Record, frozen=True):
-    last: int
+class Publishing(Record, frozen=True):
+    """What readers are served from ``since`` (ISO 8601 in UTC) until the next one.
+
+    ``snapshot`` is None where the view was dropped, and where it is not known what was live: then
+    ``unknown`` says why. ``published_at`` is when the event ``epoch`` made it live, which is
+    ``since`` unless a later run found nothing changed: then ``renewed_at`` says when (µs since
+    1970), and ``since`` when readers were given.
+    """
+
+    epoch: int
+    snapshot: int | None
+    since: str
+    published_at: str
+    renewed_at: int | None = None
+    reason: str = ""
+    unknown: str = ""
 
 
 class Place(Record, frozen=True):
@@ -254,9 +108,9 @@ class Place(Record, frozen=True):
         return replace(self, overlays=self.overlays[: layers - 1])
 
 
-class LiveRef(Record, frozen=True):
-    """Which snapshot is live. ``epoch`` counts every move and fences late writers; 0 means never
-    published.
+class LiveRef(Record, frozen=True, omit_defaults=True):
+    """Which snapshot is live. ``epoch`` is the number of the event that made it so, and fences late
+    writers; 0 means never published.
 
     ``place`` is where the online store holds it, ``previous`` and ``previous_place`` what was live
     before.
@@ -288,7 +142,7 @@ class LiveRef(Record, frozen=True):
         )
 
 
-class BadMark(Record, frozen=True):
+class BadMark(Record, frozen=True, omit_defaults=True):
     """Why a snapshot is never to be published: it was rolled back from, or its files are damaged.
     ``rows`` says whether its rows are at fault, and then ``content`` is their digest and
     ``back_to`` the snapshot that was gone back to, if it is known.
@@ -301,302 +155,781 @@ class BadMark(Record, frozen=True):
     back_to: int | None = None
 
 
-class Refs:
-    """What points at the snapshots of one view.
+class Event(Record, frozen=True, omit_defaults=True):
+    """One thing that happened. ``kind`` says what, and which of the other fields count:
+
+    publish   ``snapshot`` is live, at ``place``; ``held``: why runs publish nothing after it (None:
+              they do); ``marks``: what it was rolled back from
+    renew     a run found nothing changed, at ``renewed_at`` (µs since 1970)
+    drop      nothing is live any more
+    resume    runs publish again
+    bad       ``marks``: number of a snapshot → why it is never to be published
+    pin, unpin  ``snapshot`` stays, or not, whatever its age
+    accept, refuse  gates that were accepted of ``snapshot``, or that refused it
+    claim     the number ``claimed`` is given to a generation online, or passed over
+    lost      of an archive: what happened then cannot be read any more, ``reason`` says why
+    """
+
+    number: int = 0
+    kind: str = ""
+    at: str = ""
+    """ISO 8601 in UTC. Numbers say what came after what, whatever the clocks said."""
+    nonce: str = ""
+    """By which a writer whose write failed knows its own."""
+    before: int = 0
+    """Number of the event before it; 0 for none."""
+    run: str = ""
+    """Of the command."""
+    by: str = ""
+    """Who did it."""
+    reason: str = ""
+    snapshot: int | None = None
+    place: Place | None = None
+    held: str | None = None
+    renewed_at: int | None = None
+    marks: dict[int, BadMark] = field(default_factory=dict)
+    gates: tuple[str, ...] = ()
+    claimed: int = 0
+
+    @property
+    def next(self) -> int:
+        """Number that the following event has."""
+        return max(self.number, self.claimed) + 1
+
+    def precedes(self, before: int) -> bool:
+        """Whether the event after it may name ``before`` as the one before: of several that are
+        lost it is the last."""
+        return before in (self.number, self.claimed if self.kind == "lost" else self.number)
+
+
+class State(Record, frozen=True, omit_defaults=True):
+    """What the events up to ``number`` come to; that after it has the number ``next``.
+
+    ``unknown`` says why it is not known what is live: an event since the last publishing cannot be
+    read. ``live`` is what was known before it then.
+    """
+
+    number: int = 0
+    next: int = 1
+    live: LiveRef | None = None
+    held: str | None = None
+    """Why scheduled runs publish nothing for now; None when they do."""
+    unknown: str = ""
+    bad: dict[int, BadMark] = field(default_factory=dict)
+    pins: dict[int, str] = field(default_factory=dict)
+    accepted: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    refused: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+
+class _Past(Record, frozen=True):
+    """The first line of an archive: the event ``before`` those in it, the number after them, and
+    the SHA-256 (hex) of the lines."""
+
+    before: int
+    next: int
+    sha256: str
+
+
+class _Known(NamedTuple):
+    """What a process knows: the state, when the file of its last event changed (ns), and when the
+    folder was listed (s of the monotonic clock)."""
+
+    state: State
+    changed_ns: int | None
+    listed_s: float
+
+
+# ---- what events come to
+
+
+def folded(state: State, event: Event) -> State:
+    """What an event makes of a state.
+
+    Raises:
+        SnapshotError: no version that this one knows writes such events.
+    """
+    fold = _FOLDS.get(event.kind)
+    if fold is None:
+        raise SnapshotError(
+            f"event {event.number} is of the kind {event.kind!r}, which this version does not know:"
+            " use the one that wrote it, or a newer one"
+        )
+    return replace(fold(state, event), number=event.number, next=event.next)
+
+
+def _published(state: State, event: Event) -> State:
+    before, snapshot = state.live, event.snapshot or 0
+    live = LiveRef(
+        event.number,
+        snapshot,
+        None,
+        event.reason,
+        event.at,
+        event.place or Place(event.number, snapshot),
+    )
+    if before is not None and before.snapshot != snapshot:
+        live = replace(live, previous=before.snapshot, previous_place=before.place)
+    elif before is not None:
+        # Loaded again: what was before it is still what to go back to, and its rows are as they
+        # were found to be.
+        live = replace(
+            live,
+            previous=before.previous,
+            previous_place=before.previous_place,
+            renewed_at=before.renewed_at,
+        )
+    return replace(_marked(state, event), live=live, held=event.held, unknown="")
+
+
+def _renewed(state: State, event: Event) -> State:
+    if state.live is None:
+        return state
+    return replace(
+        state,
+        live=replace(state.live, renewed_at=event.renewed_at, renewal_noted_at=event.at),
+    )
+
+
+def _marked(state: State, event: Event) -> State:
+    new = {n: mark for n, mark in event.marks.items() if _counts(state.bad.get(n), mark)}
+    return replace(state, bad=state.bad | new) if new else state
+
+
+def _counts(first: BadMark | None, mark: BadMark) -> bool:
+    """Of two marks the first stays, unless only the second says that the rows are at fault."""
+    return first is None or (mark.rows and not first.rows)
+
+
+def _lost(state: State, event: Event) -> State:
+    # it may have been a rollback that holds: nothing is published by itself until a person says so
+    return replace(state, unknown=event.reason, held=state.held or event.reason)
+
+
+_FOLDS: Mapping[str, Callable[[State, Event], State]] = {
+    "publish": _published,
+    "renew": _renewed,
+    "drop": lambda state, _: replace(state, live=None, held=None, unknown=""),
+    "resume": lambda state, _: replace(state, held=None),
+    "bad": _marked,
+    "pin": lambda state, event: replace(
+        state, pins=state.pins | {event.snapshot or 0: event.reason}
+    ),
+    "unpin": lambda state, event: replace(
+        state, pins={n: why for n, why in state.pins.items() if n != event.snapshot}
+    ),
+    "accept": lambda state, event: replace(
+        state, accepted=state.accepted | {event.snapshot or 0: event.gates}
+    ),
+    "refuse": lambda state, event: replace(
+        state, refused=state.refused | {event.snapshot or 0: event.gates}
+    ),
+    "claim": lambda state, _: state,
+    "lost": _lost,
+}
+
+
+# ---- the log
+
+
+class Log:
+    """The log of one view.
 
     Args:
-        folder: where the files are; made by the first write.
+        folder: where its files are; made by the first write.
         view: the view's name, for messages.
     """
 
     def __init__(self, folder: Path, view: str) -> None:
-        self.folder, self._view, self._storage = folder, view, storage_of(folder)
-        self.log = PublishingLog(folder)
+        self._folder, self._view, self._storage = folder, view, storage_of(folder)
+        self._known: _Known | None = None
 
-    # ---- the live pointer
+    def path(self, number: int) -> Path:
+        """The file of an event."""
+        return self._folder / f"{number:020d}.json"
 
-    def live(self) -> LiveRef | None:
-        """The live pointer, or None when the view was never published.
+    def _state_path(self, number: int) -> Path:
+        return self._folder / f"state-{number:020d}.json"
+
+    # ---- looking
+
+    def state(self, *, sure: bool = True) -> State:
+        """What all events come to; after the first call each looks for the next number alone.
+
+        Args:
+            sure: of a root elsewhere, look too whether the last event is still what it was, as it
+                is not in a view that was dropped and made anew; else that is seen within a minute.
 
         Raises:
-            SnapshotError: the pointer file is damaged.
-            UnreadableError: it cannot be read now.
+            UnreadableError: an event cannot be read now.
+            SnapshotError: one is of a newer version.
         """
-        return read_record_file(
-            LiveRef, self.folder / "live.json", "publish the view again to rewrite it"
-        )
+        if (known := self._known) is not None and self._goes_on(known, sure):
+            return self._walked(known, ())
+        state = self._looked_up()
+        # an event that is gone may have gone into an archive since the folder was listed
+        return self._looked_up() if state.unknown else state
 
-    def readable_live(self) -> LiveRef | None:
-        """As :meth:`live`, and None for a damaged pointer too: what a writer needs, who will
-        replace it.
+    def _goes_on(self, known: _Known, sure: bool) -> bool:
+        """Whether what is known is still the log's: where its last event is there, those after it
+        are, too."""
+        if not known.state.number or known.state.unknown:
+            return False
+        if not self._storage.local and not sure:
+            return time.monotonic() < known.listed_s + LISTED_S
+        item = self._storage.stat(self.path(known.state.number))
+        return item is not None and item.modified_ns == known.changed_ns
+
+    def _looked_up(self) -> State:
+        """The state by the newest one that was written down, and the events after it."""
+        now_s, names = time.monotonic(), self._storage.names(self._folder)
+        state = next(self._written_down(names), None)
+        if state is None:
+            state = State()
+            for event in self._past(names):
+                state = folded(state, event)
+        return self._walked(_Known(state, None, now_s), _numbers(_EVENT, names))
+
+    def _written_down(self, names: Sequence[str]) -> Iterator[State]:
+        """The states that were written down and are whole, the newest first."""
+        for number in reversed(_numbers(_STATE, names)):
+            path = self._state_path(number)
+            try:
+                state = read_record(State, self._storage.read(path, immutable=True))
+            except FileNotFoundError:
+                continue
+            except ValueError as exc:
+                log.warning("%s is damaged (%s): events are read in its place", path, exc)
+                continue
+            if state.number == number:
+                yield state
+
+    def _walked(self, known: _Known, numbers: Sequence[int]) -> State:
+        """What is known and the events after it come to, which is remembered; ``numbers`` are those
+        of all events, ascending, where they were listed."""
+        state = known.state
+        while True:
+            try:
+                event = self._event(state.next, state.number)
+            except FileNotFoundError:
+                later = _after(numbers, state.next)
+                if later is None:
+                    break
+                event = _gap(state.number, state.next, later, f"{self.path(state.next)} is gone")
+            state = folded(state, event)
+        changed_ns = known.changed_ns
+        if state.number and (changed_ns is None or state.number != known.state.number):
+            item = self._storage.stat(self.path(state.number))
+            changed_ns = None if item is None else item.modified_ns
+        self._known = _Known(state, changed_ns, known.listed_s)
+        return state
+
+    def _event(self, number: int, before: int) -> Event:
+        """An event; one that is damaged is ``lost``.
 
         Raises:
+            FileNotFoundError: there is none of that number.
             UnreadableError: it cannot be read now.
         """
+        path = self.path(number)
+        data = self._storage.read(path, immutable=True)
         try:
-            return self.live()
-        except SnapshotError:
-            return None
+            event = read_record(Event, data)
+            if event.number != number:
+                raise ValueError(f"it is event {event.number}")
+        except ValueError as exc:
+            later = _after(_numbers(_EVENT, self._storage.names(self._folder)), number)
+            return _gap(before, number, later or number + 1, f"{path} is damaged ({exc})")
+        return event
 
-    def publishings(self) -> list[Publishing]:
-        """What readers were served: each publishing, renewal and drop in the order of its epoch,
-        the last one counting until now.
+    # ---- adding
+
+    def append(
+        self,
+        make: Callable[[State], Event | None],
+        *,
+        lease: Lease | None = None,
+        above: int = 0,
+    ) -> State:
+        """Add an event after all others, durably.
+
+        Args:
+            make: given the state, returns the event, of which number, time and nonce are set here;
+                None where there is nothing to add. It is called again where another writer was
+                first; what it raises adds nothing.
+            lease: held by the writer.
+            above: the event's number is larger.
+
+        Returns:
+            the state after it.
 
         Raises:
-            SnapshotError: a line of the log is damaged.
+            SnapshotError: the file system failed; nothing was added.
+            UnreadableError: whether it was added is not known.
+            FencedError: the lease was lost.
         """
-        # The pointer first: what replaces it meanwhile finds it in the log, or puts it there. One
-        # that is damaged was put there when it was moved.
-        ref = self.readable_live()
-        entries = self.log.entries()
-        if ref is not None and ref.publishing() not in entries[-100:]:
-            entries.append(ref.publishing())
-        return entries
+        while True:
+            state = self.state()
+            event = make(state)
+            if event is None:
+                return state
+            passes_over = above >= state.next
+            if passes_over:
+                event = Event(kind="claim", claimed=above)
+            if lease is not None:
+                lease.check()
+            event = replace(
+                event,
+                number=state.next,
+                before=state.number,
+                at=utc_now(),
+                nonce=uuid.uuid4().hex,
+                by=event.by or _who(),
+            )
+            if self._created(event):
+                state = self._after(state, event)
+                if not passes_over:
+                    return state
 
-    def claim_epoch(self, above: int) -> int:
-        """An epoch that was never given and never will be again, larger than ``above``: the number
-        of a publishing and of its online generation.
+    def _created(self, event: Event) -> bool:
+        """Whether an event was created; False where another one has its number.
+
+        Raises:
+            SnapshotError: the file system failed, and it is not there, or that is not known.
+        """
+        path = self.path(event.number)
+        try:
+            self._storage.create(path, sealed(event), point="log")
+        except FileExistsError:
+            return self._is_there(event)
+        except OSError as exc:
+            try:
+                is_there = self._is_there(event)
+            except UnreadableError as unread:
+                state = f"whether it is there is not known: {unread}"
+                raise SnapshotError(disk_message(path, exc, state)) from exc
+            if not is_there:
+                raise SnapshotError(disk_message(path, exc)) from exc
+            log.warning("%s", disk_message(path, exc, "it is there all the same"))
+        return True
+
+    def _is_there(self, event: Event) -> bool:
+        try:
+            found = whole_record(Event, self._storage.read(self.path(event.number)))
+        except FileNotFoundError:
+            return False
+        return found is not None and found.nonce == event.nonce
+
+    def _after(self, before: State, event: Event) -> State:
+        """The state after an event that was created; it is written down now and then."""
+        state = folded(before, event)
+        if state.number // STATE_EVERY > before.number // STATE_EVERY:
+            self._write_down(state)
+        item = self._storage.stat(self.path(event.number))
+        listed_s = time.monotonic() if self._known is None else self._known.listed_s
+        self._known = _Known(state, None if item is None else item.modified_ns, listed_s)
+        return state
+
+    def _write_down(self, state: State) -> None:
+        path = self._state_path(state.number)
+        try:
+            crashpoint("log.state")
+            # one that may be mended by restoring a file is not for good
+            if not state.unknown:
+                self._storage.update(path, lambda _: sealed(state), durably=False)
+        except (OSError, ConflictError) as exc:
+            # it is derived: who looks reads more events
+            log.warning("%s cannot be written: %s", path, exc)
+
+    # ---- all events
+
+    def events(self) -> list[Event]:
+        """All events, in order; where some are damaged or gone there is one in their place that is
+        ``lost``, and bears the time of the event before them.
+
+        Raises:
+            UnreadableError: an event or an archive cannot be read now.
+        """
+        found = list(self._all())
+        if any(event.kind == "lost" for event in found):
+            # they may have gone into an archive since the folder was listed
+            found = list(self._all())
+        return found
+
+    def _all(self) -> Iterator[Event]:
+        names = self._storage.names(self._folder)
+        last = Event()
+        for event in self._past(names):
+            yield event
+            last = event
+        for number in _numbers(_EVENT, names):
+            if number < last.next:
+                continue
+            try:
+                event = self._event(number, last.number)
+            except FileNotFoundError:
+                continue
+            if not last.precedes(event.before):
+                first = last.next
+                why = f"events {first} to {number - 1} are gone from {self._folder}"
+                yield _gap(last.number, first, number, why, last.at)
+            last = replace(event, at=last.at) if event.kind == "lost" else event
+            yield last
+
+    def _past(self, names: Sequence[str]) -> Iterator[Event]:
+        """The events of the archives."""
+        last = Event()
+        for path, first, end in self._archives(names):
+            head, events = self._read_archive(path)
+            if head is None:
+                why = f"{path} is damaged or gone: restore it"
+                events = [_gap(last.number, first, end + 1, why, last.at)]
+            elif not last.precedes(head.before):
+                why = f"an archive of the events {last.next} to {first - 1} is gone"
+                yield _gap(last.number, last.next, first, why, last.at)
+            yield from events
+            last = events[-1]
+
+    def _archives(self, names: Sequence[str]) -> list[tuple[Path, int, int]]:
+        """Path, first and last number of each archive; of those made one the others are left
+        out."""
+        found = sorted(
+            (int(name[1]), -int(name[2]), name[0]) for name in map(_PAST.fullmatch, names) if name
+        )
+        archives: list[tuple[Path, int, int]] = []
+        for first, negative, name in found:
+            if not archives or -negative > archives[-1][2]:
+                archives.append((self._folder / name, first, -negative))
+        return archives
+
+    def _read_archive(self, path: Path) -> tuple[_Past | None, list[Event]]:
+        """The first line of an archive and its events; None and none of one that is damaged."""
+        try:
+            data = self._storage.read(path, immutable=True)
+            line, _, body = data.partition(b"\n")
+            head = read_record(_Past, line)
+            if hashlib.sha256(body).hexdigest() != head.sha256:
+                raise ValueError("its lines are not those that were written")
+            return head, [read_record(Event, each) for each in body.splitlines()]
+        except (FileNotFoundError, ValueError) as exc:
+            log.warning("%s cannot be used: %s", path, exc)
+            return None, []
+
+    # ---- what is past
+
+    def thin(self, snapshots: Collection[int], now_s: float | None = None) -> None:
+        """Put old events into an archive, that was written and read back before they go; and many
+        archives into one, without publishings that cannot be read any more: of those in a row
+        whose snapshots are gone the first one stays, so that its time does not count for the one
+        before it.
+
+        Args:
+            snapshots: numbers of those that are there.
+            now_s: seconds since 1970; now by default.
 
         Raises:
             SnapshotError: the file system failed.
+            UnreadableError: something cannot be read now.
         """
-        path, epoch = self.folder / "epoch.json", 0
-
-        def claimed(data: bytes | None) -> bytes:
-            nonlocal epoch
-            # where it is damaged, the pointers, and what lies online, are numbered as well
-            last, ref = whole_record(_Claimed, data) or _Claimed(0), self.readable_live()
-            epoch = max(last.last, above, 0 if ref is None else ref.epoch) + 1
-            return sealed(_Claimed(epoch))
-
+        state, names = self.state(), self._storage.names(self._folder)
         try:
-            self._storage.update(path, claimed)
+            for number in _numbers(_STATE, names)[:-2]:
+                self._storage.delete(self._state_path(number))
+            archives, numbers = self._archives(names), _numbers(_EVENT, names)
+            # of those that are in an archive a crash may have left some
+            left = archives and numbers and numbers[0] <= archives[-1][2]
+            if len(numbers) < PAST_EVENTS + NEWEST_EVENTS and not left:
+                return
+            # what is damaged stays where it can be restored
+            if state.unknown or any(not self._read_archive(path)[1] for path, _, _ in archives):
+                return
+            past = [_noted(event) for event in self._past(names)]
+            old = self._old(names, past[-1] if past else Event(), now_s)
+            if len(old) >= PAST_EVENTS:
+                self._write_down(state)
+                before = past[-1].number if past else 0
+                archives.append((self._archive(before, old), old[0].number, old[-1].number))
+                past += old
+            if len(archives) > MOST_ARCHIVES:
+                self._archive(0, _readable(past, snapshots))
+                for path, _, _ in archives:
+                    self._storage.delete(path)
+            for number in numbers:
+                if past and number <= past[-1].number:
+                    self._storage.delete(self.path(number))
         except OSError as exc:
-            raise SnapshotError(disk_message(path, exc)) from exc
-        return epoch
+            raise SnapshotError(disk_message(self._folder, exc)) from exc
+
+    def _old(self, names: Sequence[str], last: Event, now_s: float | None) -> list[Event]:
+        """The events after ``last`` that are for an archive."""
+        limit = datetime.fromtimestamp((time.time() if now_s is None else now_s) - PAST_S, UTC)
+        numbers = _numbers(_EVENT, names)
+        newest = numbers[-NEWEST_EVENTS:]
+        old: list[Event] = []
+        for event in self._all():
+            at = parsed_time(event.at)
+            if (newest and event.number >= newest[0]) or (at is not None and at > limit):
+                break
+            if event.number > last.number:
+                old.append(_noted(event))
+        return old
+
+    def _archive(self, before: int, events: Sequence[Event]) -> Path:
+        """Write an archive, and read it back."""
+        lines = b"".join(sealed(event) + b"\n" for event in events)
+        head = _Past(before, events[-1].next, hashlib.sha256(lines).hexdigest())
+        path = self._folder / f"past-{events[0].number:020d}-{events[-1].number:020d}.jsonl"
+        data = sealed(head) + b"\n" + lines
+        # one that is there was left by a crash
+        self._storage.write(path, data)
+        if self._storage.read(path) != data:
+            raise SnapshotError(f"{path} is read other than it was written: look at the disk")
+        return path
+
+    def damage(self, *, newest: bool = False) -> dict[Path, str]:
+        """The files that are damaged, or gone, each with a sentence.
+
+        Args:
+            newest: only what a first look reads is read: the states that were written down, and as
+                many events as one is written down after, twice.
+
+        Raises:
+            UnreadableError: one cannot be read now.
+        """
+        names, found = self._storage.names(self._folder), dict[Path, str]()
+        for number in _numbers(_STATE, names):
+            path = self._state_path(number)
+            try:
+                read_record(State, self._storage.read(path, immutable=True))
+            except FileNotFoundError:
+                continue
+            except ValueError as exc:
+                found[path] = f"{path} is damaged ({exc}): it is derived from the events"
+        if newest:
+            events = [
+                self._event(number, 0) for number in _numbers(_EVENT, names)[-2 * STATE_EVERY :]
+            ]
+        else:
+            events = self.events()
+        for event in events:
+            if event.kind == "lost" and not event.by:
+                found[self.path(event.number)] = (
+                    f"{event.reason}: restore it from a backup; without it nobody knows what view"
+                    f" {self._view!r} served from then until the publishing after it"
+                )
+        return found
+
+    def size_bytes(self) -> int:
+        """What all files of the log take."""
+        return sum(item.size_bytes for item in self._storage.items(self._folder))
+
+    # ---- what is live
+
+    def live(self) -> LiveRef | None:
+        """What is live, or None when the view was never published.
+
+        Raises:
+            SnapshotError: it is not known: an event since the last publishing is damaged.
+            UnreadableError: an event cannot be read now.
+        """
+        state = self.state()
+        if state.unknown:
+            raise SnapshotError(
+                f"what is live of view {self._view!r} is not known, since {state.unknown}; readers"
+                f" keep what they have. Restore the file, or `precompute reconcile {self._view}`"
+                " says once more what readers are served"
+            )
+        return self._ref(state)
+
+    def readable_live(self) -> LiveRef | None:
+        """As :meth:`live`, and None where it is not known: what a writer needs, whose event says
+        it anew.
+
+        Raises:
+            UnreadableError: an event cannot be read now.
+        """
+        state = self.state()
+        return None if state.unknown else self._ref(state)
+
+    @staticmethod
+    def _ref(state: State) -> LiveRef | None:
+        return None if state.live is None else replace(state.live, held=state.held)
+
+    def held(self) -> str | None:
+        """Why scheduled runs publish nothing for now; None when they do. Where it is not known
+        what is live, they do not.
+
+        Raises:
+            UnreadableError: an event cannot be read now.
+        """
+        return self.state().held
+
+    def publishings(self) -> list[Publishing]:
+        """What readers were served: each publishing, renewal and drop in the order of the events,
+        the last one counting until now; what is not known is said so, and logged.
+
+        Raises:
+            UnreadableError: an event cannot be read now.
+        """
+        found, state = list[Publishing](), State()
+        for event in self.events():
+            state = folded(state, event)
+            if event.kind == "lost":
+                log.warning("view %r: what was live is not known: %s", self._view, event.reason)
+                if found:
+                    found.append(
+                        Publishing(event.number, None, event.at, event.at, unknown=event.reason)
+                    )
+            elif event.kind in ("publish", "renew") and state.live and not state.unknown:
+                found.append(state.live.publishing())
+            elif event.kind == "drop":
+                found.append(Publishing(event.number, None, event.at, event.at, reason="drop"))
+        return found
+
+    def claim(self, above: int, lease: Lease | None = None) -> int:
+        """A number that was never given and never will be again, larger than ``above``: of a
+        generation online.
+
+        Raises:
+            SnapshotError: the file system failed.
+            FencedError: the lease was lost.
+        """
+
+        def claimed(state: State) -> Event:
+            return Event(kind="claim", claimed=max(state.next, above + 1))
+
+        return self.append(claimed, lease=lease).next - 1
 
     def move_live(
         self,
         snapshot: int,
         *,
         expected_epoch: int,
-        epoch: int,
         reason: str,
         place: Place | None = None,
         held: str | None = None,
+        marks: Mapping[int, BadMark] | None = None,
         lease: Lease | None = None,
+        above: int = 0,
+        run: str = "",
     ) -> LiveRef:
-        """Move the live pointer by compare-and-swap.
+        """Make a snapshot live, by compare-and-swap.
 
         Args:
             snapshot: number of a committed snapshot.
             expected_epoch: the epoch the caller saw, 0 for none.
-            epoch: the new one, larger.
-            reason: one phrase for the operator, stored in the pointer.
-            place: where the online store holds it; a base numbered ``epoch`` by default.
+            reason: one phrase for the operator.
+            place: where the online store holds it; by default a base that has the event's number.
             held: why scheduled runs are to publish nothing after this.
+            marks: snapshots that are bad from then on: what is rolled back from.
             lease: held by the writer.
+            above: the new epoch is larger: that of a root that was restored from a backup is past
+                what the online store has.
+            run: of the command.
 
         Raises:
-            ConflictError: another process moved the pointer since.
+            ConflictError: another process published since.
             FencedError: the lease was lost.
+            SnapshotError: the file system failed.
         """
 
-        def moved(current: LiveRef | None) -> LiveRef:
-            last = 0 if current is None else current.epoch
-            if last != expected_epoch or epoch <= last:
+        def published(state: State) -> Event:
+            last = 0 if state.unknown or state.live is None else state.live.epoch
+            if last != expected_epoch:
                 raise ConflictError(
                     f"the live pointer of {self._view!r} moved from epoch {expected_epoch} to"
                     f" {last} meanwhile; look at `status` and publish again if still wanted"
                 )
-            new = LiveRef(
-                epoch, snapshot, None, reason, utc_now(), place or Place(epoch, snapshot), held=held
-            )
-            if current is None:
-                return new
-            if current.snapshot != snapshot:
-                return replace(new, previous=current.snapshot, previous_place=current.place)
-            # Loaded again: what was before it is still what to go back to, and its rows are as they
-            # were found to be.
-            return replace(
-                new,
-                previous=current.previous,
-                previous_place=current.previous_place,
-                renewed_at=current.renewed_at,
+            return Event(
+                kind="publish",
+                snapshot=snapshot,
+                place=place,
+                held=held,
+                marks=dict(marks or {}),
+                reason=reason,
+                run=run,
             )
 
-        return self._swap_live(moved, lease)
+        ref = self._ref(self.append(published, lease=lease, above=above))
+        assert ref is not None
+        return ref
 
     def renew_live(self, expected: LiveRef, renewed_at: int, lease: Lease | None = None) -> LiveRef:
-        """Note in the live pointer that a run found nothing changed, at ``renewed_at`` (µs since
-        1970).
+        """Note that a run found nothing changed, at ``renewed_at`` (µs since 1970).
 
         Raises:
-            ConflictError: the pointer is not ``expected`` any more.
+            ConflictError: what is live is not ``expected`` any more.
             FencedError: the lease was lost.
+            SnapshotError: the file system failed.
         """
 
-        def renewed(current: LiveRef | None) -> LiveRef:
-            if current != expected:
+        def renewed(state: State) -> Event:
+            if state.unknown or self._ref(state) != expected:
                 raise ConflictError(
                     f"the live pointer of {self._view!r} moved meanwhile; nothing was renewed"
                 )
-            return replace(expected, renewed_at=renewed_at, renewal_noted_at=utc_now())
+            return Event(kind="renew", snapshot=expected.snapshot, renewed_at=renewed_at)
 
-        return self._swap_live(renewed, lease)
+        ref = self._ref(self.append(renewed, lease=lease))
+        assert ref is not None
+        return ref
 
-    def resume_live(self) -> LiveRef:
+    def resume_live(self, run: str = "") -> LiveRef:
         """Let scheduled runs publish again.
 
         Raises:
-            SnapshotError: the view was never published.
+            SnapshotError: the view was never published, or what is live is not known.
         """
 
-        def resumed(current: LiveRef | None) -> LiveRef:
-            if current is None:
-                # says so where it is damaged
-                self.live()
+        def resumed(state: State) -> Event | None:
+            if self.live() is None:
                 raise SnapshotError(
                     f"view {self._view!r} was never published: there is nothing to resume"
                 )
-            return replace(current, held=None)
+            return None if state.held is None else Event(kind="resume", run=run)
 
-        return self._swap_live(resumed, None)
-
-    def _swap_live(
-        self, change: Callable[[LiveRef | None], LiveRef], lease: Lease | None
-    ) -> LiveRef:
-        path, new = self.folder / "live.json", None
-
-        def swapped(data: bytes | None) -> bytes:
-            nonlocal new
-            if lease is not None:
-                lease.check()
-            # one that is damaged is replaced
-            old = whole_record(LiveRef, data)
-            new = change(old)
-            self.log.add(*(() if old is None else (old.publishing(),)))
-            return sealed(new)
-
-        try:
-            self._storage.update(path, swapped, point="live")
-        except OSError as exc:
-            raise SnapshotError(disk_message(path, exc)) from exc
-        assert new is not None
-        self._note_live(new)
-        return new
-
-    def _note_live(self, ref: LiveRef) -> None:
-        """Write what is live now into the log, by which a pointer that is damaged later is no gap
-        in it."""
-        try:
-            self.log.add(ref.publishing(), durably=False)
-        except OSError as exc:
-            # The pointer has moved; the next one that moves it writes what this could not.
-            log.warning("%s", disk_message(self.folder / LOG_NAME, exc, "the pointer moved"))
+        ref = self._ref(self.append(resumed))
+        assert ref is not None
+        return ref
 
     def end_live(self) -> None:
-        """Remove the live pointer: the view is published no more, its snapshots stay. One that is
-        not there is no error.
+        """Have nothing be live any more: the view is published no more, its snapshots stay. Where
+        nothing is, that is no error.
 
         Raises:
             SnapshotError: the file system failed.
         """
-        path = self.folder / "live.json"
-
-        def ended(data: bytes | None) -> None:
-            ref = whole_record(LiveRef, data)
-            if ref is not None:
-                now = utc_now()
-                self.log.add(ref.publishing(), Publishing(ref.epoch, None, now, now, reason="drop"))
-
-        try:
-            if self._storage.stat(path) is not None:
-                self._storage.update(path, ended)
-        except OSError as exc:
-            raise SnapshotError(disk_message(path, exc, "it was to be removed")) from exc
-
-    def thin_log(self, snapshots: Collection[int]) -> None:
-        """As :meth:`PublishingLog.thin`.
-
-        Raises:
-            SnapshotError: the file system failed, or the log is damaged.
-        """
-        try:
-            self.log.thin(snapshots)
-        except OSError as exc:
-            raise SnapshotError(disk_message(self.folder / LOG_NAME, exc)) from exc
+        self.append(
+            lambda state: Event(kind="drop", reason="drop") if state.live or state.unknown else None
+        )
 
     # ---- marks
 
     def bad(self) -> dict[int, BadMark]:
-        """Numbers of the snapshots that are never to be published → why. A mark that is damaged
-        counts, for rows at fault.
+        """Numbers of the snapshots that are never to be published → why.
 
         Raises:
-            UnreadableError: a mark cannot be read now.
+            UnreadableError: an event cannot be read now.
         """
-        marks = {}
-        for number in self.marked("bad"):
-            # else removed meanwhile
-            with contextlib.suppress(FileNotFoundError):
-                mark = whole_record(BadMark, self._storage.read(self.bad_path(number)))
-                marks[number] = mark or BadMark("its mark is damaged")
-        return marks
-
-    def bad_path(self, number: int) -> Path:
-        """The file that marks a snapshot bad, if it is."""
-        return self.folder / "bad" / f"{number}.json"
-
-    def pin_path(self, number: int) -> Path:
-        """The file that pins a snapshot, if it is."""
-        return self.folder / "pins" / f"{number}.json"
+        return dict(self.state().bad)
 
     def mark_bad(self, number: int, mark: BadMark) -> None:
         """Mark a snapshot bad, for good. Of two marks the first stays, unless only the second says
-        that the rows are at fault; one that cannot be read counts as if it said so.
+        that the rows are at fault.
 
         Raises:
             SnapshotError: the file system failed.
         """
-        path = self.bad_path(number)
-        self._mark(path, mark)
-        try:
-            first = whole_record(BadMark, self._storage.read(path))
-            if mark.rows and (first is None or not first.rows):
-                self._storage.write(path, sealed(mark))
-        except OSError as exc:
-            raise SnapshotError(disk_message(path, exc)) from exc
 
-    def read_mark(self, number: int) -> bytes | None:
-        """The bytes of a snapshot's mark, for :meth:`restore_mark`; None without one.
+        def marked(state: State) -> Event | None:
+            if not _counts(state.bad.get(number), mark):
+                return None
+            return Event(kind="bad", snapshot=number, marks={number: mark}, reason=mark.reason)
 
-        Raises:
-            UnreadableError: it cannot be read now.
-        """
-        try:
-            return self._storage.read(self.bad_path(number))
-        except FileNotFoundError:
-            return None
-
-    def restore_mark(self, number: int, mark: bytes | None) -> None:
-        """Have a mark be what :meth:`read_mark` found.
-
-        Raises:
-            SnapshotError: the file system failed.
-        """
-        path = self.bad_path(number)
-        try:
-            if mark is None:
-                self._storage.delete(path)
-            else:
-                self._storage.write(path, mark)
-        except OSError as exc:
-            raise SnapshotError(disk_message(path, exc)) from exc
+        self.append(marked)
 
     def pins(self) -> set[int]:
         """Numbers of the pinned snapshots."""
-        return set(self.marked("pins"))
+        return set(self.state().pins)
 
     def pin(self, number: int, reason: str) -> None:
         """Keep a snapshot whatever its age; pinning it twice is no error.
@@ -604,7 +937,11 @@ class Refs:
         Raises:
             SnapshotError: the file system failed.
         """
-        self._mark(self.pin_path(number), {"reason": reason, "at": utc_now()})
+        self.append(
+            lambda state: (
+                None if number in state.pins else Event(kind="pin", snapshot=number, reason=reason)
+            )
+        )
 
     def unpin(self, number: int) -> None:
         """Let go of a pin; one that is not there is no error.
@@ -612,20 +949,55 @@ class Refs:
         Raises:
             SnapshotError: the file system failed.
         """
-        path = self.pin_path(number)
-        try:
-            self._storage.delete(path)
-        except OSError as exc:
-            raise SnapshotError(disk_message(path, exc)) from exc
+        self.append(
+            lambda state: Event(kind="unpin", snapshot=number) if number in state.pins else None
+        )
 
-    def marked(self, kind: str) -> list[int]:
-        """Numbers of the snapshots that bear a mark: ``bad`` or ``pins``."""
-        names = self._storage.names(self.folder / kind)
-        return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
 
-    def _mark(self, path: Path, note: Any) -> None:
-        try:
-            with contextlib.suppress(FileExistsError):
-                self._storage.create(path, sealed(note))
-        except OSError as exc:
-            raise SnapshotError(disk_message(path, exc)) from exc
+def _numbers(pattern: re.Pattern[str], names: Sequence[str]) -> list[int]:
+    """The numbers in the names that fit, ascending."""
+    return sorted(int(name[1]) for name in map(pattern.fullmatch, names) if name)
+
+
+def _after(numbers: Sequence[int], number: int) -> int | None:
+    """The first of some ascending numbers that is larger."""
+    at = bisect_right(numbers, number)
+    return numbers[at] if at < len(numbers) else None
+
+
+def _gap(before: int, number: int, later: int, why: str, at: str = "") -> Event:
+    """An event in place of those from ``number`` up to but not with ``later``, which are lost."""
+    return Event(number, "lost", at, before=before, reason=why, claimed=later - 1)
+
+
+def _noted(event: Event) -> Event:
+    """An event as it goes into an archive: one that is lost is known to be, from then on."""
+    return event if event.by else replace(event, by=_who())
+
+
+def _readable(events: Sequence[Event], snapshots: Collection[int]) -> list[Event]:
+    """The events without claims, and of publishings in a row whose snapshots are gone only the
+    first; the first and the last of all stay, since they name the archive."""
+    stay: list[Event] = []
+    for at, event in enumerate(events):
+        gone = _is_gone(event, snapshots)
+        if at in (0, len(events) - 1) or not (
+            event.kind == "claim" or (gone and _is_gone(stay[-1], snapshots))
+        ):
+            stay.append(event)
+    return stay
+
+
+def _is_gone(event: Event, snapshots: Collection[int]) -> bool:
+    moves = event.kind in ("publish", "renew") and not event.marks
+    return moves and event.snapshot not in snapshots
+
+
+@lru_cache(1)
+def _who() -> str:
+    """The user and the machine."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return f"{user}@{os.uname().nodename}"

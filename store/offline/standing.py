@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 
 from precompute.store.errors import GateError, SnapshotError
-from precompute.store.offline.refs import BadMark, LiveRef
+from precompute.store.offline.log import BadMark, LiveRef
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 

@@ -75,8 +75,8 @@ FILES: dict[str, Callable[[Scene], object]] = {
     "a bit of the overlay's index": lambda p: flip(index(p, 2, "vectors.faiss")),
     "a bit of what the overlay's index replaces": lambda p: flip(index(p, 2, "replaced.arrow")),
     "the index": lambda p: shutil.rmtree(p.store.index_folder(1)),
-    "a bit of the live pointer": lambda p: flip(p.store.refs.folder / "live.json"),
-    "the live pointer": lambda p: (p.store.refs.folder / "live.json").unlink(),
+    "a bit of the live pointer": lambda p: flip(p.store.leases / "live.json"),
+    "the live pointer": lambda p: (p.store.leases / "live.json").unlink(),
 }
 TABLES: dict[str, Callable[[Scene], object]] = {
     "a bit of a row": lambda p: flip(table(p, 1), 0.52),
@@ -124,7 +124,7 @@ def test_it_is_seen_and_healed_from_the_root(project: Scene, damage: str) -> Non
 RECORDS: dict[str, Callable[[Scene], Path]] = {
     "the lease of publishings": lambda p: p.store.leases / "lease-publish.json",
     "the lease of runs": lambda p: p.store.leases / "lease-run.json",
-    "the last epoch": lambda p: p.store.refs.folder / "epoch.json",
+    "the last epoch": lambda p: p.store.leases / "epoch.json",
     "the project's name": lambda p: p.root / ".identity.json",
     "a run's report": lambda p: max(p.store.runs.folder.glob("*.json")),
 }
@@ -144,7 +144,7 @@ def test_a_bit_of_a_small_record_is_told_as_damage_and_stops_nobody(
     reconcile(project, "numbers", Silent())
     assert project.status()["attention"] == []
     # before anybody looked
-    flip(path if path.exists() else project.store.refs.folder / "live.json", 0.4)
+    flip(path if path.exists() else project.store.leases / "live.json", 0.4)
     project = make_project(
         rows(5), project={"online": project.online}, view=INDEXED | {"gates": {"rolled_back": None}}
     )
@@ -187,7 +187,7 @@ def test_what_the_root_lost_is_seen_and_computed_again_by_the_next_run(
 ) -> None:
     RUN[damage](project)
     assert project.cli("status") == 1
-    assert read_account(project.store.refs.folder, "numbers").act is Act.NOTHING
+    assert read_account(project.store.leases, "numbers").act is Act.NOTHING
     assert reconcile(project, "numbers", Silent()) is None
     assert project.served(range(ROWS))[1] == [2 * x for _, x in rows(2)]
     assert project.run().status == "published"
@@ -226,7 +226,7 @@ def test_what_a_wrong_clock_noted_is_looked_at_again(
 ) -> None:
     """It was days ahead when an account was written, and is right now."""
     monkeypatch.setattr(checker, "OFTEN_S", 45.0)
-    refs, ahead = project.store.refs.folder, 10 * 86_400_000_000
+    refs, ahead = project.store.leases, 10 * 86_400_000_000
     with contextlib.closing(project.open_online()) as online:
         account = check_live(project.store, online, share=1.0)
         files = {path: at_us + ahead for path, at_us in account.files.items()}
@@ -250,7 +250,7 @@ def test_beside_a_server_somebody_looks_every_minute(
 ) -> None:
     """Whatever the readers say; and heals nothing."""
     monkeypatch.setattr(checker, "POLL_S", 0.01)
-    refs = project.store.refs.folder
+    refs = project.store.leases
     flip(index(project, 1, "vectors.faiss"))
     beside = Rounds(project.offline, project.open_online, ["numbers", "never_run"], every_s=0.0)
     try:

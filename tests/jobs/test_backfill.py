@@ -28,7 +28,7 @@ from precompute.jobs.schedule.backfill_plan import (
 )
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
-from precompute.store.offline.refs import Place, run_lease
+from precompute.store.offline.log import Place, run_lease
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.times import Partition, containing

@@ -17,7 +17,7 @@ from precompute.jobs.ops import retention as drop_module
 from precompute.jobs.ops.retention import drop
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConflictError, RequestError, RowsLostError
-from precompute.store.offline.refs import Refs, run_lease
+from precompute.store.offline.log import Refs, run_lease
 from precompute.store.offline.view_store import ViewStore
 from tests.fixtures import MakeProject
 from tests.jobs.test_run_all import view as doubled

@@ -22,7 +22,7 @@ from precompute.store.disk.lease import take
 from precompute.store.errors import ConflictError, FencedError, RejectedError
 from precompute.store.offline import gc as gc_module
 from precompute.store.offline.gc import Garbage, collect
-from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
+from precompute.store.offline.log import PUBLISH_LEASE, run_lease
 from tests import REPOSITORY
 from tests.fixtures import MakeProject, Prepared
 from tests.jobs.test_run_all import view as doubled
@@ -297,7 +297,7 @@ def test_what_nothing_names_goes_after_the_grace(
 ) -> None:
     project = prepared(published, [1.0])
     monkeypatch.setattr(gc_module, "MOST_REPORTS", 1)
-    refs = project.store.refs.folder
+    refs = project.store.leases
     left = [
         project.store.data / "20000101T000000.000000Z-killed" / "part-00000.parquet",
         project.store.manifest_path(1).with_name(".20000101.tmp"),

@@ -25,7 +25,7 @@ from precompute.store.errors import (
     PrecomputeError,
     SnapshotError,
 )
-from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.log import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.kernels import Rows

@@ -18,7 +18,7 @@ from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.disk.lease import Lease, take
 from precompute.store.errors import GateError, PrecomputeError, SnapshotError
-from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.log import PUBLISH_LEASE
 from precompute.store.times import containing
 from tests.fixtures import MakeProject, Prepared
 from tests.scene import Scene

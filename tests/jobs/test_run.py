@@ -31,7 +31,7 @@ from precompute.store.errors import (
     SourceError,
 )
 from precompute.store.offline.gc import SWEPT_FOLDERS
-from precompute.store.offline.refs import run_lease
+from precompute.store.offline.log import run_lease
 from precompute.store.offline.runs import Journals
 from precompute.store.times import containing
 from tests import REPOSITORY

@@ -17,7 +17,7 @@ from precompute.jobs.schedule.due import LEADER, Ledger
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import content_of, replace, sealed
 from precompute.store.errors import PrecomputeError, SnapshotError
-from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
+from precompute.store.offline.log import PUBLISH_LEASE, run_lease
 from precompute.store.offline.runs import Report
 from tests.fixtures import MakeProject
 from tests.jobs.test_run_all import view as doubled

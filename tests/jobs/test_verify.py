@@ -17,7 +17,7 @@ import pytest
 from precompute.jobs.ops.verify import Check, verify
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import plain, replace
-from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.log import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import OnlineStore

@@ -30,7 +30,7 @@ from precompute.store.disk.storage import IDENTITIES, LOCAL, identity_of, known_
 from precompute.store.errors import ConflictError, FencedError, SnapshotError, UnreadableError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.part_file import Layers, write_part_file
-from precompute.store.offline.refs import LiveRef, Place, run_lease
+from precompute.store.offline.log import LiveRef, Place, run_lease
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot

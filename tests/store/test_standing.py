@@ -12,7 +12,7 @@ import pytest
 from precompute.store.disk.record import replace
 from precompute.store.errors import GateError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.refs import LiveRef, Place
+from precompute.store.offline.log import LiveRef, Place
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import ROLLED_BACK, Standing, keeps_live
 from precompute.store.offline.view_store import OfflineStore, ViewStore

@@ -37,7 +37,7 @@ from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.history.changes import beside, figures_of, shown_figure
 from precompute.store.keys import key_column
-from precompute.store.offline.refs import Publishing
+from precompute.store.offline.log import Publishing
 from precompute.store.offline.row_figures import quantiles
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
