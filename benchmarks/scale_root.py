@@ -73,7 +73,7 @@ for race in range(races):
         storage.create(folder / f"{race}.json", me.encode())
         created.append(race)
     with contextlib.suppress(ConflictError):
-        refs.move_live(1, expected_epoch=race, epoch=race + 1, reason=me)
+        refs.move_live(1, expected_epoch=race, reason=me)
         moved.append(race)
     storage.update(folder / "count", lambda data: b"%d" % (1 + int(data or b"0")))
 print(json.dumps([created, moved]))

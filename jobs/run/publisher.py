@@ -1,8 +1,8 @@
 """Publisher: makes a snapshot live: loads it into the online store and the vector index, verifies
 it, and moves the live pointer; renews, repairs and degrades that pointer, too.
 
-Order: generation and index beside what is live → read back → live.json by compare-and-swap → the
-online pointer. A reader follows only the online pointer, so it sees rows and index of one snapshot.
+Order: generation and index beside what is live → read back → an event of the log → the online
+pointer. A reader follows only the online pointer, so it sees rows and index of one snapshot.
 Of a snapshot that builds on what is live only the rows that changed are loaded, as an overlay;
 overlays are merged as deltas are, so that readers have few to read.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.loader import Loader
@@ -38,7 +38,7 @@ from precompute.store.errors import (
 from precompute.store.history.changes import Changes
 from precompute.store.offline import hooks
 from precompute.store.offline.part_file import layers_that_stay
-from precompute.store.offline.log import LiveRef, Place
+from precompute.store.offline.log import BadMark, Hold, LiveRef, Place
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
@@ -105,26 +105,27 @@ class Publisher:
         number: int | None = None,
         *,
         reason: str = "publish",
-        suspended: str | None = None,
+        held: Hold | None = None,
         reload: bool = False,
-        moving: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        run: str | None = None,
+        marks: Mapping[int, BadMark] | None = None,
     ) -> Pointer:
         """Make a snapshot live.
 
         Args:
-            number: which snapshot; by default the newest of the newest partition that no gate
-                refused and that was not rolled back from.
+            number: which snapshot; by default the newest usable one of the newest partition.
             reason: stored in the live pointer.
-            suspended: why scheduled runs publish nothing after this; None: they publish.
+            held: since when and why runs publish nothing after this; None: they publish.
             reload: load it again, though the online store seems to hold it.
-            moving: what is to be done around the move of the live pointer, when all is loaded.
+            run: id that the publishing bears; by default the report's.
+            marks: numbers of the snapshots that are bad from the move on → why.
 
         Returns:
             the pointer that is live now; nothing was loaded if the snapshot was live already.
 
         Raises:
             SnapshotError: there is no such snapshot, or it is damaged.
-            GateError: a gate refused it and that is not accepted, or it was rolled back from.
+            GateError: a gate refused it and that is not accepted, or it is bad.
             OnlineStoreError: the store refused, or returned other bytes than were loaded; the old
                 generation stays live.
             ConflictError: another run published meanwhile, or the view is another project's;
@@ -134,7 +135,7 @@ class Publisher:
         if not self._take_over:
             # before anything is dropped: other generations there are the owner's, too
             check_owner(self._current(), view, self._owner)
-        standing = Standing(store)
+        standing = Standing(store, left=marks)
         self.follow()
         number = standing.newest_publishable() if number is None else number
         snapshot = store.snapshot(number)
@@ -154,21 +155,23 @@ class Publisher:
                 return pointer
         standing.check_publishable(snapshot)
         report.snapshot, report.model = number, snapshot.model
-        # above the epochs of both pointers: the root may have been restored from a backup, or the
-        # online store emptied
-        expected = 0 if ref is None else ref.epoch
-        epoch = store.refs.claim_epoch(max(epoch, *(g.number for g in online.generations(view)), 0))
+        # the root may have been restored from a backup, or the online store emptied
+        above = max(epoch, *(g.number for g in online.generations(view)), 0)
+        generation, expected = 0, 0 if ref is None else ref.epoch
         reload = reload or (damaged and live is not None)
         place = None if reload else self._retained(snapshot, ref)
         if place is None:
             # what failed publishings had loaded
             self._drop_unused(ref, current)
-            place = self._load(snapshot, ref, epoch, reload or damaged)
-        ref = self._flip(snapshot, expected, epoch, place, reason, suspended, moving)
+            generation = store.refs.claim(above, self._lease)
+            place = self._load(snapshot, ref, generation, reload or damaged)
+        move: dict[str, Any] = {"reason": reason, "held": held, "run": run or report.run}
+        move |= {"marks": marks, "expected_epoch": expected, "above": above}
+        ref = self._flip(snapshot, generation, place, move)
         self._drop_unused(ref, current)
         if damaged:
             check_live(store, online, budget_s=0.0, publishing=True)
-        report.status, report.epoch = "published", epoch
+        report.status, report.epoch = "published", ref.epoch
         return self._pointer(snapshot, ref)
 
     def follow(self, *, again: bool = False) -> None:
@@ -198,7 +201,7 @@ class Publisher:
         return pointer
 
     def repair_pointer(self) -> bool:
-        """Flip the online pointer to what ``live.json`` says, where a crash between the two left it
+        """Flip the online pointer to what the log says, where a crash between the two left it
         behind; returns whether it did."""
         ref, current = self._store.refs.readable_live(), self._current()
         if ref is None or (
@@ -241,7 +244,7 @@ class Publisher:
         ref = self._store.refs.renew_live(ref, renewed_at_us, self._lease)
         self._flip_online(self._pointer(self._store.snapshot(ref.snapshot), ref))
 
-    def _load(self, snapshot: Snapshot, ref: LiveRef | None, epoch: int, reload: bool) -> Place:
+    def _load(self, snapshot: Snapshot, ref: LiveRef | None, number: int, reload: bool) -> Place:
         """Load a snapshot: as an overlay over what is live, or over its lower layers, where it
         builds on them and little changed since; else as a base. Nothing is loaded if no row
         changed."""
@@ -252,23 +255,23 @@ class Publisher:
             if not rows:
                 return place
             below, _ = place.layers[-1]
-            generation, terms = self._prepare(snapshot, epoch, below, rows)
+            generation, terms = self._prepare(snapshot, number, below, rows)
             # not in a lossy store: if it evicts an overlay's rows, those below are served again
             if not terms.lossy:
                 self._loader.load(generation, snapshot, changes, terms.rows_done, place)
                 overlay = generation.number, snapshot.number
                 return replace(place, overlays=(*place.overlays, overlay))
-        generation, terms = self._prepare(snapshot, epoch, None, snapshot.rows)
+        generation, terms = self._prepare(snapshot, number, None, snapshot.rows)
         self._loader.load(generation, snapshot, None, terms.rows_done)
         return Place(generation.number, snapshot.number, lossy=terms.lossy)
 
     def _prepare(
-        self, snapshot: Snapshot, epoch: int, below: int | None, rows: int
+        self, snapshot: Snapshot, number: int, below: int | None, rows: int
     ) -> tuple[Generation, Terms]:
         """A new generation of a snapshot, over ``below`` if any, and the store's terms for it; an
         interrupted load of the same is resumed under its own number."""
         tag = schema_tag(snapshot.view)
-        generation = Generation(epoch, snapshot.number, below, snapshot.run, tag)
+        generation = Generation(number, snapshot.number, below, snapshot.run, tag)
         terms = self._loader.prepare(generation, snapshot, rows)
         self._lease.check()
         if terms.number is not None:
@@ -336,34 +339,24 @@ class Publisher:
     def _flip(
         self,
         snapshot: Snapshot,
-        expected: int,
-        epoch: int,
+        generation: int,
         place: Place,
-        reason: str,
-        suspended: str | None,
-        moving: Callable[[], AbstractContextManager[None]],
+        move: Mapping[str, Any],
     ) -> LiveRef:
-        refs, lease = self._store.refs, self._lease
+        """Move the live pointer, and the online one; ``generation`` is what was loaded for it, 0
+        for nothing."""
+        refs = self._store.refs
         with self._report.stage("flip"):
             try:
-                with moving():
-                    ref = refs.move_live(
-                        snapshot.number,
-                        expected_epoch=expected,
-                        epoch=epoch,
-                        reason=reason,
-                        place=place,
-                        held=suspended,
-                        lease=lease,
-                    )
+                ref = refs.move_live(snapshot.number, place=place, lease=self._lease, **move)
             except ConflictError:
                 # another run was first: what was loaded here will never be read, unless the reply
                 # to the move was lost and a later pointer names it as what was before
                 later = refs.readable_live()
-                if epoch in place.generations and epoch not in self._in_use(later, None):
+                if generation in place.generations and generation not in self._in_use(later, None):
                     with contextlib.suppress(OnlineStoreError):
-                        self._online.drop(self._store.name, epoch)
-                    shutil.rmtree(self._store.index_folder(epoch), ignore_errors=True)
+                        self._online.drop(self._store.name, generation)
+                    shutil.rmtree(self._store.index_folder(generation), ignore_errors=True)
                 raise
             self._flip_online(self._pointer(snapshot, ref))
             crashpoint("online.flip")

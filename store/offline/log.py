@@ -68,7 +68,8 @@ class Publishing(Record, frozen=True):
     ``snapshot`` is None where the view was dropped, and where it is not known what was live: then
     ``unknown`` says why. ``published_at`` is when the event ``epoch`` made it live, which is
     ``since`` unless a later run found nothing changed: then ``renewed_at`` says when (µs since
-    1970), and ``since`` when readers were given.
+    1970), and ``since`` when readers were given. ``run`` is the id of the command that published
+    it; a backfill has one for all its publishings.
     """
 
     epoch: int
@@ -77,6 +78,7 @@ class Publishing(Record, frozen=True):
     published_at: str
     renewed_at: int | None = None
     reason: str = ""
+    run: str = ""
     unknown: str = ""
 
 
@@ -108,12 +110,34 @@ class Place(Record, frozen=True):
         return replace(self, overlays=self.overlays[: layers - 1])
 
 
+class Hold(Record, frozen=True):
+    """A view whose runs publish nothing until somebody resumes it: since when (ISO 8601 in UTC),
+    by which command and whom, and why."""
+
+    at: str
+    by: str
+    reason: str
+
+
+class BadMark(Record, frozen=True, omit_defaults=True):
+    """Why a snapshot is not to be used: it was rolled back from, or its files are damaged. ``rows``
+    says whether its rows are at fault, as after a rollback, and then ``content`` is their digest,
+    if it is known.
+    """
+
+    reason: str
+    at: str = ""
+    content: str = ""
+    rows: bool = True
+
+
 class LiveRef(Record, frozen=True, omit_defaults=True):
     """Which snapshot is live. ``epoch`` is the number of the event that made it so, and fences late
     writers; 0 means never published.
 
     ``place`` is where the online store holds it, ``previous`` and ``previous_place`` what was live
-    before.
+    before. ``run`` is the id of the command that published it; a backfill has one for all its
+    publishings.
     """
 
     epoch: int
@@ -127,8 +151,9 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
     """When a later run found nothing changed, µs since 1970."""
     renewal_noted_at: str | None = None
     """When that was written here for readers, ISO 8601 in UTC."""
-    held: str | None = None
-    """Why scheduled runs publish nothing for now; None when they do."""
+    held: Hold | None = None
+    """Since when, by whom and why runs publish nothing for now; None when they do."""
+    run: str = ""
 
     def publishing(self) -> Publishing:
         """What it says of what readers are served."""
@@ -139,33 +164,21 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
             self.at,
             self.renewed_at,
             self.reason,
+            self.run,
         )
-
-
-class BadMark(Record, frozen=True, omit_defaults=True):
-    """Why a snapshot is never to be published: it was rolled back from, or its files are damaged.
-    ``rows`` says whether its rows are at fault, and then ``content`` is their digest and
-    ``back_to`` the snapshot that was gone back to, if it is known.
-    """
-
-    reason: str
-    at: str = ""
-    content: str = ""
-    rows: bool = True
-    back_to: int | None = None
 
 
 class Event(Record, frozen=True, omit_defaults=True):
     """One thing that happened. ``kind`` says what, and which of the other fields count:
 
     publish   ``snapshot`` is live, at ``place``; ``held``: why runs publish nothing after it (None:
-              they do); ``marks``: what it was rolled back from
+              they do); ``marks``: what it leaves that is bad from then on
     renew     a run found nothing changed, at ``renewed_at`` (µs since 1970)
     drop      nothing is live any more
     resume    runs publish again
-    bad       ``marks``: number of a snapshot → why it is never to be published
+    bad       ``marks``: number of a snapshot → why it is not to be used
+    accept    what ``gates`` refused of ``snapshot`` is accepted; those ``unmarked`` are bad no more
     pin, unpin  ``snapshot`` stays, or not, whatever its age
-    accept, refuse  gates that were accepted of ``snapshot``, or that refused it
     claim     the number ``claimed`` is given to a generation online, or passed over
     lost      of an archive: what happened then cannot be read any more, ``reason`` says why
     """
@@ -185,9 +198,10 @@ class Event(Record, frozen=True, omit_defaults=True):
     reason: str = ""
     snapshot: int | None = None
     place: Place | None = None
-    held: str | None = None
+    held: Hold | None = None
     renewed_at: int | None = None
     marks: dict[int, BadMark] = field(default_factory=dict)
+    unmarked: tuple[int, ...] = ()
     gates: tuple[str, ...] = ()
     claimed: int = 0
 
@@ -212,13 +226,13 @@ class State(Record, frozen=True, omit_defaults=True):
     number: int = 0
     next: int = 1
     live: LiveRef | None = None
-    held: str | None = None
-    """Why scheduled runs publish nothing for now; None when they do."""
+    held: Hold | None = None
+    """Since when, by whom and why runs publish nothing for now; None when they do."""
     unknown: str = ""
     bad: dict[int, BadMark] = field(default_factory=dict)
     pins: dict[int, str] = field(default_factory=dict)
     accepted: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    refused: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Snapshot → gates whose refusal was accepted, sorted."""
 
 
 class _Past(Record, frozen=True):
@@ -266,17 +280,19 @@ def _published(state: State, event: Event) -> State:
         event.reason,
         event.at,
         event.place or Place(event.number, snapshot),
+        run=event.run,
     )
     if before is not None and before.snapshot != snapshot:
         live = replace(live, previous=before.snapshot, previous_place=before.place)
     elif before is not None:
-        # Loaded again: what was before it is still what to go back to, and its rows are as they
-        # were found to be.
+        # Loaded again: what was before it is still what to go back to, its rows are as they were
+        # found to be, and the command that brought them is the same.
         live = replace(
             live,
             previous=before.previous,
             previous_place=before.previous_place,
             renewed_at=before.renewed_at,
+            run=before.run,
         )
     return replace(_marked(state, event), live=live, held=event.held, unknown="")
 
@@ -300,9 +316,20 @@ def _counts(first: BadMark | None, mark: BadMark) -> bool:
     return first is None or (mark.rows and not first.rows)
 
 
+def _accepted(state: State, event: Event) -> State:
+    number = event.snapshot or 0
+    gates = tuple(sorted({*event.gates, *state.accepted.get(number, ())}))
+    return replace(
+        state,
+        bad={n: mark for n, mark in state.bad.items() if n not in event.unmarked},
+        accepted=state.accepted | {number: gates} if gates else state.accepted,
+    )
+
+
 def _lost(state: State, event: Event) -> State:
     # it may have been a rollback that holds: nothing is published by itself until a person says so
-    return replace(state, unknown=event.reason, held=state.held or event.reason)
+    hold = Hold(event.at, "the log", f"it is not known whether it was held, since {event.reason}")
+    return replace(state, unknown=event.reason, held=state.held or hold)
 
 
 _FOLDS: Mapping[str, Callable[[State, Event], State]] = {
@@ -317,12 +344,7 @@ _FOLDS: Mapping[str, Callable[[State, Event], State]] = {
     "unpin": lambda state, event: replace(
         state, pins={n: why for n, why in state.pins.items() if n != event.snapshot}
     ),
-    "accept": lambda state, event: replace(
-        state, accepted=state.accepted | {event.snapshot or 0: event.gates}
-    ),
-    "refuse": lambda state, event: replace(
-        state, refused=state.refused | {event.snapshot or 0: event.gates}
-    ),
+    "accept": _accepted,
     "claim": lambda state, _: state,
     "lost": _lost,
 }
@@ -754,9 +776,9 @@ class Log:
     def _ref(state: State) -> LiveRef | None:
         return None if state.live is None else replace(state.live, held=state.held)
 
-    def held(self) -> str | None:
-        """Why scheduled runs publish nothing for now; None when they do. Where it is not known
-        what is live, they do not.
+    def held(self) -> Hold | None:
+        """Since when, by whom and why runs publish nothing for now; None when they do. Where it is
+        not known what is live, they do not.
 
         Raises:
             UnreadableError: an event cannot be read now.
@@ -806,21 +828,21 @@ class Log:
         expected_epoch: int,
         reason: str,
         place: Place | None = None,
-        held: str | None = None,
+        held: Hold | None = None,
         marks: Mapping[int, BadMark] | None = None,
         lease: Lease | None = None,
         above: int = 0,
         run: str = "",
     ) -> LiveRef:
-        """Make a snapshot live, by compare-and-swap.
+        """Make a snapshot live, by compare-and-swap, and mark what it leaves bad, in one event.
 
         Args:
             snapshot: number of a committed snapshot.
             expected_epoch: the epoch the caller saw, 0 for none.
             reason: one phrase for the operator.
             place: where the online store holds it; by default a base that has the event's number.
-            held: why scheduled runs are to publish nothing after this.
-            marks: snapshots that are bad from then on: what is rolled back from.
+            held: since when and why runs are to publish nothing after this.
+            marks: numbers of the snapshots that are bad from then on → why.
             lease: held by the writer.
             above: the new epoch is larger: that of a root that was restored from a backup is past
                 what the online store has.
@@ -874,7 +896,7 @@ class Log:
         return ref
 
     def resume_live(self, run: str = "") -> LiveRef:
-        """Let scheduled runs publish again.
+        """Let runs publish again.
 
         Raises:
             SnapshotError: the view was never published, or what is live is not known.
@@ -905,7 +927,7 @@ class Log:
     # ---- marks
 
     def bad(self) -> dict[int, BadMark]:
-        """Numbers of the snapshots that are never to be published → why.
+        """Numbers of the snapshots that are not to be used → why.
 
         Raises:
             UnreadableError: an event cannot be read now.
@@ -913,7 +935,7 @@ class Log:
         return dict(self.state().bad)
 
     def mark_bad(self, number: int, mark: BadMark) -> None:
-        """Mark a snapshot bad, for good. Of two marks the first stays, unless only the second says
+        """Mark a snapshot bad. Of two marks the first stays, unless only the second says
         that the rows are at fault.
 
         Raises:
@@ -926,6 +948,43 @@ class Log:
             return Event(kind="bad", snapshot=number, marks={number: mark}, reason=mark.reason)
 
         self.append(marked)
+
+    def unmark(self, numbers: Collection[int]) -> None:
+        """Take the marks of these snapshots away; one that is not there is no error.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+
+        def unmarked(state: State) -> Event | None:
+            there = tuple(sorted(number for number in numbers if number in state.bad))
+            return Event(kind="accept", unmarked=there) if there else None
+
+        self.append(unmarked)
+
+    def accept(self, number: int, gates: Collection[str], by: str, reason: str) -> None:
+        """Note that what gates refused of a snapshot is accepted, beside those accepted before.
+
+        Args:
+            number: of the snapshot.
+            gates: their names.
+            by: which command, and who gave it.
+            reason: one phrase for the operator.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        names = tuple(sorted(gates))
+        event = Event(kind="accept", snapshot=number, gates=names, by=by, reason=reason)
+        self.append(lambda _: event)
+
+    def accepted(self, number: int) -> frozenset[str]:
+        """Gates that were accepted for a snapshot.
+
+        Raises:
+            UnreadableError: an event cannot be read now.
+        """
+        return frozenset(self.state().accepted.get(number, ()))
 
     def pins(self) -> set[int]:
         """Numbers of the pinned snapshots."""

@@ -625,27 +625,21 @@ class ViewStore:
         except OSError as exc:
             raise SnapshotError(disk_message(folder, exc)) from exc
 
-    def mark_bad(
-        self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None
-    ) -> None:
-        """Mark a snapshot bad, for good: see :meth:`Log.mark_bad`, and :meth:`bad_mark`.
+    def mark_bad(self, number: int, reason: str, *, rows: bool = True) -> None:
+        """Mark a snapshot bad: see :meth:`Log.mark_bad`, and :meth:`bad_mark`.
 
         Raises:
             SnapshotError: the file system failed.
         """
-        self.refs.mark_bad(number, self.bad_mark(number, reason, rows=rows, back_to=back_to))
+        self.refs.mark_bad(number, self.bad_mark(number, reason, rows=rows))
 
-    def bad_mark(
-        self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None
-    ) -> BadMark:
+    def bad_mark(self, number: int, reason: str, *, rows: bool = True) -> BadMark:
         """The mark of a bad snapshot.
 
         Args:
             number: of the snapshot.
             reason: stored in the mark.
-            rows: its rows are at fault, so that the same rows once more are bad too; not only its
-                files.
-            back_to: the snapshot that is gone back to: what both hold is not at fault.
+            rows: its rows are at fault, not only its files.
         """
         content = ""
         if rows:
@@ -654,7 +648,7 @@ class ViewStore:
             except SnapshotError as exc:
                 # Damaged besides.
                 log.warning("%s", exc)
-        return BadMark(reason, utc_now(), content, rows, back_to)
+        return BadMark(reason, utc_now(), content, rows)
 
     def pin(self, number: int, reason: str) -> None:
         """Keep a snapshot whatever its age; pinning it twice is no error.

@@ -508,7 +508,7 @@ def test_a_publish_that_was_overtaken_changes_nothing(make_project: MakeProject)
     class Overtaken(MemoryStore):
         def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
             count = super().load(view, generation, rows)
-            store.refs.move_live(1, expected_epoch=0, epoch=5, reason="another machine")
+            store.refs.move_live(1, expected_epoch=0, reason="another machine")
             return count
 
     memory = Overtaken()

@@ -24,6 +24,7 @@ from precompute.store.offline.log import (
     STATE_EVERY,
     BadMark,
     Event,
+    Hold,
     LiveRef,
     Log,
     Place,
@@ -69,6 +70,11 @@ def live(log: Log) -> LiveRef:
     return ref
 
 
+def why_held(log: Log) -> str:
+    hold = log.held()
+    return "" if hold is None else hold.reason
+
+
 def lived(log: Log) -> list[tuple[int, int | None]]:
     return [(entry.epoch, entry.snapshot) for entry in log.publishings()]
 
@@ -104,11 +110,9 @@ def test_the_state_is_what_the_events_come_to(tmp_path: Path) -> None:
     # loaded again: what was before it stays what to go back to
     again = log.move_live(5, expected_epoch=2, reason="reload")
     assert again == LiveRef(4, 5, 4, "reload", at(3), Place(4, 5), place, renewed_at=77)
-    mark = BadMark("rolled back from", at(9), "digest", back_to=4)
-    back = log.move_live(
-        4, expected_epoch=4, reason="rollback from 5", held="--hold", marks={5: mark}
-    )
-    assert (back.snapshot, back.held, log.held(), log.bad()) == (4, "--hold", "--hold", {5: mark})
+    mark, hold = BadMark("rolled back from", at(9), "digest"), Hold(at(4), "rollback", "why")
+    back = log.move_live(4, expected_epoch=4, reason="rollback from 5", held=hold, marks={5: mark})
+    assert (back.snapshot, back.held, log.held(), log.bad()) == (4, hold, hold, {5: mark})
     log.pin(4, "the audit")
     log.pin(4, "again")
     log.pin(7, "no more")
@@ -121,16 +125,23 @@ def test_the_state_is_what_the_events_come_to(tmp_path: Path) -> None:
     log.resume_live()
     assert log.bad() == {5: mark, 6: BadMark("its rows, too")}
     assert log.pins() == {4}
+    log.accept(7, ["moved", "rows"], "publish (me)", "by --accept")
+    log.accept(7, ["drift"], "publish (me)", "by --accept")
+    log.unmark([6, 9])
+    log.unmark([9])
+    assert (log.accepted(7), log.accepted(8)) == ({"moved", "rows", "drift"}, frozenset())
+    assert log.bad() == {5: mark}
     for _ in range(2):
         log.end_live()
-    assert (log.live(), log.state().number) == (None, 12)
+    assert (log.live(), log.state().number) == (None, 15)
     assert [event.kind for event in log.events()] == [
         *("publish", "publish", "renew", "publish", "publish", "pin", "pin", "unpin", "bad", "bad"),
-        *("resume", "drop"),
+        *("resume", "accept", "accept", "accept", "drop"),
     ]
-    assert [event.before for event in log.events()] == [*range(12)]
+    assert [event.before for event in log.events()] == [*range(15)]
     assert {len(event.nonce) for event in log.events()} == {32}
-    assert {"@" in event.by for event in log.events()} == {True}
+    by = [event.by for event in log.events()]
+    assert [by[11], "@" in by[0]] == ["publish (me)", True]
     assert log.events()[0].run == "r1"
     assert log_in(tmp_path).state() == log.state()
 
@@ -139,14 +150,15 @@ def test_the_state_is_what_the_events_come_to(tmp_path: Path) -> None:
 def test_publishings_renewals_rollbacks_and_drops_come_in_their_order(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     assert log.publishings() == []
-    published(log, 4, 5)
+    log.move_live(4, expected_epoch=0, reason="run", run="r1")
+    published(log, 5)
     log.renew_live(live(log), 77)
     log.pin(4, "nobody reads that")
     published(log, 4)
     log.end_live()
     published(log, 5)
     assert log.publishings() == [
-        Publishing(1, 4, at(0), at(0), None, "run"),
+        Publishing(1, 4, at(0), at(0), None, "run", "r1"),
         Publishing(2, 5, at(1), at(1), None, "run"),
         Publishing(2, 5, at(2), at(1), 77, "run"),
         Publishing(5, 4, at(4), at(4), None, "run"),
@@ -385,7 +397,7 @@ def test_a_damaged_event_makes_what_is_live_unknown_until_it_is_published_again(
         ):
             handle.live()
         assert handle.readable_live() is None
-        assert "3.json is damaged" in (handle.held() or ""), "nothing is published by itself"
+        assert why_held(handle).endswith("(its bytes are not those that were written)")
         with pytest.raises(SnapshotError, match="is not known"):
             handle.resume_live()
     log.path(3).write_bytes(whole)
@@ -409,13 +421,14 @@ def test_a_damaged_event_makes_what_is_live_unknown_until_it_is_published_again(
 def test_a_damaged_rollback_does_not_let_its_snapshot_come_back_by_itself(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     published(log, 4, 5)
-    log.move_live(4, expected_epoch=2, reason="rollback", held="why", marks={5: BadMark("wrong")})
+    hold, marks = Hold(at(4), "rollback", "why"), {5: BadMark("wrong")}
+    log.move_live(4, expected_epoch=2, reason="rollback", held=hold, marks=marks)
     flip(log.path(3))
     other = log_in(tmp_path)
-    assert other.held() is not None
+    assert "3.json is damaged" in why_held(other), "nothing is published by itself"
     # one that says anew what is live keeps the hold
     other.move_live(4, expected_epoch=0, reason="reconcile", held=other.held())
-    assert "3.json is damaged" in (log_in(tmp_path).held() or "")
+    assert "3.json is damaged" in why_held(log_in(tmp_path))
 
 
 def test_what_cannot_be_read_now_is_not_damaged(

@@ -732,10 +732,10 @@ def test_lost_cut_or_committed_chunks_are_not_taken_over(store: ViewStore) -> No
 def test_the_live_pointer_has_places_renewal_and_why_it_is_held(store: ViewStore) -> None:
     refs = store.refs
     assert refs.live() is None
-    first = refs.move_live(4, expected_epoch=0, epoch=3, reason="run")
+    first = refs.move_live(4, expected_epoch=0, reason="run")
     assert first == LiveRef(3, 4, None, "run", first.at, Place(3, 4))
     over = Place(3, 4, ((7, 7),), lossy=True)
-    second = refs.move_live(5, expected_epoch=3, epoch=7, reason="run", place=over)
+    second = refs.move_live(5, expected_epoch=3, reason="run", place=over)
     assert (
         second
         == LiveRef(7, 5, 4, "run", second.at, place=over, previous_place=Place(3, 4))
@@ -750,9 +750,7 @@ def test_the_live_pointer_has_places_renewal_and_why_it_is_held(store: ViewStore
     )
     with pytest.raises(ConflictError, match="moved meanwhile; nothing was renewed"):
         refs.renew_live(second, 9)
-    back = refs.move_live(
-        4, expected_epoch=7, epoch=8, reason="rollback", place=Place(3, 4), held="held"
-    )
+    back = refs.move_live(4, expected_epoch=7, reason="rollback", place=Place(3, 4), held="held")
     assert back == LiveRef(
         8, 4, 5, "rollback", back.at, Place(3, 4), previous_place=over, held="held"
     )
@@ -765,15 +763,15 @@ def test_the_live_pointer_has_places_renewal_and_why_it_is_held(store: ViewStore
 
 def test_loaded_again_a_snapshot_goes_back_to_what_was_before_it(store: ViewStore) -> None:
     refs, over = store.refs, Place(1, 4, ((2, 2),))
-    refs.move_live(4, expected_epoch=0, epoch=1, reason="run")
-    refs.move_live(5, expected_epoch=1, epoch=2, reason="run", place=over)
-    again = refs.move_live(5, expected_epoch=2, epoch=3, reason="reload")
+    refs.move_live(4, expected_epoch=0, reason="run")
+    refs.move_live(5, expected_epoch=1, reason="run", place=over)
+    again = refs.move_live(5, expected_epoch=2, reason="reload")
     assert (
         again
         == LiveRef(3, 5, 4, "reload", again.at, place=Place(3, 5), previous_place=Place(1, 4))
         == refs.live()
     )
-    back = refs.move_live(4, expected_epoch=3, epoch=4, reason="rollback", place=Place(1, 4))
+    back = refs.move_live(4, expected_epoch=3, reason="rollback", place=Place(1, 4))
     assert (back.place, back.previous, back.previous_place) == (Place(1, 4), 5, Place(3, 5))
 
 
@@ -781,15 +779,15 @@ def test_loaded_again_a_snapshot_goes_back_to_what_was_before_it(store: ViewStor
 def test_a_move_from_where_the_pointer_is_not_changes_nothing(
     store: ViewStore, expected: int, epoch: int
 ) -> None:
-    store.refs.move_live(1, expected_epoch=0, epoch=2, reason="run")
+    store.refs.move_live(1, expected_epoch=0, reason="run")
     before = tree(store.offline.root)
     with pytest.raises(ConflictError, match="'numbers' moved"):
-        store.refs.move_live(9, expected_epoch=expected, epoch=epoch, reason="late")
+        store.refs.move_live(9, expected_epoch=expected, reason="late")
     assert tree(store.offline.root) == before
 
 
 def test_a_torn_or_flipped_live_pointer_is_refused(store: ViewStore) -> None:
-    store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run")
+    store.refs.move_live(1, expected_epoch=0, reason="run")
     path = store.folder / "refs" / "live.json"
     whole = path.read_bytes()
     torn = [
@@ -829,7 +827,7 @@ while True:
     if epoch >= rounds:
         break
     try:
-        won.append(store.refs.move_live(numbers[0], expected_epoch=epoch, epoch=epoch + 1, reason=me).epoch)
+        won.append(store.refs.move_live(numbers[0], expected_epoch=epoch, reason=me).epoch)
     except ConflictError:
         pass
 print(numbers, won, sep="|")
@@ -893,7 +891,7 @@ def test_no_epoch_is_claimed_twice_by_racing_processes(store: ViewStore) -> None
 def test_an_epoch_is_past_all_that_were_claimed_live_or_seen(store: ViewStore) -> None:
     assert [store.refs.claim_epoch(above) for above in (0, 0, 7, 3, -5)] == [1, 2, 8, 9, 10]
     assert store.offline.view("others").refs.claim_epoch(0) == 1
-    store.refs.move_live(1, expected_epoch=0, epoch=40, reason="run")
+    store.refs.move_live(1, expected_epoch=0, reason="run")
     assert store.refs.claim_epoch(0) == 41
     path = store.folder / "refs" / "epoch.json"
     for damaged in (b"", b"{", b"{}", b"null", b"[]", b"\xff", b'{"last": "x"}'):
@@ -909,23 +907,20 @@ def test_who_lost_the_lease_neither_commits_nor_moves_nor_renews(store: ViewStor
     late = take(store.leases, "publish", "late")
     first = store.commit(uncommitted(part), late)
     assert first.fence == late.record.fence == 1
-    ref = store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run", lease=late)
+    ref = store.refs.move_live(1, expected_epoch=0, reason="run", lease=late)
     ref = store.refs.renew_live(ref, 5, late)
     with take(store.leases, "publish", "other", force=True) as lease:
         before = tree(store.offline.root)
         for write in (
             lambda: store.commit(uncommitted(part, run="late"), late),
-            lambda: store.refs.move_live(1, expected_epoch=1, epoch=2, reason="late", lease=late),
+            lambda: store.refs.move_live(1, expected_epoch=1, reason="late", lease=late),
             lambda: store.refs.renew_live(ref, 6, late),
         ):
             with pytest.raises(FencedError, match="lost its lease 'publish' to other"):
                 write()
         assert tree(store.offline.root) == before
         assert store.commit(uncommitted(part, run="other"), lease).fence == 2
-        assert (
-            store.refs.move_live(2, expected_epoch=1, epoch=2, reason="other", lease=lease).snapshot
-            == 2
-        )
+        assert store.refs.move_live(2, expected_epoch=1, reason="other", lease=lease).snapshot == 2
     late.release()
 
 
@@ -950,7 +945,7 @@ def test_a_full_disk_is_an_error_and_leaves_everything_as_it_was(
     store: ViewStore, action: str
 ) -> None:
     committed(store, TABLE)
-    store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run")
+    store.refs.move_live(1, expected_epoch=0, reason="run")
     store.runs.write(ran(1))
     before = tree(store.offline.root)
     large = pa.table({"id": np.arange(4000), "double": np.random.default_rng(0).random(4000)})
@@ -964,7 +959,7 @@ def test_a_full_disk_is_an_error_and_leaves_everything_as_it_was(
         "commit": ([0, 1, 500], lambda: store.commit(uncommitted(run="full"))),
         "live": (
             [0, 10],
-            lambda: store.refs.move_live(2, expected_epoch=1, epoch=2, reason="full"),
+            lambda: store.refs.move_live(2, expected_epoch=1, reason="full"),
         ),
         "report": ([0, 5], lambda: store.runs.write(ran(2, "failed"))),
     }[action]
@@ -985,7 +980,7 @@ def test_a_root_that_cannot_be_a_folder_is_an_error_of_all_that_use_it(tmp_path:
     writers: list[Callable[[], Any]] = [
         lambda: store.write_part("run", "p.parquet", TABLE),
         lambda: store.commit(uncommitted()),
-        lambda: store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run"),
+        lambda: store.refs.move_live(1, expected_epoch=0, reason="run"),
         lambda: store.runs.write(ran(1)),
         lambda: store.journals.begin("run", "recipe", None),
         lambda: store.journals.add("run", Finished(None, None)),
