@@ -52,11 +52,12 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
         of each event ``at`` (ISO 8601 in UTC; None where it cannot be read), ``kind``, and what is
         known of it: a ``snapshot`` as ``snapshots`` lists it; a ``run`` with id, command, status,
         seconds (None of one that goes on, or was killed), snapshot and error; a ``pointer`` that
-        moved to a snapshot (None: the view was dropped), with epoch and reason.
+        moved to a snapshot (None: the view was dropped, or the log does not say), with epoch and
+        reason.
 
     Raises:
         ConfigError: no such view, neither configured nor in the offline store.
-        SnapshotError: the live pointer, or the log of publishings, cannot be read.
+        UnreadableError: the log cannot be read now.
     """
     store = project.stored(view)
     events = [
@@ -82,7 +83,7 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
             "kind": "pointer",
             "epoch": entry.epoch,
             "snapshot": entry.snapshot,
-            "reason": entry.reason,
+            "reason": entry.reason or entry.unknown,
         }
         for entry in moves[-limit:]
     ]

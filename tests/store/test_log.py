@@ -102,7 +102,7 @@ def test_the_state_is_what_the_events_come_to(tmp_path: Path) -> None:
     assert names(tmp_path) == [], "nothing ends where nothing is live"
     place = Place(1, 4, ((2, 5),), lossy=True)
     first = log.move_live(4, expected_epoch=0, reason="run", place=place, run="r1")
-    assert first == LiveRef(1, 4, None, "run", at(0), place)
+    assert first == LiveRef(1, 4, None, "run", at(0), place, run="r1")
     second = log.move_live(5, expected_epoch=1, reason="run")
     assert second == LiveRef(2, 5, 4, "run", at(1), Place(2, 5), place)
     renewed = log.renew_live(second, 77)

@@ -434,7 +434,7 @@ def ages(store: ViewStore, now_s: float, days: float = DAYS) -> Iterator[Age]:
     """How old the oldest row was that was served, over the last ``days``.
 
     Raises:
-        SnapshotError: the log of publishings is damaged.
+        UnreadableError: the log cannot be read now.
     """
     publishings, since_s = store.refs.publishings(), now_s - days * 86400
     manifests = _manifests(store, publishings)
