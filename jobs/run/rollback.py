@@ -282,7 +282,7 @@ def reconcile(
                 report.status = "current"
                 return report
             if ref is None:
-                # what readers are served; whether it was held is not known, so it is
+                # what readers are served
                 held = store.refs.held()
                 publisher.publish(account.snapshot, reason="reconcile", held=held, reload=True)
             elif publisher.repair_pointer():

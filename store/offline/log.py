@@ -38,8 +38,8 @@ DROP_LEASE = "drop"
 """Name of the lease that the end of a view holds, besides: no run begins meanwhile."""
 
 STATE_EVERY = 8
-"""Events after which the state is written down: who looks for the first time reads at most so
-many."""
+"""Events after which the state is written down at the latest: who looks for the first time reads at
+most so many."""
 LISTED_S = 60.0
 """How long a reader of a root elsewhere trusts that the number after its last one is the next: what
 it missed may have gone into an archive."""
@@ -326,12 +326,6 @@ def _accepted(state: State, event: Event) -> State:
     )
 
 
-def _lost(state: State, event: Event) -> State:
-    # it may have been a rollback that holds: nothing is published by itself until a person says so
-    hold = Hold(event.at, "the log", f"it is not known whether it was held, since {event.reason}")
-    return replace(state, unknown=event.reason, held=state.held or hold)
-
-
 _FOLDS: Mapping[str, Callable[[State, Event], State]] = {
     "publish": _published,
     "renew": _renewed,
@@ -346,7 +340,7 @@ _FOLDS: Mapping[str, Callable[[State, Event], State]] = {
     ),
     "accept": _accepted,
     "claim": lambda state, _: state,
-    "lost": _lost,
+    "lost": lambda state, event: replace(state, unknown=event.reason),
 }
 
 
@@ -542,9 +536,15 @@ class Log:
         return found is not None and found.nonce == event.nonce
 
     def _after(self, before: State, event: Event) -> State:
-        """The state after an event that was created; it is written down now and then."""
-        state = folded(before, event)
-        if state.number // STATE_EVERY > before.number // STATE_EVERY:
+        """The state after an event that was created. It is written down now and then; and at once
+        where the event said more than what is live, so that no bit takes a hold or a mark."""
+        state, plain = folded(before, event), event.kind in ("publish", "renew", "claim")
+        if (
+            not plain
+            or event.held is not None
+            or event.marks
+            or state.number // STATE_EVERY > before.number // STATE_EVERY
+        ):
             self._write_down(state)
         item = self._storage.stat(self.path(event.number))
         listed_s = time.monotonic() if self._known is None else self._known.listed_s
@@ -777,8 +777,7 @@ class Log:
         return None if state.live is None else replace(state.live, held=state.held)
 
     def held(self) -> Hold | None:
-        """Since when, by whom and why runs publish nothing for now; None when they do. Where it is
-        not known what is live, they do not.
+        """Since when, by whom and why runs publish nothing for now; None when they do.
 
         Raises:
             UnreadableError: an event cannot be read now.

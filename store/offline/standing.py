@@ -265,8 +265,8 @@ class Standing:
         return None
 
     def held(self, ref: LiveRef | None) -> Held | None:
-        """That the view is held, and what waits; None where it is not. Where it is not known what
-        is live (``ref`` is None), it is."""
+        """That the view is held, and what waits; None where it is not. That it is held is known
+        where what is live is not (``ref`` is None)."""
         hold = self._store.refs.held() if ref is None else ref.held
         if hold is None:
             return None
