@@ -415,14 +415,12 @@ def _snapshots(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from precompute.jobs.run.rows.plan import RunOptions
-    from precompute.jobs.run.run_view import run_view
+    from precompute.jobs.run.rollback import resume
 
-    run_view(
+    resume(
         project_of(arguments),
         arguments.view,
         progress_for(arguments.json),
-        RunOptions(command="resume"),
         finished=reporting(arguments),
     )
     return DONE

@@ -37,8 +37,8 @@ from precompute.store.errors import (
 )
 from precompute.store.history.changes import Changes
 from precompute.store.offline import hooks
-from precompute.store.offline.part_file import layers_that_stay
 from precompute.store.offline.log import BadMark, Hold, LiveRef, Place
+from precompute.store.offline.part_file import layers_that_stay
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing

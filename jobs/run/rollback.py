@@ -1,5 +1,6 @@
-"""Rollback: makes an earlier snapshot live again; and reconcile, which repairs what is live: rows
-that the online store lost, or a pointer that a crash left behind.
+"""Rollback: makes an earlier snapshot live again, and holds the view; resume, which lets go of it;
+and reconcile, which repairs what is live: rows that the online store lost, or a pointer that a
+crash left behind.
 
 A rollback is one move of the pointer where the online store still holds the snapshot, which works
 when that is full.
@@ -18,7 +19,8 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.run.command_process import Progress, operator
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import PUBLISHING, close_dead, notify, reporting_run
-from precompute.jobs.run.run_view import naming_view_in_errors
+from precompute.jobs.run.rows.plan import RunOptions
+from precompute.jobs.run.run_view import let_go, naming_view_in_errors, run_view
 from precompute.store.account.account import ROWS, Act, State
 from precompute.store.account.checker import check_live
 from precompute.store.disk.durable_file import spending_reserve
@@ -213,9 +215,9 @@ def _marks_of(
         }
 
     back = members(target)
-    newest = (
-        {p: n for number in sorted(numbers) for p, n in members(number).items()} if back else {}
-    )
+    newest = dict[str | None, int]()
+    for number in sorted(numbers) if back else ():
+        newest |= members(number)
     for entry in entries.values():
         if entry.partition in newest:
             first = back.get(entry.partition) or 0
@@ -223,6 +225,33 @@ def _marks_of(
                 numbers.add(entry.number)
     reason = f"rolled back from, to snapshot {target}"
     return {number: store.bad_mark(number, reason) for number in sorted(numbers)}
+
+
+def resume(
+    project: Project,
+    name: str,
+    progress: Progress,
+    *,
+    finished: Callable[[Report], None] = lambda _: None,
+) -> Report:
+    """Let go of a view that is held, and publish the newest good snapshot that waits; where nothing
+    newer does, it is only let go. So is one whose file is wrong, or gone.
+
+    Raises:
+        SnapshotError: the view was never published, or the snapshot is damaged.
+        OnlineStoreError, ConflictError: as publishing; the view stays held.
+    """
+    if name in project.views:
+        options = RunOptions(command="resume")
+        return run_view(project, name, progress, options, finished=finished)
+    store = project.stored(name)
+    with (
+        naming_view_in_errors(name),
+        take(store.leases, PUBLISH_LEASE, "resume", ttl_s=project.settings.lease),
+        reporting_run(store, "resume", finished) as report,
+    ):
+        let_go(store, report)
+    return report
 
 
 def reconcile(

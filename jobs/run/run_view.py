@@ -300,10 +300,11 @@ def _publish(job: Job, snapshot: Snapshot | None, report: Report, progress: Prog
             )
             _go_live(store, options, snapshot, publisher, report)
             ref = store.refs.readable_live()
-            if ref is not None and ref.snapshot == snapshot.number:
-                # not of a snapshot of all partitions: this run read one of them
-                if nothing_new and job.config.renew_unchanged and not snapshot.members:
-                    publisher.renew(report.read_at_us)
+            is_live = ref is not None and ref.snapshot == snapshot.number
+            # not of a snapshot of all partitions: this run read one of them
+            renews = nothing_new and job.config.renew_unchanged and not snapshot.members
+            if is_live and renews:
+                publisher.renew(report.read_at_us)
             _note_hold(store, report)
         if report.status == "published" or (report.held and report.status == "committed"):
             notify(settings.notify, report, project.home)
@@ -349,11 +350,21 @@ def _waiting(job: Job, lease: Lease, report: Report) -> Snapshot | None:
             waits = _all_partitions(job, waits, lease, report)
         if waits is not None and waits.number != ref.snapshot:
             return waits
+    let_go(store, report)
+    return None
+
+
+def let_go(store: ViewStore, report: Report) -> None:
+    """End the hold of a view of which nothing newer waits.
+
+    Raises:
+        SnapshotError: the view was never published.
+    """
+    ref = store.refs.live()
     why = "was not held" if ref is not None and ref.held is None else "nothing newer waited"
     ref = store.refs.resume_live()
     report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "current"
-    report.plan = f"{why}: snapshot {ref.snapshot} stays live, and runs publish"
-    return None
+    report.plan = f"{why}: snapshot {ref.snapshot} stays live, and runs publish again"
 
 
 def _note_hold(store: ViewStore, report: Report) -> None:
@@ -398,6 +409,14 @@ def _go_live(
     why_unpublished = None if by_hand else standing.why_unpublished(snapshot)
     if why_unpublished is None:
         held = _hold_of(store, options, snapshot) if by_hand else None
+        again = standing.repeats(snapshot)
+        if again is not None:
+            standing.check_publishable(snapshot)
+            store.refs.unmark([again])
+            report.attention.append(
+                f"snapshot {snapshot.number} has the very rows of snapshot {again}, which was"
+                " rolled back from; now that they are published again, its mark is taken away"
+            )
         publisher.publish(
             snapshot.number,
             reason=options.command,

@@ -495,8 +495,8 @@ def why_partition(
 
 
 def refusal(snapshot: Snapshot, gates: Collection[str]) -> str:
-    """That these gates refuse a partition's snapshot, what they say, and how to accept it: `publish`
-    would move what is live back to it."""
+    """That these gates refuse a partition's snapshot, what they say, and how to accept it:
+    `publish` would move what is live back to it."""
     said = "; ".join(
         f"{verdict.gate}: {verdict.message}" for verdict in snapshot.failed if verdict.gate in gates
     )

@@ -178,7 +178,20 @@ class Standing:
             case Refused(gates):
                 return f"refused by {', '.join(gates)}"
             case Usable():
-                return None
+                again = self.repeats(snapshot)
+                if again is None:
+                    return None
+                return f"it has the very rows of snapshot {again}: {self.marks[again].reason}"
+
+    def repeats(self, snapshot: Snapshot) -> int | None:
+        """Number of the snapshot before it that was rolled back from and whose very rows it has;
+        None where there is none."""
+        same = (
+            number
+            for number, mark in self.marks.items()
+            if number < snapshot.number and mark.content and mark.content == snapshot.content
+        )
+        return max(same, default=None)
 
     def check_publishable(self, snapshot: Snapshot) -> None:
         """Raises:
@@ -271,11 +284,9 @@ class Standing:
         if hold is None:
             return None
         waits = None if ref is None else self.waiting(ref)
-        repeats = None
-        if waits is not None and waits.content:
-            same = (n for n, mark in self.marks.items() if mark.content == waits.content)
-            repeats = max(same, default=None)
-        return Held(self._store.name, hold, None if waits is None else waits.number, repeats)
+        if waits is None:
+            return Held(self._store.name, hold, None, None)
+        return Held(self._store.name, hold, waits.number, self.repeats(waits))
 
     def waiting(self, ref: LiveRef) -> Snapshot | None:
         """The snapshot that would be published were the view not held: the newest usable one, if it

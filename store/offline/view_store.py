@@ -27,6 +27,7 @@ from precompute.store.disk.record import replace
 from precompute.store.disk.storage import LOCAL, File, no_answer, storage_of
 from precompute.store.errors import SnapshotError, UnreadableError
 from precompute.store.feature_view import NAME
+from precompute.store.offline.log import BadMark, Log, run_lease
 from precompute.store.offline.part_file import (
     Deletes,
     Layers,
@@ -38,7 +39,6 @@ from precompute.store.offline.part_file import (
     row_bytes,
     write_part_file,
 )
-from precompute.store.offline.log import BadMark, Log, run_lease
 from precompute.store.offline.runs import Journals, Runs
 from precompute.store.offline.selection import CLUSTERS, Selection, all_rows, seed_of
 from precompute.store.offline.snapshot import Catalog, Part, Snapshot, add_to_catalog, read_catalog

@@ -136,7 +136,7 @@ def publish(folder: Path) -> None:
                 finally:
                     write_numbers(folder, list(range(KNOWN)))
             else:
-                project_in(folder, {}).rollback("numbers")
+                project_in(folder, {}).rollback("numbers", hold=False)
         except PrecomputeError as exc:
             print(f"not published: {exc}", file=sys.stderr, flush=True)
         print("done", flush=True)

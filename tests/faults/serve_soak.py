@@ -297,7 +297,7 @@ def publish(folder: Path) -> None:
             project.publish_all()
             write_numbers(folder, list(range(KNOWN)))
         else:
-            make_folder(folder, {}).rollback("numbers")
+            make_folder(folder, {}).rollback("numbers", hold=False)
         print("done", flush=True)
 
 

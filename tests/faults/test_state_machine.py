@@ -122,7 +122,10 @@ class View(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        self.scene.store.refs.resume_live()
+        if self.scene.store.refs.readable_live() is not None:
+            with small_chunks():
+                self.scene.project().resume()
+            self.must_be(self.state_of_live())
 
     @rule()
     def publish(self) -> None:

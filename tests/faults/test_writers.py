@@ -185,10 +185,9 @@ def test_a_publisher_stopped_while_it_moves_the_pointer_is_named(
 
 def test_a_held_view_is_published_by_no_run(delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
-    assert act(scene, "rollback", hold=True) == "published"
+    assert act(scene, "rollback") == "published"
     with small_chunks():
         assert scene.run().status == "committed"
     assert check_readers(scene) == scene.history[0]
-    scene.store.refs.resume_live()
     recover(scene)
     check_everything(scene)

@@ -140,14 +140,12 @@ def test_a_bit_of_a_small_record_is_told_as_damage_and_stops_nobody(
     flip(path, 0.4)
     (told,) = project.status()["attention"]
     assert told.startswith(f"{path} is damaged (")
-    assert project.rollback().snapshot == 1
+    assert project.rollback(hold=False).snapshot == 1
     reconcile(project, "numbers", Silent())
     assert project.status()["attention"] == []
     # before anybody looked
     flip(path if path.exists() else project.store.leases / "live.json", 0.4)
-    project = make_project(
-        rows(5), project={"online": project.online}, view=INDEXED | {"gates": {"rolled_back": None}}
-    )
+    project = make_project(rows(5), project={"online": project.online}, view=INDEXED)
     assert project.run().status == "published"
     reconcile(project, "numbers", Silent())
     assert (project.status()["attention"], project.served(range(ROWS))[0]) == ([], 3)

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute.store.disk.record import replace
 from precompute.store.errors import RequestError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.history import (
@@ -569,7 +568,7 @@ def test_what_was_only_committed_is_best_known_and_was_not_served(made: Made) ->
         ):
             ask()
     made.check(requested, [Value(1, 1), Value(1, 1)], values="best_known")
-    made.store.commit(replace(refused, accepted=("drift",), run="publish"))
+    made.store.refs.accept(refused.number, ["drift"], "publish", "as it should be")
     made.check(requested, [Value(1, 1), Value(3, 2)], values="best_known")
     with pytest.raises(RequestError, match="values are 'served' or 'best_known', not 'latest'"):
         read(made.store, at(9), values="latest")  # type: ignore[arg-type]

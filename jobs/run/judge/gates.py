@@ -1,5 +1,6 @@
 """Gates: :class:`Judge`, which calls all gates on a snapshot; those on counts and on parity with
-the fallback; what a snapshot is compared with; and the acceptance of a refusal. Figures and verdicts go into the manifest, whether they passed or not.
+the fallback; what a snapshot is compared with; and the acceptance of a refusal. Figures and
+verdicts go into the manifest, whether they passed or not.
 
 A row that ``bad_rows: null`` left without features has no value for coverage, and no vector for any
 other gate.
