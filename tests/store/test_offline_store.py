@@ -40,7 +40,6 @@ from tests.scene import files_of_at_most
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
 TABLE = pa.table({"id": [1, 2, 3], "double": [2.0, 4.0, 6.0], "name": ["a", "é", None]})
-HOLD = Hold("2026-01-01T00:00:00.000000Z", "rollback (ann@host)", "went back from 5")
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def snapshots(store: ViewStore) -> dict[int, Snapshot]:
 def live(store: ViewStore, number: int, **more: Any) -> LiveRef:
     ref = store.refs.live()
     epoch = 0 if ref is None else ref.epoch
-    return store.refs.move_live(number, expected_epoch=epoch, epoch=epoch + 1, reason="run", **more)
+    return store.refs.move_live(number, expected_epoch=epoch, reason="run", **more)
 
 
 def test_each_snapshot_has_one_verdict(store: ViewStore) -> None:

@@ -27,6 +27,7 @@ from tests.faults.test_crash_points import (
     check_error,
     check_reports,
     inject,
+    publishing,
 )
 from tests.faults.test_writers import overtaken
 
@@ -57,7 +58,7 @@ def delta_to_come_redis(
     return make
 
 
-REDIS_POINTS = ("online.load", "online.verify", "live.cas", "online.flip", "gc")
+REDIS_POINTS = ("online.load", "online.verify", "log.link", "online.flip", "gc")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_run_that_fails_anywhere_with_redis(
 ) -> None:
     scene = delta_to_come_redis()
     old, new = scene.history[-2], scene.history[-1]
-    ended = inject(scene, point, 1, mode)
+    ended = inject(scene, point, publishing(point), mode)
     check_error(ended, point, mode)
     assert check_readers(scene) == (new if point in FLIPPED else old)
     recover(scene)
