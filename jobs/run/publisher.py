@@ -155,18 +155,18 @@ class Publisher:
                 return pointer
         standing.check_publishable(snapshot)
         report.snapshot, report.model = number, snapshot.model
-        # the root may have been restored from a backup, or the online store emptied
-        above = max(epoch, *(g.number for g in online.generations(view)), 0)
         generation, expected = 0, 0 if ref is None else ref.epoch
         reload = reload or (damaged and live is not None)
         place = None if reload else self._retained(snapshot, ref)
         if place is None:
             # what failed publishings had loaded
             self._drop_unused(ref, current)
-            generation = store.refs.claim(above, self._lease)
+            # the root may have been restored from a backup, or the online store emptied
+            numbers = [g.number for g in online.generations(view)]
+            generation = store.refs.claim(max(epoch, *numbers, 0))
             place = self._load(snapshot, ref, generation, reload or damaged)
         move: dict[str, Any] = {"reason": reason, "held": held, "run": run or report.run}
-        move |= {"marks": marks, "expected_epoch": expected, "above": above}
+        move |= {"marks": marks, "expected_epoch": expected, "above": epoch}
         ref = self._flip(snapshot, generation, place, move)
         self._drop_unused(ref, current)
         if damaged:

@@ -216,10 +216,7 @@ def write_followed(refs: Path, followed: Followed) -> None:
 
 
 REFS = "refs"
-"""Folder of a view, below the root, that has what points at its snapshots, and what is known of
-what is live."""
-LIVE = "live.json"
-"""The live pointer in it."""
+"""Folder of a view, below the root, that has its leases and what is known of what is live."""
 _SIGHTINGS = "sightings.jsonl"
 _MOST_BYTES = 65536
 """A file that no checker takes grows no further: the next look reads all that it can anyway."""

@@ -280,7 +280,11 @@ class _Look:
         ]
         groups: list[tuple[Iterable[Path], Act, str]] = [
             (
-                [*leases, *(root / name for name in IDENTITIES)],
+                [
+                    *leases,
+                    self._store.refs.claimed_path,
+                    *(root / name for name in IDENTITIES),
+                ],
                 Act.REMOVE,
                 again,
             ),

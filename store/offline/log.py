@@ -4,6 +4,7 @@ bad, pinned, accepted. What the events come to is what is live.
 <root>/<view>/log/<number>.json              one event, created exactly once and never changed
 <root>/<view>/log/state-<number>.json        derived: what the events up to that number come to
 <root>/<view>/log/past-<first>-<last>.jsonl  events of more than 30 days ago, for history alone
+<root>/<view>/log/claimed.json               the last number that a generation online was given
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class Event(Record, frozen=True, omit_defaults=True):
     bad       ``marks``: number of a snapshot → why it is not to be used
     accept    what ``gates`` refused of ``snapshot`` is accepted; those ``unmarked`` are bad no more
     pin, unpin  ``snapshot`` stays, or not, whatever its age
-    claim     the number ``claimed`` is given to a generation online, or passed over
+    skip      the numbers up to ``until`` are given to no event
     lost      of an archive: what happened then cannot be read any more, ``reason`` says why
     """
 
@@ -203,17 +204,17 @@ class Event(Record, frozen=True, omit_defaults=True):
     marks: dict[int, BadMark] = field(default_factory=dict)
     unmarked: tuple[int, ...] = ()
     gates: tuple[str, ...] = ()
-    claimed: int = 0
+    until: int = 0
 
     @property
     def next(self) -> int:
         """Number that the following event has."""
-        return max(self.number, self.claimed) + 1
+        return max(self.number, self.until) + 1
 
     def precedes(self, before: int) -> bool:
         """Whether the event after it may name ``before`` as the one before: of several that are
         lost it is the last."""
-        return before in (self.number, self.claimed if self.kind == "lost" else self.number)
+        return before in (self.number, self.until if self.kind == "lost" else self.number)
 
 
 class State(Record, frozen=True, omit_defaults=True):
@@ -233,6 +234,10 @@ class State(Record, frozen=True, omit_defaults=True):
     pins: dict[int, str] = field(default_factory=dict)
     accepted: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Snapshot → gates whose refusal was accepted, sorted."""
+
+
+class _Claimed(Record, frozen=True):
+    last: int
 
 
 class _Past(Record, frozen=True):
@@ -339,7 +344,7 @@ _FOLDS: Mapping[str, Callable[[State, Event], State]] = {
         state, pins={n: why for n, why in state.pins.items() if n != event.snapshot}
     ),
     "accept": _accepted,
-    "claim": lambda state, _: state,
+    "skip": lambda state, _: state,
     "lost": lambda state, event: replace(state, unknown=event.reason),
 }
 
@@ -490,7 +495,7 @@ class Log:
                 return state
             passes_over = above >= state.next
             if passes_over:
-                event = Event(kind="claim", claimed=above)
+                event = Event(kind="skip", until=above)
             if lease is not None:
                 lease.check()
             event = replace(
@@ -538,7 +543,7 @@ class Log:
     def _after(self, before: State, event: Event) -> State:
         """The state after an event that was created. It is written down now and then; and at once
         where the event said more than what is live, so that no bit takes a hold or a mark."""
-        state, plain = folded(before, event), event.kind in ("publish", "renew", "claim")
+        state, plain = folded(before, event), event.kind in ("publish", "renew", "skip")
         if (
             not plain
             or event.held is not None
@@ -684,12 +689,14 @@ class Log:
     def _old(self, names: Sequence[str], last: Event, now_s: float | None) -> list[Event]:
         """The events after ``last`` that are for an archive."""
         limit = datetime.fromtimestamp((time.time() if now_s is None else now_s) - PAST_S, UTC)
-        numbers = _numbers(_EVENT, names)
-        newest = numbers[-NEWEST_EVENTS:]
+        events = list(self._all())
+        # by the last one that says what is live others read what that is
+        moves = [event.number for event in events if event.kind in ("publish", "renew", "drop")]
+        end = min([*_numbers(_EVENT, names)[-NEWEST_EVENTS:], *moves[-1:]], default=0)
         old: list[Event] = []
-        for event in self._all():
+        for event in events:
             at = parsed_time(event.at)
-            if (newest and event.number >= newest[0]) or (at is not None and at > limit):
+            if event.number >= end or (at is not None and at > limit):
                 break
             if event.number > last.number:
                 old.append(_noted(event))
@@ -806,19 +813,32 @@ class Log:
                 found.append(Publishing(event.number, None, event.at, event.at, reason="drop"))
         return found
 
-    def claim(self, above: int, lease: Lease | None = None) -> int:
+    def claim(self, above: int) -> int:
         """A number that was never given and never will be again, larger than ``above``: of a
         generation online.
 
         Raises:
             SnapshotError: the file system failed.
-            FencedError: the lease was lost.
         """
+        path, number = self.claimed_path, 0
 
-        def claimed(state: State) -> Event:
-            return Event(kind="claim", claimed=max(state.next, above + 1))
+        def claimed(data: bytes | None) -> bytes:
+            nonlocal number
+            # where it is damaged, events, and what lies online, are numbered as well
+            last = whole_record(_Claimed, data) or _Claimed(0)
+            number = max(last.last, above, self.state().number) + 1
+            return sealed(_Claimed(number))
 
-        return self.append(claimed, lease=lease).next - 1
+        try:
+            self._storage.update(path, claimed)
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+        return number
+
+    @property
+    def claimed_path(self) -> Path:
+        """The file of the last number that was claimed."""
+        return self._folder / "claimed.json"
 
     def move_live(
         self,
@@ -1025,7 +1045,7 @@ def _after(numbers: Sequence[int], number: int) -> int | None:
 
 def _gap(before: int, number: int, later: int, why: str, at: str = "") -> Event:
     """An event in place of those from ``number`` up to but not with ``later``, which are lost."""
-    return Event(number, "lost", at, before=before, reason=why, claimed=later - 1)
+    return Event(number, "lost", at, before=before, reason=why, until=later - 1)
 
 
 def _noted(event: Event) -> Event:
@@ -1034,13 +1054,13 @@ def _noted(event: Event) -> Event:
 
 
 def _readable(events: Sequence[Event], snapshots: Collection[int]) -> list[Event]:
-    """The events without claims, and of publishings in a row whose snapshots are gone only the
+    """The events without skips, and of publishings in a row whose snapshots are gone only the
     first; the first and the last of all stay, since they name the archive."""
     stay: list[Event] = []
     for at, event in enumerate(events):
         gone = _is_gone(event, snapshots)
         if at in (0, len(events) - 1) or not (
-            event.kind == "claim" or (gone and _is_gone(stay[-1], snapshots))
+            event.kind == "skip" or (gone and _is_gone(stay[-1], snapshots))
         ):
             stay.append(event)
     return stay

@@ -89,12 +89,6 @@ def inject(
         assert crashpoint.disarm()[point] >= nth, f"{point} was not passed {nth} times"
 
 
-def publishing(point: str) -> int:
-    """Which passing is that of the event that publishes what was loaded: the first has the number
-    of the generation."""
-    return 2 if point.startswith("log.") else 1
-
-
 def check_error(ended: Ended, point: str, mode: str) -> None:
     """An error says what it is: nothing foreign where the file system failed."""
     if mode == "eio" and point in PART:
@@ -203,7 +197,7 @@ def test_a_run_that_fails_anywhere(
 )
 def test_a_first_run_that_is_killed_anywhere(point: str, scene: FaultScene) -> None:
     scene.write(dict(list(ROWS.items())[:20]))
-    assert inject(scene, point, publishing(point), "kill").signal == 9
+    assert inject(scene, point, 1, "kill").signal == 9
     recover(scene)
     assert scene.computed() <= 20 + WINDOW_ROWS + AHEAD
     check_everything(scene)
@@ -309,7 +303,7 @@ def test_a_rollback_that_loads_and_fails_is_done_by_doing_it_again(
     for path in (scene.folder / "var" / "online" / VIEW).glob("*2.table"):
         path.unlink()
     third = scene.history[-1]
-    inject(scene, point, publishing(point), mode, "rollback")
+    inject(scene, point, 1, mode, "rollback")
     if point != "online.flip":
         assert check_readers(scene) == third
     again(scene, point)

@@ -140,7 +140,7 @@ def test_runs_that_start_at_once_do_the_work_once(delta_to_come: MakeScene) -> N
 
 
 @pytest.mark.parametrize(
-    ("point", "nth"), [("online.load", 1), ("index.build", 1), ("log.write", 2)]
+    ("point", "nth"), [("online.load", 1), ("index.build", 1), ("log.write", 1)]
 )
 def test_a_rollback_wins_over_a_publishing(point: str, nth: int, delta_to_come: MakeScene) -> None:
     """One that is stopped while it writes its event, too: it holds no lock."""

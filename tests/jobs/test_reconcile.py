@@ -158,7 +158,7 @@ def test_a_pointer_left_behind_is_moved_and_nothing_loaded(project: Scene) -> No
     report = reconcile(project, "numbers", Silent())
     assert report is not None
     assert (report.status, report.epoch, "load" in report.stages_s) == ("published", 3, False)
-    assert project.pointer() == replace(behind, at=project.live().at)
+    assert project.pointer() == replace(behind, epoch=3, at=project.live().at)
     assert said(project) is None
 
 

@@ -136,7 +136,7 @@ def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(
         ref = store.refs.move_live(
             1, expected_epoch=1, reason="loaded again", place=project.live().place
         )
-        follows = threading.Timer(0.2, online.flip, [replace(pointer, at=ref.at)])
+        follows = threading.Timer(0.2, online.flip, [replace(pointer, epoch=2, at=ref.at)])
         follows.start()
         found = bad(project)
         follows.join()

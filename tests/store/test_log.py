@@ -173,22 +173,38 @@ def test_an_event_of_a_newer_kind_is_refused_in_words(tmp_path: Path) -> None:
         log_in(tmp_path).pin(4, "why")
 
 
-def test_numbers_that_are_claimed_or_passed_over_are_given_to_no_other(tmp_path: Path) -> None:
+def test_numbers_that_are_passed_over_are_given_to_no_other(tmp_path: Path) -> None:
+    """A root restored from a backup: what readers follow is numbered higher."""
     log, other = log_in(tmp_path), log_in(tmp_path)
-    assert log.claim(0) == 1
     published(log, 4)
-    assert other.claim(0) == 3
-    # a root restored from a backup: what is online is numbered higher
-    assert log.claim(40) == 41
-    assert live(log).epoch == 2
-    published(other, 5)
-    assert (live(log).epoch, live(log).snapshot) == (42, 5)
-    ref = log.move_live(6, expected_epoch=42, reason="run", above=99)
-    assert ref.epoch == 100
-    expected = [(2, 4), (42, 5), (100, 6)]
-    assert lived(log) == lived(other) == lived(log_in(tmp_path)) == expected
+    ref = log.move_live(5, expected_epoch=1, reason="run", above=41)
+    assert ref.epoch == 42
     assert live(other) == live(log_in(tmp_path)) == ref
-    assert [event.number for event in log.events()] == [1, 2, 3, 4, 42, 43, 100]
+    published(other, 6)
+    assert live(log).epoch == 43
+    assert log.move_live(7, expected_epoch=43, reason="run", above=7).epoch == 44
+    expected = [(1, 4), (42, 5), (43, 6), (44, 7)]
+    assert lived(log) == lived(other) == lived(log_in(tmp_path)) == expected
+    assert [event.number for event in log.events()] == [1, 2, 42, 43, 44]
+    # where the event that says so is damaged, those after it are found by their names
+    flip(log.path(2))
+    assert live(log_in(tmp_path)) == live(log)
+    assert [(entry.epoch, bool(entry.unknown)) for entry in log.publishings()] == [
+        *((1, False), (2, True), (42, False), (43, False), (44, False)),
+    ]
+
+
+def test_a_number_is_claimed_past_all_that_were_claimed_live_or_seen(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    assert [log.claim(above) for above in (0, 0, 7, 3, -5)] == [1, 2, 8, 9, 10]
+    log.move_live(1, expected_epoch=0, reason="run", above=39)
+    assert log.claim(0) == 41
+    for damaged in (b"", b"{", b"{}", b"null", b"[]", b"\xff", b'{"last": "x"}'):
+        log.claimed_path.write_bytes(damaged)
+        assert log.claim(50) == 51
+        assert log.claim(0) == 52
+    log.claimed_path.unlink()
+    assert log.claim(0) == 41, "what is live is never claimed again, whatever was lost"
 
 
 # ---- compare and swap
@@ -230,11 +246,12 @@ def test_an_event_between_look_and_write_has_the_next_number_tried(
 def test_a_writer_that_lost_its_lease_adds_nothing(tmp_path: Path) -> None:
     log = log_in(tmp_path / "log")
     refs = tmp_path / "refs"
-    with take(refs, "publish", "first") as first, take(refs, "publish", "second", force=True):
-        with pytest.raises(FencedError, match="lost its lease 'publish' to second"):
-            log.move_live(4, expected_epoch=0, reason="run", lease=first)
-        with pytest.raises(FencedError):
-            log.claim(0, first)
+    with (
+        take(refs, "publish", "first") as first,
+        take(refs, "publish", "second", force=True),
+        pytest.raises(FencedError, match="lost its lease 'publish' to second"),
+    ):
+        log.move_live(4, expected_epoch=0, reason="run", lease=first)
     assert log.state() == State()
 
 
@@ -245,7 +262,7 @@ from precompute.store.offline.log import Log
 log, me = Log(Path(sys.argv[1]), "numbers"), int(sys.argv[2])
 for number in range(int(sys.argv[3])):
     log.pin(me * 1000 + number, f"writer {me}")
-    print(me * 1000 + number, flush=True)
+    print(me * 1000 + number, log.claim(0), flush=True)
 """
 
 
@@ -260,13 +277,12 @@ def writer(folder: Path, me: int, events: int, crash: str = "") -> subprocess.Po
 
 def test_eight_writers_add_every_event_once_and_leave_no_number_out(tmp_path: Path) -> None:
     children = [writer(tmp_path, me, 40) for me in range(8)]
-    said = [child.communicate()[0].split() for child in children]
+    said = [line.split() for child in children for line in child.communicate()[0].splitlines()]
     assert [child.returncode for child in children] == [0] * 8
     events = log_in(tmp_path).events()
     assert [event.number for event in events] == [*range(1, 321)]
-    assert sorted(str(event.snapshot) for event in events) == sorted(
-        line for lines in said for line in lines
-    )
+    assert {str(event.snapshot) for event in events} == {pinned for pinned, _ in said}
+    assert len({claimed for _, claimed in said}) == 320, "no number is claimed twice"
     assert log_in(tmp_path).pins() == {me * 1000 + n for me in range(8) for n in range(40)}
 
 
@@ -276,7 +292,7 @@ def test_what_was_acknowledged_outlives_writers_that_are_killed(point: str, tmp_
         writer(tmp_path, me, 20, f"{point}:{2 if point == 'log.state' else 5 + me}:kill" * (me < 3))
         for me in range(4)
     ]
-    said = [child.communicate()[0].split() for child in children]
+    said = [line.split()[0] for child in children for line in child.communicate()[0].splitlines()]
     killed = [child.returncode == -signal.SIGKILL for child in children]
     # each eighth event is another one's
     assert point == "log.state" or killed == [True] * 3 + [False]
@@ -284,10 +300,9 @@ def test_what_was_acknowledged_outlives_writers_that_are_killed(point: str, tmp_
     assert [event.number for event in events] == [*range(1, len(events) + 1)]
     there = [str(event.snapshot) for event in events]
     assert len({*there}) == len(there)
-    acknowledged = [line for lines in said for line in lines]
-    assert {*acknowledged} <= {*there}
+    assert {*said} <= {*there}
     # one that a kill left without its word may be there, or not
-    assert len(there) - len(acknowledged) <= sum(killed)
+    assert len(there) - len(said) <= sum(killed)
 
 
 # ---- writes that fail
@@ -659,7 +674,6 @@ def test_many_archives_become_one_without_what_cannot_be_read_any_more(
     stay = {3, 9, 10, 24, 25, 26}
     for number in range(1, 27):
         if number == 7:
-            log.claim(0)
             log.mark_bad(2, BadMark("wrong"))
         published(log, number)
         log.thin(stay, now_s=later_s)

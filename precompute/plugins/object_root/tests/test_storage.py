@@ -320,7 +320,7 @@ def test_runs_on_an_object_store_are_runs_on_a_folder(
     assert [str(line) for line in there[:-1]] == [str(line) for line in here[:-1]]
 
 
-@pytest.mark.parametrize("point", ["journal.append:1", "log.link:2"])
+@pytest.mark.parametrize("point", ["journal.append:1", "log.link:1"])
 def test_a_run_that_is_killed_is_gone_on_with(
     bucket: ObjectStore, make_project: MakeProject, point: str
 ) -> None:

@@ -27,7 +27,6 @@ from tests.faults.test_crash_points import (
     check_error,
     check_reports,
     inject,
-    publishing,
 )
 from tests.faults.test_writers import overtaken
 
@@ -74,7 +73,7 @@ def test_a_run_that_fails_anywhere_with_redis(
 ) -> None:
     scene = delta_to_come_redis()
     old, new = scene.history[-2], scene.history[-1]
-    ended = inject(scene, point, publishing(point), mode)
+    ended = inject(scene, point, 1, mode)
     check_error(ended, point, mode)
     assert check_readers(scene) == (new if point in FLIPPED else old)
     recover(scene)
