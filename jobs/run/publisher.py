@@ -30,6 +30,7 @@ from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
     OnlineStoreError,
+    OtherFormatError,
     RowsLostError,
     SnapshotError,
     UnreadableError,
@@ -455,7 +456,11 @@ class Publisher:
             # what is live is whole; the next publishing drops the rest
             log.warning("view %r: old generations stay for now: %s", view, exc)
         for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
-            if not path.name.isdigit() or int(path.name) not in keep:
+            if path.name.isdigit() and int(path.name) in keep:
+                continue
+            # one of another format is another version's, and stays
+            with contextlib.suppress(OtherFormatError):
+                is_there(path)
                 shutil.rmtree(path, ignore_errors=True)
         for each in self._followers:
             each.drop_all_but(keep, 0 if ref is None else ref.epoch)

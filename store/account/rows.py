@@ -18,6 +18,7 @@ from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
     OnlineStoreError,
+    OtherFormatError,
     RowsLostError,
 )
 from precompute.store.keys import key_column
@@ -87,6 +88,8 @@ def served_pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> Point
         check_own_rows(pointer, online.loaded(name, pointer.generations))
     except DamagedPointerError as exc:
         return Finding(what, AccountState.DAMAGED, Act.POINT, str(exc))
+    except OtherFormatError as exc:
+        return Finding(what, AccountState.OTHER_FORMAT, Act.PERSON, str(exc))
     except ConflictError as exc:
         return Finding(what, AccountState.FOREIGN, Act.PERSON, str(exc))
     except RowsLostError as exc:

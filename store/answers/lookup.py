@@ -40,6 +40,7 @@ from precompute.store.disk.storage import storage_of
 from precompute.store.doors import MISSES
 from precompute.store.errors import (
     OnlineStoreError,
+    OtherFormatError,
     PrecomputeError,
     RequestError,
     RowsLostError,
@@ -583,7 +584,7 @@ class Lookup:
         """Let go of the vector indexes of views beside these that are live no more: files that are
         removed take their place on the disk for as long as they are mapped."""
         for view in self._searches.opened() - set(views):
-            with contextlib.suppress(OnlineStoreError):
+            with contextlib.suppress(OnlineStoreError, OtherFormatError):
                 # one that was published meanwhile stays
                 if self.online.live(view) is None:
                     self._searches.close(view)

@@ -26,7 +26,16 @@ from typing import NamedTuple
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import disk_message
 from precompute.store.disk.lease import Lease
-from precompute.store.disk.record import Record, field, read_record, replace, sealed, whole_record
+from precompute.store.disk.record import (
+    FORMAT,
+    Record,
+    field,
+    other_format,
+    read_record,
+    replace,
+    sealed,
+    whole_record,
+)
 from precompute.store.disk.storage import storage_of
 from precompute.store.errors import ConflictError, SnapshotError, UnreadableError
 from precompute.store.times import parsed_time, utc_now
@@ -265,14 +274,11 @@ def folded(state: State, event: Event) -> State:
     """What an event makes of a state.
 
     Raises:
-        SnapshotError: no version that this one knows writes such events.
+        OtherFormatError: this version does not know such events.
     """
     fold = _FOLDS.get(event.kind)
     if fold is None:
-        raise SnapshotError(
-            f"event {event.number} is of the kind {event.kind!r}, which this version does not know:"
-            " use the one that wrote it, or a newer one"
-        )
+        raise other_format(f"event {event.number}", FORMAT, [event.kind])
     return replace(fold(state, event), number=event.number, next=event.next)
 
 
@@ -381,8 +387,7 @@ class Log:
                 is not in a view that was dropped and made anew; else that is seen within a minute.
 
         Raises:
-            UnreadableError: an event cannot be read now.
-            SnapshotError: one is of a newer version.
+            UnreadableError: an event cannot be read now, or is of another format.
         """
         if (known := self._known) is not None and self._goes_on(known, sure):
             return self._walked(known, ())
@@ -415,7 +420,7 @@ class Log:
         for number in reversed(_numbers(_STATE, names)):
             path = self._state_path(number)
             try:
-                state = read_record(State, self._storage.read(path, immutable=True))
+                state = read_record(State, self._storage.read(path, immutable=True), path)
             except FileNotFoundError:
                 continue
             except ValueError as exc:
@@ -454,7 +459,7 @@ class Log:
         path = self.path(number)
         data = self._storage.read(path, immutable=True)
         try:
-            event = read_record(Event, data)
+            event = read_record(Event, data, path)
             if event.number != number:
                 raise ValueError(f"it is event {event.number}")
         except ValueError as exc:
@@ -535,7 +540,8 @@ class Log:
 
     def _is_there(self, event: Event) -> bool:
         try:
-            found = whole_record(Event, self._storage.read(self.path(event.number)))
+            path = self.path(event.number)
+            found = whole_record(Event, self._storage.read(path), path)
         except FileNotFoundError:
             return False
         return found is not None and found.nonce == event.nonce
@@ -633,10 +639,10 @@ class Log:
         try:
             data = self._storage.read(path, immutable=True)
             line, _, body = data.partition(b"\n")
-            head = read_record(_Past, line)
+            head = read_record(_Past, line, path)
             if hashlib.sha256(body).hexdigest() != head.sha256:
                 raise ValueError("its lines are not those that were written")
-            return head, [read_record(Event, each) for each in body.splitlines()]
+            return head, [read_record(Event, each, path) for each in body.splitlines()]
         except (FileNotFoundError, ValueError) as exc:
             log.warning("%s cannot be used: %s", path, exc)
             return None, []
@@ -728,7 +734,7 @@ class Log:
         for number in _numbers(_STATE, names):
             path = self._state_path(number)
             try:
-                read_record(State, self._storage.read(path, immutable=True))
+                read_record(State, self._storage.read(path, immutable=True), path)
             except FileNotFoundError:
                 continue
             except ValueError as exc:
@@ -825,7 +831,7 @@ class Log:
         def claimed(data: bytes | None) -> bytes:
             nonlocal number
             # where it is damaged, events, and what lies online, are numbered as well
-            last = whole_record(_Claimed, data) or _Claimed(0)
+            last = whole_record(_Claimed, data, path) or _Claimed(0)
             number = max(last.last, above, self.state().number) + 1
             return sealed(_Claimed(number))
 

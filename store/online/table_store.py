@@ -121,6 +121,8 @@ class TableStore(OnlineStore):
 
     def check_writable(self, view: str, owner: str) -> None:
         super().check_writable(view, owner)
+        # none of them is of another format
+        self.generations(view)
         own = self.folder / view
         there = next(folder for folder in (own, *own.absolute().parents) if folder.exists())
         try:
@@ -183,7 +185,7 @@ class TableStore(OnlineStore):
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 return (
                     _identity_of(os.fstat(file.fileno())),
-                    Pointer.from_bytes(mapped[:], view),
+                    Pointer.from_bytes(mapped[:], view, path),
                     mapped,
                 )
         except FileNotFoundError:
@@ -289,6 +291,7 @@ class TableStore(OnlineStore):
     def drop(self, view: str, number: int) -> None:
         check_not_live(self._readable(view), view, number)
         path = self._path(view, number)
+        self._generation(view, number)
         try:
             path.unlink(missing_ok=True)
         except OSError as exc:
@@ -298,6 +301,9 @@ class TableStore(OnlineStore):
         folder = self.folder / view
         if not NAME.match(view) or not folder.is_dir():
             return
+        # it may be damaged, and not of another format
+        self._readable(view)
+        self.generations(view)
         try:
             with locked(folder / ".lock"):
                 (folder / "live.json").unlink(missing_ok=True)

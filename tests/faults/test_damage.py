@@ -91,7 +91,7 @@ def test_unknown_fields_of_pointers_and_leases_are_ignored(delta_to_come: MakeSc
     scene = delta_to_come()
     newest = max((scene.view_folder / "log").glob("0*.json"))
     for path in (newest, scene.view_folder / "refs" / "lease-run.json"):
-        path.write_bytes(sealed(content_of(path.read_bytes()) | {"colour": "green"}))
+        path.write_bytes(sealed(content_of(path.read_bytes(), path) | {"colour": "green"}))
     recover(scene)
     check_everything(scene)
 

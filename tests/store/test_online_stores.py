@@ -488,7 +488,7 @@ def test_a_pointer_comes_back_equal_from_its_bytes() -> None:
 
 
 def test_a_pointer_of_a_later_version_is_read_an_unsealed_one_is_not() -> None:
-    body = content_of(pointer(4).to_bytes()) | {"from_the_future": 1}
+    body = content_of(pointer(4).to_bytes(), "a pointer") | {"from_the_future": 1}
     assert Pointer.from_bytes(sealed(body)) == pointer(4)
     with pytest.raises(ValueError, match="not those that were written"):
         Pointer.from_bytes(json.dumps(body).encode())

@@ -173,7 +173,11 @@ class Meta:
     def of(cls, reply: Sequence[bytes]) -> Meta:
         """The record in the reply of HGETALL, or in some of its fields. What cannot be read of a
         generation makes it one that is to be dropped; a field that is named as none of ours is left
-        alone."""
+        alone.
+
+        Raises:
+            OtherFormatError: its pointer, or what is noted of a generation, is of another format.
+        """
         fields = dict(zip(reply[::2], reply[1::2], strict=True))
         loaded: dict[int, Loaded] = {}
         loading: dict[int, Loading] = {}
@@ -186,9 +190,9 @@ class Meta:
                 continue
             try:
                 if kind == "rows":
-                    loaded[int(rest)] = read_record(Loaded, value)
+                    loaded[int(rest)] = read_record(Loaded, value, _noted(rest))
                 elif kind == "loading":
-                    loading[int(rest)] = read_record(Loading, value)
+                    loading[int(rest)] = read_record(Loading, value, _noted(rest))
             except ValueError:
                 unreadable.add(int(rest))
         pointer = sealed_pointer(fields.get(b"version"), fields.get(b"pointer"))
@@ -243,6 +247,10 @@ def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str
     return found
 
 
+def _noted(number: object) -> str:
+    return f"what Redis has noted of generation {number}"
+
+
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
@@ -257,15 +265,15 @@ def read_pointer(version: bytes, body: bytes, view: str | None, where: str = "")
 
     Raises:
         DamagedPointerError: the bytes are not those that were written.
+        OtherFormatError: it is of another format.
     """
+    named = f"the pointer of {view!r} in {where}" if view else "a pointer in Redis"
     try:
         if version != version_of(body):
             raise ValueError("its bytes are not those that were written")
-        return Pointer.from_bytes(body, view)
+        return Pointer.from_bytes(body, view, named)
     except (ValueError, KeyError, TypeError) as exc:
-        raise DamagedPointerError(
-            f"the pointer of {view!r} in {where} is damaged ({exc}); publish the view again"
-        ) from exc
+        raise DamagedPointerError(f"{named} is damaged ({exc}); publish the view again") from exc
 
 
 def sealed_pointer(version: bytes | None, body: bytes | None) -> Pointer | None:
@@ -295,7 +303,7 @@ def buckets_of(record: bytes | None, view: str, number: int) -> Buckets | None:
         DamagedPointerError: it cannot be read.
     """
     try:
-        return None if record is None else read_record(Loaded, record).buckets
+        return None if record is None else read_record(Loaded, record, _noted(number)).buckets
     except ValueError as exc:
         raise DamagedPointerError(
             f"what is noted of generation {number} of {view!r} is damaged ({exc}); publish the view"

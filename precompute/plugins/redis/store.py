@@ -55,11 +55,11 @@ from precompute.plugins.redis.servers import (
     keep_small,
     replicated,
 )
-from precompute.store.disk.record import replace
+from precompute.store.disk.record import FORMAT, replace
 from precompute.store.errors import ConflictError, OnlineStoreError
 from precompute.store.feature_view import NAME
 from precompute.store.online import kernels
-from precompute.store.online.codec import FORMAT_VERSION, HEADER_BYTES
+from precompute.store.online.codec import HEADER_BYTES
 from precompute.store.online.found_rows import FoundRows, overlaid
 from precompute.store.online.kernels import Rows
 from precompute.store.online.online_store import (
@@ -274,7 +274,7 @@ class RedisStore(OnlineStore):
         started = {
             n: loading
             for n, loading in meta.loading.items()
-            if loading.layout == FORMAT_VERSION
+            if loading.layout == FORMAT
             and loading.generation == replace(generation, number=n)
             # one server holds the note behind the rows it counts; in a cluster another one may have
             # lost them since
@@ -414,7 +414,7 @@ class RedisStore(OnlineStore):
             buckets = Buckets.of(plan.buckets, first)
         loading = Loading(
             generation,
-            FORMAT_VERSION,
+            FORMAT,
             plan.owner,
             secrets.token_hex(8),
             rows_done,
@@ -508,6 +508,8 @@ class RedisStore(OnlineStore):
     def forget(self, view: str) -> None:
         if not NAME.match(view):
             return
+        # nothing of it is of another format
+        self._hashes.read(view)
         self._removal.end(view)
         self._seen.pop(view, None)
 
