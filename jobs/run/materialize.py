@@ -254,8 +254,12 @@ def _reuse_parent(
         with _marking_damage(store, plan.parent):
             now = _judge(job, opened).rejudge(snapshot)
         report.gates, gates = list(now.gates), set(job.options.accept)
-        if now.failed_gates != snapshot.failed_gates:
-            gates |= still_accepted(store, snapshot, now)
+        still = still_accepted(store, snapshot, now)
+        if (
+            now.failed_gates != snapshot.failed_gates
+            or store.refs.accepted(snapshot.number) - still
+        ):
+            gates |= still
             again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
             snapshot = store.commit(again, job.lease)
             report.snapshot, report.status = snapshot.number, "committed"

@@ -20,7 +20,7 @@ from precompute.jobs.run.command_process import Progress, operator
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import PUBLISHING, close_dead, notify, reporting_run
 from precompute.jobs.run.rows.plan import RunOptions
-from precompute.jobs.run.run_view import let_go, naming_view_in_errors, run_view
+from precompute.jobs.run.run_view import let_go, naming_view_in_errors, note_hold, run_view
 from precompute.store.account.account import ROWS, Act, State
 from precompute.store.account.checker import check_live
 from precompute.store.disk.durable_file import spending_reserve
@@ -85,31 +85,41 @@ def rollback(
         reporting_run(store, "rollback", ended) as report,
         contextlib.ExitStack() as resources,
     ):
-        ref = _live(store)
+        _live(store)
         close_dead(store, None, commands=PUBLISHING, own=report.run)
         settings = project.settings
         online = resources.enter_context(
             contextlib.closing(open_online_store(project.online, memory_mb=settings.load_mb))
         )
         publisher = Publisher(store, online, report, progress, lease, memory_mb=settings.memory_mb)
-        repaired = publisher.repair_pointer() and ref.reason.startswith("rollback")
-        finishes = repaired and before is None and to in (None, ref.snapshot)
-        plan = None if finishes else plan_rollback(store, to, before)
-        if plan is None or plan.target == ref.snapshot:
-            # the last rollback was killed half-way, and is finished now; or there is nothing to do
-            report.snapshot, report.epoch = ref.snapshot, ref.epoch
-            report.status = "published" if repaired else "current"
-        else:
-            reason, report.snapshot = f"rollback from {ref.snapshot}", plan.target
-            held = Hold(utc_now(), f"rollback ({operator()})", f"went back from {ref.snapshot}")
-            publisher.publish(
-                plan.target, reason=reason, held=held if hold else None, marks=plan.marks
-            )
-            report.attention += plan.attention
-        now_held = Standing(store).held(store.refs.readable_live())
-        report.held = None if now_held is None else str(now_held)
+        _go_back(store, publisher, report, to, before, hold=hold)
+        note_hold(store, report)
         notify(project.settings.notify, report, project.home)
     return report
+
+
+def _go_back(
+    store: ViewStore,
+    publisher: Publisher,
+    report: Report,
+    to: int | None,
+    before: datetime | None,
+    *,
+    hold: bool,
+) -> None:
+    ref = _live(store)
+    repaired = publisher.repair_pointer() and ref.reason.startswith("rollback")
+    finishes = repaired and before is None and to in (None, ref.snapshot)
+    plan = None if finishes else plan_rollback(store, to, before)
+    if plan is None or plan.target == ref.snapshot:
+        # the last rollback was killed half-way, and is finished now; or there is nothing to do
+        report.snapshot, report.epoch = ref.snapshot, ref.epoch
+        report.status = "published" if repaired else "current"
+        return
+    reason, report.snapshot = f"rollback from {ref.snapshot}", plan.target
+    held = Hold(utc_now(), f"rollback ({operator()})", f"went back from {ref.snapshot}")
+    publisher.publish(plan.target, reason=reason, held=held if hold else None, marks=plan.marks)
+    report.attention += plan.attention
 
 
 def _live(store: ViewStore) -> LiveRef:
@@ -223,8 +233,7 @@ def _marks_of(
             first = back.get(entry.partition) or 0
             if first < entry.number <= newest[entry.partition]:
                 numbers.add(entry.number)
-    reason = f"rolled back from, to snapshot {target}"
-    return {number: store.bad_mark(number, reason) for number in sorted(numbers)}
+    return {number: store.bad_mark(number, "rolled back from") for number in sorted(numbers)}
 
 
 def resume(

@@ -51,7 +51,7 @@ from precompute.store.offline.gc import SWEPT_FOLDERS, collect
 from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE, Hold, run_lease
 from precompute.store.offline.runs import AHEAD_S, Report
 from precompute.store.offline.snapshot import Snapshot, Verdict
-from precompute.store.offline.standing import Refused, Standing, is_earlier, keeps_live
+from precompute.store.offline.standing import Bad, Refused, Standing, is_earlier, keeps_live
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.url import open_online_store
 from precompute.store.times import Partition, parsed_time, utc_now
@@ -147,6 +147,8 @@ def _run(job: Job, report: Report, progress: Progress) -> None:
         report.attention += hooks.committed(job.store, partial(job.project.wants, job.config))
     if options.command != "materialize":
         _publish(job, snapshot, report, progress)
+    else:
+        note_hold(job.store, report)
     late_rows = options.command == "run" and options.backfill is None
     if late_rows and options.partition is not None and snapshot is not None:
         with report.stage("late rows"):
@@ -305,7 +307,7 @@ def _publish(job: Job, snapshot: Snapshot | None, report: Report, progress: Prog
             renews = nothing_new and job.config.renew_unchanged and not snapshot.members
             if is_live and renews:
                 publisher.renew(report.read_at_us)
-            _note_hold(store, report)
+            note_hold(store, report)
         if report.status == "published" or (report.held and report.status == "committed"):
             notify(settings.notify, report, project.home)
         crashpoint("notify")
@@ -367,7 +369,8 @@ def let_go(store: ViewStore, report: Report) -> None:
     report.plan = f"{why}: snapshot {ref.snapshot} stays live, and runs publish again"
 
 
-def _note_hold(store: ViewStore, report: Report) -> None:
+def note_hold(store: ViewStore, report: Report) -> None:
+    """Note in the report that the view is held, and what waits, if it is."""
     held = Standing(store).held(store.refs.readable_live())
     report.held = None if held is None else str(held)
 
@@ -440,8 +443,14 @@ def _go_live(
         publisher.repair_pointer()
     except OnlineStoreError as exc:
         log.warning("view %r: whether readers see what is live is not known: %s", store.name, exc)
-    if isinstance(standing.verdict(snapshot), Refused):
+    found = standing.verdict(snapshot)
+    if isinstance(found, Refused):
         standing.check_publishable(snapshot)
+    if isinstance(found, Bad):
+        report.attention.append(
+            f"snapshot {snapshot.number} builds on snapshot {found.number}, which was marked bad"
+            f" meanwhile ({found.reason}): the next run builds on another one"
+        )
     elif report.status == "running":
         report.snapshot, report.status = snapshot.number, "current"
 

@@ -124,7 +124,7 @@ def publish(folder: Path) -> None:
     for version in map(int, sys.stdin):
         view = {
             "model": {"use": f"{__spec__.name}:Mortal", "args": {"version": version}},
-            "gates": {"rows": None, "rolled_back": None},
+            "gates": {"rows": None},
             "fallback": {"enabled": True, "deadline": "5s", "spare": True},
         }
         try:

@@ -289,7 +289,7 @@ def publish(folder: Path) -> None:
         view = {
             "model": {"use": f"{__spec__.name}:Versioned", "args": {"version": version}},
             "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
-            "gates": {"rows": None, "rolled_back": None},
+            "gates": {"rows": None},
         }
         if version:
             project = make_folder(folder, {"numbers": view}, serve={"workers": 2})

@@ -83,7 +83,7 @@ def test_a_zombie_drops_nothing_that_is_loading_after_a_rollback(delta_to_come: 
     zombie = Child(scene, crash=("online.flip", 1, "stop"))
     zombie.stopped()
     scene.forget_lease()
-    assert act(scene, "rollback") == "published"
+    assert act(scene, "rollback", hold=False) == "published"
     scene.write(changed(scene.rows, [4, 5]))
     other = Child(scene, crash=("index.build", 1, "stop"))
     other.stopped()
@@ -158,6 +158,24 @@ def test_a_rollback_wins_over_a_publishing(point: str, nth: int, delta_to_come: 
     assert ref is not None
     assert (ref.snapshot, list(scene.store.refs.bad())) == (1, [2])
     recover(scene)
+    check_everything(scene)
+
+
+def test_a_run_that_computes_while_somebody_rolls_back_waits(delta_to_come: MakeScene) -> None:
+    scene = delta_to_come()
+    computing = Child(scene, crash=("journal.append", 1, "stop"))
+    computing.stopped()
+    assert act(scene, "rollback") == "published"
+    assert computing.go_on().status == "committed"
+    assert check_readers(scene) == scene.history[0]
+    report = scene.store.runs.reports()[0]
+    # it had begun on what was left
+    assert report.attention == [
+        "snapshot 3 builds on snapshot 2, which was marked bad meanwhile (rolled back from): the"
+        " next run builds on another one"
+    ]
+    assert "; nothing newer waits; " in str(report.held)
+    assert (recover(scene).snapshot, [*scene.store.refs.bad()]) == (4, [2])
     check_everything(scene)
 
 

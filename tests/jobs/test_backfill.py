@@ -442,6 +442,7 @@ def test_the_oldest_comes_first_and_the_newest_goes_live(daily: MakeDaily) -> No
     assert (done.status, [item.state for item in done.items]) == ("done", ["done"] * 2)
     assert committed(project) == [part(1), part(2)]
     assert (live(project), done.published) == (part(2), 2)
+    assert {entry.run for entry in project.store.refs.publishings()} == {done.id}
     check_rows(project, 1, 2)
     lookup = project.open_lookup()
     table = lookup.get("numbers", KEYS, features=["double"])

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from precompute.jobs.run import run_view as run_module
@@ -338,7 +340,7 @@ def test_back_from_a_partition_goes_to_the_one_before_it(make_project: MakeProje
     assert project.rollback().snapshot == 1
 
 
-def test_a_view_that_is_held_stays_so_through_another_rollback_and_a_refused_publishing(
+def test_a_hold_outlasts_what_is_refused(
     versions: Versions,
 ) -> None:
     project = versions(1.0, 10.0, 20.0)
@@ -358,6 +360,58 @@ def test_a_view_that_is_held_stays_so_through_another_rollback_and_a_refused_pub
     assert (served(project), project.live().held) == ((4, 100.0), None)
     versions(7.0)
     assert served(project)[1] == 7.0
+
+
+# ---- before a time, and by the command that published
+
+
+def test_back_to_what_was_live_before_a_time(versions: Versions, capsys: Captured) -> None:
+    project = versions(1.0, 10.0, 100.0)
+    second, third = (entry.published_at for entry in project.store.refs.publishings()[1:])
+    assert project.cli("rollback", "numbers", "--before", "yesterday") == 2
+    assert "--before: 'yesterday': write a date or time" in capsys.readouterr().err
+    assert project.cli("rollback", "numbers", "--before", "2020-01-01") == 1
+    assert "no good snapshot before 3 to go back to" in capsys.readouterr().err
+    assert project.cli("rollback", "numbers", "--before", third, "--to", "1") == 2
+    assert project.cli("rollback", "numbers", "--before", second) == 0
+    assert (served(project), set(project.store.refs.bad())) == ((1, 1.0), {2, 3})
+    # what was live before it is live: it stays as it is
+    live = project.live()
+    assert project.cli("rollback", "numbers", "--before", second) == 0
+    assert (project.report().status, project.live()) == ("current", live)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("numbers: held since ")
+    assert project.cli("rollback", "numbers") == 1  # there is nothing before
+
+
+def test_what_one_command_published_many_times_is_taken_back_as_one(versions: Versions) -> None:
+    """As a backfill does."""
+    project = versions(1.0)
+    for factor in (10.0, 100.0, 7.0):
+        project = make_factor(project, factor)
+        number = project.materialize().snapshot
+        project.publish(snapshot=number, backfill="night")
+    assert [entry.run for entry in project.store.refs.publishings()][1:] == ["night"] * 3
+    project.publish(reload=True)  # what is live is still what the backfill brought
+    assert project.rollback().snapshot == 1
+    assert (served(project), set(project.store.refs.bad())) == ((1, 1.0), {2, 3, 4})
+
+
+def make_factor(project: Scene, factor: float) -> Scene:
+    rows = pa.table({"id": list(KEYS), "x": [key * factor for key in KEYS]})
+    pq.write_table(rows, project.home / "data.parquet")
+    return project.reread()
+
+
+def test_a_damaged_log_of_publishings_leaves_one_step_back(versions: Versions) -> None:
+    project = versions(1.0, 10.0, 100.0)
+    path = project.store.leases / "publishings.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"run", b"rum"))
+    with pytest.raises(SnapshotError, match=r"publishings\.jsonl: line 1 is damaged"):
+        project.rollback(before=datetime(2030, 1, 1, tzinfo=UTC))
+    report = project.rollback()
+    assert report.snapshot == 2
+    (said,) = report.attention
+    assert said.startswith("only what was live last counts, by the live pointer: ")
 
 
 # ---- stores that are damaged, or gone

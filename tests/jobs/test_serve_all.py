@@ -268,6 +268,28 @@ def test_what_was_rolled_back_from_is_not_assembled_again(corpus: Corpus) -> Non
     assert corpus.scene.live().held is None
 
 
+def test_a_backfill_is_taken_back_as_one(
+    corpus: Corpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It publishes again and again; rollback, history and marks take that for one thing."""
+    for day in range(3):
+        corpus.run(day, {day: 1.0})
+    good = corpus.scene.live().snapshot
+    for day, x in ((0, 5.0), (1, 6.0), (3, 7.0)):
+        made = corpus.run(day, {day: x}, "materialize", backfill="night")
+        corpus.scene.publish(snapshot=made.snapshot, backfill="night")
+    assert corpus.served() == {0: 5.0, 1: 6.0, 2: 1.0, 3: 7.0}
+    assert corpus.scene.cli("history", "numbers") == 0
+    assert "by publish (night), the last of 3 publishings" in capsys.readouterr().out
+    assert corpus.scene.rollback().snapshot == good
+    assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0}
+    corpus.run(4, {4: 1.0})
+    assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert corpus.scene.resume().status == "published"
+    assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0}
+    assert corpus.scene.faults() == []
+
+
 def test_a_refused_day_is_left_out_and_too_many_lost_rows_are_refused(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

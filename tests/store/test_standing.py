@@ -107,7 +107,7 @@ def test_each_snapshot_has_one_verdict(store: ViewStore) -> None:
     assert about.rolled_back(store.snapshot(ON_BAD)) == [BAD, GOOD]
 
 
-def test_what_publishing_refuses_is_void_and_nothing_else(store: ViewStore) -> None:
+def test_what_publishing_refuses_is_void_and_what_repeats_what_was_left(store: ViewStore) -> None:
     standing = Standing(store)
     void = {
         number: why
@@ -115,6 +115,8 @@ def test_what_publishing_refuses_is_void_and_nothing_else(store: ViewStore) -> N
         if (why := standing.why_void(s)) is not None
     }
     another = "it builds on snapshot 2: rolled back from"
+    again = "it has the very rows of snapshot 2: rolled back from"
+    assert {number: void.pop(number) for number in (SAME, LAST)} == {SAME: again, LAST: again}
     assert void == {
         BAD: LEFT,
         ON_BAD: another,
