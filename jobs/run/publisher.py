@@ -162,18 +162,22 @@ class Publisher:
         if place is None:
             # what failed publishings had loaded
             self._drop_unused(ref, current)
-            # the root may have been restored from a backup, or the online store emptied
-            numbers = [g.number for g in online.generations(view)]
-            generation = store.refs.claim(max(epoch, *numbers, 0))
+            generation = self._claimed_number(epoch)
             place = self._load(snapshot, ref, generation, reload or damaged)
-        move: dict[str, Any] = {"reason": reason, "held": held, "run": run or report.run}
-        move |= {"marks": marks, "expected_epoch": expected, "above": epoch}
-        ref = self._flip(snapshot, generation, place, move)
+        move = {"reason": reason, "held": held, "run": run or report.run, "marks": marks}
+        number_of = {"expected_epoch": expected, "above": epoch}
+        ref = self._flip(snapshot, generation, place, {**move, **number_of})
         self._drop_unused(ref, current)
         if damaged:
             check_live(store, online, budget_s=0.0, publishing=True)
         report.status, report.epoch = "published", ref.epoch
         return self._pointer(snapshot, ref)
+
+    def _claimed_number(self, epoch: int) -> int:
+        """A generation's number, past all that are there: the root may have been restored from a
+        backup, or the online store emptied."""
+        loaded = self._online.generations(self._store.name)
+        return self._store.refs.claim(max(epoch, *(generation.number for generation in loaded), 0))
 
     def follow(self, *, again: bool = False) -> None:
         """Serve what the root says on this host, too, where it follows one; ``again`` restores what

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from precompute.store.account.account import REFS, note_sighting
+from precompute.store.account.account import REFS, is_live_by_log, note_sighting
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.fallback import (
     Fallback,
@@ -36,7 +36,6 @@ from precompute.store.answers.service import (
     ServicePart,
 )
 from precompute.store.disk.record import plain
-from precompute.store.disk.storage import storage_of
 from precompute.store.doors import MISSES
 from precompute.store.errors import (
     OnlineStoreError,
@@ -44,11 +43,9 @@ from precompute.store.errors import (
     PrecomputeError,
     RequestError,
     RowsLostError,
-    UnreadableError,
 )
 from precompute.store.feature_view import NAME, FeatureView, status_of
 from precompute.store.keys import key_list, key_text, plain_key
-from precompute.store.offline.log import Log
 from precompute.store.online.codec import State
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.kernels import Buffer
@@ -360,13 +357,11 @@ class Lookup:
     def is_lost(self, view: str) -> bool:
         """Whether a view that the online store has no pointer of is live all the same, as the root
         has it: it was flushed, or another server took its place."""
-        if self.root is None or not NAME.match(view) or not storage_of(self.root).local:
-            return False
-        try:
-            state = Log(self.root / view / "log", view).state()
-        except UnreadableError:
-            return True
-        return state.live is not None
+        return (
+            self.root is not None
+            and NAME.match(view) is not None
+            and is_live_by_log(self.root / view)
+        )
 
     def lost(self, there: Collection[str]) -> list[str]:
         """Views that are lost, of all under the root but those that are ``there``."""
