@@ -170,9 +170,9 @@ def plan_rollback(
         earlier = publishings[: first_of_run(ref, publishings)]
         if before is not None:
             earlier = [entry for entry in publishings if went_live(entry) < before]
-        if before is not None and earlier and earlier[-1].snapshot == ref.snapshot:
-            return RollbackPlan(ref.snapshot, {})
         target = standing.before(ref, earlier, only=before is not None)
+        if target == ref.snapshot:
+            return RollbackPlan(target, {})
     else:
         target = to
     snapshot = store.snapshot(target)

@@ -428,8 +428,9 @@ class Standing:
 
     def before(self, ref: LiveRef, publishings: Sequence[Publishing], *, only: bool = False) -> int:
         """Number of the snapshot to go back to from what is live: the last usable one of
-        ``publishings``, the oldest first, or else, but for ``only``, the newest usable one below.
-        One of a later partition is no earlier state.
+        ``publishings``, the oldest first, or else the newest usable one below. With ``only`` it is
+        none below, and what is live itself where it is the last one. One of a later partition is
+        no earlier state.
 
         Raises:
             SnapshotError: there is none; names those there are.
@@ -447,7 +448,7 @@ class Standing:
         earlier = [*(entry.number for entry in below), *(p.snapshot for p in publishings)]
         for number in dict.fromkeys(reversed(earlier)):
             entry = entries.get(number or 0)
-            if entry is None or entry.number == ref.snapshot:
+            if entry is None or (entry.number == ref.snapshot and not only):
                 continue
             if day is not None and (entry.partition or "") > day:
                 continue

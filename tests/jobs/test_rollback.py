@@ -23,7 +23,7 @@ from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.record import replace
 from precompute.store.errors import GateError, PrecomputeError, SnapshotError
 from precompute.store.offline.log import PUBLISH_LEASE, Hold
-from precompute.store.times import containing, shown_time
+from precompute.store.times import containing, parsed_time, shown_time
 from tests.fixtures import MakeProject, Prepared
 from tests.scene import Scene
 
@@ -381,6 +381,14 @@ def test_back_to_what_was_live_before_a_time(versions: Versions, capsys: Capture
     assert (project.report().status, project.live()) == ("current", live)
     assert capsys.readouterr().out.splitlines()[-1].startswith("numbers: held since ")
     assert project.cli("rollback", "numbers") == 1  # there is nothing before
+
+
+def test_what_is_damaged_is_passed_over_before_a_time_and_once(versions: Versions) -> None:
+    project = versions(1.0, 10.0, 100.0)
+    moment = parsed_time(project.store.refs.publishings()[2].published_at)
+    project.store.mark_bad(2, "damaged: …", rows=False)
+    assert [project.rollback(before=moment).status for _ in range(2)] == ["published", "current"]
+    assert (served(project), project.live().snapshot) == ((1, 1.0), 1)
 
 
 def test_what_one_command_published_many_times_is_taken_back_as_one(versions: Versions) -> None:
