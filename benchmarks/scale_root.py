@@ -61,11 +61,11 @@ from pathlib import Path
 from precompute.plugins.object_root.storage import ObjectStorage
 from precompute.store.disk.storage import mount
 from precompute.store.errors import ConflictError
-from precompute.store.offline.log import Refs
+from precompute.store.offline.log import Log
 url, folder, me, races = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 storage = ObjectStorage(url, folder)
 mount(folder, storage)
-refs, created, moved = Refs(folder / "refs", "items"), [], []
+refs, created, moved = Log(folder / "log", "items"), [], []
 began = float(sys.stdin.readline())
 for race in range(races):
     time.sleep(max(0.0, began + race / 2 - time.time()))

@@ -430,16 +430,16 @@ def test_a_damaged_pointer_is_mended_by_publishing_again(
     project = make_project([(1, 1.0)], project={"online": "table:./online"})
     project.run()
     path = (
-        project.root / "numbers" / "refs"
+        project.root / "numbers" / "log" / f"{1:020d}.json"
         if where == "offline"
-        else project.folder / "online" / "numbers"
+        else project.folder / "online" / "numbers" / "live.json"
     )
-    (path / "live.json").write_bytes(text)
+    path.write_bytes(text)
     assert project.publish().status == "published"
     assert project.served([1]) == (1, [2.0])
     assert epochs(project) == (
         (2, 2) if where == "offline" else (1, 1)
-    )  # what tells it all is the offline pointer
+    )  # what tells it all is the log
 
 
 # ---- pointers that disagree

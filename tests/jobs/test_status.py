@@ -128,7 +128,7 @@ def test_a_failed_run_shows_beside_what_is_still_live(make_project: MakeProject)
     assert selected(project, Selection(failed=True)) == ["numbers"]
 
 
-@pytest.mark.parametrize("file", ["refs/live.json", f"manifests/{1:020d}.json"])
+@pytest.mark.parametrize("file", [f"log/{1:020d}.json", f"manifests/{1:020d}.json"])
 def test_a_damaged_file_is_an_error_and_the_other_views_have_their_lines(
     make_project: MakeProject, file: str
 ) -> None:
