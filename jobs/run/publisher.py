@@ -165,8 +165,8 @@ class Publisher:
             generation = self._claimed_number(epoch)
             place = self._load(snapshot, ref, generation, reload or damaged)
         move = {"reason": reason, "held": held, "run": run or report.run, "marks": marks}
-        number_of = {"expected_epoch": expected, "above": epoch}
-        ref = self._flip(snapshot, generation, place, {**move, **number_of})
+        epochs = {"expected_epoch": expected, "above": max(epoch, generation - 1)}
+        ref = self._flip(snapshot, generation, place, {**move, **epochs})
         self._drop_unused(ref, current)
         if damaged:
             check_live(store, online, budget_s=0.0, publishing=True)
