@@ -118,7 +118,6 @@ def _go_back(
     reason, report.snapshot = f"rollback from {ref.snapshot}", plan.target
     held = Hold(utc_now(), f"rollback ({operator()})", f"went back from {ref.snapshot}")
     publisher.publish(plan.target, reason=reason, held=held if hold else None, marks=plan.marks)
-    report.attention += plan.attention
 
 
 def _live(store: ViewStore) -> LiveRef:
