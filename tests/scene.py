@@ -22,7 +22,7 @@ from precompute.jobs.run.run_view import plan_view, run_view
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.store.answers.fallback import Computed
 from precompute.store.answers.lookup import Lookup
-from precompute.store.offline.refs import LiveRef
+from precompute.store.offline.log import LiveRef
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing

@@ -448,7 +448,7 @@ def _reconcile(arguments: argparse.Namespace) -> int:
             if reconcile(project, view, progress_for(arguments.json), finished=finished) is None:
                 store = project.stored(view)
                 documents.append({"view": store.name, "status": "current"})
-                if trouble := read_account(store.refs.folder, store.name).trouble:
+                if trouble := read_account(store.leases, store.name).trouble:
                     raise SnapshotError("; ".join(trouble))
                 if not arguments.json:
                     print(

@@ -52,12 +52,13 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
         of each event ``at`` (ISO 8601 in UTC; None where it cannot be read), ``kind``, and what is
         known of it: a ``snapshot`` as ``snapshots`` lists it; a ``run`` with id, command, status,
         seconds (None of one that goes on, or was killed), snapshot and error; a ``pointer`` that
-        moved to a snapshot (None: the view was dropped), with epoch, reason, and the ``run`` that
-        moved it; a backfill that moved it several times in a row is one of so many ``publishings``.
+        moved to a snapshot (None: the view was dropped, or the log does not say), with epoch,
+        reason, and the ``run`` that moved it; a backfill that moved it several times in a row is
+        one of so many ``publishings``.
 
     Raises:
         ConfigError: no such view, neither configured nor in the offline store.
-        SnapshotError: the live pointer, or the log of publishings, cannot be read.
+        UnreadableError: the log cannot be read now.
     """
     store = project.stored(view)
     events = [
@@ -85,7 +86,7 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
                 "kind": "pointer",
                 "epoch": entry.epoch,
                 "snapshot": entry.snapshot,
-                "reason": entry.reason,
+                "reason": entry.reason or entry.unknown,
                 "run": entry.run,
                 "publishings": 1 + len(before),
             }

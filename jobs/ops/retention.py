@@ -29,7 +29,7 @@ from precompute.store.errors import (
 )
 from precompute.store.feature_view import NAME, FeatureView
 from precompute.store.offline.gc import Garbage, collect, damage, forget
-from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE
+from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Entry, Snapshot
 from precompute.store.offline.standing import Bad, Standing
@@ -95,7 +95,8 @@ def _readers(project: Project, store: ViewStore) -> list[str]:
     name, offline = store.name, store.offline
     readers = {other for other, view in project.views.items() if name in view.inputs()}
     for other in offline.views():
-        ref = offline.view(other).refs.readable_live()
+        # where it is not known what is live, what was known before
+        ref = offline.view(other).refs.state().live
         try:
             if ref is not None and name in offline.view(other).snapshot(ref.snapshot).inputs:
                 readers.add(other)

@@ -31,7 +31,7 @@ from precompute.store.errors import (
 from precompute.store.feature_view import status_of
 from precompute.store.offline import hooks
 from precompute.store.offline.gc import damage
-from precompute.store.offline.refs import LiveRef
+from precompute.store.offline.log import LiveRef
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
@@ -234,7 +234,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         account = check_live(store, online, budget_s=LOOK_S / len(project.names))
     except PrecomputeError as exc:
         account, answers = (
-            read_account(store.refs.folder, name),
+            read_account(store.leases, name),
             not isinstance(exc, OnlineStoreError),
         )
         attention.append(str(exc) if answers else f"whether it is served is not known: {exc}")
@@ -289,7 +289,7 @@ def _held(store: ViewStore, ref: LiveRef | None) -> dict[str, Any] | None:
 def _behind_root(store: ViewStore, *, why: bool = True) -> list[str]:
     """How long a server on this host has not served what the root says, and ``why``, in words;
     nothing where it does, or there is none."""
-    followed, now_us = read_followed(store.refs.folder), time.time_ns() // 1000
+    followed, now_us = read_followed(store.leases), time.time_ns() // 1000
     if followed is None or followed.noted_at_us < now_us - BEHIND_S * 1e6:
         return []
     behind_s = followed.behind_s(now_us)

@@ -15,7 +15,7 @@ from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.record import plain
 from precompute.store.errors import OnlineStoreError, PrecomputeError
 from precompute.store.history.changes import Changes
-from precompute.store.offline.refs import Place
+from precompute.store.offline.log import Place
 from precompute.store.offline.runs import Report
 from precompute.store.offline.selection import reading_file
 from precompute.store.offline.snapshot import Snapshot

@@ -1,8 +1,8 @@
 """Publisher: makes a snapshot live: loads it into the online store and the vector index, verifies
 it, and moves the live pointer; renews, repairs and degrades that pointer, too.
 
-Order: generation and index beside what is live → read back → live.json by compare-and-swap → the
-online pointer. A reader follows only the online pointer, so it sees rows and index of one snapshot.
+Order: generation and index beside what is live → read back → an event of the log → the online
+pointer. A reader follows only the online pointer, so it sees rows and index of one snapshot.
 Of a snapshot that builds on what is live only the rows that changed are loaded, as an overlay;
 overlays are merged as deltas are, so that readers have few to read.
 """
@@ -38,8 +38,8 @@ from precompute.store.errors import (
 )
 from precompute.store.history.changes import Changes, shared_segments
 from precompute.store.offline import hooks
+from precompute.store.offline.log import BadMark, Hold, LiveRef, Place
 from precompute.store.offline.part_file import layers_that_stay
-from precompute.store.offline.refs import BadMark, Hold, LiveRef, Place
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
@@ -156,23 +156,28 @@ class Publisher:
                 return pointer
         standing.check_publishable(snapshot)
         report.snapshot, report.model = number, snapshot.model
-        # above the epochs of both pointers: the root may have been restored from a backup, or the
-        # online store emptied
-        expected = 0 if ref is None else ref.epoch
-        epoch = store.refs.claim_epoch(max(epoch, *(g.number for g in online.generations(view)), 0))
+        generation, expected = 0, 0 if ref is None else ref.epoch
         reload = reload or (damaged and live is not None)
         place = None if reload else self._retained(snapshot, ref)
         if place is None:
             # what failed publishings had loaded
             self._drop_unused(ref, current)
-            place = self._load(snapshot, ref, epoch, reload or damaged)
+            generation = self._claimed_number(epoch)
+            place = self._load(snapshot, ref, generation, reload or damaged)
         move = {"reason": reason, "held": held, "run": run or report.run, "marks": marks}
-        ref = self._flip(snapshot, expected, epoch, place, move)
+        epochs = {"expected_epoch": expected, "above": max(epoch, generation - 1)}
+        ref = self._flip(snapshot, generation, place, {**move, **epochs})
         self._drop_unused(ref, current)
         if damaged:
             check_live(store, online, budget_s=0.0, publishing=True)
-        report.status, report.epoch = "published", epoch
+        report.status, report.epoch = "published", ref.epoch
         return self._pointer(snapshot, ref)
+
+    def _claimed_number(self, epoch: int) -> int:
+        """A generation's number, past all that are there: the root may have been restored from a
+        backup, or the online store emptied."""
+        loaded = self._online.generations(self._store.name)
+        return self._store.refs.claim(max(epoch, *(generation.number for generation in loaded), 0))
 
     def follow(self, *, again: bool = False) -> None:
         """Serve what the root says on this host, too, where it follows one; ``again`` restores what
@@ -201,7 +206,7 @@ class Publisher:
         return pointer
 
     def repair_pointer(self) -> bool:
-        """Flip the online pointer to what ``live.json`` says, where a crash between the two left it
+        """Flip the online pointer to what the log says, where a crash between the two left it
         behind; returns whether it did."""
         ref, current = self._store.refs.readable_live(), self._current()
         if ref is None or (
@@ -244,7 +249,7 @@ class Publisher:
         ref = self._store.refs.renew_live(ref, renewed_at_us, self._lease)
         self._flip_online(self._pointer(self._store.snapshot(ref.snapshot), ref))
 
-    def _load(self, snapshot: Snapshot, ref: LiveRef | None, epoch: int, reload: bool) -> Place:
+    def _load(self, snapshot: Snapshot, ref: LiveRef | None, number: int, reload: bool) -> Place:
         """Load a snapshot: as an overlay over what is live, or over its lower layers, where it
         builds on them and little changed since; else as a base. Nothing is loaded if no row
         changed."""
@@ -255,23 +260,23 @@ class Publisher:
             if not rows:
                 return place
             below, _ = place.layers[-1]
-            generation, terms = self._prepare(snapshot, epoch, below, rows)
+            generation, terms = self._prepare(snapshot, number, below, rows)
             # not in a lossy store: if it evicts an overlay's rows, those below are served again
             if not terms.lossy:
                 self._loader.load(generation, snapshot, changes, terms.rows_done, place)
                 overlay = generation.number, snapshot.number
                 return replace(place, overlays=(*place.overlays, overlay))
-        generation, terms = self._prepare(snapshot, epoch, None, snapshot.rows)
+        generation, terms = self._prepare(snapshot, number, None, snapshot.rows)
         self._loader.load(generation, snapshot, None, terms.rows_done)
         return Place(generation.number, snapshot.number, lossy=terms.lossy)
 
     def _prepare(
-        self, snapshot: Snapshot, epoch: int, below: int | None, rows: int
+        self, snapshot: Snapshot, number: int, below: int | None, rows: int
     ) -> tuple[Generation, Terms]:
         """A new generation of a snapshot, over ``below`` if any, and the store's terms for it; an
         interrupted load of the same is resumed under its own number."""
         tag = schema_tag(snapshot.view)
-        generation = Generation(epoch, snapshot.number, below, snapshot.run, tag)
+        generation = Generation(number, snapshot.number, below, snapshot.run, tag)
         terms = self._loader.prepare(generation, snapshot, rows)
         self._lease.check()
         if terms.number is not None:
@@ -339,30 +344,24 @@ class Publisher:
     def _flip(
         self,
         snapshot: Snapshot,
-        expected: int,
-        epoch: int,
+        generation: int,
         place: Place,
         move: Mapping[str, Any],
     ) -> LiveRef:
-        refs, lease = self._store.refs, self._lease
+        """Move the live pointer, and the online one; ``generation`` is what was loaded for it, 0
+        for nothing."""
+        refs = self._store.refs
         with self._report.stage("flip"):
             try:
-                ref = refs.move_live(
-                    snapshot.number,
-                    expected_epoch=expected,
-                    epoch=epoch,
-                    place=place,
-                    lease=lease,
-                    **move,
-                )
+                ref = refs.move_live(snapshot.number, place=place, lease=self._lease, **move)
             except ConflictError:
                 # another run was first: what was loaded here will never be read, unless the reply
                 # to the move was lost and a later pointer names it as what was before
                 later = refs.readable_live()
-                if epoch in place.generations and epoch not in self._in_use(later, None):
+                if generation in place.generations and generation not in self._in_use(later, None):
                     with contextlib.suppress(OnlineStoreError):
-                        self._online.drop(self._store.name, epoch)
-                    shutil.rmtree(self._store.index_folder(epoch), ignore_errors=True)
+                        self._online.drop(self._store.name, generation)
+                    shutil.rmtree(self._store.index_folder(generation), ignore_errors=True)
                 raise
             self._flip_online(self._pointer(snapshot, ref))
             crashpoint("online.flip")

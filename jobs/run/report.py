@@ -42,7 +42,7 @@ from precompute.store.errors import (
     SnapshotError,
     UnreadableError,
 )
-from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.log import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import duration, utc_now

@@ -48,7 +48,7 @@ from precompute.store.errors import (
 )
 from precompute.store.offline import hooks
 from precompute.store.offline.gc import SWEPT_FOLDERS, collect
-from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, Hold, run_lease
+from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE, Hold, run_lease
 from precompute.store.offline.runs import AHEAD_S, Report
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.standing import Bad, Refused, Standing, is_earlier, keeps_live
@@ -428,9 +428,8 @@ def _go_live(
             run=options.backfill,
         )
         return
-    ref = store.refs.readable_live()
     # a hold is easily forgotten
-    level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO
+    level = logging.INFO if store.refs.held() is None else logging.WARNING
     log.log(
         level,
         "view %r: snapshot %d is not published: %s",

@@ -15,9 +15,9 @@ from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import disk_message, sync_folder
 from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.storage import Item
-from precompute.store.errors import ConflictError, SnapshotError
+from precompute.store.errors import ConflictError, SnapshotError, UnreadableError
 from precompute.store.offline import hooks
-from precompute.store.offline.refs import BadMark, run_lease
+from precompute.store.offline.log import BadMark, run_lease
 from precompute.store.offline.runs import NAME as JOURNAL
 from precompute.store.offline.runs import run_of_folder
 from precompute.store.offline.snapshot import Catalog, Entry
@@ -108,9 +108,9 @@ def collect(
         except OSError as exc:
             raise SnapshotError(disk_message(store.manifest_path(0).parent, exc)) from exc
         try:
-            store.refs.thin_log(store.numbers())
-        except SnapshotError as exc:
-            # nothing is in its way but a file that is longer than it need be
+            store.refs.thin(store.numbers())
+        except (SnapshotError, UnreadableError) as exc:
+            # nothing is in its way but a log that is longer than it need be
             log.warning("%s", exc)
     return gone + _collect_files(
         store, catalog, retained, leases, held_s, young_s, dry_run=dry_run, swept=swept
@@ -289,7 +289,11 @@ def _inputs_of_others(
     committed stay."""
     inputs: set[int] = set()
     for other in map(store.offline.view, store.offline.views()):
-        ref = other.refs.readable_live()
+        state = other.refs.state()
+        if state.unknown:
+            # nor is it what it was computed from
+            inputs.update(manifests)
+        ref = state.live
         for number in () if ref is None else (ref.snapshot, ref.previous):
             path = other.manifest_path(number or 0)
             item = None if number is None else other.storage.stat(path)
@@ -350,7 +354,7 @@ def _orphans(
             yield from (Garbage(*item[:2], why) for item in sorted(files))
         if run in journals and run / JOURNAL not in {item.path for item in items}:
             yield Garbage(run / JOURNAL, 0, f"run {run.name} did not commit")
-    names = (*("manifests", "segments", "refs", "refs/bad", "refs/pins", "refs/accepts", "runs"),)
+    names = ("manifests", "segments", "log", "refs", "runs")
     listed = {name: sorted(storage.items(folder / name)) for name in (*names, "refs/running")}
     for name in names:
         for item in listed[name]:

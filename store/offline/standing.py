@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from precompute.store.errors import GateError, SnapshotError
-from precompute.store.offline.refs import BadMark, Hold, LiveRef, Publishing
+from precompute.store.offline.log import BadMark, Hold, LiveRef, Publishing
 from precompute.store.offline.snapshot import Entry, Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import shown_time
@@ -154,8 +154,8 @@ class Standing:
         return {**self._left, **self._store.refs.bad()}
 
     @cached_property
-    def _accepted(self) -> set[int]:
-        return set(self._store.refs.marked("accepts"))
+    def _accepted(self) -> Mapping[int, tuple[str, ...]]:
+        return self._store.refs.state().accepted
 
     # ---- one snapshot
 
@@ -173,10 +173,8 @@ class Standing:
     def refused_by(self, snapshot: Snapshot | Entry) -> tuple[str, ...]:
         """The gates that refuse a snapshot and that nobody accepted for it."""
         failed = snapshot.failed_gates
-        if failed and snapshot.number in self._accepted:
-            accepted = self._store.refs.accepted(snapshot.number)
-            failed = tuple(gate for gate in failed if gate not in accepted)
-        return failed
+        accepted = self._accepted.get(snapshot.number, ()) if failed else ()
+        return tuple(gate for gate in failed if gate not in accepted)
 
     def why_void(self, snapshot: Snapshot) -> str | None:
         """Why a snapshot is no best known history: what publishing would refuse is none. None where
@@ -264,10 +262,10 @@ class Standing:
         """Why what is live stays, whatever a run of this partition (None: of a view that has none)
         computes; None where it does not."""
         ref = self._store.refs.readable_live()
+        if (held := self.held(ref)) is not None:
+            return f"the view is {held}"
         if ref is None:
             return None
-        if ref.held is not None:
-            return f"the view is {self.held(ref)}"
         live = self._live(ref)
         if (
             live is not None
@@ -279,13 +277,15 @@ class Standing:
         return None
 
     def held(self, ref: LiveRef | None) -> Held | None:
-        """That the view is held, and what waits; None where it is not."""
-        if ref is None or ref.held is None:
+        """That the view is held, and what waits; None where it is not. That it is held is known
+        where what is live is not (``ref`` is None)."""
+        hold = self._store.refs.held() if ref is None else ref.held
+        if hold is None:
             return None
-        waits = self.waiting(ref)
+        waits = None if ref is None else self.waiting(ref)
         if waits is None:
-            return Held(self._store.name, ref.held, None, None)
-        return Held(self._store.name, ref.held, waits.number, self.repeats(waits))
+            return Held(self._store.name, hold, None, None)
+        return Held(self._store.name, hold, waits.number, self.repeats(waits))
 
     def waiting(self, ref: LiveRef) -> Snapshot | None:
         """The snapshot that would be published were the view not held: the newest usable one, if it

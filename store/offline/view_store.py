@@ -27,6 +27,7 @@ from precompute.store.disk.record import replace
 from precompute.store.disk.storage import LOCAL, File, no_answer, storage_of
 from precompute.store.errors import SnapshotError, UnreadableError
 from precompute.store.feature_view import NAME
+from precompute.store.offline.log import BadMark, Log, run_lease
 from precompute.store.offline.part_file import (
     Layers,
     check_rows,
@@ -34,7 +35,6 @@ from precompute.store.offline.part_file import (
     row_bytes,
     write_part_file,
 )
-from precompute.store.offline.refs import BadMark, Refs, run_lease
 from precompute.store.offline.runs import Journals, Runs
 from precompute.store.offline.segment import (
     Kills,
@@ -92,14 +92,14 @@ class ViewStore:
     """One view's folder; made by :meth:`OfflineStore.view`. ``snapshot`` arguments are of this
     view.
 
-    ``refs`` are the live pointer and the marks, ``runs`` the reports, ``journals`` what unfinished
-    runs leave to the next.
+    ``refs`` is the log of what is live, and of marks, ``runs`` the reports, ``journals`` what
+    unfinished runs leave to the next.
     """
 
     def __init__(self, offline: OfflineStore, name: str) -> None:
         self.offline, self.name, self.folder = offline, name, offline.root / name
         self.storage = storage_of(self.folder)
-        self.refs = Refs(self.folder / "refs", name)
+        self.refs = Log(self.folder / "log", name)
         self.runs = Runs(self.folder / "runs", self.folder / "refs" / "running", name)
         self.journals = Journals(self.folder, self._committed)
         self._catalog: Catalog | None = None
@@ -133,12 +133,13 @@ class ViewStore:
 
     @property
     def leases(self) -> Path:
-        """Folder of the leases: see :mod:`precompute.store.disk.lease`."""
-        return self.refs.folder
+        """Folder of the leases (:mod:`precompute.store.disk.lease`), and of what processes note
+        beside the log."""
+        return self.folder / "refs"
 
     @property
     def _catalog_path(self) -> Path:
-        return self.refs.folder / "catalog.jsonl"
+        return self.leases / "catalog.jsonl"
 
     def manifest_path(self, number: int) -> Path:
         """The file that is the commit of a snapshot."""
@@ -616,7 +617,7 @@ class ViewStore:
             crashpoint("verify")
             while True:
                 # A bad one may be gone, its number stays taken.
-                taken = {*self.numbers(), *self.refs.marked("bad")}
+                taken = {*self.numbers(), *self.refs.bad()}
                 number = max(taken, default=0) + 1
                 if lease is not None:
                     lease.check()
@@ -652,7 +653,7 @@ class ViewStore:
     def mark_bad(
         self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None
     ) -> None:
-        """Mark a snapshot bad: see :meth:`Refs.mark_bad`, and :meth:`bad_mark`.
+        """Mark a snapshot bad: see :meth:`Log.mark_bad`, and :meth:`bad_mark`.
 
         Raises:
             SnapshotError: the file system failed.

@@ -104,7 +104,7 @@ class View(RuleBasedStateMachine):
         else:
             self.may_be()
 
-    @rule(hold=st.booleans(), point=st.sampled_from(["", "live.write", "live.cas", "online.flip"]))
+    @rule(hold=st.booleans(), point=st.sampled_from(["", "log.write", "log.link", "online.flip"]))
     def rollback(self, hold: bool, point: str) -> None:
         crashpoint.arm(point, 1, "raise")
         try:

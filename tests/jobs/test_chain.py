@@ -107,7 +107,7 @@ def test_nothing_moves_where_one_cannot_go_back(nights: Scene, capsys: Captured)
 def test_what_fails_half_way_is_told_and_finished_by_the_same_command(
     nights: Scene, capsys: Captured
 ) -> None:
-    crashpoint.arm("live.write", 2, "eio")
+    crashpoint.arm("log.write", 2, "eio")
     capsys.readouterr()
     assert nights.cli("rollback", "numbers+") == 1
     crashpoint.disarm()
@@ -120,7 +120,7 @@ def test_what_fails_half_way_is_told_and_finished_by_the_same_command(
     assert live(nights) == FIRST
 
 
-@pytest.mark.parametrize(("point", "nth"), [("live.cas", 2), ("online.flip", 2), ("live.cas", 3)])
+@pytest.mark.parametrize(("point", "nth"), [("log.link", 2), ("online.flip", 2), ("log.link", 3)])
 def test_what_was_killed_half_way_is_finished_by_the_same_command(
     nights: Scene, point: str, nth: int
 ) -> None:

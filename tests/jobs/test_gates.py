@@ -301,9 +301,9 @@ def test_a_gate_is_accepted_by_name_on_a_later_publish(
     assert project.cli("publish", "numbers", "--snapshot", "2", "--accept", gate) == 0
     assert project.report().plan == f"{gate} of snapshot 2 accepted"
     assert (project.numbers(), *live(project)) == ([1, 2], 2, 2)
-    note = json.loads(project.store.refs.acceptance_path(2).read_bytes())
-    assert (note["gates"], note["reason"]) == ([gate], "by --accept")
-    assert note["by"] == f"publish ({operator()})"
+    (note,) = (event for event in project.store.refs.events() if event.kind == "accept")
+    assert (note.snapshot, note.gates, note.reason) == (2, (gate,), "by --accept")
+    assert note.by == f"publish ({operator()})"
     assert project.run().status == "current"  # nothing is left to be refused
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from precompute.store.disk.lease import take
 from precompute.store.errors import ConflictError, FencedError, RejectedError
 from precompute.store.offline import gc as gc_module
 from precompute.store.offline.gc import Garbage, collect
-from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
+from precompute.store.offline.log import PUBLISH_LEASE, run_lease
 from tests import REPOSITORY
 from tests.fixtures import MakeProject, Prepared
 from tests.jobs.test_run_all import view as doubled
@@ -243,12 +244,15 @@ def test_the_newest_of_every_partition_stays(make_project: MakeProject) -> None:
 
 def test_without_a_readable_pointer_no_snapshot_goes(prepared: Prepared) -> None:
     project = prepared(published, [1.0, 2.0, 3.0, 4.0])
-    path = project.root / "numbers" / "refs" / "live.json"
+    log = project.root / "numbers" / "log"
+    for path in log.glob("state-*"):
+        path.unlink()
+    path = max(log.glob("0*.json"))
     for damage in (b"{", b""):
         path.write_bytes(damage)
         gc(project)
         assert project.numbers() == [1, 2, 3, 4]
-    path.unlink()
+    shutil.rmtree(log)
     gc(project)
     assert project.numbers() == [1, 2, 3, 4]
     reads_well(project)
@@ -340,12 +344,12 @@ def test_what_nothing_names_goes_after_the_grace(
 ) -> None:
     project = prepared(published, [1.0])
     monkeypatch.setattr(gc_module, "MOST_REPORTS", 1)
-    refs = project.store.refs.folder
+    refs = project.store.leases
     left = [
         project.store.data / "20000101T000000.000000Z-killed" / "part-00000.parquet",
         project.store.manifest_path(1).with_name(".20000101.tmp"),
-        refs / ".live.json.1.tmp",
-        refs / "bad" / ".1.9.tmp",
+        refs / ".lease-run.json.1.tmp",
+        project.root / "numbers" / "log" / ".00000000000000000009.1-2.tmp",
         project.store.runs.folder / ".x.json.1.tmp",
         refs / "running" / "20000101T000000.000000Z-killed",
         project.store.runs.folder / "20000101T000000.000000Z-older.json",

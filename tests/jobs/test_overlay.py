@@ -12,8 +12,8 @@ import pytest
 from precompute.jobs.run.publisher import BASE_ROWS
 from precompute.jobs.run.rows import chunks
 from precompute.store.disk.record import replace
+from precompute.store.offline.log import Place
 from precompute.store.offline.part_file import MOST_OVER_BASE
-from precompute.store.offline.refs import Place
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import schema_tag

@@ -14,7 +14,7 @@ from precompute.jobs.run.judge.value_gates import Verdicts
 from precompute.jobs.run.judge.vector_gates import judge_packed
 from precompute.store.errors import GateError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.refs import Place
+from precompute.store.offline.log import Place
 from precompute.store.online.row_values import packed_vectors, unpacked_vectors
 from tests.fixtures import MakeProject
 from tests.scene import Scene

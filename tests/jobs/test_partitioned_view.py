@@ -362,7 +362,7 @@ def test_what_is_resumed_is_of_the_same_partition(
 @pytest.mark.usefixtures("impatient")
 def test_two_partitions_run_at_once_and_one_only_once(make_project: MakeProject) -> None:
     from precompute.store.errors import ConflictError
-    from precompute.store.offline.refs import run_lease
+    from precompute.store.offline.log import run_lease
 
     project = make(make_project)
     folder = project.store.leases

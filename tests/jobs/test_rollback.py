@@ -22,7 +22,7 @@ from precompute.store.disk.crashpoint import InjectedError
 from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.record import replace
 from precompute.store.errors import GateError, PrecomputeError, SnapshotError
-from precompute.store.offline.refs import PUBLISH_LEASE, Hold
+from precompute.store.offline.log import PUBLISH_LEASE, Hold
 from precompute.store.times import containing, parsed_time, shown_time
 from tests.fixtures import MakeProject, Prepared
 from tests.scene import Scene
@@ -410,16 +410,15 @@ def make_factor(project: Scene, factor: float) -> Scene:
     return project.reread()
 
 
-def test_a_damaged_log_of_publishings_leaves_one_step_back(versions: Versions) -> None:
+def test_where_it_is_not_known_what_was_live_before_a_person_names_it(versions: Versions) -> None:
+    """It goes no step too far."""
     project = versions(1.0, 10.0, 100.0)
-    path = project.store.refs.folder / "publishings.jsonl"
+    path = project.store.refs.path(2)
     path.write_bytes(path.read_bytes().replace(b"run", b"rum"))
-    with pytest.raises(SnapshotError, match=r"publishings\.jsonl: line 1 is damaged"):
-        project.rollback(before=datetime(2030, 1, 1, tzinfo=UTC))
-    report = project.rollback()
-    assert report.snapshot == 2
-    (said,) = report.attention
-    assert said.startswith("only what was live last counts, by the live pointer: ")
+    for before in (None, parsed_time(project.live().at)):
+        with pytest.raises(SnapshotError, match=r"is not known, since .*2\.json is damaged.*--to"):
+            project.rollback(before=before)
+    assert project.rollback(to=2).snapshot == 2
 
 
 # ---- stores that are damaged, or gone
@@ -491,7 +490,7 @@ def test_the_operators_command_is_called(versions: Versions, tmp_path: Path) -> 
     script = f"import os; open({str(noted)!r}, 'a').write(' '.join(os.environ['NOTIFY_' + n][-32:] for n in {names}) + chr(10))"
     project = versions(1.0, 10.0, project={"notify": [sys.executable, "-c", script]})
     crashpoint.arm(
-        "live.cas", mode="raise"
+        "log.link", mode="raise"
     )  # the rows are another's by now, and the online store does not know
     with pytest.raises(InjectedError):
         project.rollback()
@@ -513,7 +512,7 @@ def test_a_rollback_that_was_killed_is_finished_or_overruled(
     versions: Versions, to: int | None, goes_to: int
 ) -> None:
     project = versions(1.0, 10.0, 100.0)
-    crashpoint.arm("live.cas", mode="raise")
+    crashpoint.arm("log.link", mode="raise")
     with pytest.raises(InjectedError):
         project.rollback()
     crashpoint.disarm()
@@ -523,14 +522,13 @@ def test_a_rollback_that_was_killed_is_finished_or_overruled(
 
 def test_a_run_of_a_held_view_finishes_what_a_killed_rollback_began(versions: Versions) -> None:
     project = versions(1.0, 10.0)
-    crashpoint.arm("live.cas", mode="raise")
+    crashpoint.arm("log.link", mode="raise")
     with pytest.raises(InjectedError):
         project.rollback()
     crashpoint.disarm()
     held = project.live().held
     assert (project.live().snapshot, served(project)) == (1, (2, 10.0))
-    assert set(project.store.refs.bad()) == {2}  # by the pointer: no file was written
-    assert project.store.refs.marked("bad") == []
+    assert set(project.store.refs.bad()) == {2}
     assert project.run(full=True).status == "committed"
     assert (project.live().held, served(project)) == (held, (1, 1.0))
     assert project.faults() == []

@@ -31,7 +31,7 @@ from precompute.store.errors import (
     SourceError,
 )
 from precompute.store.offline.gc import SWEPT_FOLDERS
-from precompute.store.offline.refs import run_lease
+from precompute.store.offline.log import STATE_EVERY, run_lease
 from precompute.store.offline.runs import Journals
 from precompute.store.times import containing
 from tests import REPOSITORY
@@ -423,11 +423,12 @@ def blocked_by_a_folder(path: Path) -> None:
 FILES = (
     "var",
     "var/numbers",
-    *(f"var/numbers/{name}" for name in ("data", "manifests", "refs", "runs", "index")),
+    *(f"var/numbers/{name}" for name in ("data", "manifests", "refs", "log", "runs", "index")),
 )
 LEASES = ("refs/lease-run.json", "refs/lease-publish.json")
 FOLDERS = tuple(
-    f"var/numbers/{name}" for name in (*LEASES, "refs/.lock", "refs/epoch.json", "refs/live.json")
+    f"var/numbers/{name}"
+    for name in (*LEASES, "refs/.lock", "log/.lock", "log/claimed.json", f"log/{2:020d}.json")
 )
 BLOCKS = [
     *((name, blocked_by_a_file) for name in (*FILES, "online", "online/numbers")),
@@ -476,7 +477,8 @@ def test_whatever_cannot_be_read_ends_in_a_message(
     if command == ["status"]:
         assert captured.out.splitlines()[1].startswith("numbers ")
         # it looks at all of them but the reports, which are skipped
-        assert code == (0 if where == "var/numbers/runs" else 1)
+        # nothing that says what is live lies there
+        assert code == (0 if where in ("var/numbers/runs", "var/numbers/refs") else 1)
     else:
         assert code == (1 if where.startswith("online") else 0)
         assert captured.err.startswith("precompute: ") == (code != 0)
@@ -560,7 +562,10 @@ def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
         few = few or seen
     folders = {path for path in seen if Path(path).parent.name == "data"}
     assert len(folders) <= SWEPT_FOLDERS + 2
-    assert len(seen) - len(folders) <= len(few)
+    # of the log as many events as one state is written down after
+    events = {path for path in seen if Path(path).parent.name == "log"}
+    assert len(events) <= STATE_EVERY + 3
+    assert len(seen) - len(folders) - len(events) <= len(few)
 
 
 def test_the_runs_of_many_partitions_do_not_read_all_manifests(

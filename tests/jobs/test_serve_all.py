@@ -396,7 +396,7 @@ def test_a_damaged_partition_is_reported_and_computed_again(corpus: Corpus) -> N
     [
         "part.rename:2",
         "manifest.link:2",
-        "live.cas:1",
+        "log.link:1",
         "online.flip:1",
     ],
 )

@@ -17,7 +17,7 @@ import pytest
 from precompute.jobs.ops.verify import Check, verify
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import plain, replace
-from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.log import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import OnlineStore
@@ -131,7 +131,7 @@ def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(
         take(store.leases, PUBLISH_LEASE, "a publishing", ttl_s=60),
     ):
         ref = store.refs.move_live(
-            1, expected_epoch=1, epoch=2, reason="loaded again", place=project.live().place
+            1, expected_epoch=1, reason="loaded again", place=project.live().place
         )
         follows = threading.Timer(0.2, online.flip, [replace(pointer, epoch=2, at=ref.at)])
         follows.start()
@@ -139,7 +139,7 @@ def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(
         follows.join()
     assert found == {}
     store.refs.move_live(
-        1, expected_epoch=2, epoch=3, reason="and nobody publishes", place=project.live().place
+        1, expected_epoch=2, reason="and nobody publishes", place=project.live().place
     )
     assert list(bad(project)) == ["online pointer"]
 
@@ -298,7 +298,7 @@ def test_a_missing_online_row_is_found_and_named(prepared: Prepared, online: str
 def test_an_online_pointer_that_is_behind_is_found(prepared: Prepared, online: str) -> None:
     project = prepared(chain, online)
     store = project.store
-    store.refs.move_live(2, expected_epoch=3, epoch=4, reason="a crash between the two pointers")
+    store.refs.move_live(2, expected_epoch=3, reason="a crash between the two pointers")
     found = bad(project)
     assert found["online pointer"] == (
         "the online store serves snapshot 3, epoch 3, live is snapshot 2, epoch 4: precompute publish numbers --snapshot 2"

@@ -26,7 +26,8 @@ from precompute.store.history import (
     read,
     snapshot_at,
 )
-from precompute.store.offline import refs
+from precompute.store.offline import log as log_module
+from precompute.store.offline.log import BadMark
 from precompute.store.offline.runs import Report
 from precompute.store.offline.segment import COPIED, KILLS, Part, Segment, kills_table
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
@@ -152,26 +153,24 @@ class Made:
     def publish(self, number: int | None, second: float) -> None:
         """Make a snapshot live at a time; None drops the view."""
         view, ref = self.store.refs, self.store.refs.live()
-        with mock.patch.object(refs, "utc_now", return_value=at(second).isoformat()):
+        with mock.patch.object(log_module, "utc_now", return_value=at(second).isoformat()):
             if number is None:
                 view.end_live()
             else:
                 expected = 0 if ref is None else ref.epoch
-                view.move_live(
-                    number, expected_epoch=expected, epoch=view.claim_epoch(expected), reason="test"
-                )
+                view.move_live(number, expected_epoch=expected, reason="test")
 
     def renew(self, renewed: float, second: float) -> None:
         """A run that read the source at ``renewed`` found nothing changed, which readers knew from
         ``second`` on."""
         ref = self.store.refs.live()
         if ref is not None:
-            with mock.patch.object(refs, "utc_now", return_value=at(second).isoformat()):
+            with mock.patch.object(log_module, "utc_now", return_value=at(second).isoformat()):
                 self.store.refs.renew_live(ref, as_us(at(renewed)))
 
     def mark_bad(self, number: int) -> None:
         made = self.snapshots[number - 1]
-        mark = refs.BadMark("test", made.created_at, made.content, segments=made.names[-1:])
+        mark = BadMark("test", made.created_at, made.content, segments=made.names[-1:])
         self.store.refs.mark_bad(number, mark)
         self.bad.add(number)
 

@@ -12,7 +12,7 @@ import pytest
 from precompute.store.disk.record import replace
 from precompute.store.errors import GateError, SnapshotError, UnreadableError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.refs import BadMark, Hold, LiveRef, Place, Publishing
+from precompute.store.offline.log import BadMark, Hold, LiveRef, Place, Publishing
 from precompute.store.offline.segment import Segment
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import (
@@ -96,7 +96,7 @@ def snapshots(store: ViewStore) -> dict[int, Snapshot]:
 def live(store: ViewStore, number: int, **more: Any) -> LiveRef:
     ref = store.refs.live()
     epoch = 0 if ref is None else ref.epoch
-    return store.refs.move_live(number, expected_epoch=epoch, epoch=epoch + 1, reason="run", **more)
+    return store.refs.move_live(number, expected_epoch=epoch, reason="run", **more)
 
 
 def test_each_snapshot_has_one_verdict(store: ViewStore) -> None:

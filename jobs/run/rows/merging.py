@@ -386,13 +386,13 @@ def _before_backfill(job: Job) -> Snapshot | None:
 def _is_damaged(store: ViewStore, snapshots: Iterable[Snapshot]) -> bool:
     """Whether files of any of these are not as its manifest says and it was not marked bad before;
     it is now."""
-    before = len(store.refs.marked("bad"))
+    before = len(store.refs.bad())
     for snapshot in snapshots:
         try:
             store.check_parts(snapshot)
         except SnapshotError as exc:
             log.warning("%s", exc)
-    return len(store.refs.marked("bad")) > before
+    return len(store.refs.bad()) > before
 
 
 def live_assembled(store: ViewStore) -> Snapshot | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import redis
 
-from precompute.store.offline.refs import Place
+from precompute.store.offline.log import Place
 from tests.fixtures import MakeProject
 from tests.scene import Scene
 
