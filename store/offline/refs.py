@@ -1,7 +1,7 @@
 """Refs: what points at a view's snapshots – the live pointer, the log of what was live, the epochs,
 the marks of bad ones and of pinned ones.
 
-<root>/<view>/refs/live.json    {epoch, snapshot, place, …}: moved by compare-and-swap only
+<root>/<view>/refs/live.json    {epoch, snapshot, segments, …}: moved by compare-and-swap only
 <root>/<view>/refs/epoch.json   the last epoch that was claimed
 <root>/<view>/refs/{bad,pins}/<number>.json
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -226,40 +226,12 @@ class _Claimed(Record, frozen=True):
     last: int
 
 
-class Place(Record, frozen=True):
-    """Where the online store holds a snapshot: the generation of its base, which is the snapshot
-    ``base_snapshot``, and the ``overlays`` over it, the lowest first, each with the snapshot that
-    it makes of what lies under it. ``lossy``: the store may drop rows by itself.
-    """
-
-    generation: int
-    base_snapshot: int
-    overlays: tuple[tuple[int, int], ...] = ()
-    """(generation, snapshot)"""
-    lossy: bool = False
-
-    @property
-    def layers(self) -> tuple[tuple[int, int], ...]:
-        """(generation, snapshot) of the base and of every overlay, the lowest first."""
-        return ((self.generation, self.base_snapshot), *self.overlays)
-
-    @property
-    def generations(self) -> set[int]:
-        """Numbers of the generations that are read."""
-        return {generation for generation, _ in self.layers}
-
-    def lowest(self, layers: int) -> Place:
-        """The place without what lies over its ``layers`` lowest, of which the base is the
-        first."""
-        return replace(self, overlays=self.overlays[: layers - 1])
-
-
 class LiveRef(Record, frozen=True):
     """Which snapshot is live. ``epoch`` counts every move and fences late writers; 0 means never
     published.
 
-    ``place`` is where the online store holds it, ``previous`` and ``previous_place`` what was live
-    before.
+    ``segments`` are the names of the online store's segments that it is, the lowest first;
+    ``previous`` and ``previous_segments`` what was live before.
     """
 
     epoch: int
@@ -267,8 +239,8 @@ class LiveRef(Record, frozen=True):
     previous: int | None
     reason: str
     at: str
-    place: Place
-    previous_place: Place | None = None
+    segments: tuple[str, ...]
+    previous_segments: tuple[str, ...] = ()
     renewed_at: int | None = None
     """When a later run found nothing changed, µs since 1970."""
     renewal_noted_at: str | None = None
@@ -355,7 +327,7 @@ class Refs:
 
     def claim_epoch(self, above: int) -> int:
         """An epoch that was never given and never will be again, larger than ``above``: the number
-        of a publishing and of its online generation.
+        of a publishing.
 
         Raises:
             SnapshotError: the file system failed.
@@ -382,7 +354,7 @@ class Refs:
         expected_epoch: int,
         epoch: int,
         reason: str,
-        place: Place | None = None,
+        segments: Sequence[str],
         held: str | None = None,
         lease: Lease | None = None,
     ) -> LiveRef:
@@ -393,7 +365,7 @@ class Refs:
             expected_epoch: the epoch the caller saw, 0 for none.
             epoch: the new one, larger.
             reason: one phrase for the operator, stored in the pointer.
-            place: where the online store holds it; a base numbered ``epoch`` by default.
+            segments: names of those of the online store that it is, the lowest first.
             held: why scheduled runs are to publish nothing after this.
             lease: held by the writer.
 
@@ -409,19 +381,17 @@ class Refs:
                     f"the live pointer of {self._view!r} moved from epoch {expected_epoch} to"
                     f" {last} meanwhile; look at `status` and publish again if still wanted"
                 )
-            new = LiveRef(
-                epoch, snapshot, None, reason, utc_now(), place or Place(epoch, snapshot), held=held
-            )
+            new = LiveRef(epoch, snapshot, None, reason, utc_now(), tuple(segments), held=held)
             if current is None:
                 return new
             if current.snapshot != snapshot:
-                return replace(new, previous=current.snapshot, previous_place=current.place)
+                return replace(new, previous=current.snapshot, previous_segments=current.segments)
             # Loaded again: what was before it is still what to go back to, and its rows are as they
             # were found to be.
             return replace(
                 new,
                 previous=current.previous,
-                previous_place=current.previous_place,
+                previous_segments=current.previous_segments,
                 renewed_at=current.renewed_at,
             )
 

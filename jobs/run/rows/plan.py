@@ -33,6 +33,7 @@ from precompute.store.offline.runs import Finished
 from precompute.store.offline.snapshot import Part, Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.online_store import number_of
 from precompute.store.times import Partition
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,8 @@ MAX_DELTA_SHARE = 0.5
 """Rows of all deltas of a chain, as a share of its full snapshot, beyond which it is compacted;
 about as often a new base is loaded online (:mod:`precompute.jobs.run.publisher`)."""
 MOST_DELTAS = MOST_OVERLAYS
-"""Deltas over a full snapshot, or the live base, at most: as many as there may be overlays, so that
-deltas and overlays are merged alike."""
+"""Deltas over a full snapshot, or the live base, at most: as many as there may be upper
+segments, so that both are merged alike."""
 MAX_LAYERS_TO_BASE = 16
 """Deltas up to the snapshot of the online store's base, which are not merged; with more of them all
 are, and a new base is loaded."""
@@ -350,9 +351,9 @@ def _compaction(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tupl
     if sum(weights) + new > MAX_DELTA_SHARE * chain[0].rows:
         return True, None
     ref = store.refs.readable_live()
-    # the snapshot of the online store's base stays in the chain, so that an overlay can be loaded
-    # over it
-    base = None if ref is None or ref.place.lossy else ref.place.base_snapshot
+    # the snapshot of the online store's lowest segment stays in the chain, so that what changed can
+    # be loaded over it
+    base = None if ref is None else number_of(ref.segments[0])
     under = next((i for i, layer in enumerate(chain) if layer.number == base), 0)
     under = under if under <= MAX_LAYERS_TO_BASE else 0
     stay = under + layers_that_stay(weights[under:], new, MOST_DELTAS)
