@@ -112,7 +112,7 @@ def fill(store: OnlineStore, rows: int = ROWS) -> None:
             }
             yield codec.row_batch(pa.record_batch(columns), VIEW.entity, 1)
 
-    store.load(VIEW.name, Generation(1, 1), batches())
+    store.load(VIEW.name, segment(1), batches())
     store.flip(Pointer(VIEW, 1, 1, "0" * 64, rows, rows, "now", now_us))
 
 

@@ -82,7 +82,7 @@ def loading(
                 before, own, started = _server_cpu_s(process), cpu_s(), time.perf_counter()
                 if kind == "store":
                     with contextlib.closing(RedisStore(process.url())) as store:
-                        assert store.load(VIEW.name, Generation(1, 1), ahead(parts)) == rows
+                        assert store.load(VIEW.name, segment(1), ahead(parts)) == rows
                 elif kind == "benchmark":
                     limit(process, rows)
                 else:
@@ -259,7 +259,7 @@ def read(
 
 def publish(store: RedisStore, parts: list[Path], rows: int) -> None:
     """Load, and make live."""
-    assert store.load(VIEW.name, Generation(1, 1), ahead(parts)) == rows
+    assert store.load(VIEW.name, segment(1), ahead(parts)) == rows
     store.flip(Pointer(VIEW, 1, 1, "0" * 64, rows, rows, "now", time.time_ns() // 1000))
 
 
@@ -285,13 +285,13 @@ def narrow(binary: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
                     _server(binary, folder / f"{kind}-{columns}-{number}") as server,
                     contextlib.closing(RedisStore(server.url())) as store,
                 ):
-                    store.prepare("numbers", Generation(1, 1), rows, rows * 60, "", row_bytes)
+                    store.prepare("numbers", segment(1), rows, rows * 60, "", row_bytes)
                     before, used, started = (
                         _server_cpu_s(server),
                         _used_bytes(server),
                         time.perf_counter(),
                     )
-                    assert store.load("numbers", Generation(1, 1), iter(batches)) == rows
+                    assert store.load("numbers", segment(1), iter(batches)) == rows
                     load_us = 1e6 * (time.perf_counter() - started) / rows
                     measured.append(
                         [

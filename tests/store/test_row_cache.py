@@ -19,10 +19,11 @@ from precompute.store.http.app import create_app
 from precompute.store.http.encoding.caching import CacheKey, RowCache, cached_row
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.online_store import Generation, OnlineStore, Pointer
+from precompute.store.online.online_store import OnlineStore, Pointer
 from precompute.store.online.table_store import TableStore
 from tests.asgi import call, samples
 from tests.memory_store import MemoryStore
+from tests.online import named, segment
 from tests.server import Reply
 
 NOW = 1_700_000_000.0
@@ -47,7 +48,7 @@ class House:
         over: Pointer | None = None,
         **changes: Any,
     ) -> Pointer:
-        """Rows (x, age in s) as a generation of this number, a base or an overlay, and live."""
+        """Rows (x, age in s) as a segment of this number, alone or over others, and live."""
         times = [round((NOW - age_s) * 1e6) for _, age_s in rows.values()]
         columns = {
             "id": pa.array(list(rows)),
@@ -55,19 +56,19 @@ class House:
             "t": pa.array(['"é\n'] * len(rows)),
             "computed_at": pa.array(times, pa.int64()),
         }
-        base = None if over is None else over.generation
         batch = RowCodec(VIEW).row_batch(pa.record_batch(columns), ("id",), number)
-        self.online.load("things", Generation(number, number, base), iter([batch]))
+        self.online.load("things", segment(number, upper=over is not None), iter([batch]))
         pointer = Pointer(
-            VIEW, number, number, f"m{number}", len(rows), len(rows), f"at {number}", min(times)
+            VIEW,
+            number,
+            number,
+            f"m{number}",
+            len(rows),
+            len(rows),
+            f"at {number}",
+            min(times),
+            segments=(*(() if over is None else over.segments), named(number)),
         )
-        if over is not None:
-            pointer = replace(
-                pointer,
-                generation=over.generation,
-                base_snapshot=over.base_snapshot,
-                overlays=((number, number),),
-            )
         pointer = replace(pointer, **changes)
         self.online.flip(pointer)
         return pointer

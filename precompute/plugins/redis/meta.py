@@ -56,7 +56,11 @@ redis.call('HSET', KEYS[1], 'token:' .. ARGV[1], token, 'loading:' .. ARGV[1], A
 return {'done', tostring(token), ''}
 """
 _NOTE = """
-if redis.call('HGET', KEYS[1], 'token:' .. ARGV[1]) ~= ARGV[2] then return {'changed', ''} end
+if redis.call('HGET', KEYS[1], 'token:' .. ARGV[1]) ~= ARGV[2] then
+  -- who loads the same may have ended it
+  if redis.call('HGET', KEYS[1], 'rows:' .. ARGV[1]) == ARGV[2] then return {'done', ''} end
+  return {'changed', ''}
+end
 redis.call('HDEL', KEYS[1], '-')
 redis.call('HSET', KEYS[1], 'loading:' .. ARGV[1], ARGV[3])
 return {'done', ''}
@@ -65,8 +69,11 @@ _WHOLE = """
 local before = redis.call('HGET', KEYS[1], 'segment:' .. ARGV[1])
 if redis.call('HGET', KEYS[1], 'token:' .. ARGV[1]) ~= ARGV[2] then return {'changed', before or ''} end
 redis.call('HDEL', KEYS[1], '-', 'token:' .. ARGV[1], 'loading:' .. ARGV[1])
-if before then
+local live = ',' .. (redis.call('HGET', KEYS[1], 'live') or '') .. ','
+if before or string.find(live, ',' .. ARGV[1] .. ',', 1, true) then
   redis.call('HINCRBY', KEYS[1], 'reloads', 1)
+end
+if before then
   redis.call('HSET', KEYS[1], 'dropping:' .. ARGV[1] .. '/' .. (redis.call('HGET', KEYS[1], 'rows:' .. ARGV[1]) or ''), before)
 end
 redis.call('HSET', KEYS[1], 'segment:' .. ARGV[1], ARGV[3], 'rows:' .. ARGV[1], ARGV[2])
@@ -113,7 +120,7 @@ redis.call('HSET', KEYS[1], 'dropping:all', ARGV[1])
 return {'done', ''}
 """
 _ENDED = """
-if #redis.call('HGETALL', KEYS[1]) == 0 then return {'done', ''} end
+if #redis.call('HKEYS', KEYS[1]) == 0 then return {'done', ''} end
 if redis.call('HGET', KEYS[1], 'dropping:all') ~= ARGV[1] then return {'changed', ''} end
 redis.call('UNLINK', KEYS[1])
 return {'done', ''}
@@ -236,6 +243,8 @@ class Meta:
         dropping, unreadable = dict[str, bytes](), set()
         for field_name, value in fields.items():
             kind, _, name = field_name.decode(errors="replace").partition(":")
+            if name != EVERYTHING and not is_segment(name.partition("/")[0]):
+                continue
             if kind == "dropping":
                 dropping[name] = value
             elif kind == "token" and b"loading:" + name.encode() not in fields:
@@ -505,7 +514,7 @@ class ViewHashes:
         return None
 
     def note_loading(self, view: str, loading: Loading) -> bool:
-        """Note how far a load is; False where it was dropped."""
+        """Note how far a load is; False where it was dropped, and not ended by who joined it."""
         name = loading.segment.name
         return self._run(_NOTE, view, name, loading.counter, sealed(loading))[0] == b"done"
 

@@ -120,8 +120,8 @@ class Removal:
             )
 
     def _removed(self, left: Left, prefix: bytes, keys: KeysOf | None, doing: str) -> bool:
-        """Remove rows under the keys that are known, with ``prefix``. False where they are not, not all rows lay
-        under them, or one lies elsewhere by now: what is left is to be looked for."""
+        """Remove rows under the keys that are known, with ``prefix``. False where they are not, not
+        all rows lay under them, or one lies elsewhere by now: what is left is to be looked for."""
         if left.buckets is not None:
             named: Iterable[Packed] = [
                 Packed.of([*map(bytes, names(np.arange(left.buckets.number)))])

@@ -480,7 +480,11 @@ class RedisStore(OnlineStore):
                 f" place, since {rows_done} rows of segment {name} of {view!r} were loaded: some"
                 " of them may be gone. Do it again"
             )
-        return self._send(view, replace(loading, done=rows_done), rows, doing)
+        count = self._send(view, replace(loading, done=rows_done), rows, doing)
+        if name in meta.live and name not in meta.loaded:
+            # nobody knows where its rows were
+            self._removal.finish(view, strays=True)
+        return count
 
     def _send(self, view: str, loading: Loading, rows: Rows, doing: str) -> int:
         """What is left of a load once it is noted."""
