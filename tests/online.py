@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from precompute.store.disk.record import replace
@@ -72,6 +73,13 @@ def rows_of(table: dict[bytes, bytes], batch: int = 3) -> Rows:
     items = iter(table.items())
     while part := list(itertools.islice(items, batch)):
         yield batch_of(dict(part))
+
+
+def of_number(folder: Path, number: int, suffix: str = "") -> Path:
+    """The table file, with its suffix, or the index folder of the segment of a number that lies in
+    a folder."""
+    (path,) = (p for p in folder.glob(f"{number}-*{suffix}") if not p.name.startswith("."))
+    return path
 
 
 def load(

@@ -20,7 +20,7 @@ from precompute.jobs.run.run_view import naming_view_in_errors
 from precompute.store.account.account import ROWS, Act, State
 from precompute.store.account.checker import check_live
 from precompute.store.disk.durable_file import spending_reserve
-from precompute.store.disk.lease import take
+from precompute.store.disk.lease import is_held, take
 from precompute.store.errors import ConflictError, PrecomputeError, SnapshotError
 from precompute.store.offline.refs import PUBLISH_LEASE, BadMark, LiveRef
 from precompute.store.offline.runs import Report
@@ -197,7 +197,8 @@ def reconcile(
     finished: Callable[[Report], None] = lambda _: None,
 ) -> Report | None:
     """Repair what is live: load again what is not whole, or move the online pointer where a crash
-    left it behind. Until it is loaded, missing rows are answered as ``not_in_store``.
+    left it behind; and remove what killed loads left in the online store. Until it is loaded,
+    missing rows are answered as ``not_in_store``.
 
     Returns:
         the report; None when there is nothing that it can repair:
@@ -219,7 +220,9 @@ def reconcile(
             )
             if foreign is not None:
                 raise ConflictError(foreign.found)
-            if account.act is Act.NOTHING:
+            # what is under way is none of its business
+            left = not is_held(store.leases, PUBLISH_LEASE) and online.unfinished(name)
+            if account.act is Act.NOTHING and not left:
                 return None
         busy = f"view {name!r} is being published, rolled back or cleaned up"
         with (
@@ -241,6 +244,7 @@ def reconcile(
                 store.storage.delete(Path(finding.what))
             # the view may have been published or dropped before the lease was taken
             account = check_live(store, online, publishing=True)
+            publisher.sweep()
             report.attention += [*account.trouble, *(finding.found for finding in records)]
             if account.act is Act.NOTHING:
                 report.status = "current"

@@ -354,7 +354,7 @@ class Refs:
         expected_epoch: int,
         epoch: int,
         reason: str,
-        segments: Sequence[str],
+        segments: Sequence[str] = (),
         held: str | None = None,
         lease: Lease | None = None,
     ) -> LiveRef:
@@ -365,7 +365,8 @@ class Refs:
             expected_epoch: the epoch the caller saw, 0 for none.
             epoch: the new one, larger.
             reason: one phrase for the operator, stored in the pointer.
-            segments: names of those of the online store that it is, the lowest first.
+            segments: names of those of the online store that it is, the lowest first; none where it
+                is in no online store.
             held: why scheduled runs are to publish nothing after this.
             lease: held by the writer.
 

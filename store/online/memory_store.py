@@ -50,6 +50,13 @@ class MemoryStore(OnlineStore):
     def known(self, view: str) -> Pointer | None:
         return self._pointers.get(view)
 
+    def is_read_in(self, pointer: Pointer, segment: str, key: bytes) -> bool:
+        of = self._segments.get(pointer.view.name, {})
+        for name in reversed(pointer.segments):
+            if name == segment or key in of.get(name, (None, {key: b""}))[1]:
+                return name == segment
+        return False
+
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
         with self._lock:
             pointer = self._pointers.get(view)

@@ -294,6 +294,12 @@ class OnlineStore(ABC):
         """
         return None
 
+    def is_read_in(self, pointer: Pointer, segment: str, key: bytes) -> bool:
+        """Whether what a pointer that is :meth:`known` has for a key is what a segment has: it is
+        in the list, and no upper one has the key. False where that is not known without
+        waiting."""
+        return False
+
     def warm(self) -> None:  # noqa: B027
         """Open what a first read would have to open."""
 

@@ -141,6 +141,14 @@ class TableStore(OnlineStore):
         seen = self._live.get(view)
         return seen.pointer if seen is not None and seen.identity == self._identity(view) else None
 
+    def is_read_in(self, pointer: Pointer, segment: str, key: bytes) -> bool:
+        seen = self._live.get(pointer.view.name)
+        if seen is not None and seen.pointer is pointer:
+            for name, table in zip(reversed(pointer.segments), seen.tables, strict=True):
+                if name == segment or table.find(key) is not None:
+                    return name == segment
+        return False
+
     def _current(self, view: str) -> _Live | None:
         seen = self._live.get(view)
         if seen is None and not NAME.match(view):

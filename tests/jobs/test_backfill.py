@@ -28,7 +28,7 @@ from precompute.jobs.schedule.backfill_plan import (
 )
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
-from precompute.store.offline.refs import Place, run_lease
+from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.times import Partition, containing
@@ -733,7 +733,11 @@ def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
     project = daily((1, 2))
     compute(project, 1, "run")
     refs = project.store.refs
-    held: dict[str, Any] = {"reason": "test", "place": Place(1, 1), "held": "a bad model"}
+    held: dict[str, Any] = {
+        "reason": "test",
+        "segments": project.live().segments,
+        "held": "a bad model",
+    }
     refs.move_live(1, expected_epoch=1, epoch=refs.claim_epoch(1), **held)
     done = run_backfill(project, "numbers", options(2, 2))
     assert (done.status, done.published, live(project)) == ("done", None, part(1))

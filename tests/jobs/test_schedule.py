@@ -67,7 +67,7 @@ report() {  # a run's report, with the status given
 published() {  # that, and another live snapshot
     mkdir -p $ROOT/$VIEW/refs
     echo $(($(cat $ROOT/$VIEW/epoch 2>/dev/null || echo 0) + 1)) > $ROOT/$VIEW/epoch
-    sealed "$(printf '{"at": "%s", "epoch": %s, "place": {"base_snapshot": 1, "generation": 1}, "previous": null, ' \\
+    sealed "$(printf '{"at": "%s", "epoch": %s, "segments": ["1-00000000"], "previous": null, ' \\
         $(now) $(cat $ROOT/$VIEW/epoch); printf '"reason": "run", "snapshot": 1}')" > $ROOT/$VIEW/tmp2
     mv $ROOT/$VIEW/tmp2 $ROOT/$VIEW/refs/live.json
     report published

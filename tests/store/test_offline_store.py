@@ -30,7 +30,7 @@ from precompute.store.disk.storage import IDENTITIES, LOCAL, identity_of, known_
 from precompute.store.errors import ConflictError, FencedError, SnapshotError, UnreadableError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.part_file import Layers, write_part_file
-from precompute.store.offline.refs import LiveRef, Place, run_lease
+from precompute.store.offline.refs import LiveRef, run_lease
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
@@ -729,18 +729,14 @@ def test_lost_cut_or_committed_chunks_are_not_taken_over(store: ViewStore) -> No
 # ---- the live pointer
 
 
-def test_the_live_pointer_has_places_renewal_and_why_it_is_held(store: ViewStore) -> None:
+def test_the_live_pointer_has_segments_renewal_and_why_it_is_held(store: ViewStore) -> None:
     refs = store.refs
     assert refs.live() is None
-    first = refs.move_live(4, expected_epoch=0, epoch=3, reason="run")
-    assert first == LiveRef(3, 4, None, "run", first.at, Place(3, 4))
-    over = Place(3, 4, ((7, 7),), lossy=True)
-    second = refs.move_live(5, expected_epoch=3, epoch=7, reason="run", place=over)
-    assert (
-        second
-        == LiveRef(7, 5, 4, "run", second.at, place=over, previous_place=Place(3, 4))
-        == refs.live()
-    )
+    lowest, both = ("4-0123abcd",), ("4-0123abcd", "5-4567abcd")
+    first = refs.move_live(4, expected_epoch=0, epoch=3, reason="run", segments=list(lowest))
+    assert first == LiveRef(3, 4, None, "run", first.at, lowest)
+    second = refs.move_live(5, expected_epoch=3, epoch=7, reason="run", segments=both)
+    assert second == LiveRef(7, 5, 4, "run", second.at, both, lowest) == refs.live()
     renewed = refs.renew_live(second, 2**53 + 1)
     assert renewed.renewal_noted_at is not None
     assert (
@@ -751,12 +747,9 @@ def test_the_live_pointer_has_places_renewal_and_why_it_is_held(store: ViewStore
     with pytest.raises(ConflictError, match="moved meanwhile; nothing was renewed"):
         refs.renew_live(second, 9)
     back = refs.move_live(
-        4, expected_epoch=7, epoch=8, reason="rollback", place=Place(3, 4), held="held"
+        4, expected_epoch=7, epoch=8, reason="rollback", segments=lowest, held="held"
     )
-    assert back == LiveRef(
-        8, 4, 5, "rollback", back.at, Place(3, 4), previous_place=over, held="held"
-    )
-    assert (back.place.generations, over.generations) == ({3}, {3, 7})
+    assert back == LiveRef(8, 4, 5, "rollback", back.at, lowest, both, held="held")
     assert refs.resume_live() == replace(back, held=None) == refs.live()
     assert refs.resume_live() == refs.live()
     with pytest.raises(SnapshotError, match="never published"):
@@ -764,17 +757,13 @@ def test_the_live_pointer_has_places_renewal_and_why_it_is_held(store: ViewStore
 
 
 def test_loaded_again_a_snapshot_goes_back_to_what_was_before_it(store: ViewStore) -> None:
-    refs, over = store.refs, Place(1, 4, ((2, 2),))
-    refs.move_live(4, expected_epoch=0, epoch=1, reason="run")
-    refs.move_live(5, expected_epoch=1, epoch=2, reason="run", place=over)
-    again = refs.move_live(5, expected_epoch=2, epoch=3, reason="reload")
-    assert (
-        again
-        == LiveRef(3, 5, 4, "reload", again.at, place=Place(3, 5), previous_place=Place(1, 4))
-        == refs.live()
-    )
-    back = refs.move_live(4, expected_epoch=3, epoch=4, reason="rollback", place=Place(1, 4))
-    assert (back.place, back.previous, back.previous_place) == (Place(1, 4), 5, Place(3, 5))
+    refs, lowest, over = store.refs, ("4-0123abcd",), ("4-0123abcd", "5-4567abcd")
+    refs.move_live(4, expected_epoch=0, epoch=1, reason="run", segments=lowest)
+    refs.move_live(5, expected_epoch=1, epoch=2, reason="run", segments=over)
+    again = refs.move_live(5, expected_epoch=2, epoch=3, reason="reload", segments=over[1:])
+    assert again == LiveRef(3, 5, 4, "reload", again.at, over[1:], lowest) == refs.live()
+    back = refs.move_live(4, expected_epoch=3, epoch=4, reason="rollback", segments=lowest)
+    assert (back.segments, back.previous, back.previous_segments) == (lowest, 5, over[1:])
 
 
 @pytest.mark.parametrize(("expected", "epoch"), [(0, 3), (1, 3), (3, 4), (2, 2), (2, 1), (2, 0)])
@@ -990,7 +979,7 @@ def test_a_root_that_cannot_be_a_folder_is_an_error_of_all_that_use_it(tmp_path:
         lambda: store.journals.begin("run", "recipe", None),
         lambda: store.journals.add("run", Finished(None, None)),
         lambda: store.refs.claim_epoch(0),
-        lambda: store.refs.renew_live(LiveRef(1, 1, None, "run", "now", Place(1, 1)), 1),
+        lambda: store.refs.renew_live(LiveRef(1, 1, None, "run", "now", ()), 1),
         lambda: take(store.leases, "run", "me"),
     ]
     for write in writers:

@@ -169,6 +169,30 @@ def test_another_publishing_drops_what_was_cached(house: House) -> None:
     assert seen() == [404] * 4
 
 
+def test_a_cached_row_outlives_a_flip_that_leaves_it_as_it_is(house: House) -> None:
+    """Said under the new pointer, as one that is read says it."""
+    rows = {str(i): (float(i), 1.0) for i in range(100)}
+    first = house.publish(1, rows)
+    for key in rows:
+        house.get(key)
+    second = house.publish(2, {"7": (70.0, 0.5), "new": (1.0, 0.5)}, over=first, model="m1")
+    view = dataclasses.replace(VIEW, ttl_s=20)
+    house.publish(3, {"8": (80.0, 0.25)}, over=second, model="m1", view=view)
+    assert house.hits() == 0
+    for key in (*rows, "new"):
+        fresh = create_app(house.lookup, cache_bytes=0)
+        read, cached = call(fresh, "GET", PATH + key), house.get(key)
+        assert (cached.status, cached.headers, cached.json) == (200, read.headers, read.json)
+    assert house.hits() == 98
+    # back again: what was read of segments that went is read again, and another model's
+    house.online.flip(replace(first, epoch=4, at="at 4"))
+    assert [house.get(key).json["features"]["x"] for key in ("7", "8", "9")] == [7.0, 8.0, 9.0]
+    assert house.hits() == 99
+    house.online.flip(replace(first, epoch=5, at="at 5", model="another"))
+    assert house.get("9").json["model"] == "another"
+    assert house.hits() == 99
+
+
 def test_an_edited_ttl_is_no_304_though_the_row_is_the_same(house: House) -> None:
     first = house.publish(1, {"a": (1.0, 0.0)})
     etags = {house.get("a").headers["etag"] for _ in range(2)}

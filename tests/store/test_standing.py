@@ -12,7 +12,7 @@ import pytest
 from precompute.store.disk.record import replace
 from precompute.store.errors import GateError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.refs import LiveRef, Place
+from precompute.store.offline.refs import LiveRef
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import ROLLED_BACK, Standing, keeps_live
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -114,7 +114,7 @@ def test_what_publishing_refuses_is_void_and_nothing_else(store: ViewStore) -> N
 def test_the_newest_by_what_it_is_wanted_for(store: ViewStore) -> None:
     """To build on, to measure by, to publish, to go back to."""
     # what was live before may have been made later
-    assert Standing(store).before(LiveRef(2, GOOD, LOOKED_AT, "", "", Place(1, GOOD))) == LOOKED_AT
+    assert Standing(store).before(LiveRef(2, GOOD, LOOKED_AT, "", "", ())) == LOOKED_AT
     answers = []
     for bad in (None, LOOKED_AT, COPIED_BEFORE, ACCEPTED, REFUSED):
         if bad is not None:
@@ -123,7 +123,7 @@ def test_the_newest_by_what_it_is_wanted_for(store: ViewStore) -> None:
         newest, measured = standing.newest(), standing.newest(refused=False)
         assert newest is not None
         assert measured is not None
-        back = standing.before(LiveRef(1, LOOKED_AT, 2, "", "", Place(1, LOOKED_AT)))
+        back = standing.before(LiveRef(1, LOOKED_AT, 2, "", "", ()))
         answers.append((newest.number, measured.number, standing.newest_publishable(), back))
     assert answers == [
         (LOOKED_AT, LOOKED_AT, LOOKED_AT, COPIED_BEFORE),
@@ -141,10 +141,10 @@ def test_a_rollback_of_a_partition_goes_to_no_later_one(tmp_path: Path) -> None:
     store = OfflineStore(tmp_path / "root").view("numbers")
     for partition in (DAYS[0], DAYS[1], DAYS[0]):
         commit(store, store.numbers()[-1] + 1 if store.numbers() else 1, partition=partition)
-    assert Standing(store).before(LiveRef(3, 3, 2, "", "", Place(3, 3))) == 1
-    assert Standing(store).before(LiveRef(3, 2, 3, "", "", Place(3, 2))) == 3
+    assert Standing(store).before(LiveRef(3, 3, 2, "", "", ())) == 1
+    assert Standing(store).before(LiveRef(3, 2, 3, "", "", ())) == 3
     with pytest.raises(SnapshotError, match="no good snapshot before 1 to go back to"):
-        Standing(store).before(LiveRef(4, 1, 2, "", "", Place(4, 1)))
+        Standing(store).before(LiveRef(4, 1, 2, "", "", ()))
 
 
 def test_a_snapshot_that_nobody_can_read_stands_for_nothing(store: ViewStore) -> None:

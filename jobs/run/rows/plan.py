@@ -353,7 +353,7 @@ def _compaction(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tupl
     ref = store.refs.readable_live()
     # the snapshot of the online store's lowest segment stays in the chain, so that what changed can
     # be loaded over it
-    base = None if ref is None else number_of(ref.segments[0])
+    base = number_of(ref.segments[0]) if ref is not None and ref.segments else None
     under = next((i for i, layer in enumerate(chain) if layer.number == base), 0)
     under = under if under <= MAX_LAYERS_TO_BASE else 0
     stay = under + layers_that_stay(weights[under:], new, MOST_DELTAS)

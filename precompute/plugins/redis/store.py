@@ -181,7 +181,17 @@ class RedisStore(OnlineStore):
         return now, FoundRows(keys, values, hashes=hashes)
 
     def live(self, view: str) -> Pointer | None:
-        seen = self._load_pointer(view, _look())
+        try:
+            seen = self._load_pointer(view, _look())
+        except RowsLostError:
+            # what its segments are is not to be read, and it can be mended
+            meta, doing = self._names.meta(view), f"read the pointer of {view!r}"
+            (found,) = self._servers.call(
+                meta, [("HMGET", meta, "version", "pointer")], doing, _look()
+            )
+            version, body = found
+            where = self._servers.where
+            return None if None in found else read_pointer(version, body, view, where)
         return None if seen is None else seen.pointer
 
     def known(self, view: str) -> Pointer | None:
@@ -191,6 +201,15 @@ class RedisStore(OnlineStore):
             if seen is not None and time.monotonic() < seen.requested_s + KNOWN_S
             else None
         )
+
+    def is_read_in(self, pointer: Pointer, segment: str, key: bytes) -> bool:
+        seen = self._seen.get(pointer.view.name)
+        if seen is None or seen.pointer is not pointer:
+            return False
+        of = 0
+        if seen.over.keys is not None:
+            (of,) = seen.over.keys.segments(np.array([kernels.hash_of(key)], np.uint64)).tolist()
+        return pointer.segments[of] == segment
 
     def warm(self) -> None:
         for link in self._servers.masters():

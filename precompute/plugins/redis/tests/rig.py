@@ -93,7 +93,11 @@ def flip_field(kind: str) -> Callable[[redis.Redis, str], object]:
     """A bit of the first field whose name begins so."""
 
     def change(server: redis.Redis, meta: str) -> None:
-        name = min(field for field in server.hkeys(meta) if field.startswith(kind.encode()))
+        name = min(
+            field
+            for field in map(bytes, server.hkeys(meta))  # type: ignore[arg-type]
+            if field.startswith(kind.encode())
+        )
         value = server.hget(meta, name)
         assert isinstance(value, bytes)
         at = len(value) // 2
@@ -117,7 +121,9 @@ DAMAGES: dict[str, Callable[[Scene], object]] = {
     "a bit of the key hashes": on_meta(flip_field("hashes:2-")),
     "the key hashes": on_meta(
         lambda server, meta: [
-            server.hdel(meta, field) for field in server.hkeys(meta) if field.startswith(b"hashes:")
+            server.hdel(meta, field)  # type: ignore[arg-type]
+            for field in map(bytes, server.hkeys(meta))  # type: ignore[arg-type]
+            if field.startswith(b"hashes:")
         ]
     ),
     "the pointer": on_meta(lambda server, meta: server.hdel(meta, "pointer", "version")),

@@ -292,7 +292,7 @@ def test_a_flipped_bit_in_a_segments_note_is_never_a_missing_row(
         with contextlib.closing(RedisStore(shared_server.url())) as reader:
             with pytest.raises(
                 RowsLostError,
-                match="what is noted of segment 1-.* of view 'scores' is gone or damaged",
+                match=r"what is noted of segment 1-.* of view 'scores' is gone or damaged",
             ):
                 reader.read("scores", ids(1))
             assert reader.segments("scores") == []
@@ -418,12 +418,8 @@ def test_buckets_in_a_cluster_follow_slots_that_move_and_masters_that_go(
             store.load("scores", loading, killing())
         if not store.segments("scores"):
             # acknowledged, and not handed on: counted by the fields, and not gone on with
-            assert (
-                store.prepare(
-                    "scores", loading, len(keys), 50 * len(keys), "", CODEC.fixed_bytes
-                ).rows_done
-                == 0
-            )
+            args = ("scores", loading, len(keys), 50 * len(keys), "", CODEC.fixed_bytes)
+            assert store.prepare(*args) == 0
             assert store.load("scores", loading, batches(keys)) == len(keys)
         store.flip(pointer(1))
         assert [

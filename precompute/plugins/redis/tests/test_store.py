@@ -397,7 +397,9 @@ def test_a_record_or_key_hashes_that_are_lost_are_told_and_loaded_again(
                 raw.hdel("precompute:{numbers}:meta", field)
             else:
                 raw.hset("precompute:{numbers}:meta", field, damage)
-            with pytest.raises(RowsLostError, match="is gone or damaged.*publish numbers --reload"):
+            with pytest.raises(
+                RowsLostError, match=r"is gone or damaged.*publish numbers --reload"
+            ):
                 read(open_store(server.url()), [b"a"])
         number = 1 if named(1) in field else 2
         table = TABLE if number == 1 else {b"a": b"new"}
