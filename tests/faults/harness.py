@@ -582,7 +582,8 @@ def check_online_is_tidy(scene: FaultScene) -> None:
     store."""
     with scene.project().online_store() as online:
         names = [segment.name for segment in online.segments(VIEW)]
-        assert online.unfinished(VIEW) == []
+        left = online.unfinished(VIEW)
+        assert left == [], f"left in the online store: {left}"
         ref = scene.store.refs.live()
         assert ref is not None
         in_use = {*ref.segments, *ref.previous_segments}

@@ -1,5 +1,5 @@
-"""Readers that never rest while segments, alone and over others, are published, dropped, and their loaders
-killed: every row of every answer must be what the answer's version says.
+"""Readers that never rest while segments, alone and over others, are published, dropped, and their
+loaders killed: every row of every answer must be what the answer's version says.
 
     python -m tests.faults.online_soak [URL] [--reads 1000000] [--publishings 200] [--seed 0]
     [--narrow]

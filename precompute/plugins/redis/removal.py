@@ -13,7 +13,7 @@ import numpy as np
 from precompute.plugins.redis.connection import Command, Refused, packed
 from precompute.plugins.redis.layout import Layout, names
 from precompute.plugins.redis.link import Link, refusal
-from precompute.plugins.redis.meta import EVERYTHING, Left, Names, ViewHashes
+from precompute.plugins.redis.meta import EVERYTHING, Left, Loaded, Loading, Names, ViewHashes
 from precompute.plugins.redis.servers import ADMIN_S, Servers
 from precompute.store.disk.record import whole_record
 from precompute.store.errors import ConflictError, SnapshotError
@@ -97,7 +97,7 @@ class Removal:
             if left is None or not self._removed(left, prefix, keys if name == of else None, doing):
                 by_scan = True
         if by_scan:
-            records = (*meta.loaded.values(), *meta.loading.values())
+            records: list[Loaded | Loading] = [*meta.loaded.values(), *meta.loading.values()]
             known = {(record.segment.number, record.counter) for record in records}
             # of a load that begins only now the counter is larger
             self._sweep(view, lambda load: load[1] <= meta.counter and load not in known, doing)

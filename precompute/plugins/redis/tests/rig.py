@@ -121,7 +121,7 @@ DAMAGES: dict[str, Callable[[Scene], object]] = {
     "a bit of the key hashes": on_meta(flip_field("hashes:2-")),
     "the key hashes": on_meta(
         lambda server, meta: [
-            server.hdel(meta, field)  # type: ignore[arg-type]
+            server.hdel(meta, field.decode())
             for field in map(bytes, server.hkeys(meta))  # type: ignore[arg-type]
             if field.startswith(b"hashes:")
         ]
