@@ -174,6 +174,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib import metadata
 
+        from precompute.store.disk.record import FORMAT
+
         built = ""
         # the client alone reads no packed rows, and has no numpy
         with contextlib.suppress(ModuleNotFoundError):
@@ -184,7 +186,7 @@ class _Version(argparse.Action):
                     ", without its C extension: install it with a C compiler, lookups of many keys"
                     " are slower in plain Python"
                 )
-        print(f"precompute {metadata.version('precompute-store')}{built}")
+        print(f"precompute {metadata.version('precompute-store')} (format {FORMAT}){built}")
         parser.exit()
 
 

@@ -22,6 +22,7 @@ class PrecomputeError(Exception):
     ├── GateError
     ├── SnapshotError
     ├── UnreadableError
+    │   └── OtherFormatError
     ├── ConflictError
     │   └── FencedError
     ├── OnlineStoreError
@@ -75,6 +76,12 @@ class UnreadableError(PrecomputeError):
     """A file or record cannot be read now: this process is short of rights, handles, threads or
     memory, or the disk or object store gives no answer. Nothing is known of it, so nothing is
     decided by it: it is not damaged, and not missing."""
+
+
+class OtherFormatError(UnreadableError):
+    """A record or file is whole, and of a format that this version does not read, or it needs what
+    this version does not know. It stays as it is: nothing takes its place, and what it may name
+    stays, too."""
 
 
 class ConflictError(PrecomputeError):

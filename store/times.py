@@ -160,6 +160,8 @@ class Reason(_Word):
     OTHER_ENTITY = "other_entity"
     """Its key is not among the service's entity columns."""
     STORE_UNAVAILABLE = "store_unavailable"
+    OTHER_FORMAT = "other_format"
+    """What is live is of a format that this version does not read."""
 
 
 class AnswerSource(_Word):

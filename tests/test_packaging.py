@@ -257,7 +257,7 @@ def test_the_version_is_told_without_the_engine() -> None:
     done = lean("from precompute.jobs.cli import main\nsys.argv[1:] = ['--version']\nmain()")
     assert (done.returncode, done.stdout, done.stderr) == (
         0,
-        f"precompute {importlib.metadata.version('precompute-store')}\n",
+        f"precompute {importlib.metadata.version('precompute-store')} (format 3)\n",
         "",
     )
 

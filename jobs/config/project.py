@@ -8,6 +8,7 @@ a password in a URL, belong in the environment and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -47,8 +48,14 @@ from precompute.jobs.config.serve import (
     read_service,
 )
 from precompute.store.disk.durable_file import make_folder, replace_durably
+from precompute.store.disk.storage import StorageError, known_identity
 from precompute.store.doors import LAUNCHERS, PROJECT_KEYS, ROOTS
-from precompute.store.errors import ConfigError, did_you_mean, nearest_or_all
+from precompute.store.errors import (
+    ConfigError,
+    SnapshotError,
+    did_you_mean,
+    nearest_or_all,
+)
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.url import FORMS as ONLINE_FORMS
 from precompute.store.online.url import absolute_url, table_folder
@@ -343,7 +350,7 @@ class Project:
                 f" {PREFIX}VIEWS__ITEM_VECTOR__TTL=1h"
             )
         self.settings = read_settings(self.folder, over)
-        self.root = self._mounted_root()
+        self.root, self._of_this_format = self._mounted_root(), False
         self.online = absolute_url(self.settings.online, self.folder)
         self._vars = {
             name: {".": "./", "..": "../"}.get(value, value)
@@ -523,7 +530,16 @@ class Project:
 
     @property
     def offline(self) -> OfflineStore:
-        """Its offline store."""
+        """Its offline store.
+
+        Raises:
+            OtherFormatError: the root is of another format, and nothing of it is read or written.
+        """
+        if not self._of_this_format:
+            # damaged, or not to be read now: who needs it says so
+            with contextlib.suppress(SnapshotError, StorageError):
+                known_identity(self.root)
+            self._of_this_format = True
         return OfflineStore(self.root)
 
     def stored(self, name: str) -> ViewStore:

@@ -123,6 +123,8 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
     """
     dropped, store = look(project, name, data=data), project.offline.view(name)
     folder = store.leases
+    # one of another format is left alone, with all that it names
+    store.catalog()
     if not take_over:
         _check_ours(project, name)
     with spending_reserve(project.root), contextlib.ExitStack() as held:

@@ -33,6 +33,7 @@ from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
     OnlineStoreError,
+    OtherFormatError,
     RowsLostError,
     SnapshotError,
     UnreadableError,
@@ -479,7 +480,11 @@ class Publisher:
             # what is live is whole; the next publishing drops the rest
             log.warning("view %r: old segments stay for now: %s", view, exc)
         for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
-            if path.name not in keep:
+            if path.name in keep:
+                continue
+            # one of another format is another version's, and stays
+            with contextlib.suppress(OtherFormatError):
+                is_there(path)
                 shutil.rmtree(path, ignore_errors=True)
         for each in self._followers:
             each.drop_all_but(keep)

@@ -450,7 +450,7 @@ class Ledger:
         schedule = self._schedules[view]
         path = self._offline.view(view).refs.folder / "schedule.json"
         try:
-            settled = read_record(_Settled, storage_of(path).read(path))
+            settled = read_record(_Settled, storage_of(path).read(path), path)
             if (settled.when, settled.timezone) == (schedule.when, schedule.timezone):
                 return parsed_time(settled.since), frozenset(settled.ignored)
         except FileNotFoundError:

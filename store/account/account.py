@@ -18,6 +18,7 @@ from pathlib import Path
 
 from precompute.store.disk.durable_file import replace_undurably
 from precompute.store.disk.record import Record, field, read_record, replace, sealed
+from precompute.store.errors import OtherFormatError
 from precompute.store.times import duration
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class State(StrEnum):
     DAMAGED = "damaged"
     MISSING = "missing"
     FOREIGN = "foreign"
+    OTHER_FORMAT = "other format"
+    """It is whole, and this version does not read it."""
     UNREADABLE = "unreadable"
     """It cannot be read now: nothing is known of it."""
 
@@ -106,9 +109,19 @@ class Account(Record, frozen=True):
         return [finding.found for finding in self.findings]
 
     @property
+    def other_format(self) -> bool:
+        """Whether anything is of another format."""
+        return any(finding.state is State.OTHER_FORMAT for finding in self.findings)
+
+    @property
     def kinds(self) -> list[str]:
         """What sort of things are not whole, without a word of where they lie."""
         return sorted({_kind(finding.what) for finding in self.findings})
+
+    @property
+    def is_other(self) -> bool:
+        """Whether it is another version's, which looks in this one's stead."""
+        return any(finding.what == NAME for finding in self.findings)
 
     @property
     def act(self) -> Act:
@@ -157,9 +170,14 @@ def _kind(what: str) -> str:
 
 def read_account(refs: Path, view: str) -> Account:
     """The account of a view, whose refs lie in that folder; of one that was never checked, or
-    whose file is damaged, an empty one."""
+    whose file is damaged, an empty one. One of another format is another version's, which looks:
+    that is all that is known of it."""
+    path = refs / NAME
     try:
-        return read_record(Account, (refs / NAME).read_bytes())
+        return read_record(Account, path.read_bytes(), path)
+    except OtherFormatError as exc:
+        found = Finding(NAME, State.OTHER_FORMAT, Act.PERSON, str(exc))
+        return Account(view, at_us=time.time_ns() // 1000, findings=(found,))
     except (OSError, ValueError) as exc:
         if not isinstance(exc, FileNotFoundError):
             log.warning("the account of view %r is begun again: %s", view, exc)
@@ -198,9 +216,14 @@ class Followed(Record, frozen=True):
 
 
 def read_followed(refs: Path) -> Followed | None:
-    """What a host noted of a view; None where it does not follow, or the note is damaged."""
+    """What a host noted of a view; None where it does not follow, or the note is damaged.
+
+    Raises:
+        OtherFormatError: another version follows here.
+    """
+    path = refs / FOLLOWED
     try:
-        return read_record(Followed, (refs / FOLLOWED).read_bytes())
+        return read_record(Followed, path.read_bytes(), path)
     except (OSError, ValueError):
         return None
 

@@ -48,6 +48,7 @@ from precompute.store.disk.record import content_of, replace
 from precompute.store.disk.storage import IDENTITIES
 from precompute.store.errors import (
     DamagedPointerError,
+    OtherFormatError,
     PrecomputeError,
     RowsLostError,
     SnapshotError,
@@ -132,6 +133,8 @@ def check_live(
     with _alone(refs, wait=share >= 1.0) as alone:
         if not alone or not (publishing or here or not is_held(store.leases, PUBLISH_LEASE)):
             return read_account(refs, store.name)
+        if (known := read_account(refs, store.name)).is_other:
+            return known
         looking = _Look(store, online, share, budget_s, publishing)
         account = looking.copies() if here else looking.account()
         write_account(refs, account)
@@ -190,6 +193,9 @@ class _Look:
         except SnapshotError as exc:
             self._add("pointer", State.DAMAGED, Act.LOAD, str(exc))
             return self._written(replace(before, snapshot=self._last_live() or before.snapshot))
+        except OtherFormatError as exc:
+            self._add("pointer", State.OTHER_FORMAT, Act.PERSON, str(exc))
+            return self._written(before)
         if ref is None:
             last = self._last_live()
             if last is not None:
@@ -203,6 +209,9 @@ class _Look:
             snapshot = self._store.snapshot(ref.snapshot)
         except SnapshotError as exc:
             self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
+            return self._written(before)
+        except OtherFormatError as exc:
+            self._add("live snapshot", State.OTHER_FORMAT, Act.PERSON, str(exc))
             return self._written(before)
         account = replace(
             before, epoch=ref.epoch, snapshot=ref.snapshot, rows=snapshot.rows, doubts=()
@@ -234,6 +243,9 @@ class _Look:
             pointer = self._online.live(name)
         except DamagedPointerError as exc:
             self._add("online pointer", State.DAMAGED, Act.POINT, str(exc))
+            return self._written(self._before)
+        except OtherFormatError as exc:
+            self._add("online pointer", State.OTHER_FORMAT, Act.PERSON, str(exc))
             return self._written(self._before)
         if pointer is None:
             return self._written(Account(name))
@@ -298,11 +310,13 @@ class _Look:
         for paths, act, remedy in groups:
             for path in paths:
                 try:
-                    content_of(self._store.storage.read(path))
+                    content_of(self._store.storage.read(path), path)
                 except FileNotFoundError:
                     continue
                 except ValueError as exc:
                     self._add(str(path), State.DAMAGED, act, f"{path} is damaged ({exc}); {remedy}")
+                except OtherFormatError as exc:
+                    self._add(str(path), State.OTHER_FORMAT, Act.PERSON, str(exc))
                 except UnreadableError as exc:
                     if not self._store.storage.local:
                         raise
@@ -315,6 +329,9 @@ class _Look:
             return next((entry.snapshot for entry in self._store.refs.publishings()[-1:]), None)
         except SnapshotError as exc:
             self._add("log of publishings", State.DAMAGED, Act.PERSON, str(exc))
+            return None
+        except OtherFormatError as exc:
+            self._add("log of publishings", State.OTHER_FORMAT, Act.PERSON, str(exc))
             return None
 
     def _written(self, account: Account) -> Account:
@@ -440,7 +457,9 @@ class _Look:
             try:
                 damage = check.damage()
             except UnreadableError as exc:
-                self._add(check.path, State.UNREADABLE, Act.PERSON, str(exc))
+                other = isinstance(exc, OtherFormatError)
+                state = State.OTHER_FORMAT if other else State.UNREADABLE
+                self._add(check.path, state, Act.PERSON, str(exc))
                 files[check.path] = 0
                 continue
             files[check.path] = self._now_us if damage is None else 0
@@ -496,6 +515,8 @@ class _Look:
         try:
             for check in index_checks(folder, name):
                 yield check, Act.LOAD
+        except OtherFormatError as exc:
+            self._add("index", State.OTHER_FORMAT, Act.PERSON, str(exc))
         except (OSError, ValueError) as exc:
             found = (
                 f"the vector index {folder} of view {name!r} cannot be opened ({exc}): precompute"

@@ -17,6 +17,7 @@ from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
     OnlineStoreError,
+    OtherFormatError,
     RowsLostError,
 )
 from precompute.store.keys import key_column
@@ -86,6 +87,8 @@ def served_pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> Point
         check_own_rows(pointer, online.loaded(name, pointer.segments))
     except DamagedPointerError as exc:
         return Finding(what, AccountState.DAMAGED, Act.POINT, str(exc))
+    except OtherFormatError as exc:
+        return Finding(what, AccountState.OTHER_FORMAT, Act.PERSON, str(exc))
     except ConflictError as exc:
         return Finding(what, AccountState.FOREIGN, Act.PERSON, str(exc))
     except RowsLostError as exc:

@@ -37,7 +37,13 @@ from precompute.store.answers.service import (
 )
 from precompute.store.disk.record import plain
 from precompute.store.doors import MISSES
-from precompute.store.errors import OnlineStoreError, PrecomputeError, RequestError, RowsLostError
+from precompute.store.errors import (
+    OnlineStoreError,
+    OtherFormatError,
+    PrecomputeError,
+    RequestError,
+    RowsLostError,
+)
 from precompute.store.feature_view import NAME, FeatureView, status_of
 from precompute.store.keys import key_list, key_text, plain_key
 from precompute.store.online.codec import State
@@ -582,7 +588,7 @@ class Lookup:
         """Let go of the vector indexes of views beside these that are live no more: files that are
         removed take their place on the disk for as long as they are mapped."""
         for view in self._searches.opened() - set(views):
-            with contextlib.suppress(OnlineStoreError):
+            with contextlib.suppress(OnlineStoreError, OtherFormatError):
                 # one that was published meanwhile stays
                 if self.online.live(view) is None:
                     self._searches.close(view)

@@ -23,6 +23,7 @@ from precompute.store.disk.record import plain, record_of
 from precompute.store.errors import (
     ConfigError,
     OnlineStoreError,
+    OtherFormatError,
     PrecomputeError,
     RequestError,
     did_you_mean,
@@ -303,7 +304,9 @@ class Refused:
             RequestError: this very error, where all of the request is too much, or its inputs are
                 wrong, and not one view.
         """
-        if not isinstance(error, RequestError):
+        if isinstance(error, OtherFormatError):
+            reason = Reason.OTHER_FORMAT
+        elif not isinstance(error, RequestError):
             reason = Reason.STORE_UNAVAILABLE
         elif error.status == 413 or error.code in ("bad_inputs", "no_fallback"):
             raise error
@@ -468,10 +471,12 @@ class ServiceAnswer:
         """Raise the store's error where no view is answered.
 
         Raises:
-            OnlineStoreError: of one view at least the store could not be read: it may be soon.
+            OnlineStoreError, OtherFormatError: of one view at least the store could not be read.
         """
         refused = [part.error for part in self.parts if isinstance(part, Refused)]
-        failed = [error for error in refused if isinstance(error, OnlineStoreError)]
+        failed = [
+            error for error in refused if isinstance(error, (OnlineStoreError, OtherFormatError))
+        ]
         if failed and len(refused) == len(self.parts):
             raise failed[0]
 

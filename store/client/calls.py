@@ -20,11 +20,13 @@ from precompute.store.errors import (
     MissingRowError,
     NoAnswerError,
     OnlineStoreError,
+    OtherFormatError,
     OverloadedError,
     PrecomputeError,
     RequestError,
 )
 from precompute.store.keys import join_key, key_columns, key_list, plain_key, shown_key
+from precompute.store.times import Reason
 from precompute.store.wire import bodies
 from precompute.store.wire.lookup_options import (
     BASE64,
@@ -538,6 +540,8 @@ def refusal(reply: Reply, sent: str) -> PrecomputeError:
         return DeniedError(detail, status=reply.status, code=code)
     if code == "store_unavailable":
         return OnlineStoreError(detail)
+    if code == Reason.OTHER_FORMAT:
+        return OtherFormatError(detail)
     if reply.status in (429, 503):
         return OverloadedError(detail, retry_after_s=retry_after_s(reply))
     if code in ("internal_error", "http_error"):

@@ -27,6 +27,7 @@ from precompute.store.disk.storage import (
 from precompute.store.errors import (
     ConflictError,
     FencedError,
+    PrecomputeError,
     SnapshotError,
     UnreadableError,
 )
@@ -120,7 +121,7 @@ class Lease:
         while not self._stop.wait(self.record.ttl_s / 3):
             try:
                 self._sign.beat()
-            except (OSError, ConflictError) as exc:
+            except (OSError, PrecomputeError) as exc:
                 log.warning("lease %r cannot be renewed: %s", self.name, exc)
 
 
@@ -177,7 +178,7 @@ class _Swapped:
             new = replace(self._last, beats=self._last.beats + 1, free=free)
 
             def changed(data: bytes | None) -> bytes:
-                found = whole_record(_Sign, data)
+                found = whole_record(_Sign, data, self._path)
                 if found is None or found.holder != new.holder:
                     raise ConflictError("somebody else took it")
                 return sealed(new)
@@ -193,7 +194,7 @@ class _Swapped:
 
     def end(self) -> None:
         # where that fails, the TTL ends it
-        with contextlib.suppress(OSError, ConflictError):
+        with contextlib.suppress(OSError, PrecomputeError):
             self._swap(free=True)
 
 
@@ -268,7 +269,7 @@ def _take_swapped(
     """As :func:`take`, of a root that is not local."""
     path = _record_path(folder, name)
     before = _read_or_none(storage, path) if force else _free_record(storage, path, name, busy)
-    last = whole_record(_Sign, before)
+    last = whole_record(_Sign, before, path)
     # the fence of a damaged one is not known: past any that was given
     fence = last.holder.fence if last else 0 if before is None else time.time_ns() // 1000
     record = Holder(fence + 1, by, f"{_host()} {_namespace()}", os.getpid(), ttl_s)
@@ -276,7 +277,7 @@ def _take_swapped(
 
     def swapped(data: bytes | None) -> bytes:
         if data != before:
-            found = whole_record(_Sign, data)
+            found = whole_record(_Sign, data, path)
             raise _held_error(record if found is None else found.holder, name, busy)
         return sealed(sign)
 
@@ -292,7 +293,7 @@ def _free_record(storage: Storage, path: Path, name: str, busy: str) -> bytes | 
         ConflictError: a process holds it.
     """
     before = _read_or_none(storage, path)
-    last = whole_record(_Sign, before)
+    last = whole_record(_Sign, before, path)
     if last is None or last.free or _is_dead(last):
         return before
     if _seems_alive(storage, path, last):
@@ -302,7 +303,7 @@ def _free_record(storage: Storage, path: Path, name: str, busy: str) -> bytes | 
         time.sleep(last.holder.ttl_s / 20)
         found = _read_or_none(storage, path)
         if found != before:
-            sign = whole_record(_Sign, found)
+            sign = whole_record(_Sign, found, path)
             if sign is None or sign.free:
                 return found
             raise _held_error(sign.holder, name, busy)
@@ -361,7 +362,7 @@ def is_held(folder: Path, name: str) -> bool:
     """Whether a process holds the lease now; of a holder on another host, as far as clocks tell."""
     storage, path = storage_of(folder), _record_path(folder, name)
     if not storage.local:
-        sign = whole_record(_Sign, _read_or_none(storage, path))
+        sign = whole_record(_Sign, _read_or_none(storage, path), path)
         item = None if sign is None or sign.free else storage.stat(path)
         if sign is None or item is None or _is_dead(sign):
             return False

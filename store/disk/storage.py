@@ -387,10 +387,10 @@ def read_record_file(kind: type[_R], path: Path, remedy: str) -> _R | None:
 
     Raises:
         SnapshotError: it is damaged.
-        UnreadableError: it cannot be read now.
+        UnreadableError: it cannot be read now, or is of another format.
     """
     try:
-        return read_record(kind, storage_of(path).read(path))
+        return read_record(kind, storage_of(path).read(path), path)
     except FileNotFoundError:
         return None
     except ValueError as exc:

@@ -144,6 +144,10 @@ class Api:
             return json_reply(body | {"status": "degraded", "why": why})
         if not pointers and not seen.unreadable:
             body |= {"status": "not ready", "why": "no view is published"}
+        elif seen.other_format:
+            names = ", ".join(sorted(seen.other_format))
+            why = f"what is live of {names} is of a format that this version does not read"
+            body |= {"status": "not ready", "why": f"{why}; the server's log says which"}
         elif self._warming():
             body |= {"status": "not ready", "why": "models are being loaded"}
         elif (
@@ -157,8 +161,8 @@ class Api:
         words = (said(pointer) for pointer in pointers for said in (seen.trouble, seen.behind))
         reasons = [body["why"]] if "why" in body else []
         reasons += filter(None, words)
-        if seen.unreadable:
-            unreadable = ", ".join(sorted(seen.unreadable))
+        if unread := seen.unreadable - seen.other_format:
+            unreadable = ", ".join(sorted(unread))
             reasons.append(
                 f"what is live of {unreadable} cannot be read; the server's log says why"
             )

@@ -18,11 +18,13 @@ from urllib.parse import parse_qsl
 from precompute.store.errors import (
     DamagedPointerError,
     OnlineStoreError,
+    OtherFormatError,
     RequestError,
     RowsLostError,
     VectorIndexError,
 )
 from precompute.store.http.encoding.caching import MOST_PARTS, Headers, cached_if_short
+from precompute.store.times import Reason
 from precompute.store.wire import bodies
 from precompute.store.wire.lookup_options import BASE64, FLOAT, LookupOptions
 
@@ -347,6 +349,11 @@ def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
         return problem(exc.status, str(exc.code), str(exc), again), str(exc.code)
     # no key is logged: it is often a person's
     route = where.partition("/rows/")[0][:_LONGEST_ROUTE]
+    if isinstance(exc, OtherFormatError):
+        log_failure(route, str(exc))
+        said = "what is live is of a format that this version of the server does not read"
+        code = str(Reason.OTHER_FORMAT)
+        return problem(503, code, f"{said}; the server's log says which", [RETRY_SOON]), code
     if isinstance(exc, (OnlineStoreError, VectorIndexError)):
         # its message names hosts and files, and is for operators
         log_failure(route, str(exc))

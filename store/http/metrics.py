@@ -21,7 +21,12 @@ from prometheus_client.registry import Collector
 from precompute.store.account.account import REFS, Account, Followed, read_account, read_followed
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.lookup import Lookup
-from precompute.store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
+from precompute.store.errors import (
+    DamagedPointerError,
+    OnlineStoreError,
+    OtherFormatError,
+    RowsLostError,
+)
 from precompute.store.http.telemetry import instruments as counted
 from precompute.store.http.telemetry.instruments import (
     BUCKETS,
@@ -339,6 +344,8 @@ class Seen:
     pointers: tuple[Pointer, ...]
     unreadable: frozenset[str]
     store_answers: bool
+    other_format: frozenset[str] = frozenset()
+    """Views of which something live is of another format, whether rows can be read or not."""
     accounts: Mapping[str, Account] = field(default_factory=dict)
     """View → its account, as it was last read; of a lookup that has a root."""
     followed: Mapping[str, Followed] = field(default_factory=dict)
@@ -381,7 +388,7 @@ class LiveViews:
         """What is live now, and whether the segments that pointers name are what was loaded, by
         what these say of themselves: no row is read. A store behind a network that does not answer
         is queried once: all views are as they were last seen then."""
-        online, unreadable = self._lookup.online, set[str]()
+        online, unreadable, other = self._lookup.online, set[str](), set[str]()
         # a copy: threads that look at the same time each put theirs in its place
         known, answers = dict(self._known), True
         try:
@@ -404,11 +411,14 @@ class LiveViews:
                 if answers:
                     self._check(pointer)
                     self._reported.pop(name, None)
-            except OnlineStoreError as exc:
+            except (OnlineStoreError, OtherFormatError) as exc:
                 answers = not online.blocking or isinstance(
-                    exc, (DamagedPointerError, RowsLostError)
+                    exc, (DamagedPointerError, RowsLostError, OtherFormatError)
                 )
                 unreadable.add(name)
+                if isinstance(exc, OtherFormatError):
+                    other.add(name)
+                    known.pop(name, None)
                 if answers and self._reported.get(name) != str(exc):
                     # once, however often it is looked
                     self._reported[name] = str(exc)
@@ -421,13 +431,21 @@ class LiveViews:
         root = self._lookup.root
         refs = {} if root is None else {name: root / name / REFS for name in known}
         accounts = {name: read_account(folder, name) for name, folder in refs.items()}
-        followed = {name: read_followed(folder) for name, folder in refs.items()}
+        followed = dict[str, Followed]()
+        for name, folder in refs.items():
+            try:
+                if (noted := read_followed(folder)) is not None:
+                    followed[name] = noted
+            except OtherFormatError:
+                other.add(name)
+        other.update(name for name, account in accounts.items() if account.other_format)
         return Seen(
             tuple(known[name] for name in sorted(known)),
             frozenset(unreadable),
             answers,
+            frozenset(other),
             accounts,
-            {name: one for name, one in followed.items() if one is not None},
+            followed,
         )
 
     def _check(self, pointer: Pointer) -> None:

@@ -80,8 +80,8 @@ _ENCODING = (
 _SERVICE = (
     f"Each of 1 to {MAX_KEYS} rows has, of each view, what a lookup says of its row. A view that"
     " cannot be answered keeps no other from it: its rows are missing, for one of the reasons of a"
-    " row or for `unknown_view`, `other_entity` or `store_unavailable`, and `views` has its"
-    " problem. As Arrow the columns are the entity's, then of each view `view__status`,"
+    " row or for `unknown_view`, `other_entity`, `other_format` or `store_unavailable`, and `views`"
+    " has its problem. As Arrow the columns are the entity's, then of each view `view__status`,"
     " `view__source`, `view__reason`, `view__computed_at`, `view__age_s` and `view__feature`;"
     " `views` is in the schema's metadata."
 )

@@ -79,7 +79,7 @@ class PublishingLog:
             UnreadableError: the log cannot be read now.
         """
         lines = _lines(self._read(self._path))
-        older = _older(lines)
+        older = _older(lines, self._path)
         found = [
             entry
             for number in range(older.first, older.last + 1)
@@ -98,12 +98,12 @@ class PublishingLog:
 
     def _parsed(self, number: int, lines: list[bytes]) -> Iterator[Publishing]:
         """The entries of a file's lines; ``number`` 0 is the newest file."""
-        first = 1 if _older(lines).last else 0
+        first = 1 if _older(lines, self._file(number)).last else 0
         for at, line in enumerate(lines[first:], start=1 + first):
             try:
-                yield read_record(Publishing, line)
+                yield read_record(Publishing, line, self._file(number))
             except ValueError as exc:
-                path = self._older_path(number) if number else self._path
+                path = self._file(number)
                 remedy = "remove the line, and what was live before counts until the next one"
                 names = self._storage.names(self._path.parent)
                 older = sorted(int(name[1]) for name in map(_OLDER_NAME.fullmatch, names) if name)
@@ -115,6 +115,10 @@ class PublishingLog:
                     f"{path}: line {at} is damaged ({exc}), so nobody knows what was live then:"
                     f" restore the file, or {remedy}"
                 ) from exc
+
+    def _file(self, number: int) -> Path:
+        """An older file by its number; 0: the newest one."""
+        return self._older_path(number) if number else self._path
 
     def _older_path(self, number: int) -> Path:
         return self._path.with_name(f"publishings-{number:06d}.jsonl")
@@ -134,7 +138,7 @@ class PublishingLog:
         def added(data: bytes | None) -> bytes:
             lines = _lines(data or b"")
             # what is damaged among them says nothing: what is live is written once more
-            last = (whole_record(Publishing, line) for line in lines[-MOST_AGAIN:])
+            last = (whole_record(Publishing, line, self._path) for line in lines[-MOST_AGAIN:])
             known = [publishing for publishing in last if publishing is not None]
             for publishing in publishings:
                 # a drop that is done again ends nothing more
@@ -151,7 +155,7 @@ class PublishingLog:
     def _written(self, lines: list[bytes], *, cut: bool) -> bytes:
         """The newest file, of all lines of it; where these are many, all but the last go into a
         file of their own first."""
-        older = _older(lines)
+        older = _older(lines, self._path)
         body = lines[1:] if older.last else lines
         if cut and sum(map(len, body)) > NEWEST_BYTES:
             number, data = older.last, b"".join(line + b"\n" for line in body[:-MOST_AGAIN])
@@ -178,7 +182,7 @@ class PublishingLog:
             SnapshotError: as :meth:`entries`.
         """
         newest = self._read(self._path)
-        before = _older(_lines(newest))
+        before = _older(_lines(newest), self._path)
         files = range(before.first, before.last + 1)
         if len(newest) + NEWEST_BYTES * len(files) < THINNED_BYTES:
             return
@@ -204,9 +208,9 @@ def _lines(data: bytes) -> list[bytes]:
     return data.split(b"\n")[:-1]
 
 
-def _older(lines: list[bytes]) -> _Older:
+def _older(lines: list[bytes], path: Path) -> _Older:
     """Which files are older than one of these lines; none where it does not say."""
-    return whole_record(_Older, lines[0] if lines else None) or _Older(1, 0)
+    return whole_record(_Older, lines[0] if lines else None, path) or _Older(1, 0)
 
 
 log = logging.getLogger(__name__)
@@ -337,7 +341,7 @@ class Refs:
         def claimed(data: bytes | None) -> bytes:
             nonlocal epoch
             # where it is damaged, the pointers, and what lies online, are numbered as well
-            last, ref = whole_record(_Claimed, data) or _Claimed(0), self.readable_live()
+            last, ref = whole_record(_Claimed, data, path) or _Claimed(0), self.readable_live()
             epoch = max(last.last, above, 0 if ref is None else ref.epoch) + 1
             return sealed(_Claimed(epoch))
 
@@ -444,7 +448,7 @@ class Refs:
             if lease is not None:
                 lease.check()
             # one that is damaged is replaced
-            old = whole_record(LiveRef, data)
+            old = whole_record(LiveRef, data, path)
             new = change(old)
             self.log.add(*(() if old is None else (old.publishing(),)))
             return sealed(new)
@@ -476,7 +480,7 @@ class Refs:
         path = self.folder / "live.json"
 
         def ended(data: bytes | None) -> None:
-            ref = whole_record(LiveRef, data)
+            ref = whole_record(LiveRef, data, path)
             if ref is not None:
                 now = utc_now()
                 self.log.add(ref.publishing(), Publishing(ref.epoch, None, now, now, reason="drop"))
@@ -511,7 +515,8 @@ class Refs:
         for number in self.marked("bad"):
             # else removed meanwhile
             with contextlib.suppress(FileNotFoundError):
-                mark = whole_record(BadMark, self._storage.read(self.bad_path(number)))
+                path = self.bad_path(number)
+                mark = whole_record(BadMark, self._storage.read(path), path)
                 marks[number] = mark or BadMark("its mark is damaged")
         return marks
 
@@ -533,7 +538,7 @@ class Refs:
         path = self.bad_path(number)
         self._mark(path, mark)
         try:
-            first = whole_record(BadMark, self._storage.read(path))
+            first = whole_record(BadMark, self._storage.read(path), path)
             if mark.rows and (first is None or not first.rows):
                 self._storage.write(path, sealed(mark))
         except OSError as exc:

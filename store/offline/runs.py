@@ -187,7 +187,7 @@ class Journals:
         line is torn, or that was removed meanwhile."""
         try:
             line, _, _ = self._storage.appended(path, first=True).partition(b"\n")
-            partition: str | None = content_of(line)["partition"]
+            partition: str | None = content_of(line, path)["partition"]
             return partition
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
@@ -203,7 +203,7 @@ class Journals:
             return
         for number, line in enumerate(lines):
             try:
-                entry = content_of(line)
+                entry = content_of(line, path)
                 if number == 0:
                     if (entry["recipe"], entry["partition"]) != (recipe, partition) or (
                         full and not entry["full"]
@@ -444,7 +444,8 @@ class Runs:
                 continue
             marker = self._running / name
             try:
-                report = read_record(Report, self._storage.read(self.path(name)))
+                path = self.path(name)
+                report = read_record(Report, self._storage.read(path), path)
             except FileNotFoundError:
                 # About to be written, or never was.
                 continue
@@ -472,7 +473,8 @@ class Runs:
             if len(reports) == limit or name < since:
                 break
             try:
-                reports.append(read_record(Report, self._storage.read(self.folder / name)))
+                path = self.folder / name
+                reports.append(read_record(Report, self._storage.read(path), path))
             except FileNotFoundError:
                 # Removed meanwhile.
                 continue
@@ -492,7 +494,7 @@ class Runs:
             UnreadableError: it cannot be read now.
         """
         try:
-            return read_record(Report, self._storage.read(self.path(run)))
+            return read_record(Report, self._storage.read(self.path(run)), self.path(run))
         except (FileNotFoundError, ValueError) as exc:
             raise SnapshotError(
                 f"the report of run {run!r} of view {self._view!r} cannot be read: {exc}"

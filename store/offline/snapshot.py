@@ -18,16 +18,19 @@ from pathlib import Path
 import pyarrow as pa
 
 from precompute.store.disk.durable_file import replace_undurably
-from precompute.store.disk.record import Record, field, plain, record_of
+from precompute.store.disk.record import (
+    FORMAT,
+    Record,
+    check_format,
+    field,
+    plain,
+    record_of,
+    with_format,
+)
 from precompute.store.disk.storage import File, storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView, LibraryCheck, Substitute
 from precompute.store.offline.row_figures import RowFigures
-
-FORMAT_VERSION = 1
-"""Major version of the manifest: a reader refuses another one, and ignores fields it does not
-know."""
-
 
 DELETES_SCHEMA = pa.schema(
     [("part", pa.dictionary(pa.int32(), pa.string())), ("row", pa.int64()), ("removed", pa.bool_())]
@@ -264,9 +267,8 @@ class Snapshot(Record, frozen=True):
 
     def to_bytes(self) -> bytes:
         """The manifest: canonical JSON whose last line is the SHA-256 of all before it."""
-        body = plain(self)
+        body = with_format(plain(self))
         body["view"] = self.view.to_json()
-        body["format_version"] = FORMAT_VERSION
         body["view_fingerprint"] = self.view.fingerprint()
         text = json.dumps(body, indent=1, sort_keys=True)[: -len("\n}")]
         return (
@@ -282,7 +284,8 @@ class Snapshot(Record, frozen=True):
             where: the file's name, for the message.
 
         Raises:
-            SnapshotError: torn, edited, or of a format this version does not know.
+            SnapshotError: torn, or edited.
+            OtherFormatError: it is of another format.
         """
         body_text, _, tail = data.rpartition(b',\n "zz_sha256": "')
         if not body_text or tail != hashlib.sha256(body_text).hexdigest().encode() + b'"\n}\n':
@@ -291,17 +294,13 @@ class Snapshot(Record, frozen=True):
                 " go back to an older snapshot"
             )
         body = json.loads(body_text + b"\n}")
-        version = body["format_version"]
-        if type(version) is not int or version != FORMAT_VERSION:
-            raise SnapshotError(
-                f"{where} has manifest format {version!r}, this version reads {FORMAT_VERSION}:"
-                " upgrade precompute"
-            )
+        check_format(body, where)
         try:
             return record_of(cls, body)
         except ValueError as exc:
             raise SnapshotError(
-                f"{where} says what this version does not understand ({exc}): upgrade precompute"
+                f"{where} is of format {FORMAT}, and not as that has it ({exc}): run the view again"
+                " or go back to an older snapshot"
             ) from exc
 
 
@@ -469,9 +468,10 @@ def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
             continue
         try:
             if int(line[:8], 16) == zlib.crc32(line[9:]):
-                number, size, mtime_ns, run, partition, parent, created_at, *of = json.loads(
-                    line[9:]
-                )
+                stored_format, number, size, *of = json.loads(line[9:])
+                if stored_format != FORMAT:
+                    continue
+                mtime_ns, run, partition, parent, created_at, *of = of
                 refused, files, members, rows, computation = of
                 named = tuple(refused), tuple(files), tuple(members)
                 entry = Entry(
@@ -493,6 +493,7 @@ def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
 def _line(stamp: Stamp, entry: Entry) -> bytes:
     named = (entry.files, entry.members, entry.rows, entry.computation)
     values = [
+        FORMAT,
         entry.number,
         *stamp,
         entry.run,

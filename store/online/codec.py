@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.store.disk.record import FORMAT
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.keys import key_column
 from precompute.store.online import kernels
@@ -40,7 +41,6 @@ from precompute.store.online.row_values import (
     variable_parts,
 )
 
-FORMAT_VERSION = 1
 HEADER_BYTES = kernels.HEADER_BYTES
 CHECKSUM_BYTES = kernels.CHECKSUM_BYTES
 
@@ -67,8 +67,8 @@ class DecodedRows:
 
 
 def schema_tag(view: FeatureView) -> int:
-    """CRC-32 of format version and features: it distinguishes rows of one schema from another's."""
-    return zlib.crc32(repr([FORMAT_VERSION, [_layout_of(f) for f in view.features]]).encode())
+    """CRC-32 of format and features: it distinguishes rows of one schema from another's."""
+    return zlib.crc32(repr([FORMAT, [_layout_of(f) for f in view.features]]).encode())
 
 
 class RowCodec:

@@ -13,6 +13,7 @@ import dataclasses
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from precompute.store.disk.record import Record, field, plain, read_record, sealed
@@ -156,14 +157,22 @@ class Pointer(Record, frozen=True):
         return sealed(plain(self) | {"view": self.view.to_json()})
 
     @classmethod
-    def from_bytes(cls, data: bytes, view: str | None = None) -> Pointer:
-        """The pointer that :meth:`to_bytes` wrote; of that view, where one is given.
+    def from_bytes(
+        cls, data: bytes, view: str | None = None, where: Path | str = "a pointer"
+    ) -> Pointer:
+        """The pointer that :meth:`to_bytes` wrote.
+
+        Args:
+            data: its bytes.
+            view: whose it is, where that is known.
+            where: it lies, for messages.
 
         Raises:
+            OtherFormatError: it is of another format.
             ValueError: it is none, or another one: a flipped bit could make rows fresh that are
                 not; or it names what is no segment, or an index that is not below the root.
         """
-        pointer = read_record(cls, data)
+        pointer = read_record(cls, data, where)
         if view is not None and pointer.view.name != view:
             raise ValueError("it is another view's")
         for folder in (pointer.index, pointer.overlay_index):
@@ -182,7 +191,9 @@ class OnlineStore(ABC):
     """The contract of every online store; one test suite holds all of them to it.
 
     Keys are the UTF-8 of :mod:`precompute.store.keys`'s text. All methods raise
-    :class:`OnlineStoreError` when the store cannot be reached or refuses; none swallows anything.
+    :class:`OnlineStoreError` when the store cannot be reached or refuses, and
+    :class:`precompute.store.errors.OtherFormatError` where what it holds of the view is of another
+    format: nothing of that is served, replaced or dropped. None swallows anything.
     Safe to share between threads.
     """
 

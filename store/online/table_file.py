@@ -20,6 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from precompute.store.disk.durable_file import disk_message, limit_of, sync_folder
+from precompute.store.disk.record import FORMAT, other_format
 from precompute.store.errors import OnlineStoreError
 from precompute.store.online.kernels import (
     I8,
@@ -36,8 +37,6 @@ from precompute.store.online.kernels import (
     send,
     slots_of,
 )
-
-FORMAT_VERSION = 1
 
 MAGIC = b"pretable"
 
@@ -62,10 +61,7 @@ def header_of(
     """
     text = json.dumps(meta, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
     size = -(-(_HEAD.size + len(text) + 8) // _PAGE_BYTES) * _PAGE_BYTES
-    page = (
-        _HEAD.pack(MAGIC, FORMAT_VERSION, size, rows, records_bytes, home_lines, lines, len(text))
-        + text
-    )
+    page = _HEAD.pack(MAGIC, FORMAT, size, rows, records_bytes, home_lines, lines, len(text)) + text
     page = page.ljust(size - 8, b"\0")
     return page + hash_of(page).to_bytes(8, "little")
 
@@ -92,7 +88,8 @@ class TableFile:
 
     Raises:
         FileNotFoundError: it is not there.
-        OnlineStoreError: it cannot be read, is cut short, damaged, or of another version.
+        OnlineStoreError: it cannot be read, is cut short, or damaged.
+        OtherFormatError: it is of another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,12 +121,12 @@ class TableFile:
         _, version, size, rows, records_bytes, home_lines, lines, text_size = _HEAD.unpack_from(
             mapping
         )
-        if version != FORMAT_VERSION:
-            raise ValueError(f"it is of format {version}, and this version reads {FORMAT_VERSION}")
         if size % _PAGE_BYTES or not _HEAD.size + text_size + 8 <= size <= len(mapping):
             raise ValueError("its header is damaged")
         if hash_of(mapping[: size - 8]) != int.from_bytes(mapping[size - 8 : size], "little"):
             raise ValueError("its header is damaged")
+        if version != FORMAT:
+            raise other_format(self.path, version)
         start = index_start(size + records_bytes)
         self._layout = Layout(
             size, size + records_bytes, start, home_lines, lines, records_bytes // max(1, rows)

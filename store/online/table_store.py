@@ -128,6 +128,8 @@ class TableStore(OnlineStore):
 
     def check_writable(self, view: str, owner: str) -> None:
         super().check_writable(view, owner)
+        # none of them is of another format
+        self.segments(view)
         own = self.folder / view
         there = next(folder for folder in (own, *own.absolute().parents) if folder.exists())
         try:
@@ -198,7 +200,7 @@ class TableStore(OnlineStore):
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 return (
                     _identity_of(os.fstat(file.fileno())),
-                    Pointer.from_bytes(mapped[:], view),
+                    Pointer.from_bytes(mapped[:], view, path),
                     mapped,
                 )
         except FileNotFoundError:
@@ -232,7 +234,13 @@ class TableStore(OnlineStore):
         return _found(tables, keys) if tables else FoundRows(keys, [None] * len(keys))
 
     def segments(self, view: str) -> list[Segment]:
-        return self.loaded(view, {path.stem for path in (self.folder / view).glob("*.table")})
+        names = {path.stem for path in (self.folder / view).glob("*.table")}
+        for name in names:
+            if not is_segment(name):
+                # none of ours; of another format's they may be named otherwise
+                with contextlib.suppress(OSError, OnlineStoreError):
+                    TableFile(self._path(view, name))
+        return self.loaded(view, names)
 
     def loaded(self, view: str, names: Collection[str]) -> list[Segment]:
         # no others are opened: those that are read are open already
@@ -314,6 +322,8 @@ class TableStore(OnlineStore):
     def drop(self, view: str, name: str, keys: KeysOf | None = None) -> None:
         check_not_live(self._readable(view), view, name)
         path = self._path(view, name)
+        # it may be damaged, and not of another format
+        self._segment(view, name)
         try:
             path.unlink(missing_ok=True)
         except OSError as exc:
@@ -323,6 +333,9 @@ class TableStore(OnlineStore):
         folder = self.folder / view
         if not NAME.match(view) or not folder.is_dir():
             return
+        # it may be damaged, and not of another format
+        self._readable(view)
+        self.segments(view)
         try:
             with locked(folder / ".lock"):
                 (folder / "live.json").unlink(missing_ok=True)

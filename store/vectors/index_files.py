@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from precompute.store.disk.durable_file import write_durably
-from precompute.store.disk.record import Record, field, plain, record_of
+from precompute.store.disk.record import FORMAT, Record, check_format, field, plain, record_of
 from precompute.store.online.online_store import FileCheck
 
 
@@ -61,7 +61,6 @@ VECTORS, CODES, ROWS, HASHES, REPLACED = (
     "replaced.arrow",
 )
 METRICS = ("cosine", "dot", "l2")
-FORMAT = 1
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 """What a flat file may hold."""
@@ -199,7 +198,8 @@ def read_index_record(folder: Path) -> tuple[IndexRecord, str]:
 
     Raises:
         OSError: it, or a file that it names, is not there.
-        ValueError: it is damaged or of another version, or a file is of another size.
+        ValueError: it is damaged, or a file is of another size.
+        OtherFormatError: it is of another format.
     """
     try:
         data = json.loads((folder / NAME).read_bytes())
@@ -210,18 +210,14 @@ def read_index_record(folder: Path) -> tuple[IndexRecord, str]:
     mark = xxhash.xxh3_128_hexdigest(json.dumps(data["index"], sort_keys=True).encode())
     if mark != data["xxh3"]:
         raise ValueError(f"{NAME} differs from its checksum")
+    check_format(dict(data["index"]), folder / NAME)
     record = record_of(IndexRecord, data["index"])
     wanted = (
         {VECTORS, ROWS, HASHES}
         | ({CODES} if record.figures.quantizers else set())
         | ({REPLACED} if record.base else set())
     )
-    if (
-        record.format != FORMAT
-        or record.metric not in METRICS
-        or record.dtype not in DTYPES
-        or set(record.files) != wanted
-    ):
+    if record.metric not in METRICS or record.dtype not in DTYPES or set(record.files) != wanted:
         raise ValueError(f"{NAME} is not of this version")
     if record.name != name_of(folder):
         raise ValueError(f"it is the index {record.name}")

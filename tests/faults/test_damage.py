@@ -92,7 +92,7 @@ def test_unknown_fields_of_pointers_and_leases_are_ignored(delta_to_come: MakeSc
     scene = delta_to_come()
     for name in ("live.json", "lease-run.json", "epoch.json"):
         path = scene.view_folder / "refs" / name
-        path.write_bytes(sealed(content_of(path.read_bytes()) | {"colour": "green"}))
+        path.write_bytes(sealed(content_of(path.read_bytes(), path) | {"colour": "green"}))
     recover(scene)
     check_everything(scene)
 

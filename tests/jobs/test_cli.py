@@ -25,7 +25,7 @@ from precompute.jobs.cli import _parser, main
 from precompute.jobs.commands.rows import describe_row
 from precompute.jobs.commands.run import describe_report
 from precompute.jobs.commands.setup import SHELLS
-from precompute.store.disk.record import plain, replace
+from precompute.store.disk.record import FORMAT, plain, replace
 from precompute.store.errors import (
     ConfigError,
     GateError,
@@ -205,7 +205,8 @@ def test_the_version_is_that_of_the_package(
     declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "version"
     ]
-    assert re.fullmatch(f"precompute {re.escape(declared)}{more}\n", capsys.readouterr().out)
+    told = re.escape(f"precompute {declared} (format {FORMAT})")
+    assert re.fullmatch(f"{told}{more}\n", capsys.readouterr().out)
 
 
 def test_a_dry_run_tells_what_would_be_computed_and_writes_nothing(

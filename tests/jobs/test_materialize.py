@@ -153,7 +153,7 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
     assert manifest["own_deletes"] == 0
     assert manifest["partition"] is None
     assert manifest["renewed_at"] is None
-    assert (manifest["format_version"], manifest["fence"], manifest["accepted"]) == (1, 1, [])
+    assert (manifest["format"], manifest["fence"], manifest["accepted"]) == (3, 1, [])
     assert len(manifest["recipe"]) == 64
     assert manifest["content"].startswith(manifest["recipe"] + ":3-")
     assert FeatureView.from_json(manifest["view"]) == project.view("numbers").feature_view()

@@ -54,12 +54,12 @@ known() {
     for p in $PARENTS; do printf '%s"%s": %s' "$comma" $p $(cat $ROOT/$p/epoch 2>/dev/null || echo 0); comma=", "; done
 }
 sealed() {  # JSON whose keys are in order, with its checksum
-    printf '%s, "seal": "%s"}' "${1%?}" $(printf %s "$1" | b2sum -l 96 | cut -c 1-24)
+    printf '%s, "blake2b": "%s"}' "${1%?}" $(printf %s "$1" | b2sum -l 96 | cut -c 1-24)
 }
 report() {  # a run's report, with the status given
     mkdir -p $ROOT/$VIEW/runs $ROOT/$VIEW/refs/running
     if [ $1 = running ]; then touch $ROOT/$VIEW/refs/running/$ID; fi
-    sealed "$(printf '{"command": "run", "due": "%s", "finished_at": "%s", "parents": {%s}, "partition": null, "pid": %s, ' \\
+    sealed "$(printf '{"command": "run", "due": "%s", "finished_at": "%s", "format": 3, "parents": {%s}, "partition": null, "pid": %s, ' \\
         $DUE $(now) "$(known)" $$; printf '"run": "%s", "started_at": "%s", "status": "%s", "view": "%s"}' $ID $BEGAN $1 $VIEW)" \\
         > $ROOT/$VIEW/tmp
     mv $ROOT/$VIEW/tmp $ROOT/$VIEW/runs/$ID.json
@@ -67,7 +67,7 @@ report() {  # a run's report, with the status given
 published() {  # that, and another live snapshot
     mkdir -p $ROOT/$VIEW/refs
     echo $(($(cat $ROOT/$VIEW/epoch 2>/dev/null || echo 0) + 1)) > $ROOT/$VIEW/epoch
-    sealed "$(printf '{"at": "%s", "epoch": %s, "segments": ["1-00000000"], "previous": null, ' \\
+    sealed "$(printf '{"at": "%s", "epoch": %s, "format": 3, "segments": ["1-00000000"], "previous": null, ' \\
         $(now) $(cat $ROOT/$VIEW/epoch); printf '"reason": "run", "snapshot": 1}')" > $ROOT/$VIEW/tmp2
     mv $ROOT/$VIEW/tmp2 $ROOT/$VIEW/refs/live.json
     report published

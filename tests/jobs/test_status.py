@@ -357,7 +357,9 @@ def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(
     ledger.settle("numbers", datetime.now(UTC) - timedelta(days=2))
     path = next((project.root / "numbers" / "runs").glob("*.json"))
     began = datetime.now(UTC) - timedelta(days=2)
-    path.write_bytes(sealed(content_of(path.read_bytes()) | {"started_at": began.isoformat()}))
+    path.write_bytes(
+        sealed(content_of(path.read_bytes(), path) | {"started_at": began.isoformat()})
+    )
     (overdue,) = project.status()["attention"]
     assert re.fullmatch(rf"due since \d{{4}}-\d\d-\d\d {at:%H:%M}\+00:00 and not begun", overdue)
     leader.release()

@@ -15,6 +15,7 @@ from precompute.store.errors import (
     PrecomputeError,
     RequestError,
     SourceError,
+    UnreadableError,
     did_you_mean,
     nearest_or_all,
 )
@@ -43,6 +44,7 @@ def test_the_picture_of_the_tree_names_every_error() -> None:
         NoAnswerError,
         RequestError,
         SourceError,
+        UnreadableError,
     }
 
 

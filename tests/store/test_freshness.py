@@ -46,6 +46,7 @@ def test_the_words_of_an_answer_are_the_contracts() -> None:
         "unknown_view",
         "other_entity",
         "store_unavailable",
+        "other_format",
     ]
     assert {"store", "fallback"} <= {str(s) for s in AnswerSource}
 

@@ -493,7 +493,7 @@ def test_a_pointer_names_segments_and_nothing_else(names: tuple[str, ...]) -> No
 
 
 def test_a_pointer_of_a_later_version_is_read_an_unsealed_one_is_not() -> None:
-    body = content_of(pointer(4).to_bytes()) | {"from_the_future": 1}
+    body = content_of(pointer(4).to_bytes(), "a pointer") | {"from_the_future": 1}
     assert Pointer.from_bytes(sealed(body)) == pointer(4)
     with pytest.raises(ValueError, match="not those that were written"):
         Pointer.from_bytes(json.dumps(body).encode())

@@ -34,18 +34,18 @@ class Sample(Record, frozen=True):
 )
 def test_what_is_no_such_record_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"\S"):
-        read_record(Sample, data)
+        read_record(Sample, data, "a sample")
 
 
 def test_a_flipped_bit_of_what_is_sealed_is_seen_or_changes_nothing() -> None:
     sample = Sample("é\n", math.inf, {"x": 10, "y": -1})
     whole = sealed(sample)
-    assert read_record(Sample, sealed(plain(sample) | {"of a later version": [1.5]})) == sample
+    assert read_record(Sample, sealed(plain(sample) | {"of a later version": [1.5]}), "") == sample
     for bit in range(8 * len(whole)):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         with contextlib.suppress(ValueError):
-            assert read_record(Sample, bytes(flipped)) == sample
+            assert read_record(Sample, bytes(flipped), "a sample") == sample
 
 
 def test_what_is_wrong_is_named() -> None:
@@ -54,9 +54,9 @@ def test_what_is_wrong_is_named() -> None:
 
 
 def test_nan_and_infinity_come_back_and_foreign_values_are_plain() -> None:
-    back = read_record(Sample, sealed(Sample("a", math.nan)))
+    back = read_record(Sample, sealed(Sample("a", math.nan)), "a sample")
     assert math.isnan(back.share)
-    assert read_record(Sample, sealed(Sample("a", math.inf))).share == math.inf
+    assert read_record(Sample, sealed(Sample("a", math.inf)), "a sample").share == math.inf
     mixed = {"path": Path("x"), "number": np.float64(0.5), "record": Sample("a")}
     assert plain(mixed) == {
         "path": "x",

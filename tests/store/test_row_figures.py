@@ -153,7 +153,7 @@ def test_a_samples_share_of_leaving_rows_is_scaled_to_all() -> None:
 
 def test_they_travel_as_json() -> None:
     figures = count([vectors(np.eye(3, dtype=np.float32))], of("float32", 3))
-    assert read_record(RowFigures, sealed(figures)) == figures
+    assert read_record(RowFigures, sealed(figures), "figures") == figures
 
 
 VALUES = FeatureView(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from precompute.store.disk.record import replace
-from precompute.store.errors import SnapshotError
+from precompute.store.disk.record import FORMAT, replace
+from precompute.store.errors import OtherFormatError, SnapshotError
 from precompute.store.feature_view import (
     Definition,
     Feature,
@@ -21,7 +21,7 @@ from precompute.store.feature_view import (
     Substitute,
 )
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
-from precompute.store.offline.snapshot import FORMAT_VERSION, Counts, Part, Snapshot, Verdict
+from precompute.store.offline.snapshot import Counts, Part, Snapshot, Verdict
 
 VIEW = FeatureView(
     "numbers",
@@ -94,21 +94,21 @@ def test_a_snapshot_comes_back_equal_from_its_manifest(snapshot: Snapshot) -> No
 
 def test_a_manifest_is_plain_json_for_anybody() -> None:
     body = json.loads(FULL.to_bytes())
-    assert body["format_version"] == FORMAT_VERSION
+    assert body["format"] == FORMAT
     assert body["view_fingerprint"] == VIEW.fingerprint()
     assert body["counts"]["written"] == sum(part["rows"] for part in body["parts"])
-    assert set(body) - {"format_version", "view_fingerprint", "zz_sha256"} == set(
+    assert set(body) - {"format", "view_fingerprint", "zz_sha256"} == set(
         Snapshot.__struct_fields__
     )
 
 
 def test_the_bytes_of_a_manifest_are_pinned() -> None:
-    """A change here is a change of the format: older readers must still understand it, or the
-    version goes up."""
-    assert FORMAT_VERSION == 1
+    """A change here is a change of the format: its readers must still understand it, or the number
+    goes up."""
+    assert FORMAT == 3
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "71089de5f1aa0c5f68ecb561c485f9f8390ae79849fc5b450896f333946b81c1"
+        == "5d68af6a9623bcf5bba5f109522978818012c65ccf81780b64b95a1feede97f6"
     )
 
 
@@ -147,10 +147,12 @@ def test_a_manifest_torn_or_changed_in_any_way_is_refused() -> None:
             Snapshot.from_bytes(data, "/some/where")
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", 1.5, None])
-def test_a_manifest_of_a_format_this_version_does_not_know_is_refused(version: Any) -> None:
-    newer = resealed(FULL.to_bytes(), lambda body: body.update(format_version=version))
-    with pytest.raises(SnapshotError, match=r"manifest format .* upgrade"):
+@pytest.mark.parametrize(
+    "said", [{"format": 0}, {"format": 4}, {"format": "3"}, {"format": 3.5}, {"needs": ["x"]}]
+)
+def test_a_manifest_of_a_format_this_version_does_not_know_is_refused(said: Any) -> None:
+    newer = resealed(FULL.to_bytes(), lambda body: body.update(said))
+    with pytest.raises(OtherFormatError, match=r"^here is of format .* whole, and left as it is"):
         Snapshot.from_bytes(newer, "here")
 
 
@@ -160,7 +162,7 @@ def test_a_manifest_of_a_format_this_version_does_not_know_is_refused(version: A
 def test_a_manifest_that_says_something_else_is_refused(change: dict[str, Any]) -> None:
     other = resealed(FULL.to_bytes(), lambda body: body.update(change))
     with pytest.raises(
-        SnapshotError, match=r"here says what this version does not understand .*\$\..*upgrade"
+        SnapshotError, match=r"here is of format 3, and not as that has it .*\$\..*run the view"
     ):
         Snapshot.from_bytes(other, "here")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from precompute.store.errors import OnlineStoreError
+from precompute.store.errors import OnlineStoreError, OtherFormatError
 from precompute.store.online import kernels
 from precompute.store.online.kernels import (
     ABSENT,
@@ -396,14 +396,11 @@ def test_a_header_that_is_not_consistent(
         TableFile(tmp_path / "t")
 
 
-def test_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.store.online.table_file.FORMAT_VERSION", 2)
+def test_other_formats_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precompute.store.online.table_file.FORMAT", 2)
     path = write(tmp_path / "t", numbered(0, 10))
     monkeypatch.undo()
-    with pytest.raises(
-        OnlineStoreError,
-        match="it is of format 2, and this version reads 1; publish the view again",
-    ):
+    with pytest.raises(OtherFormatError, match=r"/t is of format 2, .* reads format 3 alone"):
         TableFile(path)
 
 

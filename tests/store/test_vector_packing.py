@@ -235,4 +235,4 @@ def test_how_vectors_are_packed_is_part_of_the_schema() -> None:
         for packing in (None, *PACKINGS)
     }
     assert len(set(tags.values())) == 3
-    assert tags[None] == zlib.crc32(b"[1, [('v', 'float32', 384, None)]]")
+    assert tags[None] == zlib.crc32(b"[3, [('v', 'float32', 384, None)]]")

@@ -195,7 +195,7 @@ class CachedComparison:
     def read(self) -> TechniqueComparison | None:
         """None where there is none, or none that can be read."""
         try:
-            return read_record(TechniqueComparison, self._path.read_bytes())
+            return read_record(TechniqueComparison, self._path.read_bytes(), self._path)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as exc:

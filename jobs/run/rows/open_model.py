@@ -79,9 +79,9 @@ class KnownModel:
         """The model's own fingerprint; None where it is not cached, or a file has changed."""
         if self._files is None:
             return None
-        # a damaged file, or another version's, counts as none
+        # a damaged file counts as none
         with contextlib.suppress(OSError, ValueError):
-            known = read_record(_Known, self._path.read_bytes())
+            known = read_record(_Known, self._path.read_bytes(), self._path)
             if (known.use, known.args, known.files) == (self._use, self._args, self._files):
                 return known.fingerprint
         return None

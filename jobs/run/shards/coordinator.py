@@ -173,7 +173,9 @@ def _check_arguments(opened: OpenView, plan: ShardPlan) -> None:
         ConfigError: workers would get other arguments of the model than this run has, which its
             fingerprint need not show.
     """
-    there = read_record(ShardPlan, sealed(plan)).view.definition.model.args
+    there = read_record(
+        ShardPlan, sealed(plan), "the plan of the shards"
+    ).view.definition.model.args
     for name, value in opened.view.definition.model.args.items():
         if repr(there[name]) != repr(value):
             raise ConfigError(

@@ -171,9 +171,8 @@ class ShardFolder:
         for name in self._names("beat"):
             # half written, or being replaced
             with contextlib.suppress(OSError, ValueError):
-                found.append(
-                    read_record(WorkerProgress, self.store.storage.read(self.folder / name))
-                )
+                path = self.folder / name
+                found.append(read_record(WorkerProgress, self.store.storage.read(path), path))
         return found
 
     # ---- a worker's side

@@ -137,7 +137,7 @@ class Replica:
         def moved(data: bytes | None) -> bytes:
             # a damaged one gives way to what is published
             with contextlib.suppress(ValueError):
-                if data is not None and _read(data)[0].epoch > pointer.epoch:
+                if data is not None and _read(data, self._path)[0].epoch > pointer.epoch:
                     return data
             return new
 
@@ -155,7 +155,7 @@ class Replica:
             return False
         with contextlib.suppress(ValueError):
             served = self._live_files()
-            return served is None or _read(sealed(served))[0].epoch < epoch
+            return served is None or _read(sealed(served), self._path)[0].epoch < epoch
         return True
 
     def end(self) -> None:
@@ -223,7 +223,7 @@ class Replica:
                 self._online.forget(self._store.name)
                 self._path.unlink(missing_ok=True)
             return False
-        pointer, _ = _read(sealed(served))
+        pointer, _ = _read(sealed(served), self._path)
         # before any file of another project's takes the place of one that is served
         check_taken(current, pointer)
         moves = current is None or (current.epoch, current.renewed_at_us) < (
@@ -252,7 +252,9 @@ class Replica:
         checksum now, or was when it was first served."""
         storage, compared = self._store.storage, set[_ServedFile]()
         with contextlib.suppress(OSError, ValueError):
-            compared.update(() if again else read_record(_LiveFiles, self._path.read_bytes()).files)
+            compared.update(
+                () if again else read_record(_LiveFiles, self._path.read_bytes(), self._path).files
+            )
         files = {
             File(self._store.folder / file.path, file.size_bytes, file.sha256): file in compared
             for file in served.files
@@ -289,7 +291,7 @@ class Replica:
 
     def _live_files(self) -> _LiveFiles | None:
         try:
-            return read_record(_LiveFiles, self._store.storage.read(self._path))
+            return read_record(_LiveFiles, self._store.storage.read(self._path), self._path)
         except FileNotFoundError:
             return None
 
@@ -315,9 +317,9 @@ class Replica:
             shutil.rmtree(self._store.index_folder(segment), ignore_errors=True)
 
 
-def _read(data: bytes) -> tuple[Pointer, _LiveFiles]:
-    served = read_record(_LiveFiles, data)
-    return Pointer.from_bytes(served.pointer.encode()), served
+def _read(data: bytes, path: Path) -> tuple[Pointer, _LiveFiles]:
+    served = read_record(_LiveFiles, data, path)
+    return Pointer.from_bytes(served.pointer.encode(), where=path), served
 
 
 def _indexes(store: ViewStore, pointer: Pointer) -> list[Path]:

@@ -36,6 +36,7 @@ from precompute.plugins.page.figures import (
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import (
     OnlineStoreError,
+    OtherFormatError,
     PrecomputeError,
     RequestError,
     VectorIndexError,
@@ -155,10 +156,13 @@ def answered(lookup: Lookup, question: Question) -> tuple[int, dict[str, Any] | 
         return 200, _row(lookup, question) if question.way == LOOKUP else _found(lookup, question)
     except PrecomputeError as exc:
         status = exc.status if isinstance(exc, RequestError) else 503
-        silent = isinstance(exc, (OnlineStoreError, VectorIndexError))
-        return status, {
-            "problem": "the online store or the index does not answer" if silent else str(exc)
-        }
+        if isinstance(exc, OtherFormatError):
+            problem = "what is live is of a format that this version does not read"
+        elif isinstance(exc, (OnlineStoreError, VectorIndexError)):
+            problem = "the online store or the index does not answer"
+        else:
+            problem = str(exc)
+        return status, {"problem": problem}
 
 
 def _key(lookup: Lookup, question: Question) -> str:

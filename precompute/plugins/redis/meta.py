@@ -18,7 +18,14 @@ from precompute.plugins.redis.link import (
     server_state,
 )
 from precompute.plugins.redis.servers import ADMIN_S, Servers
-from precompute.store.disk.record import Record, digest_of, read_record, replace, sealed
+from precompute.store.disk.record import (
+    Record,
+    digest_of,
+    read_record,
+    replace,
+    sealed,
+    whole_record,
+)
 from precompute.store.errors import DamagedPointerError, OnlineStoreError
 from precompute.store.feature_view import NAME
 from precompute.store.online.online_store import (
@@ -237,12 +244,19 @@ class Meta:
     @classmethod
     def of(cls, fields: Mapping[bytes, bytes]) -> Meta:
         """The record in the fields of a view's hash, or in some of them. A field that is named as
-        none of ours is left alone."""
+        none of ours is left alone.
+
+        Raises:
+            OtherFormatError: its pointer, or what is noted of a segment, is of another format.
+        """
         loaded: dict[str, Loaded] = {}
         loading: dict[str, Loading] = {}
         dropping, unreadable = dict[str, bytes](), set()
         for field_name, value in fields.items():
             kind, _, name = field_name.decode(errors="replace").partition(":")
+            if name.isdecimal() and kind in ("rows", "loading"):
+                # as another version named what it has noted
+                whole_record(Loaded, value, _noted(name))
             if name != EVERYTHING and not is_segment(name.partition("/")[0]):
                 continue
             if kind == "dropping":
@@ -251,7 +265,7 @@ class Meta:
                 unreadable.add(name)
             try:
                 if kind == "segment":
-                    loaded[name] = of_name(read_record(Loaded, value), name)
+                    loaded[name] = of_name(read_record(Loaded, value, _noted(name)), name)
                 elif kind == "loading":
                     loading[name] = _loading(value, name, fields[b"token:" + name.encode()])
             except (KeyError, ValueError):
@@ -289,7 +303,7 @@ _Named = TypeVar("_Named", Loaded, Loading)
 
 
 def _loading(record: bytes, name: str, token: bytes) -> Loading:
-    return replace(of_name(read_record(Loading, record), name), counter=int(token))
+    return replace(of_name(read_record(Loading, record, _noted(name)), name), counter=int(token))
 
 
 def of_name(record: _Named, name: str) -> _Named:
@@ -334,6 +348,10 @@ def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str
     return found
 
 
+def _noted(name: object) -> str:
+    return f"what Redis has noted of segment {name}"
+
+
 def version_of(pointer: bytes) -> bytes:
     """A digest of a pointer's bytes, which differs from any other's, and checks them."""
     return digest_of(pointer).encode()
@@ -344,15 +362,15 @@ def read_pointer(version: bytes, body: bytes, view: str | None, where: str = "")
 
     Raises:
         DamagedPointerError: the bytes are not those that were written.
+        OtherFormatError: it is of another format.
     """
+    named = f"the pointer of {view!r} in {where}" if view else "a pointer in Redis"
     try:
         if version != version_of(body):
             raise ValueError("its bytes are not those that were written")
-        return Pointer.from_bytes(body, view)
+        return Pointer.from_bytes(body, view, named)
     except (ValueError, KeyError, TypeError) as exc:
-        raise DamagedPointerError(
-            f"the pointer of {view!r} in {where} is damaged ({exc}); publish the view again"
-        ) from exc
+        raise DamagedPointerError(f"{named} is damaged ({exc}); publish the view again") from exc
 
 
 def sealed_pointer(version: bytes | None, body: bytes | None) -> Pointer | None:
@@ -527,7 +545,7 @@ class ViewHashes:
             return True
         # of those who load the same together, one ends it
         with contextlib.suppress(ValueError):
-            return read_record(Loaded, there).counter == loaded.counter
+            return read_record(Loaded, there, _noted(name)).counter == loaded.counter
         return False
 
     def begin_dropping(self, view: str, name: str, *, whole: bool = True) -> None:

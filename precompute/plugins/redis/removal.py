@@ -90,7 +90,9 @@ class Removal:
         marks = [mark for mark in meta.dropping if mark != EVERYTHING]
         for mark in marks:
             name, _, counter = mark.partition("/")
-            left: Left | None = whole_record(Left, meta.dropping[mark])
+            left: Left | None = whole_record(
+                Left, meta.dropping[mark], f"what is left of segment {name}"
+            )
             # of a load it stands beside the record
             number = 0 if left is None else left.counter or int(counter or 0)
             prefix = b"" if left is None else self._names.rows(view, left.segment, number)

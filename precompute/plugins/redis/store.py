@@ -58,11 +58,15 @@ from precompute.plugins.redis.servers import (
     keep_small,
     replicated,
 )
-from precompute.store.disk.record import read_record, replace
-from precompute.store.errors import ConflictError, OnlineStoreError, RowsLostError
+from precompute.store.disk.record import FORMAT, read_record, replace
+from precompute.store.errors import (
+    ConflictError,
+    OnlineStoreError,
+    RowsLostError,
+)
 from precompute.store.feature_view import NAME
 from precompute.store.online import kernels
-from precompute.store.online.codec import FORMAT_VERSION, HEADER_BYTES
+from precompute.store.online.codec import HEADER_BYTES
 from precompute.store.online.found_rows import FoundRows, PackedKeys
 from precompute.store.online.kernels import U8, Buffer, Rows
 from precompute.store.online.key_hashes import KeyHashes, packed, unpacked
@@ -275,7 +279,9 @@ class RedisStore(OnlineStore):
         layouts, hashes = [], {name: known[name] for name in names[1:] if name in known}
         try:
             for name, record in zip(names, found, strict=False):
-                loaded = of_name(read_record(Loaded, record or b""), name)
+                loaded = of_name(
+                    read_record(Loaded, record or b"", f"segment {name} in Redis"), name
+                )
                 prefix = self._names.rows(view, loaded.segment, loaded.counter)
                 layouts.append(Layout(prefix, loaded.buckets))
             for name, data in zip(new, found[len(names) :], strict=True):
@@ -344,7 +350,7 @@ class RedisStore(OnlineStore):
         doing, name = f"prepare for {view!r}", segment.name
         states, meta = self._checked(view, owner, doing)
         started = meta.loading.get(name)
-        if started is not None and (started.layout, started.segment) != (FORMAT_VERSION, segment):
+        if started is not None and (started.layout, started.segment) != (FORMAT, segment):
             started = None
         dropped = bool(meta.loading.keys() - {name} or meta.dropping or meta.unreadable)
         if dropped or (started is None and name in meta.loading):
@@ -476,7 +482,7 @@ class RedisStore(OnlineStore):
             buckets = Buckets.of(plan.buckets, first)
         wanted = Loading(
             segment,
-            FORMAT_VERSION,
+            FORMAT,
             plan.owner,
             server=server,
             evicted=evicted_of(states),
@@ -484,7 +490,7 @@ class RedisStore(OnlineStore):
         )
         self._servers.call(self._names.views, [("SADD", self._names.views, view)], doing, ADMIN_S)
         loading = self._hashes.begin_loading(view, wanted)
-        if loading is None or (loading.layout, loading.segment) != (FORMAT_VERSION, segment):
+        if loading is None or (loading.layout, loading.segment) != (FORMAT, segment):
             # of what cannot be read nothing is kept
             self._hashes.begin_dropping(view, name, whole=False)
             self._removal.finish(view)
@@ -611,6 +617,8 @@ class RedisStore(OnlineStore):
     def forget(self, view: str) -> None:
         if not NAME.match(view):
             return
+        # nothing of it is of another format
+        self._hashes.read(view)
         self._removal.end(view)
         self._seen.pop(view, None)
 

@@ -40,6 +40,7 @@ from precompute.store.errors import (
     DeadlineError,
     NoAnswerError,
     OnlineStoreError,
+    OtherFormatError,
     OverloadedError,
     PrecomputeError,
     RequestError,
@@ -491,13 +492,16 @@ def outcome_of(error: PrecomputeError) -> Outcome:
         return _refusal(503, "busy", str(error), wait)
     if isinstance(error, NoAnswerError):
         return Failure(error, final=isinstance(error, DeadlineError))
+    if isinstance(error, OtherFormatError):
+        return _refusal(503, "other_format", str(error))
     if type(error) is OnlineStoreError:
         return _refusal(503, "store_unavailable", str(error))
     if isinstance(error, RequestError):
         return _refusal(error.status, error.code, str(error))
     raise ConfigError(
         f"{type(error).__name__}: the client never raises it; it raises OnlineStoreError,"
-        " NoAnswerError, DeadlineError, OverloadedError, RequestError, DeniedError"
+        " OtherFormatError, NoAnswerError, DeadlineError, OverloadedError, RequestError,"
+        " DeniedError"
     )
 
 

@@ -160,7 +160,7 @@ def read_student(folder: Path) -> Student:
     """
     path = folder / RECORD
     try:
-        student = read_record(Student, path.read_bytes())
+        student = read_record(Student, path.read_bytes(), path)
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise ConfigError(
             f"{folder} is no student's folder: it has no {RECORD}; `precompute optimize VIEW` makes"

@@ -86,9 +86,10 @@ class Slots:
                 0o600,
             )
             # what a kill cut short is no line
-            whole = (folder / f"{process}.keys").read_bytes().rpartition(b"\n")[0]
+            named = folder / f"{process}.keys"
+            whole = named.read_bytes().rpartition(b"\n")[0]
             os.ftruncate(self._keys, len(whole) + bool(whole))
-            for run in _runs(whole):
+            for run in _runs(whole, named):
                 self._first[run.name, run.labels] = self._used
                 self._used += run.size
         except OSError as exc:
@@ -147,7 +148,7 @@ def read_slots(folder: Path) -> Iterator[tuple[str, Key, list[float]]]:
         OSError: a file cannot be read.
     """
     for path in sorted(folder.glob("*.keys")):
-        runs = _runs(path.read_bytes().rpartition(b"\n")[0])
+        runs = _runs(path.read_bytes().rpartition(b"\n")[0], path)
         size = sum(run.size for run in runs)
         values = array("d")
         with path.with_suffix(".values").open("rb") as file:
@@ -158,8 +159,8 @@ def read_slots(folder: Path) -> Iterator[tuple[str, Key, list[float]]]:
             first += run.size
 
 
-def _runs(lines: bytes) -> list[_Run]:
-    return [read_record(_Run, line) for line in lines.split(b"\n") if line]
+def _runs(lines: bytes, path: Path) -> list[_Run]:
+    return [read_record(_Run, line, path) for line in lines.split(b"\n") if line]
 
 
 BUCKETS = (

@@ -28,12 +28,13 @@ from precompute.plugins.redis.tests.processes import (
     redis_binaries,
 )
 from precompute.plugins.redis.tests.rig import OpenStore, commands_in
-from precompute.store.disk.record import replace
+from precompute.store.disk.record import FORMAT, replace, sealed
 from precompute.store.errors import (
     ConfigError,
     ConflictError,
     DamagedPointerError,
     OnlineStoreError,
+    OtherFormatError,
     RowsLostError,
     SnapshotError,
 )
@@ -41,6 +42,7 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online.kernels import Packed, Rows
 from precompute.store.online.online_store import Pointer
 from precompute.store.online.url import open_online_store, shown_url
+from tests.formats import CHANGES, Change, resealed
 from tests.online import (
     DAMAGED_POINTERS,
     TABLE,
@@ -1021,6 +1023,52 @@ def test_a_damaged_pointer_is_refused_and_mended_by_publishing(
             use("numbers")
     publish(store, 2, {b"a": b"again"})
     assert read(store, [b"a"]) == [b"again"]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("field", ["pointer", f"segment:{named(1)}", f"loading:{named(2)}"])
+def test_what_is_of_another_format_is_neither_read_nor_replaced(
+    field: str,
+    change: Change,
+    store: RedisStore,
+    raw: redis.Redis,
+    open_store: OpenStore,
+    server: RedisProcess,
+) -> None:
+    publish(store, 1, TABLE)
+    key = "precompute:{numbers}:meta"
+    begun = {
+        f"loading:{named(2)}": sealed(meta.Loading(segment(2), FORMAT, "")),
+        f"token:{named(2)}": "2",
+    }
+    raw.hset(key, mapping=begun)
+    whole = raw.hget(key, field)
+    assert isinstance(whole, bytes)
+    body = resealed(whole, change)
+    raw.hset(key, field, body)
+    if field == "pointer":
+        raw.hset(key, "version", meta.version_of(body))
+    before = raw.hgetall(key), data_keys(raw)
+    store = open_store(server.url())
+    uses: list[Callable[[], Any]] = [
+        lambda: store.prepare("numbers", segment(2), 4, 100, "me"),
+        lambda: load(store, 2, TABLE),
+        lambda: store.segments("numbers"),
+        lambda: store.sweep("numbers"),
+        lambda: store.drop("numbers", named(1)),
+        lambda: store.forget("numbers"),
+    ]
+    if field == "pointer":
+        uses += [lambda: store.live("numbers"), lambda: store.read("numbers", [b"a"])]
+    elif field.startswith("segment:"):
+        uses += [
+            lambda: store.read("numbers", [b"a"]),
+            lambda: store.loaded("numbers", [named(1)]),
+        ]
+    for use in uses:
+        with pytest.raises(OtherFormatError, match="whole, and left as it is"):
+            use()
+    assert (raw.hgetall(key), data_keys(raw)) == before
 
 
 # ---- memory
