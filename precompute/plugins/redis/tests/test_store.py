@@ -1037,7 +1037,7 @@ def test_what_is_of_another_format_is_neither_read_nor_replaced(
 ) -> None:
     publish(store, 1, TABLE)
     key = "precompute:{numbers}:meta"
-    begun = {
+    begun: dict[Any, Any] = {
         f"loading:{named(2)}": sealed(meta.Loading(segment(2), FORMAT, "")),
         f"token:{named(2)}": "2",
     }
