@@ -205,7 +205,7 @@ class History:
         self._run(day)
 
     def _rollback(self) -> None:
-        rollback(self.project, VIEW, Silent())
+        rollback(self.project, VIEW, Silent(), hold=False)
 
     def _publish(self) -> None:
         run_view(

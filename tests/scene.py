@@ -16,15 +16,16 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.ops.status import StatusLine, view_status
 from precompute.jobs.ops.verify import Check, verify
 from precompute.jobs.run.command_process import Silent
-from precompute.jobs.run.rollback import rollback
+from precompute.jobs.run.rollback import resume, rollback
 from precompute.jobs.run.rows.plan import Plan, RunOptions
 from precompute.jobs.run.run_view import plan_view, run_view
 from precompute.jobs.serve.fallback import ViewFallback
 from precompute.store.answers.fallback import Computed
 from precompute.store.answers.lookup import Lookup
-from precompute.store.offline.refs import LiveRef
+from precompute.store.offline.log import LiveRef
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import Packed
@@ -77,6 +78,10 @@ class Scene(Project):
         """Compute it and commit it."""
         return self.run(view, command="materialize", **options)
 
+    def resume(self, view: str = "numbers") -> Report:
+        """Let go of it, and publish what waits."""
+        return resume(self, view, Silent())
+
     def publish(self, view: str = "numbers", **options: Any) -> Report:
         """Publish what is committed."""
         return self.run(view, command="publish", **options)
@@ -110,6 +115,12 @@ class Scene(Project):
         return self.offline.view(view).snapshot(
             self.numbers(view)[-1] if number is None else number
         )
+
+    def refused_by(self, number: int | None = None, view: str = "numbers") -> list[str]:
+        """The gates that refuse its newest snapshot, or the one of this number, accepted ones left
+        out."""
+        store = self.offline.view(view)
+        return list(Standing(store).refused_by(self.snapshot(number, view)))
 
     def snapshot_of(self, report: Report) -> Snapshot:
         """The one that a run committed or published."""

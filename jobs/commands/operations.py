@@ -294,11 +294,18 @@ def add_rollback(commands: Commands) -> None:
     rollback = commands.add(
         "rollback",
         _rollback,
-        "make an earlier snapshot live and mark the present one bad",
+        "make an earlier snapshot live, mark the present one bad, and hold the view: runs publish"
+        " nothing until `resume`; of VIEW+ what was made from it goes back, too",
         view=True,
     )
-    rollback.option("--to", "N", "which one (default: the one that was live before)", type=int)
-    rollback.flag("--hold", "runs publish nothing until `publish` or `resume`")
+    rollback.option(
+        "--to",
+        "N",
+        "which one (default: the one before the command that published the live one)",
+        type=int,
+    )
+    rollback.option("--before", "TIME", "the one that was live before that time (UTC)")
+    rollback.flag("--no-hold", "let the next good run publish")
     commands.add(
         "snapshots",
         _snapshots,
@@ -310,9 +317,8 @@ def add_rollback(commands: Commands) -> None:
     commands.add(
         "resume",
         _resume,
-        "let runs publish again after `rollback --hold`",
+        "let go of a view that is held, and publish the newest good snapshot that waits",
         view=True,
-        reads=True,
     )
     reconcile = commands.add(
         "reconcile", _reconcile, "load again what the online store lost of what is live"
@@ -321,20 +327,57 @@ def add_rollback(commands: Commands) -> None:
 
 
 def _rollback(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.config.section import parse_time
     from precompute.jobs.run.rollback import rollback
 
-    project = project_of(arguments)
-    if arguments.to is None:
-        _check_first(project, arguments.view)
+    project, name = project_of(arguments), arguments.view.removesuffix("+")
+    before = None
+    if arguments.before is not None:
+        try:
+            before = parse_time(arguments.before)
+        except ValueError as exc:
+            raise ConfigError(f"--before: {arguments.before!r}: {exc}") from exc
+    if arguments.to is not None and (before is not None or name != arguments.view):
+        other = "--before" if before is not None else arguments.view
+        raise ConfigError(f"--to {arguments.to} names one snapshot, and {other} another: say one")
+    if arguments.to is None and before is None:
+        _check_first(project, name)
+    if name != arguments.view:
+        return _rollback_chain(arguments, project, name, before)
     rollback(
         project,
-        arguments.view,
+        name,
         progress_for(arguments.json),
         to=arguments.to,
-        hold=arguments.hold,
+        before=before,
+        hold=not arguments.no_hold,
         finished=reporting(arguments),
     )
     return DONE
+
+
+def _rollback_chain(
+    arguments: argparse.Namespace, project: Project, name: str, before: datetime | None
+) -> int:
+    from precompute.jobs.ops.chain import rollback_chain
+
+    links = rollback_chain(
+        project, name, progress_for(arguments.json), before=before, hold=not arguments.no_hold
+    )
+    rows = [("view", "status", "snapshot", "")]
+    for link in links:
+        number = "–" if link.snapshot is None else str(link.snapshot)
+        rows.append((link.view, link.status, number, link.error or link.held or ""))
+    undone = [link.view for link in links if link.error is not None]
+    words = [f"to finish it: precompute {' '.join(_given(arguments))}"] if undone else []
+    answer(arguments, {"views": [plain(link) for link in links]}, "\n".join([*table(rows), *words]))
+    return FAILED if undone else DONE
+
+
+def _given(arguments: argparse.Namespace) -> list[str]:
+    """The command ``rollback`` once more, as it was given."""
+    before = [] if arguments.before is None else ["--before", arguments.before]
+    return ["rollback", arguments.view, *before, *(["--no-hold"] if arguments.no_hold else [])]
 
 
 def _check_first(project: Project, name: str) -> None:
@@ -345,7 +388,7 @@ def _check_first(project: Project, name: str) -> None:
     Raises:
         ConfigError: what is live came from a rollback.
     """
-    from precompute.store.offline.standing import Standing
+    from precompute.jobs.run.rollback import plan_rollback
     from precompute.store.online.url import open_online_store
 
     store = project.stored(name)
@@ -356,7 +399,7 @@ def _check_first(project: Project, name: str) -> None:
         pointer = online.live(name)
     if pointer is None or pointer.epoch != ref.epoch:
         return
-    target = Standing(store).before(ref)
+    target = plan_rollback(store).target
     raise ConfigError(
         f"view {name!r}: snapshot {ref.snapshot} is live since the {ref.reason} at"
         f" {shown_time(ref.at)}. To leave it too, mark it bad and go back to snapshot {target}:"
@@ -372,10 +415,15 @@ def _snapshots(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    store = project_of(arguments).stored(arguments.view)
-    ref = store.refs.resume_live()
-    line = {"view": store.name, "snapshot": ref.snapshot, "held": ref.held}
-    return answer(arguments, line, f"{store.name}: runs publish again")
+    from precompute.jobs.run.rollback import resume
+
+    resume(
+        project_of(arguments),
+        arguments.view,
+        progress_for(arguments.json),
+        finished=reporting(arguments),
+    )
+    return DONE
 
 
 def _reconcile(arguments: argparse.Namespace) -> int:
@@ -400,7 +448,7 @@ def _reconcile(arguments: argparse.Namespace) -> int:
             if reconcile(project, view, progress_for(arguments.json), finished=finished) is None:
                 store = project.stored(view)
                 documents.append({"view": store.name, "status": "current"})
-                if trouble := read_account(store.refs.folder, store.name).trouble:
+                if trouble := read_account(store.leases, store.name).trouble:
                     raise SnapshotError("; ".join(trouble))
                 if not arguments.json:
                     print(

@@ -147,9 +147,10 @@ def _took(seconds: float | None) -> str:
 
 
 def _pointer_words(event: Mapping[str, Any]) -> str:
+    times = f", the last of {event['publishings']} publishings" * (event["publishings"] > 1)
     return (
         f"to {'nothing' if event['snapshot'] is None else event['snapshot']}, epoch"
-        f" {event['epoch']}, by {event['reason']}"
+        f" {event['epoch']}, by {event['reason']} ({event['run']}){times}".replace(" ()", "")
     )
 
 

@@ -190,6 +190,8 @@ def reporting(arguments: argparse.Namespace) -> Callable[[Report], None]:
             for text in report.attention:
                 say(f"{report.view}: {text}")
             print(f"  shown by: precompute log {report.run} · precompute history {report.view}")
+            if report.held is not None:
+                print(f"{report.view}: {report.held}")
 
     return print_report
 
@@ -201,7 +203,8 @@ def describe_report(report: Report) -> str:
     head = f"{report.view}: {report.status}, snapshot {report.snapshot}"
     if report.command == "rollback" and report.status == "published":
         head = f"{report.view}: rolled back, snapshot {report.snapshot} is live"
-    head += f" ({report.plan})" if report.command == "publish" and report.plan else ""
+    by_hand = report.command in ("publish", "resume")
+    head += f" ({report.plan})" if by_hand and report.plan else ""
     head += f", partition {report.partition}" if report.partition else ""
     if report.counts:
         counts = report.counts

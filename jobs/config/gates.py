@@ -88,9 +88,6 @@ class GatesConfig(Section):
     packed: float | None = Field(default=0.95, ge=0, le=1)
     """of a vector with `packed`: least share of each sampled row's 10 nearest that stay the same as
     the online store keeps them"""
-    rolled_back: float | None = Field(default=0.1, ge=0, le=1)
-    """largest share that may come again of the rows (key, input, recipe) that a snapshot computed
-    which was rolled back from"""
     parity: float | None = Field(default=0.05, ge=0, le=1)
     """largest share of sampled rows that the fallback, or a batch of other rows, computes
     differently"""

@@ -52,11 +52,13 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
         of each event ``at`` (ISO 8601 in UTC; None where it cannot be read), ``kind``, and what is
         known of it: a ``snapshot`` as ``snapshots`` lists it; a ``run`` with id, command, status,
         seconds (None of one that goes on, or was killed), snapshot and error; a ``pointer`` that
-        moved to a snapshot (None: the view was dropped), with epoch and reason.
+        moved to a snapshot (None: the view was dropped, or the log does not say), with epoch,
+        reason, and the ``run`` that moved it; a backfill that moved it several times in a row is
+        one of so many ``publishings``.
 
     Raises:
         ConfigError: no such view, neither configured nor in the offline store.
-        SnapshotError: the live pointer, or the log of publishings, cannot be read.
+        UnreadableError: the log cannot be read now.
     """
     store = project.stored(view)
     events = [
@@ -76,16 +78,19 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
         for entry in store.refs.publishings()
         if entry.since == entry.published_at or entry.snapshot is None
     ]
-    events += [
-        {
-            "at": entry.since,
-            "kind": "pointer",
-            "epoch": entry.epoch,
-            "snapshot": entry.snapshot,
-            "reason": entry.reason,
-        }
-        for entry in moves[-limit:]
-    ]
+    for _, group in itertools.groupby(moves[-limit:], key=lambda entry: entry.run or entry.epoch):
+        *before, entry = group
+        events.append(
+            {
+                "at": entry.since,
+                "kind": "pointer",
+                "epoch": entry.epoch,
+                "snapshot": entry.snapshot,
+                "reason": entry.reason or entry.unknown,
+                "run": entry.run,
+                "publishings": 1 + len(before),
+            }
+        )
     order = ["run", "snapshot", "pointer"]
     # a snapshot that cannot be read has no time: it stands first, where it is seen
     events.sort(

@@ -29,10 +29,10 @@ from precompute.store.errors import (
 )
 from precompute.store.feature_view import NAME, FeatureView
 from precompute.store.offline.gc import Garbage, collect, damage, forget
-from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE
+from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Entry, Snapshot
-from precompute.store.offline.standing import Standing
+from precompute.store.offline.standing import Bad, Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.url import open_online_store
 from precompute.store.times import Partition
@@ -95,7 +95,8 @@ def _readers(project: Project, store: ViewStore) -> list[str]:
     name, offline = store.name, store.offline
     readers = {other for other, view in project.views.items() if name in view.inputs()}
     for other in offline.views():
-        ref = offline.view(other).refs.readable_live()
+        # where it is not known what is live, what was known before
+        ref = offline.view(other).refs.state().live
         try:
             if ref is not None and name in offline.view(other).snapshot(ref.snapshot).inputs:
                 readers.add(other)
@@ -261,9 +262,9 @@ def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
         }
         try:
             snapshot = store.snapshot(number)
-            line = _facts(snapshot) | {"bad": _why_bad(standing, snapshot), "error": None}
+            line = _facts(standing, store, snapshot) | {"error": None}
         except SnapshotError as exc:
-            line = dict.fromkeys(_FACTS) | {
+            line = dict.fromkeys((*_FACTS, *_JUDGED)) | {
                 "bad": standing.marks[number].reason if number in standing.marks else None,
                 "error": str(exc),
             }
@@ -271,32 +272,21 @@ def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
     return lines
 
 
-_FACTS = (
-    "created_at",
-    "kind",
-    "parent",
-    "partition",
-    "rows",
-    "model",
-    "refused_by",
-    "accepted",
-    "library",
-)
+_FACTS = ("created_at", "kind", "parent", "partition", "rows", "model")
+_JUDGED = ("refused_by", "accepted", "library", "bad")
 
 
-def _facts(snapshot: Snapshot) -> dict[str, Any]:
+def _facts(standing: Standing, store: ViewStore, snapshot: Snapshot) -> dict[str, Any]:
+    number, found = snapshot.number, standing.verdict(snapshot)
+    bad = None
+    if isinstance(found, Bad):
+        bad = f"{'' if found.number == number else f'builds on {found.number}: '}{found.reason}"
     return {name: getattr(snapshot, name) for name in _FACTS} | {
-        "accepted": list(snapshot.accepted),
+        "refused_by": list(standing.refused_by(snapshot)),
+        "accepted": sorted(store.refs.accepted(number)),
         "library": None if snapshot.library is None else plain(snapshot.library),
+        "bad": bad,
     }
-
-
-def _why_bad(standing: Standing, snapshot: Snapshot) -> str | None:
-    below = standing.bad_below(snapshot)
-    if below is None:
-        return None
-    reason = standing.marks[below].reason
-    return reason if below == snapshot.number else f"builds on {below}: {reason}"
 
 
 # ---- partitions
@@ -331,7 +321,12 @@ def partitions_served(
     for entry in store.catalog().entries.values():
         if entry.partition is not None:
             newest[entry.partition] = entry
-    refused = {name: list(of.refused_by) for name, of in sorted(newest.items()) if of.refused_by}
+    standing = Standing(store)
+    refused = {
+        name: list(gates)
+        for name, of in sorted(newest.items())
+        if (gates := standing.refused_by(of))
+    }
     rest = {"refused": refused, "older": _older(config, store, newest)} | _late(newest, reports)
     newest = {partition: entry for partition, entry in newest.items() if entry.rows}
     facts = {"serve": "newest", "served": 1, "computed": len(newest), "left_out": {}} | rest
@@ -348,7 +343,7 @@ def _left_out(
     config: ViewConfig, store: ViewStore, live: Snapshot, newest: Mapping[str, Entry]
 ) -> dict[str, int]:
     assert config.partition is not None
-    marks, left_out = store.refs.bad(), Counter[str]()
+    standing, left_out = Standing(store), Counter[str]()
     since = None
     if config.partition.keep is not None:
         since = Partition.parse(max(live.members)).end - timedelta(seconds=config.partition.keep)
@@ -357,10 +352,11 @@ def _left_out(
             continue
         if since is not None and Partition.parse(partition).end <= since:
             left_out["older than keep"] += 1
-        elif entry.number in marks:
-            left_out[marks[entry.number].reason.partition(",")[0].partition(":")[0]] += 1
-        elif entry.refused_by:
-            left_out[f"refused by {', '.join(entry.refused_by)}"] += 1
+        elif entry.number in standing.marks:
+            reason = standing.marks[entry.number].reason
+            left_out[reason.partition(",")[0].partition(":")[0]] += 1
+        elif gates := standing.refused_by(entry):
+            left_out[f"refused by {', '.join(gates)}"] += 1
         else:
             left_out[
                 (

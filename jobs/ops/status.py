@@ -30,9 +30,10 @@ from precompute.store.errors import (
 from precompute.store.feature_view import status_of
 from precompute.store.offline import hooks
 from precompute.store.offline.gc import damage
-from precompute.store.offline.refs import LiveRef
+from precompute.store.offline.log import LiveRef
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.url import open_online_store
@@ -95,6 +96,7 @@ def _other_rows_since(
     if ref.snapshot < used:
         # rolled back
         return parsed_time(ref.at)
+    standing = Standing(store)
     newer = [number for number in store.numbers() if used < number <= ref.snapshot]
     if newer[:1] != [used + 1]:
         # the first of them is collected: it came soon after
@@ -102,7 +104,7 @@ def _other_rows_since(
     for snapshot in map(manifest, newer):
         if (
             snapshot
-            and not snapshot.refused_by
+            and not standing.refused_by(snapshot)
             and not (before and before.content == snapshot.content)
         ):
             return max(computed, datetime.fromisoformat(snapshot.created_at))
@@ -182,7 +184,7 @@ class StatusLine(TypedDict):
     rejected: int | None
     online: bool | None
     index: dict[str, Any] | None
-    held: str | None
+    held: dict[str, Any] | None
     last_run: LastRun | None
     schedule: str | None
     next_due: str | None
@@ -217,7 +219,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         "status": "unpublished",
         "behind": [],
         "ttl_s": _ttl_s(project, name),
-        "held": None if ref is None else ref.held,
+        "held": _held(store, ref),
         "last_run": None
         if last is None
         else {field: getattr(last, field) for field in LastRun.__annotations__},
@@ -231,7 +233,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         account = check_live(store, online, budget_s=LOOK_S / len(project.names))
     except PrecomputeError as exc:
         account, answers = (
-            read_account(store.refs.folder, name),
+            read_account(store.leases, name),
             not isinstance(exc, OnlineStoreError),
         )
         attention.append(str(exc) if answers else f"whether it is served is not known: {exc}")
@@ -273,10 +275,20 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
     return line | {"attention": _attention(line) + attention + damage(store)}
 
 
+def _held(store: ViewStore, ref: LiveRef | None) -> dict[str, Any] | None:
+    """Since when, by whom and why a view is held, which snapshot ``waits`` and which one it
+    ``repeats``, and all of it in a sentence; None where it is not held."""
+    held = Standing(store).held(ref)
+    if held is None:
+        return None
+    hold = {"since": held.hold.at, "by": held.hold.by, "reason": held.hold.reason}
+    return hold | {"waits": held.waits, "repeats": held.repeats, "said": str(held)}
+
+
 def _behind_root(store: ViewStore, *, why: bool = True) -> list[str]:
     """How long a server on this host has not served what the root says, and ``why``, in words;
     nothing where it does, or there is none."""
-    followed, now_us = read_followed(store.refs.folder), time.time_ns() // 1000
+    followed, now_us = read_followed(store.leases), time.time_ns() // 1000
     if followed is None or followed.noted_at_us < now_us - BEHIND_S * 1e6:
         return []
     behind_s = followed.behind_s(now_us)
@@ -405,7 +417,7 @@ def _attention(line: dict[str, Any]) -> list[str]:
             f"the online store does not serve what is live: precompute reconcile {line['view']}"
         )
     if line["held"] is not None:
-        attention.append(f"held: {line['held']}")
+        attention.append(line["held"]["said"])
     last = line["last_run"]
     if last is not None and last["status"] in _ENDED_BADLY:
         attention.append(f"the last run {last['status']}")

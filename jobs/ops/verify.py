@@ -21,7 +21,7 @@ from precompute.store.errors import (
     VectorIndexError,
 )
 from precompute.store.keys import key_column
-from precompute.store.offline.refs import PUBLISH_LEASE, LiveRef
+from precompute.store.offline.log import PUBLISH_LEASE, LiveRef
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import OnlineStore

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import pwd
 import signal
 import sys
 import threading
@@ -46,6 +47,16 @@ INTERRUPT_EVERY_S = 0.2
 """How often DuckDB is interrupted: after the first query another one may begin."""
 
 _STOP = b"\0"
+
+
+def operator() -> str:
+    """Who gave this command: ``user@host``."""
+    try:
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        # a container's user need not have a name
+        user = str(os.geteuid())
+    return f"{user}@{os.uname().nodename}"
 
 
 class Terminated(KeyboardInterrupt):

@@ -21,7 +21,7 @@ from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.judge.accuracy import AccuracyCheck
 from precompute.jobs.run.judge.audit import Audit
 from precompute.jobs.run.judge.code_check import check_code
-from precompute.jobs.run.judge.gates import Judge
+from precompute.jobs.run.judge.gates import Judge, accept, still_accepted
 from precompute.jobs.run.judge.library import check_by_library
 from precompute.jobs.run.rows.chunks import Chunks, rows_in_words
 from precompute.jobs.run.rows.merging import (
@@ -59,6 +59,7 @@ from precompute.store.errors import (
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Counts, Part, Snapshot, Verdict
+from precompute.store.offline.standing import Refused, Standing
 from precompute.store.offline.view_store import FRAME, OfflineStore, ViewStore
 from precompute.store.times import utc_now
 from precompute.techniques.table import REFERENCE
@@ -102,6 +103,7 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
         snapshot = _judge_draft(job, opened, plan, computed, draft, report)
         with report.stage("commit"):
             snapshot = job.store.commit(snapshot, job.lease)
+            accept(job.store, snapshot, job.options.accept, job.options.command)
         files = (*snapshot.parts, snapshot.deletes, snapshot.rejected)
         report.usage.written_bytes = sum(file.size_bytes for file in files if file is not None)
         took_over = {Path(part.path).parent.name for part in (*draft.parts, *snapshot.parts)}
@@ -248,14 +250,20 @@ def _reuse_parent(
     report.library = snapshot.library
     report.counts = plain(Counts(plan.source_rows, 0, rejected, plan.source_rows - rejected))
     report.counts |= _nulls(snapshot)
-    if snapshot.refused_by:
+    if isinstance(Standing(store).verdict(snapshot), Refused):
         with _marking_damage(store, plan.parent):
             now = _judge(job, opened).rejudge(snapshot)
-        report.gates = list(now.gates)
-        if now.refused_by != snapshot.refused_by:
+        report.gates, gates = list(now.gates), set(job.options.accept)
+        still = still_accepted(store, snapshot, now)
+        if (
+            now.failed_gates != snapshot.failed_gates
+            or store.refs.accepted(snapshot.number) - still
+        ):
+            gates |= still
             again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
             snapshot = store.commit(again, job.lease)
             report.snapshot, report.status = snapshot.number, "committed"
+        accept(store, snapshot, gates, job.options.command)
     if snapshot.frame is not None:
         # that file has the same rows as this run's
         with suppress(OSError):
@@ -528,7 +536,6 @@ def _judge(job: Job, opened: OpenView) -> Judge:
         job.config,
         opened,
         job.store,
-        options.accept,
         in_backfill=options.backfill is not None,
         live_before=options.live_before,
     )

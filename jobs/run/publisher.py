@@ -1,8 +1,8 @@
 """Publisher: makes a snapshot live: loads it into the online store and the vector index, verifies
 it, and moves the live pointer; renews, repairs and degrades that pointer, too.
 
-Order: segment and index beside what is live → read back → live.json by compare-and-swap → the
-online pointer. A reader follows only the online pointer, so it sees rows and index of one snapshot.
+Order: segment and index beside what is live → read back → an event of the log → the online
+pointer. A reader follows only the online pointer, so it sees rows and index of one snapshot.
 Of a snapshot that builds on what is live only the rows that changed are loaded, as a segment over
 those of what is live; upper segments are merged as deltas are, so that readers have few to read.
 """
@@ -14,10 +14,10 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.loader import Loader
@@ -42,8 +42,8 @@ from precompute.store.errors import (
 from precompute.store.history.changes import Changes
 from precompute.store.keys import key_column
 from precompute.store.offline import hooks
+from precompute.store.offline.log import BadMark, Hold, LiveRef
 from precompute.store.offline.part_file import layers_that_stay
-from precompute.store.offline.refs import LiveRef
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
@@ -125,26 +125,27 @@ class Publisher:
         number: int | None = None,
         *,
         reason: str = "publish",
-        suspended: str | None = None,
+        held: Hold | None = None,
         reload: bool = False,
-        moving: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        run: str | None = None,
+        marks: Mapping[int, BadMark] | None = None,
     ) -> Pointer:
         """Make a snapshot live.
 
         Args:
-            number: which snapshot; by default the newest of the newest partition that no gate
-                refused and that was not rolled back from.
+            number: which snapshot; by default the newest usable one of the newest partition.
             reason: stored in the live pointer.
-            suspended: why scheduled runs publish nothing after this; None: they publish.
+            held: since when and why runs publish nothing after this; None: they publish.
             reload: load it again, though the online store seems to hold it.
-            moving: what is to be done around the move of the live pointer, when all is loaded.
+            run: id that the publishing bears; by default the report's.
+            marks: numbers of the snapshots that are bad from the move on → why.
 
         Returns:
             the pointer that is live now; nothing was loaded if the snapshot was live already.
 
         Raises:
             SnapshotError: there is no such snapshot, or it is damaged.
-            GateError: a gate refused it and that is not accepted, or it was rolled back from.
+            GateError: a gate refused it and that is not accepted, or it is bad.
             OnlineStoreError: the store refused, or returned other bytes than were loaded; what was
                 live stays live.
             ConflictError: another run published meanwhile, or the view is another project's;
@@ -154,7 +155,7 @@ class Publisher:
         if not self._take_over:
             # before anything is dropped: other segments there are the owner's, too
             check_owner(self._current(), view, self._owner)
-        standing = Standing(store)
+        standing = Standing(store, left=marks)
         self.follow()
         number = standing.newest_publishable() if number is None else number
         snapshot = store.snapshot(number)
@@ -174,10 +175,7 @@ class Publisher:
                 return pointer
         standing.check_publishable(snapshot)
         report.snapshot, report.model = number, snapshot.model
-        # above the epochs of both pointers: the root may have been restored from a backup, or the
-        # online store emptied
         expected = 0 if ref is None else ref.epoch
-        epoch = store.refs.claim_epoch(epoch)
         reload = reload or (damaged and live is not None)
         segments = None if reload else self._retained(snapshot, ref)
         loads = segments is None
@@ -185,15 +183,16 @@ class Publisher:
             # what failed publishings had loaded
             self._drop_unused(ref, current)
             segments = self._load(snapshot, ref, reload or damaged)
-        in_use = self._in_use(ref, current)
-        with self._dropped_if_not_first(set(segments) - in_use):
-            ref = self._move(snapshot, expected, epoch, segments, reason, suspended, moving)
+        move = {"reason": reason, "held": held, "run": run or report.run, "marks": marks}
+        move |= {"expected_epoch": expected, "above": epoch, "segments": segments}
+        with self._dropped_if_not_first(set(segments) - self._in_use(ref, current)):
+            ref = self._move(snapshot, move)
         self._go_live(self._pointer(snapshot, ref), again=loads)
         self._drop_unused(ref, current)
         self.sweep()
         if damaged:
             check_live(store, online, budget_s=0.0, publishing=True)
-        report.status, report.epoch = "published", epoch
+        report.status, report.epoch = "published", ref.epoch
         return self._pointer(snapshot, ref)
 
     def follow(self, *, again: bool = False) -> None:
@@ -224,7 +223,7 @@ class Publisher:
         return pointer
 
     def repair_pointer(self) -> bool:
-        """Flip the online pointer to what ``live.json`` says, where a crash between the two left it
+        """Flip the online pointer to what the log says, where a crash between the two left it
         behind; returns whether it did."""
         ref, current = self._store.refs.readable_live(), self._current()
         if ref is None or (
@@ -362,23 +361,10 @@ class Publisher:
     def _move(
         self,
         snapshot: Snapshot,
-        expected: int,
-        epoch: int,
-        segments: Sequence[str],
-        reason: str,
-        suspended: str | None,
-        moving: Callable[[], AbstractContextManager[None]],
+        move: Mapping[str, Any],
     ) -> LiveRef:
-        with self._report.stage("flip"), moving():
-            return self._store.refs.move_live(
-                snapshot.number,
-                expected_epoch=expected,
-                epoch=epoch,
-                reason=reason,
-                segments=segments,
-                held=suspended,
-                lease=self._lease,
-            )
+        with self._report.stage("flip"):
+            return self._store.refs.move_live(snapshot.number, lease=self._lease, **move)
 
     def _go_live(self, pointer: Pointer, *, again: bool) -> None:
         with self._report.stage("flip"):

@@ -42,7 +42,7 @@ from precompute.store.errors import (
     SnapshotError,
     UnreadableError,
 )
-from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.log import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import duration, utc_now
@@ -52,10 +52,10 @@ log = logging.getLogger(__name__)
 COMPUTING = ("run", "materialize")
 """Commands that compute rows: they hold the lease of their partition while they run."""
 
-PUBLISHING = ("publish", "rollback", "reconcile")
+PUBLISHING = ("publish", "rollback", "resume", "reconcile")
 """Commands that hold the publishing lease, and no other."""
 
-OPERATOR_COMMANDS = ("publish", "rollback")
+OPERATOR_COMMANDS = ("publish", "rollback", "resume")
 """Commands of operators: one that is refused before it changes anything leaves no report."""
 
 _REFUSALS = (ConflictError, GateError, SnapshotError, UnreadableError)
@@ -263,7 +263,8 @@ TIMEOUT_S = 30.0
 
 def notify(command: Sequence[str], report: Report, folder: Path) -> None:
     """Run ``command`` in the project's ``folder``, with the run in its environment:
-    ``NOTIFY_VIEW``, ``_STATUS``, ``_COMMAND``, ``_RUN``, ``_SNAPSHOT``, ``_EPOCH``, ``_ERROR``. An
+    ``NOTIFY_VIEW``, ``_STATUS``, ``_COMMAND``, ``_RUN``, ``_SNAPSHOT``, ``_EPOCH``, ``_ERROR``,
+    ``_HELD``. An
     empty command does nothing; one that fails, or takes longer than :data:`TIMEOUT_S`, is logged.
     """
     if not command:
@@ -276,6 +277,7 @@ def notify(command: Sequence[str], report: Report, folder: Path) -> None:
         "SNAPSHOT": report.snapshot,
         "EPOCH": report.epoch,
         "ERROR": report.error,
+        "HELD": report.held,
     }
     # the kernel takes neither NUL nor more than 128 KiB in one variable
     texts = {

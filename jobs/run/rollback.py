@@ -1,5 +1,6 @@
-"""Rollback: makes an earlier snapshot live again; and reconcile, which repairs what is live: rows
-that the online store lost, or a pointer that a crash left behind.
+"""Rollback: makes an earlier snapshot live again, and holds the view; resume, which lets go of it;
+and reconcile, which repairs what is live: rows that the online store lost, or a pointer that a
+crash left behind.
 
 A rollback is one move of the pointer where the online store still holds the snapshot, which works
 when that is full.
@@ -9,24 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.command_process import Progress
+from precompute.jobs.run.command_process import Progress, operator
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import PUBLISHING, close_dead, notify, reporting_run
-from precompute.jobs.run.run_view import naming_view_in_errors
+from precompute.jobs.run.rows.plan import RunOptions
+from precompute.jobs.run.run_view import let_go, naming_view_in_errors, note_hold, run_view
 from precompute.store.account.account import ROWS, Act, State
 from precompute.store.account.checker import check_live
 from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.lease import is_held, take
-from precompute.store.errors import ConflictError, PrecomputeError, SnapshotError
-from precompute.store.offline.refs import PUBLISH_LEASE, BadMark, LiveRef
+from precompute.store.disk.record import replace
+from precompute.store.errors import ConflictError, SnapshotError
+from precompute.store.offline.log import PUBLISH_LEASE, BadMark, Hold, LiveRef, Publishing
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.url import open_online_store
+from precompute.store.times import parsed_time, utc_now
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +43,12 @@ def rollback(
     progress: Progress,
     *,
     to: int | None = None,
-    hold: bool = False,
+    before: datetime | None = None,
+    hold: bool = True,
     finished: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Make an earlier snapshot live and mark the one that was live bad: neither it, nor more of
-    the same rows than ``gates.rolled_back`` allows, is published again.
+    """Make an earlier snapshot live, mark what was live since bad, and hold the view: runs are
+    computed and judged, and publish nothing until ``resume``.
 
     A publishing in progress is fenced: the rollback wins.
 
@@ -49,14 +56,17 @@ def rollback(
         project: the configuration.
         name: of the view.
         progress: called with the rows done, if they must be loaded again.
-        to: which snapshot; by default the one that was live before, or the newest good one below.
-        hold: scheduled runs compute but publish nothing until ``publish`` or ``resume``; a view
-            that is held stays so without it.
+        to: which snapshot; by default the one that was live before the command that published the
+            live one (a backfill publishes many), or the newest good one below.
+        before: the one that was live before this time, aware; where it is live still, nothing
+            moves.
+        hold: False lets the next good run publish.
         finished: called with the report.
 
     Raises:
         SnapshotError: there is none to go back to, or not the one requested; names those there are.
         GateError: the one requested is marked bad itself.
+        UnreadableError: something cannot be read now; nothing moved.
         OnlineStoreError: the online store does not answer.
     """
     store = project.stored(name)
@@ -75,26 +85,15 @@ def rollback(
         reporting_run(store, "rollback", ended) as report,
         contextlib.ExitStack() as resources,
     ):
-        ref = store.refs.live()
-        if ref is None:
-            raise SnapshotError(
-                f"view {name!r} was never published: there is nothing to go back from"
-            )
+        _live(store)
         close_dead(store, None, commands=PUBLISHING, own=report.run)
         settings = project.settings
         online = resources.enter_context(
             contextlib.closing(open_online_store(project.online, memory_mb=settings.load_mb))
         )
         publisher = Publisher(store, online, report, progress, lease, memory_mb=settings.memory_mb)
-        if (
-            publisher.repair_pointer()
-            and ref.reason.startswith("rollback")
-            and to in (None, ref.snapshot)
-        ):
-            # the last rollback was killed half-way, and is finished now
-            report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
-        else:
-            _go_back(store, publisher, report, ref, to, hold=hold)
+        _go_back(store, publisher, report, to, before, hold=hold)
+        note_hold(store, report)
         notify(project.settings.notify, report, project.home)
     return report
 
@@ -103,26 +102,119 @@ def _go_back(
     store: ViewStore,
     publisher: Publisher,
     report: Report,
-    ref: LiveRef,
     to: int | None,
+    before: datetime | None,
     *,
     hold: bool,
 ) -> None:
-    target, marks = _target(store, ref, to)
-    report.snapshot, reason = target, f"rollback from {ref.snapshot}"
-    publisher.publish(
-        target,
-        reason=reason,
-        suspended=f"{reason}, with --hold" if hold else ref.held,
-        moving=lambda: _marking(store, ref, marks),
-    )
+    ref = _live(store)
+    repaired = publisher.repair_pointer() and ref.reason.startswith("rollback")
+    finishes = repaired and before is None and to in (None, ref.snapshot)
+    plan = None if finishes else plan_rollback(store, to, before)
+    if plan is None or plan.target == ref.snapshot:
+        # the last rollback was killed half-way, and is finished now; or there is nothing to do
+        report.snapshot, report.epoch = ref.snapshot, ref.epoch
+        report.status = "published" if repaired else "current"
+        return
+    reason, report.snapshot = f"rollback from {ref.snapshot}", plan.target
+    held = Hold(utc_now(), f"rollback ({operator()})", f"went back from {ref.snapshot}")
+    publisher.publish(plan.target, reason=reason, held=held if hold else None, marks=plan.marks)
+    report.attention += plan.attention
 
 
-def _marks_of(store: ViewStore, number: int, target: int) -> dict[int, BadMark]:
-    """The marks of the snapshot that is rolled back from. For one of all partitions, also those of
-    the snapshots of its partitions that differ from the target's, so that the next one is not made
-    of them."""
+def _live(store: ViewStore) -> LiveRef:
+    ref = store.refs.live()
+    if ref is None:
+        raise SnapshotError(
+            f"view {store.name!r} was never published: there is nothing to go back from"
+        )
+    return ref
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackPlan:
+    """Where a rollback goes, and what it marks; ``target`` is the live snapshot where nothing is to
+    move."""
+
+    target: int
+    marks: Mapping[int, BadMark]
+    attention: Sequence[str] = ()
+
+
+def plan_rollback(
+    store: ViewStore, to: int | None = None, before: datetime | None = None
+) -> RollbackPlan:
+    """Where a rollback of a view would go, after a check that it may; nothing moves.
+
+    Args:
+        store: of the view.
+        to: which snapshot.
+        before: the one that was live before this time, aware. Without both it is the one before
+            the command that published the live one.
+
+    Raises:
+        SnapshotError, GateError, UnreadableError: as :func:`rollback`.
+    """
+    ref, name, attention = _live(store), store.name, list[str]()
+    try:
+        publishings = store.refs.publishings()
+    except SnapshotError as exc:
+        if before is not None:
+            raise
+        attention.append(f"only what was live last counts, by the live pointer: {exc}")
+        publishings = [ref.publishing()]
+        if ref.previous is not None:
+            publishings.insert(0, replace(ref.publishing(), snapshot=ref.previous, epoch=0, run=""))
+    standing = Standing(store)
+    if to is None:
+        earlier = publishings[: first_of_run(ref, publishings)]
+        if before is not None:
+            earlier = [entry for entry in publishings if went_live(entry) < before]
+        target = standing.before(ref, earlier, only=before is not None)
+        if target == ref.snapshot:
+            return RollbackPlan(target, {})
+    else:
+        target = to
+    snapshot = store.snapshot(target)
+    if target == ref.snapshot:
+        raise SnapshotError(
+            f"snapshot {target} of view {name!r} is live already; name another one (there are:"
+            f" {standing.numbers_text()}; `precompute snapshots {name}` shows more)"
+        )
+    marks = _marks_of(store, ref.snapshot, target, publishings)
+    # nor what builds on what is left
+    Standing(store, left=marks).check_publishable(snapshot)
+    return RollbackPlan(target, marks, attention)
+
+
+def first_of_run(ref: LiveRef, publishings: Sequence[Publishing]) -> int:
+    """Position of the first publishing of the command that published what is live: a backfill
+    publishes many times."""
+    position = len(publishings)
+    for entry in reversed(publishings):
+        if entry.epoch != ref.epoch and (entry.run != ref.run or not ref.run):
+            break
+        position -= 1
+    return position
+
+
+def went_live(publishing: Publishing) -> datetime:
+    """When the live pointer moved for it."""
+    at = parsed_time(publishing.published_at)
+    assert at is not None
+    return at
+
+
+def _marks_of(
+    store: ViewStore, live: int, target: int, publishings: Sequence[Publishing]
+) -> dict[int, BadMark]:
+    """The marks of what is rolled back from: all that was live since the target was. For snapshots
+    of all partitions, also those of their partitions' snapshots that differ from the target's, so
+    that the next one is not made of them."""
     entries = store.catalog().entries
+    last = max((i for i, entry in enumerate(publishings) if entry.snapshot == target), default=-1)
+    since = {entry.snapshot for entry in publishings[last + 1 :] if entry.snapshot is not None}
+    numbers = {live, *(number for number in since if number > target)}
 
     def members(of: int) -> dict[str | None, int]:
         # the catalog has them, too, if the manifest is damaged
@@ -132,61 +224,43 @@ def _marks_of(store: ViewStore, number: int, target: int) -> dict[int, BadMark]:
             if n in entries
         }
 
-    left, back = members(number), members(target)
-    at_fault = {
-        partition: back.get(partition)
-        for partition, n in left.items()
-        if back and back.get(partition) != n
-    }
-    marks = {
-        entry.number: store.bad_mark(
-            entry.number,
-            f"rolled back from, in snapshot {number}",
-            back_to=at_fault[entry.partition],
-        )
-        for entry in entries.values()
-        if entry.partition in at_fault and (at_fault[entry.partition] or 0) < entry.number <= number
-    }
-    marks[number] = store.bad_mark(number, "rolled back from", rows=not at_fault, back_to=target)
-    return marks
+    back = members(target)
+    newest = dict[str | None, int]()
+    for number in sorted(numbers) if back else ():
+        newest |= members(number)
+    for entry in entries.values():
+        if entry.partition in newest:
+            first = back.get(entry.partition) or 0
+            if first < entry.number <= newest[entry.partition]:
+                numbers.add(entry.number)
+    return {number: store.bad_mark(number, "rolled back from") for number in sorted(numbers)}
 
 
-@contextlib.contextmanager
-def _marking(store: ViewStore, ref: LiveRef, marks: Mapping[int, BadMark]) -> Iterator[None]:
-    """Mark what is rolled back from just before the pointer moves; where it does not move, the
-    marks are as they were: what is live is good to build on."""
-    refs = store.refs
-    before = {number: refs.read_mark(number) for number in marks}
-    try:
-        for number, mark in marks.items():
-            refs.mark_bad(number, mark)
-        yield
-    except BaseException:
-        # what cannot be read now, or written, stays marked: a rollback that is done again ends that
-        with contextlib.suppress(PrecomputeError):
-            now = refs.readable_live()
-            if now is None or now.snapshot == ref.snapshot:
-                for number, mark_before in before.items():
-                    refs.restore_mark(number, mark_before)
-        raise
+def resume(
+    project: Project,
+    name: str,
+    progress: Progress,
+    *,
+    finished: Callable[[Report], None] = lambda _: None,
+) -> Report:
+    """Let go of a view that is held, and publish the newest good snapshot that waits; where nothing
+    newer does, it is only let go. So is one whose file is wrong, or gone.
 
-
-def _target(store: ViewStore, ref: LiveRef, to: int | None) -> tuple[int, dict[int, BadMark]]:
-    """Number of the snapshot to go back to, after a check that it may be published, and the marks
-    that this gives."""
-    standing, name = Standing(store), store.name
-    target = standing.before(ref) if to is None else to
-    snapshot = store.snapshot(target)
-    if target == ref.snapshot:
-        raise SnapshotError(
-            f"snapshot {target} of view {name!r} is live already; name another one (there are:"
-            f" {standing.numbers_text()}; `precompute snapshots {name}` shows more)"
-        )
-    marks = _marks_of(store, ref.snapshot, target)
-    # nor what builds on what is left
-    standing.marks.update({n: mark for n, mark in marks.items() if n not in standing.marks})
-    standing.check_publishable(snapshot)
-    return target, marks
+    Raises:
+        SnapshotError: the view was never published, or the snapshot is damaged.
+        OnlineStoreError, ConflictError: as publishing; the view stays held.
+    """
+    if name in project.views:
+        options = RunOptions(command="resume")
+        return run_view(project, name, progress, options, finished=finished)
+    store = project.stored(name)
+    with (
+        naming_view_in_errors(name),
+        take(store.leases, PUBLISH_LEASE, "resume", ttl_s=project.settings.lease),
+        reporting_run(store, "resume", finished) as report,
+    ):
+        let_go(store, report)
+    return report
 
 
 def reconcile(
@@ -250,15 +324,16 @@ def reconcile(
                 report.status = "current"
                 return report
             if ref is None:
-                # the snapshot that was live, by the log of publishings; a hold is lost
-                publisher.publish(account.snapshot, reason="reconcile", reload=True)
+                # what readers are served
+                held = store.refs.held()
+                publisher.publish(account.snapshot, reason="reconcile", held=held, reload=True)
             elif publisher.repair_pointer():
                 report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
             else:
                 if any(finding.what == ROWS for finding in account.findings):
                     publisher.degrade()
                 load = account.act is Act.LOAD
-                publisher.publish(ref.snapshot, reason="reconcile", suspended=ref.held, reload=load)
+                publisher.publish(ref.snapshot, reason="reconcile", held=ref.held, reload=load)
             check_live(store, online, publishing=True)
         notify(project.settings.notify, report, project.home)
     return report

@@ -22,8 +22,8 @@ from functools import partial
 
 from precompute.jobs.config.project import Project, RetentionConfig
 from precompute.jobs.config.view import ViewConfig
-from precompute.jobs.run.command_process import Progress
-from precompute.jobs.run.judge.gates import commit_accepted, served_snapshot
+from precompute.jobs.run.command_process import Progress, operator
+from precompute.jobs.run.judge.gates import accept, served_snapshot
 from precompute.jobs.run.judge.value_gates import Verdicts, judge_contract
 from precompute.jobs.run.materialize import dry_run, materialize
 from precompute.jobs.run.publisher import Publisher
@@ -48,13 +48,13 @@ from precompute.store.errors import (
 )
 from precompute.store.offline import hooks
 from precompute.store.offline.gc import SWEPT_FOLDERS, collect
-from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
+from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE, Hold, run_lease
 from precompute.store.offline.runs import AHEAD_S, Report
 from precompute.store.offline.snapshot import Snapshot, Verdict
-from precompute.store.offline.standing import Standing, keeps_live
+from precompute.store.offline.standing import Bad, Refused, Standing, is_earlier, keeps_live
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.url import open_online_store
-from precompute.store.times import Partition, parsed_time
+from precompute.store.times import Partition, parsed_time, utc_now
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def run_view(
         PrecomputeError: as :func:`materialize` and publishing; the report has it too.
     """
     config, store = project.view(name), project.offline.view(name)
-    computes = options.command != "publish"
+    computes = options.command not in ("publish", "resume")
     options = replace(
         options, partition=partition_of(config, options.partition) if computes else None
     )
@@ -139,14 +139,18 @@ def _run(job: Job, report: Report, progress: Progress) -> None:
             accept=options.accept,
             take_over=options.take_over,
         )
+    snapshot: Snapshot | None = None
     if options.command == "publish":
         snapshot = _snapshot_to_publish(job, report)
-    else:
+    elif options.command != "resume":
         snapshot = materialize(job, report, progress)
         report.attention += hooks.committed(job.store, partial(job.project.wants, job.config))
     if options.command != "materialize":
         _publish(job, snapshot, report, progress)
-    if options.command == "run" and options.partition is not None and options.backfill is None:
+    else:
+        note_hold(job.store, report)
+    late_rows = options.command == "run" and options.backfill is None
+    if late_rows and options.partition is not None and snapshot is not None:
         with report.stage("late rows"):
             others = find_late_rows(job, snapshot, report.stages_s)
         report.looked_at, report.late = list(others), [of for of in others if others[of]]
@@ -238,34 +242,31 @@ def _parents(project: Project, store: ViewStore) -> dict[str, int]:
 
 
 def _snapshot_to_publish(job: Job, report: Report) -> Snapshot:
-    """The snapshot to publish, with the gates that this run accepts."""
-    store, accept = job.store, job.options.accept
+    """The snapshot to publish; what this run accepts of it is noted. Where it is named, that it was
+    rolled back from stands no more: a person publishes it on purpose."""
+    store, gates = job.store, job.options.accept
     number, standing = job.options.snapshot, Standing(store)
-    number = standing.newest_publishable(accept) if number is None else number
-    if job.config.serves_all and accept and job.options.snapshot is None:
-        for snapshot in standing.newest_of_each(accept).values():
-            _with_accepted(store, snapshot, accept, report)
-    return _with_accepted(store, store.snapshot(number), accept, report)
+    named, number = number is not None, number or standing.newest_publishable(gates)
+    if job.config.serves_all and gates and not named:
+        for snapshot in standing.newest_of_each(gates).values():
+            _accept(job, snapshot, report)
+    snapshot = store.snapshot(number)
+    _accept(job, snapshot, report)
+    return snapshot
 
 
-def _with_accepted(
-    store: ViewStore, snapshot: Snapshot, accept: Collection[str], report: Report
-) -> Snapshot:
-    """The snapshot with its failed gates accepted, which the report notes."""
-    again = commit_accepted(store, snapshot, accept, report.run)
-    if again is not snapshot and report.plan is None:
-        report.plan = (
-            f"snapshot {again.number} is snapshot {snapshot.number} once more, with"
-            f" {', '.join(again.accepted)} accepted"
-        )
-    return again
+def _accept(job: Job, snapshot: Snapshot, report: Report) -> None:
+    """Note what this run accepts of a snapshot, in its report, too."""
+    names = accept(job.store, snapshot, job.options.accept, report.command)
+    if names and report.plan is None:
+        report.plan = f"{', '.join(names)} of snapshot {snapshot.number} accepted"
 
 
-def _publish(job: Job, snapshot: Snapshot, report: Report, progress: Progress) -> None:
-    """Make the snapshot live, unless what is live is to stay; then collect garbage."""
+def _publish(job: Job, snapshot: Snapshot | None, report: Report, progress: Progress) -> None:
+    """Make the snapshot live, unless what is live is to stay; then collect garbage. Without one it
+    is what waits, of a view that is held; where nothing does, it is only let go."""
     project, store, options = job.project, job.store, job.options
     settings, nothing_new = project.settings, report.status == "current"
-    snapshot = _with_accepted(store, snapshot, options.accept, report)
     with take(
         store.leases,
         PUBLISH_LEASE,
@@ -279,7 +280,13 @@ def _publish(job: Job, snapshot: Snapshot, report: Report, progress: Progress) -
         if job.lease is not None:
             # under the publishing lease no other run can publish a later snapshot
             job.lease.check()
-        if job.config.serves_all and not snapshot.members:
+        if options.snapshot is not None and snapshot is not None:
+            _publish_on_purpose(store, snapshot, report)
+        if snapshot is None:
+            snapshot = _waiting(job, lease, report)
+            if snapshot is None:
+                return
+        elif job.config.serves_all and not snapshot.members:
             snapshot = _all_partitions(job, snapshot, lease, report)
         with contextlib.closing(
             open_online_store(project.online, memory_mb=settings.load_mb)
@@ -293,21 +300,79 @@ def _publish(job: Job, snapshot: Snapshot, report: Report, progress: Progress) -
                 take_over=options.take_over,
                 memory_mb=settings.memory_mb,
             )
-            unpublished = _go_live(store, options, snapshot, publisher, report)
+            _go_live(store, options, snapshot, publisher, report)
             ref = store.refs.readable_live()
-            if ref is not None and ref.snapshot == snapshot.number:
-                # it was live already, and an operator publishes it by hand: a hold ends
-                if not unpublished and ref.held is not None:
-                    store.refs.resume_live()
-                # not of a snapshot of all partitions: this run read one of them
-                if nothing_new and job.config.renew_unchanged and not snapshot.members:
-                    publisher.renew(report.read_at_us)
-        if report.status == "published":
+            is_live = ref is not None and ref.snapshot == snapshot.number
+            # not of a snapshot of all partitions: this run read one of them
+            renews = nothing_new and job.config.renew_unchanged and not snapshot.members
+            if is_live and renews:
+                publisher.renew(report.read_at_us)
+            note_hold(store, report)
+        if report.status == "published" or (report.held and report.status == "committed"):
             notify(settings.notify, report, project.home)
         crashpoint("notify")
         with report.stage("gc"):
             leases = [lease] if job.lease is None else [lease, job.lease]
             _collect(store, settings.retention, leases, report)
+
+
+def _publish_on_purpose(store: ViewStore, snapshot: Snapshot, report: Report) -> None:
+    """Take the marks away that a rollback left on a snapshot: a person names it, and publishes it
+    on purpose.
+
+    Raises:
+        GateError: it is damaged, or a gate refused it; then the marks stay.
+    """
+    standing = Standing(store)
+    left = standing.rolled_back(snapshot)
+    if left:
+        for number in left:
+            del standing.marks[number]
+        standing.check_publishable(snapshot)
+        store.refs.unmark(left)
+        numbers = " and ".join(map(str, left))
+        report.attention.append(
+            f"snapshot {numbers} was rolled back from; now that snapshot {snapshot.number} is"
+            " published by its number, its mark is taken away"
+        )
+
+
+def _waiting(job: Job, lease: Lease, report: Report) -> Snapshot | None:
+    """The snapshot that waits of a view that is held; None where nothing does: then the view is
+    let go, which is all there is to do.
+
+    Raises:
+        SnapshotError: the view was never published.
+    """
+    store = job.store
+    ref, standing = store.refs.live(), Standing(store)
+    if ref is not None and ref.held is not None:
+        waits = standing.waiting(ref)
+        if waits is not None and job.config.serves_all:
+            waits = _all_partitions(job, waits, lease, report)
+        if waits is not None and waits.number != ref.snapshot:
+            return waits
+    let_go(store, report)
+    return None
+
+
+def let_go(store: ViewStore, report: Report) -> None:
+    """End the hold of a view of which nothing newer waits.
+
+    Raises:
+        SnapshotError: the view was never published.
+    """
+    ref = store.refs.live()
+    why = "was not held" if ref is not None and ref.held is None else "nothing newer waited"
+    ref = store.refs.resume_live()
+    report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "current"
+    report.plan = f"{why}: snapshot {ref.snapshot} stays live, and runs publish again"
+
+
+def note_hold(store: ViewStore, report: Report) -> None:
+    """Note in the report that the view is held, and what waits, if it is."""
+    held = Standing(store).held(store.refs.readable_live())
+    report.held = None if held is None else str(held)
 
 
 def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease, report: Report) -> Snapshot:
@@ -325,7 +390,7 @@ def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease, report: Report) 
             f"view {store.name!r} serves all partitions, and of {snapshot.partition} snapshot"
             f" {own or 'none'}: publish without --snapshot, or go back with `rollback`"
         )
-    every = _with_accepted(store, every, options.accept, report)
+    _accept(job, every, report)
     if options.snapshot is not None and every.number != options.snapshot:
         report.plan = (
             f"snapshot {every.number} is of all partitions, with snapshot {options.snapshot}"
@@ -340,17 +405,31 @@ def _go_live(
     snapshot: Snapshot,
     publisher: Publisher,
     report: Report,
-) -> bool:
-    """Make the snapshot live, or log why not; returns whether it stays unpublished."""
+) -> None:
+    """Make the snapshot live, or log why not."""
     standing = Standing(store)
-    requested = options.command == "publish" and options.backfill is None
-    why_unpublished = None if requested else standing.why_unpublished(snapshot)
+    by_hand = options.command in ("publish", "resume") and options.backfill is None
+    why_unpublished = None if by_hand else standing.why_unpublished(snapshot)
     if why_unpublished is None:
-        publisher.publish(snapshot.number, reason=options.command, reload=options.reload)
-        return False
-    ref = store.refs.readable_live()
+        held = _hold_of(store, options, snapshot) if by_hand else None
+        again = standing.repeats(snapshot)
+        if again is not None:
+            standing.check_publishable(snapshot)
+            store.refs.unmark([again])
+            report.attention.append(
+                f"snapshot {snapshot.number} has the very rows of snapshot {again}, which was"
+                " rolled back from; now that they are published again, its mark is taken away"
+            )
+        publisher.publish(
+            snapshot.number,
+            reason=options.command,
+            held=held,
+            reload=options.reload,
+            run=options.backfill,
+        )
+        return
     # a hold is easily forgotten
-    level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO
+    level = logging.INFO if store.refs.held() is None else logging.WARNING
     log.log(
         level,
         "view %r: snapshot %d is not published: %s",
@@ -364,11 +443,35 @@ def _go_live(
         publisher.repair_pointer()
     except OnlineStoreError as exc:
         log.warning("view %r: whether readers see what is live is not known: %s", store.name, exc)
-    if snapshot.refused_by:
+    found = standing.verdict(snapshot)
+    if isinstance(found, Refused):
         standing.check_publishable(snapshot)
+    if isinstance(found, Bad):
+        report.attention.append(
+            f"snapshot {snapshot.number} builds on snapshot {found.number}, which was marked bad"
+            f" meanwhile ({found.reason}): the next run builds on another one"
+        )
     elif report.status == "running":
         report.snapshot, report.status = snapshot.number, "current"
-    return True
+
+
+def _hold_of(store: ViewStore, options: RunOptions, snapshot: Snapshot) -> Hold | None:
+    """The hold with which a person publishes an earlier state than what is live: the next run would
+    undo it. What is live already stays as it is held."""
+    ref = store.refs.readable_live()
+    if ref is None or ref.snapshot == snapshot.number:
+        return None if ref is None else ref.held
+    if options.snapshot is None:
+        return None
+    try:
+        earlier = is_earlier(snapshot, store.snapshot(ref.snapshot))
+    except SnapshotError:
+        # what is live is lost, and only its number is known
+        earlier = snapshot.number < ref.snapshot
+    if not earlier:
+        return None
+    reason = f"snapshot {snapshot.number} is earlier than {ref.snapshot}, which was live"
+    return Hold(utc_now(), f"publish ({operator()})", reason)
 
 
 def _collect(

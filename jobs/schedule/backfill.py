@@ -50,7 +50,7 @@ from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, GateError, PrecomputeError, SnapshotError
 from precompute.store.offline.runs import Report
-from precompute.store.offline.standing import Standing
+from precompute.store.offline.standing import Standing, Usable
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition, utc_now
 from precompute.workers.process import ChildProcess, end_all, installed_module
@@ -419,7 +419,8 @@ class Conductor:
         except SnapshotError as exc:
             return None, str(exc)
         why = standing.why_unpublished(newest)
-        if why is None and ref is not None and ref.snapshot == number and not newest.refused_by:
+        usable = isinstance(standing.verdict(newest), Usable)
+        if why is None and ref is not None and ref.snapshot == number and usable:
             why = f"snapshot {number} of {newest.partition} is live and the newest"
         return (number, None) if why is None else (None, why)
 
@@ -572,7 +573,8 @@ def _item_of(plan: PartitionPlan, store: ViewStore) -> Item | None:
     state = "failed" if plan.why == "failed" else "refused"
     item = Item(str(plan.partition), plan.why, state, snapshot=plan.snapshot, error=plan.reason)
     if plan.why == "refused" and plan.snapshot is not None:
-        item.refused_by = store.snapshot(plan.snapshot).refused_by
+        refused = store.snapshot(plan.snapshot)
+        item.refused_by = list(Standing(store).refused_by(refused))
     return item
 
 
@@ -642,4 +644,5 @@ def _settle(project: Project, store: ViewStore, state: Backfill) -> None:
                 note_done(item, store)
             elif why == "refused" and why not in REPROCESS[options.reprocess]:
                 item.state, item.error = "refused", reason
-                item.refused_by = past.newest[item.partition].refused_by
+                refused = past.newest[item.partition]
+                item.refused_by = list(past.standing.refused_by(refused))

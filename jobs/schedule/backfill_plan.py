@@ -28,7 +28,7 @@ from precompute.store.disk.storage import read_record_file, storage_of
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
-from precompute.store.offline.standing import Standing
+from precompute.store.offline.standing import Bad, Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition, containing, partitions, utc_now
 
@@ -272,11 +272,12 @@ class Past:
                 snapshots[number] = store.snapshot(number)
             except SnapshotError as exc:
                 log.warning("%s", exc)
-        standing = Standing(store, snapshots)
+        self.standing = standing = Standing(store, snapshots)
         self.newest: dict[str, Snapshot] = {}
         for _, snapshot in sorted(snapshots.items()):
             try:
-                if snapshot.partition is not None and standing.bad_below(snapshot) is None:
+                bad = isinstance(standing.verdict(snapshot), Bad)
+                if snapshot.partition is not None and not bad:
                     self.newest[snapshot.partition] = snapshot
             except SnapshotError as exc:
                 log.warning("%s", exc)
@@ -458,8 +459,9 @@ def why_partition(
         return "missing", "no snapshot" + (f"; {ended}" if undone else "")
     if undone and status in ("failed", "rejected", "refused", "killed"):
         return status.replace("killed", "failed"), f"{ended}; snapshot {snapshot.number} is older"
-    if snapshot.refused_by:
-        return "refused", f"snapshot {snapshot.number}, {refusal(snapshot)}"
+    refused_by = past.standing.refused_by(snapshot)
+    if refused_by:
+        return "refused", f"snapshot {snapshot.number}, {refusal(snapshot, refused_by)}"
     recipe, model = recipes.of(partition)
     if snapshot.model != model:
         return (
@@ -492,15 +494,13 @@ def why_partition(
     return "done", f"snapshot {snapshot.number}"
 
 
-def refusal(snapshot: Snapshot) -> str:
-    """Which gates refuse a partition's snapshot, what they say, and how to accept it: `publish`
-    would move what is live back to it."""
+def refusal(snapshot: Snapshot, gates: Collection[str]) -> str:
+    """That these gates refuse a partition's snapshot, what they say, and how to accept it:
+    `publish` would move what is live back to it."""
     said = "; ".join(
-        f"{verdict.gate}: {verdict.message}"
-        for verdict in snapshot.failed
-        if verdict.gate in snapshot.refused_by
+        f"{verdict.gate}: {verdict.message}" for verdict in snapshot.failed if verdict.gate in gates
     )
-    accept = " ".join(f"--accept {gate}" for gate in snapshot.refused_by)
+    accept = " ".join(f"--accept {gate}" for gate in gates)
     command = _backfill_of(snapshot.view.name, str(snapshot.partition))
     return f"refused by {said}; to publish it all the same: {command} --reprocess refused {accept}"
 
@@ -537,9 +537,10 @@ def note_done(item: Item, store: ViewStore, report: Report | None = None) -> Non
         counts.get("source", snapshot.counts.source),
         counts.get("written", snapshot.counts.written),
     )
-    item.state, item.error, item.refused_by = "done", None, snapshot.refused_by
-    if snapshot.refused_by:
-        item.state, item.error = "refused", refusal(snapshot)
+    refused_by = Standing(store).refused_by(snapshot)
+    item.state, item.error, item.refused_by = "done", None, list(refused_by)
+    if refused_by:
+        item.state, item.error = "refused", refusal(snapshot, refused_by)
 
 
 def backfills(store: ViewStore) -> list[str]:

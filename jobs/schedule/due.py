@@ -448,7 +448,7 @@ class Ledger:
         """Up to when a view's times are settled, and which runs for later ones count no more; None
         and none of a schedule that no scheduler saw before."""
         schedule = self._schedules[view]
-        path = self._offline.view(view).refs.folder / "schedule.json"
+        path = self._offline.view(view).leases / "schedule.json"
         try:
             settled = read_record(_Settled, storage_of(path).read(path), path)
             if (settled.when, settled.timezone) == (schedule.when, schedule.timezone):
@@ -467,7 +467,7 @@ class Ledger:
             SnapshotError: the file system failed.
         """
         schedule = self._schedules[view]
-        path = self._offline.view(view).refs.folder / "schedule.json"
+        path = self._offline.view(view).leases / "schedule.json"
         settled = _Settled(
             schedule.when,
             schedule.timezone,

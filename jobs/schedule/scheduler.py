@@ -31,7 +31,7 @@ from precompute.store.account.checker import LOOK_S, check_live, is_due, share_o
 from precompute.store.disk.lease import Lease, holder, take
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, FencedError, PrecomputeError
-from precompute.store.offline.refs import run_lease
+from precompute.store.offline.log import run_lease
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.online.url import open_online_store
@@ -100,7 +100,7 @@ class Reconciler:
         """Whether readers reported damage."""
         views = (self._project.offline.view(view) for view in self._project.names)
         try:
-            return any(has_sightings(view.refs.folder) and is_due(view) for view in views)
+            return any(has_sightings(view.leases) and is_due(view) for view in views)
         except PrecomputeError:
             # reported by :meth:`check`
             return False

@@ -220,48 +220,6 @@ def rejected_rows(source: Source) -> pa.Table:
     )
 
 
-def returned_rows(source: Source, bad: Files, good: Files, live: Files) -> tuple[int, int, int]:
-    """How many rows (key and input hash) an earlier result had that a good one had not; how many of
-    these the loaded rows bring back that are not live; and how many that are live by now.
-
-    Args:
-        source: loaded.
-        bad: files of a result that must not come back, of the same recipe: with the entity's
-            columns and ``input_hash``.
-        good: files of what was gone back to, of the same recipe; none where it is of another.
-        live: files of what is live, of the same recipe; none where it is of another.
-
-    Raises:
-        SnapshotError: one of these files cannot be read.
-    """
-    columns = f"{_key_columns(source)}, input_hash AS hash"
-    keys = [quoted("key_" + c) for c in source.entity]
-    same = " AND ".join([*(f"o.{key} = b.{key}" for key in keys), "o.hash = b.hash"])
-    again = " AND ".join(
-        [
-            *(f"i.{quoted(c)} = b.{quoted('key_' + c)}" for c in source.entity),
-            "i.input_hash = b.hash",
-        ]
-    )
-    with _earlier_results():
-        scans = {
-            name: source.scan(f, name, columns)
-            for name, f in (("bad", bad), ("good", good), ("standing", live))
-        }
-        own = f"SELECT b.* FROM ({scans['bad']}) b ANTI JOIN ({scans['good']}) o ON {same}"
-        source.database.execute(f"CREATE OR REPLACE TEMP TABLE returned AS {own}")
-        here = f"SELECT b.* FROM returned b SEMI JOIN input i ON {again}"
-        back = source.database.number(f"SELECT count(*) FROM ({here})")
-        new = (
-            source.database.number(
-                f"SELECT count(*) FROM ({here}) b ANTI JOIN ({scans['standing']}) o ON {same}"
-            )
-            if back
-            else 0
-        )
-        return source.database.number("SELECT count(*) FROM returned"), new, back - new
-
-
 def _key_columns(source: Source) -> str:
     return ", ".join(f"{quoted(c)} AS {quoted('key_' + c)}" for c in source.entity)
 

@@ -18,7 +18,9 @@ from pathlib import Path
 
 from precompute.store.disk.durable_file import replace_undurably
 from precompute.store.disk.record import Record, field, read_record, replace, sealed
-from precompute.store.errors import OtherFormatError
+from precompute.store.disk.storage import storage_of
+from precompute.store.errors import OtherFormatError, UnreadableError
+from precompute.store.offline.log import Log
 from precompute.store.times import duration
 
 log = logging.getLogger(__name__)
@@ -235,15 +237,23 @@ def write_followed(refs: Path, followed: Followed) -> None:
         replace_undurably(refs / FOLLOWED, sealed(noted))
 
 
+def is_live_by_log(folder: Path) -> bool:
+    """Whether the log in a view's folder says that the view is live; where it cannot be read now,
+    it is taken to. Of a root elsewhere no host but those that write there knows."""
+    if not storage_of(folder).local:
+        return False
+    try:
+        return Log(folder / "log", folder.name).state().live is not None
+    except UnreadableError:
+        return True
+
+
 # ---- Sightings: what readers found damaged or missing, for the checker to look at first. Written
 # beside the view's refs, where that can be; lost, they cost nothing but time.
 
 
 REFS = "refs"
-"""Folder of a view, below the root, that has what points at its snapshots, and what is known of
-what is live."""
-LIVE = "live.json"
-"""The live pointer in it."""
+"""Folder of a view, below the root, that has its leases and what is known of what is live."""
 _SIGHTINGS = "sightings.jsonl"
 _MOST_BYTES = 65536
 """A file that no checker takes grows no further: the next look reads all that it can anyway."""

@@ -45,7 +45,7 @@ from precompute.store.account.rows import (
 )
 from precompute.store.disk.lease import is_held
 from precompute.store.disk.record import content_of, replace
-from precompute.store.disk.storage import IDENTITIES
+from precompute.store.disk.storage import IDENTITIES, known_identity
 from precompute.store.errors import (
     DamagedPointerError,
     OtherFormatError,
@@ -54,7 +54,7 @@ from precompute.store.errors import (
     SnapshotError,
     UnreadableError,
 )
-from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
+from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE, run_lease
 from precompute.store.offline.selection import Selection, all_rows
 from precompute.store.offline.snapshot import Part, Snapshot
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -127,7 +127,7 @@ def check_live(
         SnapshotError: the refs cannot be written.
         UnreadableError: pointer or manifest cannot be read now: likewise.
     """
-    refs = store.refs.folder
+    refs = store.leases
     if not refs.is_dir():
         return Account(store.name)
     with _alone(refs, wait=share >= 1.0) as alone:
@@ -174,7 +174,7 @@ class _Look:
         self._store, self._online, self._share, self._publishing = store, online, share, publishing
         self._budget_s, self._now_us = budget_s, clock_us()
         self._ends_s = time.monotonic() + budget_s
-        self._before = read_account(store.refs.folder, store.name)
+        self._before = read_account(store.leases, store.name)
         if self._before.at_us > self._now_us + AHEAD_US:
             # by a clock that was wrong: what was read when is not known
             self._before = replace(self._before, files={}, turn=Turn())
@@ -188,23 +188,25 @@ class _Look:
         name, before = self._store.name, self._before
         if not self._publishing:
             self._records()
+            self._log()
         try:
             ref = self._store.refs.live()
         except SnapshotError as exc:
             self._add("pointer", State.DAMAGED, Act.LOAD, str(exc))
-            return self._written(replace(before, snapshot=self._last_live() or before.snapshot))
+            return self._written(replace(before, snapshot=self._served() or before.snapshot))
         except OtherFormatError as exc:
             self._add("pointer", State.OTHER_FORMAT, Act.PERSON, str(exc))
             return self._written(before)
         if ref is None:
-            last = self._last_live()
-            if last is not None:
+            served = 0 if self._was_dropped() else self._served()
+            if served:
                 found = (
-                    f"the pointer of view {name!r} is gone from {self._store.refs.folder}, and"
-                    f" snapshot {last} was live: precompute publish {name} --snapshot {last}"
+                    f"the log of view {name!r} in {self._store.folder} does not say what is live,"
+                    f" and readers are served snapshot {served}: restore it from a backup, or"
+                    f" precompute publish {name} --snapshot {served}"
                 )
                 self._add("pointer", State.MISSING, Act.LOAD, found)
-            return self._written(Account(name, snapshot=last or 0))
+            return self._written(Account(name, snapshot=served))
         try:
             snapshot = self._store.snapshot(ref.snapshot)
         except SnapshotError as exc:
@@ -232,8 +234,12 @@ class _Look:
         elif pointer is not None:
             with contextlib.suppress(MovedError):
                 account = self._rows(account, pointer, snapshot)
-        checks = self._online_checks(ref.segments, pointer)
-        return self._written(self._files(account, [*checks, *self._part_checks(snapshot)]))
+        checks = [
+            *self._online_checks(ref.segments, pointer),
+            *self._part_checks(snapshot),
+            *self._log_checks(),
+        ]
+        return self._written(self._files(account, checks))
 
     def copies(self) -> Account:
         """What is known now of the files of this host alone, where they are copies of the root's:
@@ -278,7 +284,7 @@ class _Look:
 
     def _records(self) -> None:
         """Small files that bear a seal; what is live is looked at by others."""
-        folder, root, name = self._store.refs.folder, self._store.offline.root, self._store.name
+        folder, root, name = self._store.leases, self._store.offline.root, self._store.name
         again = f"precompute reconcile {name} removes it, and who needs it makes it again"
         # of partitions there may be thousands, and a damaged one is written again by who takes it
         leases = [
@@ -286,7 +292,10 @@ class _Look:
         ]
         groups: list[tuple[Iterable[Path], Act, str]] = [
             (
-                [*leases, folder / "epoch.json", *(root / name for name in IDENTITIES)],
+                [
+                    *leases,
+                    *(root / name for name in IDENTITIES),
+                ],
                 Act.REMOVE,
                 again,
             ),
@@ -294,17 +303,6 @@ class _Look:
                 map(self._store.runs.path, self._store.runs.ids()[:NEWEST_REPORTS]),
                 Act.REMOVE,
                 f"it is one run's report; {again}",
-            ),
-            (
-                map(self._store.refs.bad_path, self._store.refs.marked("bad")),
-                Act.PERSON,
-                "its snapshot counts as bad for good: remove it if that is a mistake",
-            ),
-            (
-                map(self._store.refs.pin_path, self._store.refs.marked("pins")),
-                Act.PERSON,
-                "its snapshot stays: remove the file, and pin it again"
-                f" (precompute pin {name} --snapshot N) if it is to stay",
             ),
         ]
         for paths, act, remedy in groups:
@@ -322,17 +320,42 @@ class _Look:
                         raise
                     self._add(str(path), State.UNREADABLE, Act.PERSON, str(exc))
 
-    def _last_live(self) -> int | None:
-        """The snapshot that the log of publishings says is live; None where there is none, or the
-        log is damaged."""
+    def _log(self) -> None:
+        """What a first look reads of the log; the rest is read as files are."""
         try:
-            return next((entry.snapshot for entry in self._store.refs.publishings()[-1:]), None)
-        except SnapshotError as exc:
-            self._add("log of publishings", State.DAMAGED, Act.PERSON, str(exc))
-            return None
+            for path, found in self._store.refs.damage(newest=True).items():
+                self._add(str(path), State.DAMAGED, _act_of(path), found)
         except OtherFormatError as exc:
-            self._add("log of publishings", State.OTHER_FORMAT, Act.PERSON, str(exc))
-            return None
+            self._add("log", State.OTHER_FORMAT, Act.PERSON, str(exc))
+        except UnreadableError as exc:
+            if not self._store.storage.local:
+                raise
+            self._add("log", State.UNREADABLE, Act.PERSON, str(exc))
+
+    def _log_checks(self) -> Iterator[tuple[FileCheck, Act]]:
+        """The check of all events, those in archives too; elsewhere each is a request."""
+        refs = self._store.refs
+        known = {finding.what for finding in self._findings}
+
+        def damage() -> str | None:
+            found = refs.damage().items()
+            return "; ".join(said for path, said in found if str(path) not in known) or None
+
+        if self._store.storage.local and not self._publishing:
+            path, size_bytes = str(self._store.folder / "log"), refs.size_bytes()
+            yield FileCheck(path, size_bytes, damage), Act.PERSON
+
+    def _served(self) -> int:
+        """The snapshot that readers are served; 0 for none, and where that is not known."""
+        try:
+            pointer = self._online.live(self._store.name)
+        except DamagedPointerError:
+            return 0
+        ours = ("", known_identity(self._store.offline.root))
+        return 0 if pointer is None or pointer.owner not in ours else pointer.snapshot
+
+    def _was_dropped(self) -> bool:
+        return any(event.kind == "drop" for event in self._store.refs.events())
 
     def _written(self, account: Account) -> Account:
         return replace(account, at_us=self._now_us, findings=tuple(self._findings))
@@ -393,7 +416,7 @@ class _Look:
     def _sighted(self) -> list[bytes]:
         """Keys of rows that readers met, and of those that were not whole at the last look; what
         they met of an index has its files read again."""
-        notes = take_sightings(self._store.refs.folder)
+        notes = take_sightings(self._store.leases)
         self._sighted_files = ("/index/",) if notes is not None and [] in notes else ()
         keys = [key for finding in self._before.findings for key in finding.keys]
         return [
@@ -525,6 +548,11 @@ class _Look:
             self._add("index", State.DAMAGED, Act.LOAD, found)
 
 
+def _act_of(path: Path) -> Act:
+    """What to do about a damaged file of the log: a state is derived, an event is not."""
+    return Act.REMOVE if path.name.startswith("state-") else Act.PERSON
+
+
 def _message(check: Callable[[], None]) -> str | None:
     try:
         check()
@@ -550,7 +578,7 @@ NICE = 10
 def is_due(store: ViewStore, every_s: float = EVERY_S, *, here: bool = False) -> bool:
     """Whether a view is to be looked at: none did for so long, or for a while and readers met
     damage since. During a publishing no process looks, but for those that look only ``here``."""
-    refs = store.refs.folder
+    refs = store.leases
     # a look that lies ahead was noted by a clock that was wrong
     since_s = abs(time.time() - read_account(refs, store.name).at_us / 1e6)
     if since_s < min(every_s, SOON_S) or (since_s < every_s and not has_sightings(refs)):
@@ -597,7 +625,7 @@ class Rounds:
                 due = [
                     store
                     for store in self._stores
-                    if os.access(store.refs.folder, os.W_OK)
+                    if os.access(store.leases, os.W_OK)
                     and is_due(store, self._every_s, here=self._mend is not None)
                 ]
                 if due:

@@ -21,7 +21,7 @@ from precompute.store.errors import (
     RowsLostError,
 )
 from precompute.store.keys import key_column
-from precompute.store.offline.refs import LiveRef
+from precompute.store.offline.log import LiveRef
 from precompute.store.offline.selection import CLUSTERS, Selection
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from precompute.store.account.account import LIVE, REFS, note_sighting
+from precompute.store.account.account import REFS, is_live_by_log, note_sighting
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.fallback import (
     Fallback,
@@ -369,7 +369,7 @@ class Lookup:
         return (
             self.root is not None
             and NAME.match(view) is not None
-            and (self.root / view / REFS / LIVE).exists()
+            and is_live_by_log(self.root / view)
         )
 
     def lost(self, there: Collection[str]) -> list[str]:

@@ -254,7 +254,10 @@ def _run_of(store: ViewStore, path: Path, writer: Snapshot, computed_us: int) ->
     if (writer.kind == "delta" and not writer.bases) or not writer.counts.unchanged:
         return run_of_folder(path.parent.name)
     for report in store.runs.reports(limit=1000):
-        if report.command in ("publish", "rollback") or report.partition != writer.partition:
+        if (
+            report.command in ("publish", "rollback", "resume")
+            or report.partition != writer.partition
+        ):
             continue
         began_us, ended_us = microseconds(report.started_at), microseconds(report.finished_at)
         if began_us is not None and ended_us is not None and began_us <= computed_us <= ended_us:

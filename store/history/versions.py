@@ -23,7 +23,7 @@ from precompute.store.errors import (
     SnapshotError,
     UnreadableError,
 )
-from precompute.store.offline.refs import Publishing
+from precompute.store.offline.log import Publishing
 from precompute.store.offline.selection import reading_file
 from precompute.store.offline.snapshot import Part, Snapshot
 from precompute.store.offline.standing import Standing, keeps_live
@@ -85,7 +85,7 @@ def timeline(store: ViewStore, manifests: Mapping[int, Snapshot], values: Values
         values: which count.
 
     Raises:
-        SnapshotError: no snapshot that is retained counts, or the log of publishings is damaged.
+        SnapshotError: no snapshot that is retained counts.
         RequestError: there are no such values.
     """
     if values == "best_known":
@@ -108,10 +108,7 @@ def timeline(store: ViewStore, manifests: Mapping[int, Snapshot], values: Values
 
 def served_periods(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Period]:
     """As :func:`timeline` of what was served; empty where that was nothing, or nothing of it is
-    retained.
-
-    Raises:
-        SnapshotError: the log of publishings is damaged.
+    retained. What the log does not say is a period that nothing answers, and a warning.
     """
     publishings = store.refs.publishings()
     retained = [
@@ -122,7 +119,7 @@ def served_periods(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[
     periods: list[Period] = []
     for entry in publishings if retained else ():
         period = _period(entry, manifests, retained[-1].view.entity)
-        # Epochs say what came after what, whatever the clocks said.
+        # Their order says what came after what, whatever the clocks said.
         since_us = max(period.since_us, periods[-1].since_us if periods else period.since_us)
         if periods and periods[-1].since_us == since_us:
             periods.pop()
@@ -147,6 +144,8 @@ def _period(
         why = f"snapshot {entry.snapshot}, which was live from {entry.since} on, is not retained"
         if entry.snapshot is None:
             why = f"it was dropped at {entry.since}"
+            if entry.unknown:
+                why = f"what was live from {entry.since} on is not known: {entry.unknown}"
         elif snapshot is not None:
             why = (
                 f"snapshot {snapshot.number}, which was live from {entry.since} on, had another"

@@ -15,13 +15,12 @@ from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import disk_message, sync_folder
 from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.storage import Item
-from precompute.store.errors import ConflictError, SnapshotError
+from precompute.store.errors import ConflictError, SnapshotError, UnreadableError
 from precompute.store.offline import hooks
-from precompute.store.offline.refs import run_lease
+from precompute.store.offline.log import run_lease
 from precompute.store.offline.runs import NAME as JOURNAL
 from precompute.store.offline.runs import run_of_folder
 from precompute.store.offline.snapshot import Catalog, Entry
-from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ def collect(
     """Find what may go, and remove it.
 
     A snapshot stays while anything can reach it: it is live, was live before, is pinned, is one of
-    the newest, is younger than the grace, was rolled back from last or gone back to then, another
+    the newest, is younger than the grace, another
     view's live snapshot was computed from it, or one that stays builds on it. Files no manifest
     names are what killed runs left; they go after the grace too, since the next run may take them
     over until then.
@@ -107,9 +106,9 @@ def collect(
         except OSError as exc:
             raise SnapshotError(disk_message(store.manifest_path(0).parent, exc)) from exc
         try:
-            store.refs.thin_log(store.numbers())
-        except SnapshotError as exc:
-            # nothing is in its way but a file that is longer than it need be
+            store.refs.thin(store.numbers())
+        except (SnapshotError, UnreadableError) as exc:
+            # nothing is in its way but a log that is longer than it need be
             log.warning("%s", exc)
     return gone + _collect_files(
         store, catalog, retained, leases, held_s, young_s, dry_run=dry_run, swept=swept
@@ -198,7 +197,7 @@ def forget(store: ViewStore, number: int, lease: Lease) -> None:
         )
     if (
         ref is not None
-        and ref.previous not in (None, *Standing(store).marks)
+        and ref.previous not in (None, *store.refs.bad())
         and number in _ancestors(entries, ref.previous)
     ):
         raise SnapshotError(
@@ -267,12 +266,11 @@ def _reachable(
     else:
         # Without a pointer it is not known what is in use.
         roots |= set(manifests)
-    standing = Standing(store)
-    roots |= standing.at_fault(manifests)
+    marks = store.refs.bad()
     newest: dict[str | None, list[int]] = {}
     for number in sorted(manifests, reverse=True):
         of_partition = newest.setdefault(manifests[number].partition, [])
-        if number not in standing.marks and len(of_partition) < keep:
+        if number not in marks and len(of_partition) < keep:
             of_partition.append(number)
         if datetime.fromisoformat(manifests[number].created_at).timestamp() > young_s:
             roots.add(number)
@@ -298,7 +296,11 @@ def _inputs_of_others(
     committed stay."""
     inputs: set[int] = set()
     for other in map(store.offline.view, store.offline.views()):
-        ref = other.refs.readable_live()
+        state = other.refs.state()
+        if state.unknown:
+            # nor is it what it was computed from
+            inputs.update(manifests)
+        ref = state.live
         for number in () if ref is None else (ref.snapshot, ref.previous):
             path = other.manifest_path(number or 0)
             item = None if number is None else other.storage.stat(path)
@@ -359,7 +361,7 @@ def _orphans(
             yield from (Garbage(*item[:2], why) for item in sorted(files))
         if run in journals and run / JOURNAL not in {item.path for item in items}:
             yield Garbage(run / JOURNAL, 0, f"run {run.name} did not commit")
-    names = ("manifests", "refs", "refs/bad", "refs/pins", "runs")
+    names = ("manifests", "log", "refs", "runs")
     listed = {name: sorted(storage.items(folder / name)) for name in (*names, "refs/running")}
     for name in names:
         for item in listed[name]:

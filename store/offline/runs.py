@@ -331,6 +331,8 @@ class Report(Record):
     ``frame``, those that it was given."""
     attention: list[str] = field(default_factory=list)
     """What an operator should look at though the run went well."""
+    held: str | None = None
+    """That its view is held, since when and by whom, and what waits; None where it is not."""
     library: LibraryCheck | None = None
     """How the view's model compares with its own library; None of one that has none."""
     code: dict[str, str] = field(default_factory=dict)

@@ -174,13 +174,6 @@ class Snapshot(Record, frozen=True):
     """Counted of every row a reader sees, while it was written; of the rows a delta replaced, a
     sample was taken off where there are very many."""
     gates: tuple[Verdict, ...] = ()
-    accepted: tuple[str, ...] = ()
-    """Gates an operator accepted by name."""
-    returned: Mapping[int, int] = field(default_factory=dict)
-    """Snapshots that were rolled back from → their rows that this one holds again, those that
-    were live already among them."""
-    excused: Mapping[int, int] = field(default_factory=dict)
-    """The same for those that were live already and that an operator let pass."""
     substitute: Substitute | None = None
     """What computes the view's misses in the model's stead, and how well it agrees with the rows of
     this snapshot."""
@@ -218,17 +211,14 @@ class Snapshot(Record, frozen=True):
         )
 
     @property
-    def refused_by(self) -> list[str]:
-        """Gates that refuse to publish it and that no operator accepted."""
-        return [
-            name
-            for name in dict.fromkeys(verdict.gate for verdict in self.failed)
-            if name not in self.accepted
-        ]
+    def failed_gates(self) -> tuple[str, ...]:
+        """Gates that refuse to publish it, whether somebody accepted that or not: see
+        :class:`precompute.store.offline.standing.Standing`."""
+        return tuple(dict.fromkeys(verdict.gate for verdict in self.failed))
 
     @property
     def failed(self) -> list[Verdict]:
-        """Verdicts that refuse it, accepted or not."""
+        """Verdicts that refuse it."""
         return [verdict for verdict in self.gates if not verdict.passed]
 
     def check_counts(self, ancestors: Sequence[Snapshot]) -> None:
@@ -329,7 +319,7 @@ class Entry:
     partition: str | None
     parent: int | None
     created_at: str
-    refused_by: tuple[str, ...]
+    failed_gates: tuple[str, ...]
     files: tuple[str, ...]
     members: tuple[int, ...] = ()
     """The partitions' snapshots that an assembled snapshot serves."""
@@ -346,14 +336,13 @@ class Entry:
             if part is not None
         )
         files += () if snapshot.frame is None else (snapshot.frame,)
-        refused = tuple(snapshot.refused_by)
         members = tuple(sorted(snapshot.members.values()))
         of = (
             snapshot.run,
             snapshot.partition,
             snapshot.parent,
             snapshot.created_at,
-            refused,
+            snapshot.failed_gates,
             files,
             members,
             snapshot.rows,
@@ -500,7 +489,7 @@ def _line(stamp: Stamp, entry: Entry) -> bytes:
         entry.partition,
         entry.parent,
         entry.created_at,
-        entry.refused_by,
+        entry.failed_gates,
         *named,
     ]
     body = json.dumps(values).encode()

@@ -1,25 +1,50 @@
-"""Standing: which snapshots of a view count, and for what. Decided here and nowhere else.
+"""Standing: whether a snapshot of a view is usable, bad, or refused by gates, and which one is the
+newest for what. Decided here and nowhere else.
 
-A snapshot that is marked bad (rolled back from, or damaged), builds on one, copied rows of one or
-repeats the content of one, and one that a gate refused, is never published and is no best known
-history. Good to build on is more: one that a gate refused, whose rows are right by themselves.
+Bad is one that was rolled back from or whose files are damaged, and what builds on one or copied
+its rows; nothing builds on it. What a gate refused and nobody accepted is not published and is no
+best known history; its rows are right by themselves, so the next run may build on it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from precompute.store.errors import GateError, SnapshotError
-from precompute.store.offline.refs import BadMark, LiveRef
-from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.log import BadMark, Hold, LiveRef, Publishing
+from precompute.store.offline.snapshot import Entry, Snapshot
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import shown_time
 
 log = logging.getLogger(__name__)
 
-ROLLED_BACK = "rolled_back"
-"""The gate that sees rows of a snapshot come again that was rolled back from."""
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """It may be published and built on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """It is marked, builds on a marked one or has rows of one: snapshot ``number``, for
+    ``reason``."""
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """These gates refused it, and nobody accepted that."""
+
+    gates: tuple[str, ...]
+
+
+Found = Usable | Bad | Refused
+"""What :meth:`Standing.verdict` finds."""
 
 
 def keeps_live(snapshot: Snapshot) -> bool:
@@ -30,6 +55,14 @@ def keeps_live(snapshot: Snapshot) -> bool:
         and not snapshot.rows
         and snapshot.view.definition.empty != "publish"
     )
+
+
+def is_earlier(snapshot: Snapshot, live: Snapshot) -> bool:
+    """Whether a snapshot is an earlier state of its view than the live one: of an earlier
+    partition, or of the same and made before."""
+    if snapshot.partition is None or live.partition is None:
+        return snapshot.number < live.number
+    return (snapshot.partition, snapshot.number) < (live.partition, live.number)
 
 
 def _if_wrong(snapshot: Snapshot) -> str:
@@ -61,6 +94,29 @@ def are_alike(one: Snapshot, other: Snapshot) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A view that is held; which snapshot waits, if any, and the one that was rolled back from
+    whose very rows that one has again."""
+
+    view: str
+    hold: Hold
+    waits: int | None
+    repeats: int | None
+
+    def __str__(self) -> str:
+        resume = f"`precompute resume {self.view}`"
+        text = f"held since {shown_time(self.hold.at)} by {self.hold.by}: {self.hold.reason}; "
+        if self.waits is None:
+            return f"{text}nothing newer waits; {resume} lets runs publish again"
+        again = (
+            ""
+            if self.repeats is None
+            else f", with the very rows of snapshot {self.repeats}, which was rolled back from"
+        )
+        return f"{text}snapshot {self.waits} waits{again}: {resume}"
+
+
 class Standing:
     """The snapshots of one view, as marks and live pointer stand when they are first read;
     made again for each decision.
@@ -68,113 +124,133 @@ class Standing:
     Args:
         store: of the view.
         manifests: of the view, where the caller has read them; others are not looked for then.
+        left: marks that count beside those there are: what a rollback is about to leave.
     """
 
-    def __init__(self, store: ViewStore, manifests: Mapping[int, Snapshot] | None = None) -> None:
-        self._store, self._manifests = store, manifests
+    def __init__(
+        self,
+        store: ViewStore,
+        manifests: Mapping[int, Snapshot] | None = None,
+        left: Mapping[int, BadMark] | None = None,
+    ) -> None:
+        self._store, self._manifests, self._left = store, manifests, left or {}
 
     @cached_property
     def marks(self) -> dict[int, BadMark]:
-        """Numbers of the snapshots that are never to be published → why."""
-        return self._store.refs.bad()
+        """Numbers of the snapshots that are not to be used → why."""
+        return {**self._left, **self._store.refs.bad()}
 
     @cached_property
-    def left(self) -> dict[int, BadMark]:
-        """Those of :attr:`marks` whose rows are at fault: they were rolled back from."""
-        return {number: mark for number, mark in self.marks.items() if mark.rows}
+    def _accepted(self) -> Mapping[int, tuple[str, ...]]:
+        return self._store.refs.state().accepted
 
     # ---- one snapshot
 
-    def bad_below(self, snapshot: Snapshot) -> int | None:
-        """Number of the bad snapshot that this one is, builds on, or copied bad rows from; None
-        when there is none.
+    def verdict(self, snapshot: Snapshot) -> Found:
+        """Whether a snapshot is usable, bad, or refused by gates.
 
         Raises:
-            SnapshotError: an ancestor is missing or damaged.
+            SnapshotError: one that it builds on is missing or damaged.
+            UnreadableError: something cannot be read now, so that it is not known.
         """
+        for number in self._marked(snapshot):
+            return Bad(number, self.marks[number].reason)
+        gates = self.refused_by(snapshot)
+        return Refused(gates) if gates else Usable()
+
+    def refused_by(self, snapshot: Snapshot | Entry) -> tuple[str, ...]:
+        """The gates that refuse a snapshot and that nobody accepted for it."""
+        failed = snapshot.failed_gates
+        accepted = self._accepted.get(snapshot.number, ()) if failed else ()
+        return tuple(gate for gate in failed if gate not in accepted)
+
+    def why_void(self, snapshot: Snapshot) -> str | None:
+        """Why a snapshot is no best known history: what publishing would refuse is none. None where
+        it is. That what it builds on is lost, reading it will report."""
+        try:
+            found = self.verdict(snapshot)
+        except SnapshotError:
+            return None
+        match found:
+            case Bad(number, reason):
+                builds = "" if number == snapshot.number else f"it builds on snapshot {number}: "
+                return f"{builds}{reason}"
+            case Refused(gates):
+                return f"refused by {', '.join(gates)}"
+            case Usable():
+                again = self.repeats(snapshot)
+                if again is None:
+                    return None
+                return f"it has the very rows of snapshot {again}: {self.marks[again].reason}"
+
+    def repeats(self, snapshot: Snapshot) -> int | None:
+        """Number of the snapshot before it that was rolled back from and whose very rows it has;
+        None where there is none."""
+        same = (
+            number
+            for number, mark in self.marks.items()
+            if number < snapshot.number and mark.content and mark.content == snapshot.content
+        )
+        return max(same, default=None)
+
+    def check_publishable(self, snapshot: Snapshot) -> None:
+        """Raises:
+        GateError: a gate refused the snapshot and nobody accepted that, or it is bad.
+        SnapshotError: one that it builds on is missing or damaged.
+        UnreadableError: something cannot be read now.
+        """
+        number, view = snapshot.number, self._store.name
+        match self.verdict(snapshot):
+            case Bad(bad, reason):
+                how = "" if number == bad else f", and snapshot {number} builds on it"
+                on_purpose = (
+                    f"; if its rows are right after all: precompute publish {view} --snapshot"
+                    f" {number}"
+                    if self.marks[bad].rows
+                    else ""
+                )
+                raise GateError(
+                    f"view {view!r}: snapshot {bad} is marked bad ({reason}){how}; the live one"
+                    f" stays. Mend the source or the model, and run the view again{on_purpose}"
+                )
+            case Refused(gates):
+                said = "; ".join(
+                    f"{verdict.gate}: {verdict.message} (limit {verdict.limit:g})"
+                    for verdict in snapshot.failed
+                    if verdict.gate in gates
+                )
+                accept = " ".join(f"--accept {name}" for name in gates)
+                raise GateError(
+                    f"view {view!r}: snapshot {number} is not published, the live one stays."
+                    f" {said}. If this is as it should be: precompute publish {view} --snapshot"
+                    f" {number} {accept}. {_if_wrong(snapshot)}"
+                )
+
+    def rolled_back(self, snapshot: Snapshot) -> list[int]:
+        """Numbers of the snapshots that were rolled back from and that it is, builds on or has rows
+        of; what is damaged is none of them.
+
+        Raises:
+            SnapshotError, UnreadableError: as :meth:`verdict`.
+        """
+        return [number for number in self._marked(snapshot) if self.is_left(number)]
+
+    def _marked(self, snapshot: Snapshot) -> Iterator[int]:
+        """Numbers of the marked snapshots that it is, builds on, or has rows of."""
         # What need not be read is not.
         layer: Snapshot | None = snapshot if self.marks or self._manifests is not None else None
         while layer is not None:
             if layer.number in self.marks:
-                return layer.number
+                yield layer.number
             for number in (*layer.bases, *layer.members.values()):
                 # Of one whose files broke later, the copied rows are good.
-                if number in self.left:
-                    return number
+                if self.is_left(number):
+                    yield number
             layer = None if layer.parent is None else self._manifest(layer.parent)
-        return None
 
-    def bad(self, snapshot: Snapshot) -> int | None:
-        """Number of the bad snapshot that this one is, builds on, copied bad rows from, or repeats;
-        None when it is good.
-
-        Raises:
-            SnapshotError: an ancestor is missing or damaged.
-        """
-        below = self.bad_below(snapshot)
-        if below is not None or ROLLED_BACK in snapshot.accepted:
-            return below
-        # Only what came after: the snapshot before a `--full` run holds the same content, and is
-        # what one goes back to.
-        same = (
-            n for n, mark in self.marks.items() if mark.content and mark.content == snapshot.content
-        )
-        return next((number for number in same if number < snapshot.number), None)
-
-    def why_void(self, snapshot: Snapshot) -> str | None:
-        """Why a snapshot counts for nothing: what publishing would refuse is not best known either.
-        None where it counts."""
-        try:
-            bad = self.bad(snapshot)
-        except SnapshotError:
-            # What it builds on is lost, which reading it will report.
-            bad = None
-        if bad == snapshot.number:
-            return self.marks[bad].reason
-        if bad is not None:
-            return (
-                f"it builds on snapshot {bad} or holds the very same rows: {self.marks[bad].reason}"
-            )
-        return f"refused by {', '.join(snapshot.refused_by)}" if snapshot.refused_by else None
-
-    def check_publishable(self, snapshot: Snapshot) -> None:
-        """Raises:
-        GateError: a gate refused the snapshot and no operator accepted that, or it is bad: rolled
-            back from, built on one that was, or the same rows once more.
-        SnapshotError: it cannot be read.
-        """
-        number, bad = snapshot.number, self.bad(snapshot)
-        if bad is not None:
-            how = (
-                ""
-                if number == bad
-                else f", and snapshot {number} builds on it or holds the very same rows"
-            )
-            mark = self._store.storage.shown(self._store.refs.bad_path(bad))
-            accept = (
-                f", or publish it with --accept {ROLLED_BACK}"
-                if ROLLED_BACK in snapshot.refused_by
-                else ""
-            )
-            raise GateError(
-                f"view {self._store.name!r}: snapshot {bad} is marked bad"
-                f" ({self.marks[bad].reason}){how}; the live one stays. Mend the source or the"
-                f" model{accept}, or remove {mark} if the mark was a mistake"
-            )
-        if snapshot.refused_by:
-            refusals = (
-                verdict for verdict in snapshot.failed if verdict.gate in snapshot.refused_by
-            )
-            said = "; ".join(
-                f"{verdict.gate}: {verdict.message} (limit {verdict.limit:g})"
-                for verdict in refusals
-            )
-            accept = " ".join(f"--accept {name}" for name in snapshot.refused_by)
-            raise GateError(
-                f"view {self._store.name!r}: snapshot {number} is not published, the live one"
-                f" stays. {said}. If this is as it should be: precompute publish {self._store.name}"
-                f" --snapshot {number} {accept}. {_if_wrong(snapshot)}"
-            )
+    def is_left(self, number: int) -> bool:
+        """Whether a snapshot was rolled back from."""
+        return number in self.marks and self.marks[number].rows
 
     def why_unpublished(self, snapshot: Snapshot) -> str | None:
         """Why what a run or a backfill computed does not go live by itself, its gates aside; None
@@ -187,20 +263,65 @@ class Standing:
         """Why what is live stays, whatever a run of this partition (None: of a view that has none)
         computes; None where it does not."""
         ref = self._store.refs.readable_live()
+        if (held := self.held(ref)) is not None:
+            return f"the view is {held}"
         if ref is None:
             return None
-        if ref.held is not None:
-            return (
-                f"the view is held ({ref.held}): `precompute resume {self._store.name}` ends that"
-            )
+        live = self._live(ref)
+        if (
+            live is not None
+            and live.partition is not None
+            and partition is not None
+            and live.partition > partition
+        ):
+            return f"partition {partition} is older than the live {live.partition}"
+        return None
+
+    def held(self, ref: LiveRef | None) -> Held | None:
+        """That the view is held, and what waits; None where it is not. That it is held is known
+        where what is live is not (``ref`` is None)."""
+        hold = self._store.refs.held() if ref is None else ref.held
+        if hold is None:
+            return None
+        waits = None if ref is None else self.waiting(ref)
+        if waits is None:
+            return Held(self._store.name, hold, None, None)
+        return Held(self._store.name, hold, waits.number, self.repeats(waits))
+
+    def waiting(self, ref: LiveRef) -> Snapshot | None:
+        """The snapshot that would be published were the view not held: the newest usable one, if it
+        is a later state than what is live, and than what was rolled back from since; None without
+        any."""
+        live, found = self._live(ref), None
+        if live is not None and live.members:
+            served = live.members
+            new = [
+                snapshot
+                for partition, snapshot in self.newest_of_each().items()
+                if snapshot.number > served.get(partition, 0)
+            ]
+            found = max(new, key=lambda snapshot: snapshot.number, default=None)
+        else:
+            found = self._newest_publishable(())
+            if found is None or keeps_live(found) or found.number == ref.snapshot:
+                return None
+            if live is not None and is_earlier(found, live):
+                return None
+        entries = self._store.catalog().entries
+        for number, mark in self.marks.items():
+            left = entries.get(number)
+            if mark.rows and found is not None and left is not None:
+                # made before what was rolled back from, it is no news
+                superseded = left.partition == found.partition and number > found.number
+                found = None if superseded else found
+        return found
+
+    def _live(self, ref: LiveRef) -> Snapshot | None:
         try:
-            live = self._store.snapshot(ref.snapshot)
+            return self._store.snapshot(ref.snapshot)
         except SnapshotError:
             # What is live is lost: a reason to replace it.
             return None
-        if live.partition is not None and partition is not None and live.partition > partition:
-            return f"partition {partition} is older than the live {live.partition}"
-        return None
 
     # ---- one of all
 
@@ -220,12 +341,10 @@ class Standing:
             ]
         for snapshot in self._readable(reversed(numbers)):
             try:
-                ours = snapshot.partition == partition and not snapshot.members
-                if (
-                    ours
-                    and (refused or not snapshot.refused_by)
-                    and self.bad_below(snapshot) is None
-                ):
+                if snapshot.partition != partition or snapshot.members:
+                    continue
+                found = self.verdict(snapshot)
+                if isinstance(found, Usable) or (refused and isinstance(found, Refused)):
                     self._store.layers(snapshot)
                     return snapshot
             except SnapshotError as exc:
@@ -246,30 +365,41 @@ class Standing:
                 f"view {self._store.name!r} has no snapshot yet: run `precompute run"
                 f" {self._store.name}`"
             )
-        assembled = {
-            entry.number for entry in self._store.catalog().entries.values() if entry.members
-        }
-        numbers = [number for number in numbers if number not in assembled] or numbers
+        found = self._newest_publishable(accept)
+        if found is None:
+            return self._without_assembled()[-1]
+        if keeps_live(found):
+            raise SnapshotError(
+                f"view {self._store.name!r}: no partition that may be published has rows; to"
+                " publish one without, name it with --snapshot"
+            )
+        return found.number
+
+    def _newest_publishable(self, accept: Collection[str]) -> Snapshot | None:
+        """None where there is none; a partition without rows only where none has any."""
+        numbers = self._without_assembled()
         last = next(
             (s for s in self._readable(reversed(numbers)) if self._may_be_published(s, accept)),
             None,
         )
-        if last is None:
-            return numbers[-1]
         # A view that lost or got its partitions: what it has now counts.
-        if last.partition is None:
-            return last.number
+        if last is None or last.partition is None:
+            return last
         entries = self._store.catalog().entries.values()
         days = sorted(
             (entry.partition, entry.number) for entry in entries if entry.partition is not None
         )
         for snapshot in self._readable(number for _, number in reversed(days)):
             if self._may_be_published(snapshot, accept) and not keeps_live(snapshot):
-                return snapshot.number
-        raise SnapshotError(
-            f"view {self._store.name!r}: no partition that may be published has rows; to publish"
-            " one without, name it with --snapshot"
-        )
+                return snapshot
+        return last
+
+    def _without_assembled(self) -> list[int]:
+        numbers = self._store.numbers()
+        assembled = {
+            entry.number for entry in self._store.catalog().entries.values() if entry.members
+        }
+        return [number for number in numbers if number not in assembled] or numbers
 
     def newest_of_each(
         self, accept: Collection[str] = (), like: Snapshot | None = None
@@ -296,35 +426,36 @@ class Standing:
                         newest[partition] = snapshot
         return dict(sorted(newest.items()))
 
-    def before(self, ref: LiveRef) -> int:
-        """Number of the snapshot to go back to from what is live: what was live before, if it is
-        still there and good, or the newest good one below.
+    def before(self, ref: LiveRef, publishings: Sequence[Publishing], *, only: bool = False) -> int:
+        """Number of the snapshot to go back to from what is live: the last usable one of
+        ``publishings``, the oldest first, or else the newest usable one below. With ``only`` it is
+        none below, and what is live itself where it is the last one. One of a later partition is
+        no earlier state.
 
         Raises:
             SnapshotError: there is none; names those there are.
+            UnreadableError: something cannot be read now, so that it is not known.
         """
         entries = self._store.catalog().entries
         live = entries.get(ref.snapshot)
         day, assembled = (None, False) if live is None else (live.partition, bool(live.members))
-        earlier = [
+        below = [
             entry
             for entry in entries.values()
-            if entry.number != ref.snapshot
-            and (entry.number < ref.snapshot or entry.number == ref.previous)
-            and (day is None or (entry.partition or "") <= day)
-            and (not assembled or entry.members or entry.number == ref.previous)
+            if entry.number < ref.snapshot and not only and (not assembled or entry.members)
         ]
-        earlier.sort(
-            key=lambda entry: (entry.number == ref.previous, entry.partition or "", entry.number),
-            reverse=True,
-        )
-        for snapshot in self._readable(entry.number for entry in earlier):
-            try:
-                self.check_publishable(snapshot)
-                if not keeps_live(snapshot) or snapshot.number == ref.previous:
-                    return snapshot.number
-            except (SnapshotError, GateError) as exc:
-                log.warning("%s", exc)
+        below.sort(key=lambda entry: (entry.partition or "", entry.number))
+        earlier = [*(entry.number for entry in below), *(p.snapshot for p in publishings)]
+        for number in dict.fromkeys(reversed(earlier)):
+            entry = entries.get(number or 0)
+            if entry is None or (entry.number == ref.snapshot and not only):
+                continue
+            if day is not None and (entry.partition or "") > day:
+                continue
+            for snapshot in self._readable([entry.number]):
+                was_live = any(p.snapshot == entry.number for p in publishings)
+                if self._may_be_published(snapshot, ()) and (was_live or not keeps_live(snapshot)):
+                    return entry.number
         raise SnapshotError(
             f"view {self._store.name!r} has no good snapshot before {ref.snapshot} to go back to"
             f" (there are: {self.numbers_text()})"
@@ -339,24 +470,15 @@ class Standing:
             or "none"
         )
 
-    def at_fault(self, numbers: Collection[int]) -> set[int]:
-        """The newest of ``numbers`` that was rolled back from, what was gone back to then, and so
-        on: by them its rows are recognised when they come again, since what both hold is good."""
-        chain: set[int] = set()
-        number = max((number for number in self.left if number in numbers), default=None)
-        while number is not None and number not in chain:
-            chain.add(number)
-            number = self.marks[number].back_to if number in self.marks else None
-        return chain
-
     def _may_be_published(self, snapshot: Snapshot, accept: Collection[str]) -> bool:
         try:
-            # One that is accepted may hold the rows of a bad one once more.
-            bad = self.bad_below if ROLLED_BACK in accept else self.bad
-            return not set(snapshot.refused_by).difference(accept) and bad(snapshot) is None
+            found = self.verdict(snapshot)
         except SnapshotError as exc:
             log.warning("%s", exc)
             return False
+        return isinstance(found, Usable) or (
+            isinstance(found, Refused) and not set(found.gates).difference(accept)
+        )
 
     def _readable(self, numbers: Iterable[int]) -> Iterable[Snapshot]:
         for number in numbers:

@@ -27,6 +27,7 @@ from precompute.store.disk.record import replace
 from precompute.store.disk.storage import LOCAL, File, no_answer, storage_of
 from precompute.store.errors import SnapshotError, UnreadableError
 from precompute.store.feature_view import NAME
+from precompute.store.offline.log import BadMark, Log, run_lease
 from precompute.store.offline.part_file import (
     Deletes,
     Layers,
@@ -38,7 +39,6 @@ from precompute.store.offline.part_file import (
     row_bytes,
     write_part_file,
 )
-from precompute.store.offline.refs import BadMark, Refs, run_lease
 from precompute.store.offline.runs import Journals, Runs
 from precompute.store.offline.selection import CLUSTERS, Selection, all_rows, seed_of
 from precompute.store.offline.snapshot import Catalog, Part, Snapshot, add_to_catalog, read_catalog
@@ -85,14 +85,14 @@ class ViewStore:
     """One view's folder; made by :meth:`OfflineStore.view`. ``snapshot`` arguments are of this
     view.
 
-    ``refs`` are the live pointer and the marks, ``runs`` the reports, ``journals`` what unfinished
-    runs leave to the next.
+    ``refs`` is the log of what is live, and of marks, ``runs`` the reports, ``journals`` what
+    unfinished runs leave to the next.
     """
 
     def __init__(self, offline: OfflineStore, name: str) -> None:
         self.offline, self.name, self.folder = offline, name, offline.root / name
         self.storage = storage_of(self.folder)
-        self.refs = Refs(self.folder / "refs", name)
+        self.refs = Log(self.folder / "log", name)
         self.runs = Runs(self.folder / "runs", self.folder / "refs" / "running", name)
         self.journals = Journals(self.folder, self._committed)
         self._catalog: Catalog | None = None
@@ -124,12 +124,13 @@ class ViewStore:
 
     @property
     def leases(self) -> Path:
-        """Folder of the leases: see :mod:`precompute.store.disk.lease`."""
-        return self.refs.folder
+        """Folder of the leases (:mod:`precompute.store.disk.lease`), and of what processes note
+        beside the log."""
+        return self.folder / "refs"
 
     @property
     def _catalog_path(self) -> Path:
-        return self.refs.folder / "catalog.jsonl"
+        return self.leases / "catalog.jsonl"
 
     def manifest_path(self, number: int) -> Path:
         """The file that is the commit of a snapshot."""
@@ -607,7 +608,7 @@ class ViewStore:
             crashpoint("verify")
             while True:
                 # A bad one may be gone, its number stays taken.
-                taken = {*self.numbers(), *self.refs.marked("bad")}
+                taken = {*self.numbers(), *self.refs.bad()}
                 number = max(taken, default=0) + 1
                 numbered = replace(
                     snapshot, number=number, fence=0 if lease is None else lease.record.fence
@@ -625,27 +626,21 @@ class ViewStore:
         except OSError as exc:
             raise SnapshotError(disk_message(folder, exc)) from exc
 
-    def mark_bad(
-        self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None
-    ) -> None:
-        """Mark a snapshot bad, for good: see :meth:`Refs.mark_bad`, and :meth:`bad_mark`.
+    def mark_bad(self, number: int, reason: str, *, rows: bool = True) -> None:
+        """Mark a snapshot bad: see :meth:`Log.mark_bad`, and :meth:`bad_mark`.
 
         Raises:
             SnapshotError: the file system failed.
         """
-        self.refs.mark_bad(number, self.bad_mark(number, reason, rows=rows, back_to=back_to))
+        self.refs.mark_bad(number, self.bad_mark(number, reason, rows=rows))
 
-    def bad_mark(
-        self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None
-    ) -> BadMark:
+    def bad_mark(self, number: int, reason: str, *, rows: bool = True) -> BadMark:
         """The mark of a bad snapshot.
 
         Args:
             number: of the snapshot.
             reason: stored in the mark.
-            rows: its rows are at fault, so that the same rows once more are bad too; not only its
-                files.
-            back_to: the snapshot that is gone back to: what both hold is not at fault.
+            rows: its rows are at fault, not only its files.
         """
         content = ""
         if rows:
@@ -654,7 +649,7 @@ class ViewStore:
             except SnapshotError as exc:
                 # Damaged besides.
                 log.warning("%s", exc)
-        return BadMark(reason, utc_now(), content, rows, back_to)
+        return BadMark(reason, utc_now(), content, rows)
 
     def pin(self, number: int, reason: str) -> None:
         """Keep a snapshot whatever its age; pinning it twice is no error.

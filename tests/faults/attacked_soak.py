@@ -124,7 +124,7 @@ def publish(folder: Path) -> None:
     for version in map(int, sys.stdin):
         view = {
             "model": {"use": f"{__spec__.name}:Mortal", "args": {"version": version}},
-            "gates": {"rows": None, "rolled_back": None},
+            "gates": {"rows": None},
             "fallback": {"enabled": True, "deadline": "5s", "spare": True},
         }
         try:
@@ -136,7 +136,7 @@ def publish(folder: Path) -> None:
                 finally:
                     write_numbers(folder, list(range(KNOWN)))
             else:
-                project_in(folder, {}).rollback("numbers")
+                project_in(folder, {}).rollback("numbers", hold=False)
         except PrecomputeError as exc:
             print(f"not published: {exc}", file=sys.stderr, flush=True)
         print("done", flush=True)

@@ -602,8 +602,12 @@ def check_online_is_tidy(scene: FaultScene) -> None:
 
 
 def recover(scene: FaultScene, **options: Any) -> Report:
-    """What the operator, or the schedule, does after a fault: run again. It must succeed."""
+    """What the operator, or the schedule, does after a fault: run again, and resume what is held.
+    It must succeed."""
     with small_chunks():
         report = scene.run(**options)
+        if report.held is not None:
+            assert report.status in ("committed", "current"), report
+            report = scene.project().resume()
     assert report.status in ("published", "current"), report
     return report

@@ -40,7 +40,7 @@ Tree = dict[str, bytes | None]
 
 def _points(path: str) -> bool:
     """Whether a name is one that others are found by: manifests, marks, pointers, reports."""
-    return path.endswith("/live.json") or not {"manifests", "refs", "runs"}.isdisjoint(
+    return path.endswith("/live.json") or not {"manifests", "log", "refs", "runs"}.isdisjoint(
         PurePosixPath(path).parts
     )
 
@@ -56,7 +56,9 @@ not what they point to; and the other way round. Unsynced bytes are missing with
 with the others: a file then has its right size all the same."""
 
 
-PROMISES = frozenset({"manifest.link", "manifest.dirsync", "live.write", "live.cas", "online.flip"})
+PROMISES = frozenset(
+    {"manifest.link", "manifest.dirsync", "log.link", "log.dirsync", "online.flip"}
+)
 """Crash points at which more is promised than before: images that differ in nothing else are looked
 at once."""
 

@@ -289,7 +289,7 @@ def publish(folder: Path) -> None:
         view = {
             "model": {"use": f"{__spec__.name}:Versioned", "args": {"version": version}},
             "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
-            "gates": {"rows": None, "rolled_back": None},
+            "gates": {"rows": None},
         }
         if version:
             project = make_folder(folder, {"numbers": view}, serve={"workers": 2})
@@ -297,7 +297,7 @@ def publish(folder: Path) -> None:
             project.publish_all()
             write_numbers(folder, list(range(KNOWN)))
         else:
-            make_folder(folder, {}).rollback("numbers")
+            make_folder(folder, {}).rollback("numbers", hold=False)
         print("done", flush=True)
 
 

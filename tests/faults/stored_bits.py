@@ -283,10 +283,10 @@ class Stored:
 WAYS: list[list[list[str]]] = [
     [["run"], ["run"]],
     [["run", "--full"]],
-    [["rollback"], ["run"]],
+    [["rollback", "--no-hold"], ["run"]],
     [["publish"], ["run"]],
     [["reconcile"], ["run"]],
-    [["materialize"], ["publish"], ["rollback"]],
+    [["materialize"], ["publish"], ["rollback", "--no-hold"]],
 ]
 
 
@@ -306,7 +306,7 @@ def try_bit(prepared: Stored, stage: Path, path: Path, at: int, bit: int, way: i
     other = next(name for name in VIEWS[at % 2 :] if name != damaged)
     if scene.call("run", other) != 0:
         scene.wrong.append(f"stopped: run of {other}")
-    if ["rollback"] not in WAYS[way]:
+    if ["rollback", "--no-hold"] not in WAYS[way]:
         # the way out that the messages name
         if scene.call("run", damaged) and damaged == "days":
             for day in DAYS[:2]:

@@ -104,7 +104,7 @@ class View(RuleBasedStateMachine):
         else:
             self.may_be()
 
-    @rule(hold=st.booleans(), point=st.sampled_from(["", "live.write", "live.cas", "online.flip"]))
+    @rule(hold=st.booleans(), point=st.sampled_from(["", "log.write", "log.link", "online.flip"]))
     def rollback(self, hold: bool, point: str) -> None:
         crashpoint.arm(point, 1, "raise")
         try:
@@ -122,7 +122,10 @@ class View(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        self.scene.store.refs.resume_live()
+        if self.scene.store.refs.readable_live() is not None:
+            with small_chunks():
+                self.scene.project().resume()
+            self.must_be(self.state_of_live())
 
     @rule()
     def publish(self) -> None:

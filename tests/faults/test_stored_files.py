@@ -24,6 +24,7 @@ from precompute.store.errors import PrecomputeError, SnapshotError, UnreadableEr
 from precompute.store.offline.part_file import dead_rows
 from precompute.store.offline.snapshot import Part
 from precompute.store.offline.stored_file import check_file
+from precompute.store.offline.view_store import OfflineStore
 from tests.faults import nth_reads, stored_bits
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import VIEW, FaultScene, act, check_readers, recover
@@ -318,10 +319,9 @@ def manifest(scene: FaultScene, number: int) -> Path:
 RECORDS: dict[str, Callable[[FaultScene], Path]] = {
     "manifest": lambda scene: manifest(scene, 2),
     "newest manifest": lambda scene: manifest(scene, 4),
-    "live pointer": lambda scene: scene.view_folder / "refs" / "live.json",
-    "mark": lambda scene: scene.view_folder / "refs" / "bad" / "1.json",
+    "newest event": lambda scene: max((scene.view_folder / "log").glob("0*.json")),
+    "state": lambda scene: max((scene.view_folder / "log").glob("state-*.json")),
     "report": lambda scene: scene.store.runs.path(scene.store.runs.ids()[0]),
-    "log of publishings": lambda scene: scene.view_folder / "refs" / "publishings.jsonl",
 }
 
 
@@ -334,14 +334,13 @@ def test_a_record_unreadable_for_now_is_not_damaged(record: str, number: int, un
     store.mark_bad(1, "a test")
     # what was noted of the manifests would do without them
     (scene.view_folder / "refs" / "catalog.jsonl").unlink()
-    path = RECORDS[record](scene)
+    path, log = RECORDS[record](scene), OfflineStore(store.offline.root).view(VIEW).refs
     readers: dict[str, list[Callable[[], Any]]] = {
         "manifest": [lambda: store.snapshot(2), store.catalog, store.damage],
         "newest manifest": [lambda: store.snapshot(4), store.catalog],
-        "live pointer": [store.refs.live, store.refs.readable_live, store.refs.publishings],
-        "mark": [store.refs.bad],
+        "newest event": [log.publishings, log.damage],
+        "state": [log.live, log.readable_live, log.bad, log.held],
         "report": [store.runs.reports, store.runs.last, lambda: store.runs.read(path.stem)],
-        "log of publishings": [store.refs.publishings],
     }
     with unreadable(path, number):
         for read in readers[record]:
@@ -415,7 +414,7 @@ def test_a_lock_that_fails_is_no_traceback(
 # ---- a rollback that fails
 
 
-@pytest.mark.parametrize("point", ["live.write", "live.log"])
+@pytest.mark.parametrize("point", ["log.write"])
 def test_a_rollback_that_fails_half_way_marks_nothing(point: str, unread: Path) -> None:
     scene = nth_reads.copied(unread)
     crashpoint.arm(point, 1, "eio")

@@ -57,6 +57,10 @@ def flip(path: Path, at: float = 0.5) -> None:
     path.write_bytes(data)
 
 
+def newest_event(project: Scene) -> Path:
+    return max((project.folder / "var" / "numbers" / "log").glob("0*.json"))
+
+
 def table(project: Scene, number: int) -> Path:
     return of_number(project.folder / "online" / "numbers", number, ".table")
 
@@ -76,8 +80,7 @@ FILES: dict[str, Callable[[Scene], object]] = {
     "a bit of the overlay's index": lambda p: flip(index(p, 2, "vectors.faiss")),
     "a bit of what the overlay's index replaces": lambda p: flip(index(p, 2, "replaced.arrow")),
     "the index": lambda p: shutil.rmtree(of_number(p.root / "numbers" / "index", 1)),
-    "a bit of the live pointer": lambda p: flip(p.store.refs.folder / "live.json"),
-    "the live pointer": lambda p: (p.store.refs.folder / "live.json").unlink(),
+    "the log": lambda p: shutil.rmtree(newest_event(p).parent),
 }
 TABLES: dict[str, Callable[[Scene], object]] = {
     "a bit of a row": lambda p: flip(table(p, 1), 0.52),
@@ -122,10 +125,56 @@ def test_it_is_seen_and_healed_from_the_root(project: Scene, damage: str) -> Non
     assert project.served(range(ROWS)) == (2, [2 * x for _, x in rows(2)])
 
 
+@pytest.mark.parametrize("online", ["table"], indirect=True)
+def test_an_event_that_is_damaged_is_told_and_what_is_live_is_said_anew(project: Scene) -> None:
+    path = newest_event(project)
+    flip(path)
+    assert project.cli("status") == 1
+    told = read_account(project.store.leases, "numbers").trouble
+    assert [str(path) in line for line in told] == [True, True]
+    assert f"what is live of view 'numbers' is not known, since {path} is damaged" in told[1]
+    assert project.cli("rollback", "numbers") == 1
+    assert project.served(range(ROWS)) == (2, [2 * x for _, x in rows(2)])
+    report = reconcile(project, "numbers", Silent())
+    assert report is not None
+    assert (report.status, report.snapshot) == ("published", 2)
+    # what it said is a gap, until somebody restores it
+    (told,) = project.status()["attention"]
+    assert told.startswith(
+        f"{path} is damaged (its bytes are not those that were written): restore"
+    )
+    assert project.faults() == []
+    assert reconcile(project, "numbers", Silent()) is None
+    assert project.rollback().snapshot == 1
+
+
+@pytest.mark.parametrize("online", ["table"], indirect=True)
+def test_a_bit_of_any_file_of_the_log_is_told(project: Scene) -> None:
+    project.rollback()
+    project.cli("resume", "numbers")
+    folder = newest_event(project).parent
+    files = sorted(folder.glob("*.json*"))
+    assert {path.name.partition("-")[0] for path in files} > {"state"}
+    for path in files:
+        whole = path.read_bytes()
+        flip(path)
+        for told in (
+            project.status()["attention"],
+            read_account(project.store.leases, "numbers").trouble,
+        ):
+            assert [str(path) in line for line in told] == [True], path
+        assert project.cli("verify", "numbers") == 1
+        if path.name.startswith("state-"):
+            assert reconcile(project, "numbers", Silent()) is not None
+            assert not path.exists()
+        else:
+            path.write_bytes(whole)
+        assert project.status()["attention"] == []
+
+
 RECORDS: dict[str, Callable[[Scene], Path]] = {
     "the lease of publishings": lambda p: p.store.leases / "lease-publish.json",
     "the lease of runs": lambda p: p.store.leases / "lease-run.json",
-    "the last epoch": lambda p: p.store.refs.folder / "epoch.json",
     "the project's name": lambda p: p.root / ".identity.json",
     "a run's report": lambda p: max(p.store.runs.folder.glob("*.json")),
 }
@@ -141,14 +190,12 @@ def test_a_bit_of_a_small_record_is_told_as_damage_and_stops_nobody(
     flip(path, 0.4)
     (told,) = project.status()["attention"]
     assert told.startswith(f"{path} is damaged (")
-    assert project.rollback().snapshot == 1
+    assert project.rollback(hold=False).snapshot == 1
     reconcile(project, "numbers", Silent())
     assert project.status()["attention"] == []
     # before anybody looked
-    flip(path if path.exists() else project.store.refs.folder / "live.json", 0.4)
-    project = make_project(
-        rows(5), project={"online": project.online}, view=INDEXED | {"gates": {"rolled_back": None}}
-    )
+    flip(path if path.exists() else project.store.refs.claimed_path, 0.4)
+    project = make_project(rows(5), project={"online": project.online}, view=INDEXED)
     assert project.run().status == "published"
     reconcile(project, "numbers", Silent())
     assert (project.status()["attention"], project.served(range(ROWS))[0]) == ([], 3)
@@ -189,7 +236,7 @@ def test_what_the_root_lost_is_seen_and_computed_again_by_the_next_run(
 ) -> None:
     RUN[damage](project)
     assert project.cli("status") == 1
-    assert read_account(project.store.refs.folder, "numbers").act is Act.NOTHING
+    assert read_account(project.store.leases, "numbers").act is Act.NOTHING
     assert reconcile(project, "numbers", Silent()) is None
     assert project.served(range(ROWS))[1] == [2 * x for _, x in rows(2)]
     assert project.run().status == "published"
@@ -228,7 +275,7 @@ def test_what_a_wrong_clock_noted_is_looked_at_again(
 ) -> None:
     """It was days ahead when an account was written, and is right now."""
     monkeypatch.setattr(checker, "OFTEN_S", 45.0)
-    refs, ahead = project.store.refs.folder, 10 * 86_400_000_000
+    refs, ahead = project.store.leases, 10 * 86_400_000_000
     with contextlib.closing(project.open_online()) as online:
         account = check_live(project.store, online, share=1.0)
         files = {path: at_us + ahead for path, at_us in account.files.items()}
@@ -252,7 +299,7 @@ def test_beside_a_server_somebody_looks_every_minute(
 ) -> None:
     """Whatever the readers say; and heals nothing."""
     monkeypatch.setattr(checker, "POLL_S", 0.01)
-    refs = project.store.refs.folder
+    refs = project.store.leases
     flip(index(project, 1, "vectors.faiss"))
     beside = Rounds(project.offline, project.open_online, ["numbers", "never_run"], every_s=0.0)
     try:

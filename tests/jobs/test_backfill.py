@@ -28,7 +28,7 @@ from precompute.jobs.schedule.backfill_plan import (
 )
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
-from precompute.store.offline.refs import run_lease
+from precompute.store.offline.log import Hold, run_lease
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.times import Partition, containing
@@ -442,6 +442,7 @@ def test_the_oldest_comes_first_and_the_newest_goes_live(daily: MakeDaily) -> No
     assert (done.status, [item.state for item in done.items]) == ("done", ["done"] * 2)
     assert committed(project) == [part(1), part(2)]
     assert (live(project), done.published) == (part(2), 2)
+    assert {entry.run for entry in project.store.refs.publishings()} == {done.id}
     check_rows(project, 1, 2)
     lookup = project.open_lookup()
     table = lookup.get("numbers", KEYS, features=["double"])
@@ -637,7 +638,7 @@ def test_what_a_gate_refused_is_not_done_until_it_is_accepted(
     assert note in capsys.readouterr().out
     assert live(project) == part(1)
     assert project.cli("backfill", "numbers", *accepting.split()) == 0
-    assert (live(project), project.snapshot().accepted) == (part(3), ("coverage",))
+    assert (live(project), project.refused_by()) == (part(3), [])
     assert project.status()["partitions"]["refused"] == {}
     assert project.cli(*backfill(3, 3)) == 0
 
@@ -712,7 +713,11 @@ def test_verdicts_do_not_depend_on_the_clock(
     snapshots = {n: Standing(project.store).newest(part(n)) for n in WEEK}
     quality = {n: s.quality.get("rows") for n, s in snapshots.items() if s is not None}
     judged = {n: {v.gate for v in s.gates} for n, s in snapshots.items() if s is not None}
-    refused = {n: s.refused_by for n, s in snapshots.items() if s is not None and s.refused_by}
+    refused = {
+        n: gates
+        for n, s in snapshots.items()
+        if s is not None and (gates := project.refused_by(s.number))
+    }
     if had is None:
         assert (quality, refused) == (dict.fromkeys(WEEK), {})
     else:
@@ -733,15 +738,15 @@ def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
     project = daily((1, 2))
     compute(project, 1, "run")
     refs = project.store.refs
-    held: dict[str, Any] = {
-        "reason": "test",
-        "segments": project.live().segments,
-        "held": "a bad model",
-    }
-    refs.move_live(1, expected_epoch=1, epoch=refs.claim_epoch(1), **held)
+    held: dict[str, Any] = {"reason": "test", "segments": project.live().segments}
+    held["held"] = Hold("2026-01-05T03:12:00Z", "rollback (ann@host)", "a bad model")
+    refs.move_live(1, expected_epoch=project.live().epoch, **held)
     done = run_backfill(project, "numbers", options(2, 2))
     assert (done.status, done.published, live(project)) == ("done", None, part(1))
-    assert "the view is held (a bad model)" in str(done.not_published)
+    assert done.not_published == (
+        "the view is held since 2026-01-05T03:12:00Z by rollback (ann@host): a bad model; snapshot"
+        " 2 waits: `precompute resume numbers`"
+    )
 
 
 # ---- killed, cancelled, twice at once

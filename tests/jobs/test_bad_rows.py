@@ -332,9 +332,9 @@ def test_fail_ends_the_run_and_leaves_what_is_live(
     assert report.status == "published"
     assert report.counts["rejected"] == 2
     assert stored(project, report) == expected(good)
-    live = (project.root / "numbers" / "refs" / "live.json").read_bytes()
+    live = project.store.refs.events()
     assert project.run().status == "current"
-    renewed = (project.root / "numbers" / "refs" / "live.json").read_bytes()
+    renewed = project.store.refs.events()
     lookup = open_lookup(project)
     before = served(lookup, [1, 2, 3, 5])
     project = make(good | {5: "e", 7: "", 8: None}, bad_rows="fail")
@@ -353,7 +353,7 @@ def test_fail_ends_the_run_and_leaves_what_is_live(
     last = project.report()
     assert (last.status, last.snapshot) == ("rejected", None)
     assert project.numbers() == [1]
-    assert (project.root / "numbers" / "refs" / "live.json").read_bytes() == renewed != live
+    assert project.store.refs.events() == renewed != live
     assert served(lookup, [1, 2, 3, 5]) == before
     report = make(good | {5: "e"}, bad_rows="fail").run()
     assert (report.status, stored(project, report)) == ("published", expected(good | {5: "e"}))
@@ -670,4 +670,4 @@ def test_parity_notices_a_null_where_the_fallback_has_a_value(
     monkeypatch.setattr(Texts, "unusable", unusable)
     report = project.materialize()
     assert (report.counts["nulls"], project.snapshot_of(report).quality["parity"]) == (30, 1.0)
-    assert project.snapshot_of(report).refused_by == ["parity"]
+    assert project.refused_by() == ["parity"]

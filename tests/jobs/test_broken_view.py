@@ -86,7 +86,7 @@ def test_what_reads_the_store_needs_no_view_file(
         ("verify", [], "ok "),
         ("snapshots", [], "live"),
         ("pin", [], "pinned: 2"),
-        ("rollback", ["--hold"], "snapshot 1"),
+        ("rollback", [], "snapshot 1"),
         ("resume", [], "runs publish again"),
         ("lookup", ["3"], "3: fresh"),
         ("drop", ["--yes"], "broken"),

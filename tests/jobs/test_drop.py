@@ -17,7 +17,7 @@ from precompute.jobs.ops import retention as drop_module
 from precompute.jobs.ops.retention import drop
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConflictError, RequestError, RowsLostError
-from precompute.store.offline.refs import Refs, run_lease
+from precompute.store.offline.log import Log, run_lease
 from precompute.store.offline.view_store import ViewStore
 from tests.fixtures import MakeProject
 from tests.jobs.test_run_all import view as doubled
@@ -119,7 +119,7 @@ def test_a_drop_that_was_stopped_on_the_way_is_finished_by_the_next(
     where = (
         *(() if rig is None else (rig.removal,)),
         (shutil, "rmtree"),
-        (Refs, "end_live"),
+        (Log, "end_live"),
         (ViewStore, "remove"),
         (Path, "rename"),
     )
@@ -265,7 +265,7 @@ def test_no_command_of_another_project_changes_what_is_served(
             second.store.refs.move_live(
                 1,
                 expected_epoch=0,
-                epoch=online.live("numbers").epoch + 3,  # type: ignore[union-attr]
+                above=online.live("numbers").epoch + 2,  # type: ignore[union-attr]
                 reason="publish",
                 segments=["1-00000000"],
             )

@@ -26,7 +26,7 @@ from precompute.jobs.schedule.due import (
 )
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace as replace_record
-from precompute.store.offline.refs import run_lease
+from precompute.store.offline.log import run_lease
 from precompute.store.offline.runs import Report, Runs
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.times import containing

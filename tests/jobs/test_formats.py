@@ -20,6 +20,7 @@ from precompute.store.disk.lease import holder
 from precompute.store.disk.storage import known_identity
 from precompute.store.errors import OnlineStoreError, OtherFormatError, SnapshotError
 from precompute.store.http.app import create_app
+from precompute.store.offline.log import Log
 from precompute.store.online.table_file import TableFile
 from precompute.store.times import Reason
 from precompute.store.vectors.index_files import read_index_record
@@ -66,7 +67,7 @@ def change_source(project: Scene, x: float) -> None:
 
 
 def _account(project: Scene, _: Path) -> None:
-    for finding in read_account(project.store.refs.folder, "numbers").findings:
+    for finding in read_account(project.store.leases, "numbers").findings:
         if finding.state is State.OTHER_FORMAT:
             raise OtherFormatError(finding.found)
 
@@ -76,18 +77,16 @@ def _online(project: Scene, _: Path) -> None:
         online.live("numbers")
 
 
+def _log(project: Scene) -> Log:
+    """As a process has it that knows nothing yet."""
+    return Log(project.store.folder / "log", "numbers")
+
+
 Read = Callable[[Scene, Path], Any]
 KINDS: dict[str, tuple[str, Read]] = {
-    "pointer": ("var/numbers/refs/live.json", lambda project, _: project.store.refs.live()),
-    "epoch": (
-        "var/numbers/refs/epoch.json",
-        lambda project, _: project.store.refs.claim_epoch(0),
-    ),
-    "log of publishings": (
-        "var/numbers/refs/publishings.jsonl",
-        lambda project, _: project.store.refs.log.entries(),
-    ),
-    "mark": ("var/numbers/refs/bad/2.json", lambda project, _: project.store.refs.bad()),
+    "event": ("var/numbers/log/0*.json", lambda project, _: _log(project).events()),
+    "state": ("var/numbers/log/state-*.json", lambda project, _: _log(project).state()),
+    "claim": ("var/numbers/log/claimed.json", lambda project, _: _log(project).claim(0)),
     "lease": (
         "var/numbers/refs/lease-publish.json",
         lambda project, _: holder(project.store.leases, "publish"),

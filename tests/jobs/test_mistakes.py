@@ -323,7 +323,7 @@ MISTAKES = {
     "a view to drop": Mistake(nothing, "no view 'boks': neither configured, nor served, nor under books/var; did you mean 'books'?", command="drop boks --yes"),
     "a snapshot": Mistake(nothing, "view 'books' has no snapshot 7 under books/var (it has: 1); shown by: precompute history books", command="publish books --snapshot 7", status=1),
     "nothing to go back to": Mistake(nothing, "view 'books' has no good snapshot before 1 to go back to (there are: 1)", command="rollback books", status=1),
-    "a gate": Mistake(nothing, "--accept drfit: there is no such gate; it is one of library, accuracy, batch, rows, coverage, rejected, contract, empty, constant, shift, mass, agreement, finite, zero, norm, duplicates, drift, moved, packed, rolled_back, parity; did you mean 'drift'?", command="run books --accept drfit"),
+    "a gate": Mistake(nothing, "--accept drfit: there is no such gate; it is one of library, accuracy, batch, rows, coverage, rejected, contract, empty, constant, shift, mass, agreement, finite, zero, norm, duplicates, drift, moved, packed, parity; did you mean 'drift'?", command="run books --accept drfit"),
     "a partition of a view that has none": Mistake(nothing, "--partition: view 'books' has none; add partition: {by: day, start: …} to it", command="run books --partition 2026-01-01"),
     "a backfill of a view without partitions": Mistake(nothing, "view 'books' has no partitions: add partition: {by: day, start: …} to it, or `precompute run` it", command="backfill books --from 2026-01-01 --to 2026-01-02"),
     "an empty schedule": Mistake(project("schedule: {}"), 'books/project.yaml: schedule: empty; add a line such as `books: "0 2 * * *"`', command="schedule"),

@@ -27,7 +27,7 @@ from precompute.store.account.checker import check_live
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, OnlineStoreError
-from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.log import PUBLISH_LEASE
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import OnlineStore
@@ -166,7 +166,7 @@ def test_doubts_are_looked_into_once_and_values_are_compared_every_hour(
         for found in doubts:
             monkeypatch.setattr(online, "doubts", lambda _, found=found: found)
             assert check_live(project.store, online).trouble == []
-        refs = project.store.refs.folder
+        refs = project.store.leases
         known = read_account(refs, "numbers")
         write_account(refs, replace(known, at_us=known.at_us - 3_600_000_000))
         assert check_live(project.store, online).trouble == []
@@ -180,8 +180,7 @@ def test_a_pointer_left_behind_is_moved_and_nothing_loaded(project: Scene) -> No
     store = project.store
     store.refs.move_live(
         2,
-        expected_epoch=2,
-        epoch=3,
+        expected_epoch=project.live().epoch,
         reason="a crash between the two pointers",
         segments=project.live().segments,
     )

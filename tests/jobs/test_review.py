@@ -24,7 +24,7 @@ from tests.models import Doubler
 from tests.scene import Scene
 
 Captured = pytest.CaptureFixture[str]
-OPEN = {"gates": dict.fromkeys(("rows", "moved", "norm", "drift", "shift", "rolled_back", "mass"))}
+OPEN = {"gates": dict.fromkeys(("rows", "moved", "norm", "drift", "shift", "mass"))}
 
 
 def three_snapshots(make_project: MakeProject) -> Scene:

@@ -31,7 +31,7 @@ from precompute.store.errors import (
     SourceError,
 )
 from precompute.store.offline.gc import SWEPT_FOLDERS
-from precompute.store.offline.refs import run_lease
+from precompute.store.offline.log import run_lease
 from precompute.store.offline.runs import Journals
 from precompute.store.times import containing
 from tests import REPOSITORY
@@ -423,11 +423,12 @@ def blocked_by_a_folder(path: Path) -> None:
 FILES = (
     "var",
     "var/numbers",
-    *(f"var/numbers/{name}" for name in ("data", "manifests", "refs", "runs", "index")),
+    *(f"var/numbers/{name}" for name in ("data", "manifests", "refs", "log", "runs", "index")),
 )
 LEASES = ("refs/lease-run.json", "refs/lease-publish.json")
 FOLDERS = tuple(
-    f"var/numbers/{name}" for name in (*LEASES, "refs/.lock", "refs/epoch.json", "refs/live.json")
+    f"var/numbers/{name}"
+    for name in (*LEASES, "refs/.lock", "log/.lock", "log/claimed.json", f"log/{2:020d}.json")
 )
 BLOCKS = [
     *((name, blocked_by_a_file) for name in (*FILES, "online", "online/numbers")),

@@ -19,7 +19,7 @@ from precompute.jobs.ops.status import WAITING, never_began, project_status
 from precompute.jobs.run.report import reporting_run
 from precompute.jobs.schedule.dependencies import Dependencies
 from precompute.store.disk.lease import take
-from precompute.store.offline.refs import run_lease
+from precompute.store.offline.log import run_lease
 from precompute.store.times import shown_time
 from precompute.workers.process import ChildProcess
 from tests.fixtures import MakeProject

@@ -65,11 +65,12 @@ report() {  # a run's report, with the status given
     mv $ROOT/$VIEW/tmp $ROOT/$VIEW/runs/$ID.json
 }
 published() {  # that, and another live snapshot
-    mkdir -p $ROOT/$VIEW/refs
+    mkdir -p $ROOT/$VIEW/log
     echo $(($(cat $ROOT/$VIEW/epoch 2>/dev/null || echo 0) + 1)) > $ROOT/$VIEW/epoch
-    sealed "$(printf '{"at": "%s", "epoch": %s, "format": 3, "segments": ["1-00000000"], "previous": null, ' \\
-        $(now) $(cat $ROOT/$VIEW/epoch); printf '"reason": "run", "snapshot": 1}')" > $ROOT/$VIEW/tmp2
-    mv $ROOT/$VIEW/tmp2 $ROOT/$VIEW/refs/live.json
+    N=$(cat $ROOT/$VIEW/epoch)
+    sealed "$(printf '{"at": "%s", "before": %s, "format": 3, "kind": "publish", "number": %s, ' $(now) $((N - 1)) $N
+        printf '"reason": "run", "segments": ["1-00000000"], "snapshot": 1}')" > $ROOT/$VIEW/tmp2
+    mv $ROOT/$VIEW/tmp2 $ROOT/$VIEW/log/$(printf %020d $N).json
     report published
 }
 """
@@ -357,10 +358,10 @@ def test_a_damaged_file_of_one_view_is_reported_once_and_others_go_on(running: M
         ["c"],
         start=False,
     )
-    path = schedule.project.root / "numbers" / "refs" / "live.json"
+    path = schedule.project.root / "numbers" / "log" / f"{1:020d}.json"
     path.parent.mkdir(parents=True)
     path.write_text("{torn")
-    schedule.start().await_said("b: .*live.json is damaged.*", "c: done after .*")
+    schedule.start().await_said("b: .*1.json is damaged.*", "c: done after .*")
     time.sleep(0.3)
     assert len([line for line in schedule.said if "damaged" in line]) == 1
     schedule.make_due("numbers")

@@ -144,7 +144,7 @@ def drive(corpus: Corpus, model: Model, seed: int, steps: int) -> None:
         elif what == "again" and day in corpus.days and corpus.days[day] == model.computed.get(day):
             corpus.run(day)
         elif what == "rollback" and len(model.published) > 1:
-            corpus.scene.rollback()
+            corpus.scene.rollback(hold=False)
             model.roll_back()
         elif what == "gc" and model.published:
             collect(corpus.scene.store, keep=3, grace_s=-1.0)
@@ -255,13 +255,39 @@ def test_what_was_rolled_back_from_is_not_assembled_again(corpus: Corpus) -> Non
     corpus.run(3, {3: 1.0, 0: 66.0})
     assert corpus.scene.rollback(to=good).snapshot == good
     assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0}
-    with pytest.raises(GateError, match="marked bad"):
-        corpus.run(3)
     assert corpus.scene.publish().status == "current"
     corpus.run(4, {4: 1.0})
-    assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0}
+    again = corpus.run(3)
+    assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0}
+    held = corpus.scene.status()["held"]
+    assert (again.status, held["waits"]) == ("committed", again.snapshot)
+    assert corpus.scene.store.refs.bad().keys() >= {held["repeats"]}
     corpus.run(3, {3: 2.0})
+    assert corpus.scene.resume().status == "published"
     assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0, 4: 1.0}
+    assert corpus.scene.live().held is None
+
+
+def test_a_backfill_is_taken_back_as_one(
+    corpus: Corpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It publishes again and again; rollback, history and marks take that for one thing."""
+    for day in range(3):
+        corpus.run(day, {day: 1.0})
+    good = corpus.scene.live().snapshot
+    for day, x in ((0, 5.0), (1, 6.0), (3, 7.0)):
+        made = corpus.run(day, {day: x}, "materialize", backfill="night")
+        corpus.scene.publish(snapshot=made.snapshot, backfill="night")
+    assert corpus.served() == {0: 5.0, 1: 6.0, 2: 1.0, 3: 7.0}
+    assert corpus.scene.cli("history", "numbers") == 0
+    assert "by publish (night), the last of 3 publishings" in capsys.readouterr().out
+    assert corpus.scene.rollback().snapshot == good
+    assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0}
+    corpus.run(4, {4: 1.0})
+    assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert corpus.scene.resume().status == "published"
+    assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0}
+    assert corpus.scene.faults() == []
 
 
 def test_a_refused_day_is_left_out_and_too_many_lost_rows_are_refused(
@@ -370,7 +396,7 @@ def test_a_damaged_partition_is_reported_and_computed_again(corpus: Corpus) -> N
     [
         "part.rename:2",
         "manifest.link:2",
-        "live.cas:1",
+        "log.link:1",
         "online.flip:1",
     ],
 )

@@ -17,7 +17,7 @@ from precompute.jobs.schedule.due import LEADER, Ledger
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import content_of, replace, sealed
 from precompute.store.errors import PrecomputeError, SnapshotError
-from precompute.store.offline.refs import PUBLISH_LEASE, run_lease
+from precompute.store.offline.log import PUBLISH_LEASE, run_lease
 from precompute.store.offline.runs import Report
 from tests.fixtures import MakeProject
 from tests.jobs.test_run_all import view as doubled
@@ -128,7 +128,7 @@ def test_a_failed_run_shows_beside_what_is_still_live(make_project: MakeProject)
     assert selected(project, Selection(failed=True)) == ["numbers"]
 
 
-@pytest.mark.parametrize("file", ["refs/live.json", f"manifests/{1:020d}.json"])
+@pytest.mark.parametrize("file", [f"log/{1:020d}.json", f"manifests/{1:020d}.json"])
 def test_a_damaged_file_is_an_error_and_the_other_views_have_their_lines(
     make_project: MakeProject, file: str
 ) -> None:

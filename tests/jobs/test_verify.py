@@ -17,7 +17,7 @@ import pytest
 from precompute.jobs.ops.verify import Check, verify
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import plain, replace
-from precompute.store.offline.refs import PUBLISH_LEASE
+from precompute.store.offline.log import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.online_store import OnlineStore
@@ -135,7 +135,7 @@ def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(
         take(store.leases, PUBLISH_LEASE, "a publishing", ttl_s=60),
     ):
         ref = store.refs.move_live(
-            1, expected_epoch=1, epoch=2, reason="loaded again", segments=project.live().segments
+            1, expected_epoch=1, reason="loaded again", segments=project.live().segments
         )
         follows = threading.Timer(0.2, online.flip, [replace(pointer, epoch=2, at=ref.at)])
         follows.start()
@@ -143,11 +143,7 @@ def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(
         follows.join()
     assert found == {}
     store.refs.move_live(
-        1,
-        expected_epoch=2,
-        epoch=3,
-        reason="and nobody publishes",
-        segments=project.live().segments,
+        1, expected_epoch=2, reason="and nobody publishes", segments=project.live().segments
     )
     assert list(bad(project)) == ["online pointer"]
 
@@ -303,7 +299,7 @@ def test_an_online_pointer_that_is_behind_is_found(prepared: Prepared, online: s
     project = prepared(chain, online)
     store = project.store
     segments, reason = project.live().segments[:2], "a crash between the two pointers"
-    store.refs.move_live(2, expected_epoch=3, epoch=4, reason=reason, segments=segments)
+    store.refs.move_live(2, expected_epoch=3, reason=reason, segments=segments)
     found = bad(project)
     assert found["online pointer"] == (
         "the online store serves snapshot 3, epoch 3, live is snapshot 2, epoch 4: precompute publish numbers --snapshot 2"

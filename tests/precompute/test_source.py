@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -22,7 +22,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from precompute.sources.database import Files, check_sql, referenced_views
-from precompute.sources.diff import Diff, compare, find_deletes, rejected_rows, returned_rows
+from precompute.sources.diff import Diff, compare, find_deletes, rejected_rows
 from precompute.sources.source import Source
 from precompute.store.errors import ConfigError, MissingFileError, SnapshotError, SourceError
 from precompute.store.keys import key_column
@@ -917,32 +917,6 @@ def test_the_content_is_pinned_and_does_not_depend_on_order_or_repetition() -> N
 )
 def test_the_content_changes_with_any_key_and_any_value(values: str) -> None:
     assert content_of(f"SELECT * FROM (VALUES {values}) t(id, x)") != content_of(CONTENT)
-
-
-def test_rows_that_come_again_are_counted_by_key_and_input(tmp_path: Path) -> None:
-    """Of what the bad result had and the good one had not; those that are live by now are no news;
-    dead rows are no rows."""
-
-    def files(name: str, sql: str, dead: Sequence[int] = ()) -> Files:
-        with Source(sql, ("a", "id"), {}) as source:
-            source.load()
-            pq.write_table(pa.Table.from_batches(source.batches(1000)), tmp_path / name)
-        return Files([tmp_path / name], {0: np.array(dead, np.int64)} if len(dead) else {})
-
-    rows = "SELECT 'k' AS a, i AS id, {} AS x FROM range(10) t(i)"
-    good = files("good", rows.format("i"))
-    bad = files("bad", rows.format("CASE WHEN i < 6 THEN -i - 1 ELSE i END"), dead=[5])
-    live = files(
-        "live", "SELECT 'k' AS a, 0 AS id, (-1)::BIGINT AS x"
-    )  # of one recipe, so of one type
-    with Source(rows.format("CASE WHEN i < 3 THEN -i - 1 ELSE i END"), ("a", "id"), {}) as source:
-        source.load()
-        assert returned_rows(source, bad, good, live) == (5, 2, 1)
-        assert returned_rows(source, bad, good, Files()) == (5, 3, 0)
-        assert returned_rows(source, bad, Files(), good) == (9, 3, 4)
-        assert returned_rows(source, bad, bad, Files()) == (0, 0, 0)
-        with pytest.raises(SnapshotError, match="earlier results"):
-            returned_rows(source, Files([tmp_path / "gone"]), good, live)
 
 
 # ---- samples

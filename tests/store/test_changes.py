@@ -27,7 +27,7 @@ BASE = {i: float(i) for i in range(40)}
 
 VIEW = {
     "model": {"use": "tests.models:Doubler", "args": {"nan_on": BAD}},
-    "gates": {"moved": None, "rolled_back": None},
+    "gates": {"moved": None},
 }
 NUMBER: dict[str, pa.DataType] = {"id": pa.int64()}
 PAIR: dict[str, pa.DataType] = {"shop": pa.string(), "item": pa.int64()}

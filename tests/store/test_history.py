@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute.store.disk.record import replace
 from precompute.store.errors import RequestError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.history import (
@@ -27,7 +26,7 @@ from precompute.store.history import (
     read,
     snapshot_at,
 )
-from precompute.store.offline import refs
+from precompute.store.offline import log as log_module
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
 from precompute.store.offline.view_store import OfflineStore, ViewStore
@@ -150,21 +149,19 @@ class Made:
     def publish(self, number: int | None, second: float) -> None:
         """Make a snapshot live at a time; None drops the view."""
         view, ref = self.store.refs, self.store.refs.live()
-        with mock.patch.object(refs, "utc_now", return_value=at(second).isoformat()):
+        with mock.patch.object(log_module, "utc_now", return_value=at(second).isoformat()):
             if number is None:
                 view.end_live()
             else:
                 expected = 0 if ref is None else ref.epoch
-                view.move_live(
-                    number, expected_epoch=expected, epoch=view.claim_epoch(expected), reason="test"
-                )
+                view.move_live(number, expected_epoch=expected, reason="test")
 
     def renew(self, renewed: float, second: float) -> None:
         """A run that read the source at ``renewed`` found nothing changed, which readers knew from
         ``second`` on."""
         ref = self.store.refs.live()
         if ref is not None:
-            with mock.patch.object(refs, "utc_now", return_value=at(second).isoformat()):
+            with mock.patch.object(log_module, "utc_now", return_value=at(second).isoformat()):
                 self.store.refs.renew_live(ref, as_us(at(renewed)))
 
     def mark_bad(self, number: int) -> None:
@@ -176,7 +173,7 @@ class Made:
         for snapshot in self.snapshots:  # a parent comes before its children
             if snapshot.parent in void:
                 void.add(snapshot.number)
-        return [s for s in self.snapshots if s.number not in void and not s.refused_by]
+        return [s for s in self.snapshots if s.number not in void and not s.failed_gates]
 
     def _parts(
         self, run: str, rows: Mapping[Key, Value]
@@ -571,7 +568,7 @@ def test_what_was_only_committed_is_best_known_and_was_not_served(made: Made) ->
         ):
             ask()
     made.check(requested, [Value(1, 1), Value(1, 1)], values="best_known")
-    made.store.commit(replace(refused, accepted=("drift",), run="publish"))
+    made.store.refs.accept(refused.number, ["drift"], "publish", "as it should be")
     made.check(requested, [Value(1, 1), Value(3, 2)], values="best_known")
     with pytest.raises(RequestError, match="values are 'served' or 'best_known', not 'latest'"):
         read(made.store, at(9), values="latest")  # type: ignore[arg-type]

@@ -27,10 +27,10 @@ from precompute.store.disk.crashpoint import arm, disarm
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace
 from precompute.store.disk.storage import IDENTITIES, LOCAL, identity_of, known_identity
-from precompute.store.errors import ConflictError, FencedError, SnapshotError, UnreadableError
+from precompute.store.errors import FencedError, SnapshotError, UnreadableError
 from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.offline.log import LiveRef, run_lease
 from precompute.store.offline.part_file import Layers, write_part_file
-from precompute.store.offline.refs import LiveRef, run_lease
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
@@ -515,8 +515,6 @@ def test_a_snapshot_is_marked_bad_once_and_for_good(store: ViewStore) -> None:
     assert {number: (mark.reason, mark.content) for number, mark in store.refs.bad().items()} == {
         1: ("first", "one")
     }
-    folder = store.folder / "refs" / "bad"
-    assert json.loads((folder / "1.json").read_text())["reason"] == "first"
     store.mark_bad(2, "its files are damaged", rows=False)
     assert (store.refs.bad()[2].reason, store.refs.bad()[2].content) == (
         "its files are damaged",
@@ -525,17 +523,10 @@ def test_a_snapshot_is_marked_bad_once_and_for_good(store: ViewStore) -> None:
     store.mark_bad(9, "its manifest is gone")
     assert (store.refs.bad()[9].reason, store.refs.bad()[9].content) == ("its manifest is gone", "")
     # what is served cannot be whole again, but its rows can come again
-    store.mark_bad(2, "its values are wrong", back_to=1)
-    store.mark_bad(2, "damaged again", rows=False)
-    assert (store.refs.bad()[2].content, store.refs.bad()[2].back_to) == ("two", 1)
-    for torn in ("{torn", "[]", "7", ""):  # is as bad as any
-        (folder / "2.json").write_text(torn)
-        assert (store.refs.bad()[2].content, sorted(store.refs.bad())) == ("", [1, 2, 9])
     store.mark_bad(2, "its values are wrong")
+    store.mark_bad(2, "damaged again", rows=False)
     assert store.refs.bad()[2].content == "two"
-    (folder / "notes.json").write_text("{}")
     assert sorted(store.refs.bad()) == [1, 2, 9]
-    assert not list(folder.glob(".*"))
 
 
 def test_a_roots_identity_is_read_from_its_copy_and_never_replaced(tmp_path: Path) -> None:
@@ -575,12 +566,6 @@ def test_a_pin_holds_until_it_is_let_go(store: ViewStore) -> None:
     (store.manifest_path(2)).write_text("{")
     with pytest.raises(SnapshotError, match="torn"):
         store.pin(2, "x")
-
-
-def test_a_pin_that_cannot_be_removed_is_an_error(store: ViewStore) -> None:
-    (store.folder / "refs" / "pins" / "1.json").mkdir(parents=True)
-    with pytest.raises(SnapshotError, match="cannot"):
-        store.refs.unpin(1)
 
 
 # ---- what an unfinished run leaves
@@ -726,78 +711,6 @@ def test_lost_cut_or_committed_chunks_are_not_taken_over(store: ViewStore) -> No
     assert store.journals.unfinished("recipe", None) == []
 
 
-# ---- the live pointer
-
-
-def test_the_live_pointer_has_segments_renewal_and_why_it_is_held(store: ViewStore) -> None:
-    refs = store.refs
-    assert refs.live() is None
-    lowest, both = ("4-0123abcd",), ("4-0123abcd", "5-4567abcd")
-    first = refs.move_live(4, expected_epoch=0, epoch=3, reason="run", segments=list(lowest))
-    assert first == LiveRef(3, 4, None, "run", first.at, lowest)
-    second = refs.move_live(5, expected_epoch=3, epoch=7, reason="run", segments=both)
-    assert second == LiveRef(7, 5, 4, "run", second.at, both, lowest) == refs.live()
-    renewed = refs.renew_live(second, 2**53 + 1)
-    assert renewed.renewal_noted_at is not None
-    assert (
-        renewed
-        == replace(second, renewed_at=2**53 + 1, renewal_noted_at=renewed.renewal_noted_at)
-        == refs.live()
-    )
-    with pytest.raises(ConflictError, match="moved meanwhile; nothing was renewed"):
-        refs.renew_live(second, 9)
-    back = refs.move_live(
-        4, expected_epoch=7, epoch=8, reason="rollback", segments=lowest, held="held"
-    )
-    assert back == LiveRef(8, 4, 5, "rollback", back.at, lowest, both, held="held")
-    assert refs.resume_live() == replace(back, held=None) == refs.live()
-    assert refs.resume_live() == refs.live()
-    with pytest.raises(SnapshotError, match="never published"):
-        store.offline.view("others").refs.resume_live()
-
-
-def test_loaded_again_a_snapshot_goes_back_to_what_was_before_it(store: ViewStore) -> None:
-    refs, lowest, over = store.refs, ("4-0123abcd",), ("4-0123abcd", "5-4567abcd")
-    refs.move_live(4, expected_epoch=0, epoch=1, reason="run", segments=lowest)
-    refs.move_live(5, expected_epoch=1, epoch=2, reason="run", segments=over)
-    again = refs.move_live(5, expected_epoch=2, epoch=3, reason="reload", segments=over[1:])
-    assert again == LiveRef(3, 5, 4, "reload", again.at, over[1:], lowest) == refs.live()
-    back = refs.move_live(4, expected_epoch=3, epoch=4, reason="rollback", segments=lowest)
-    assert (back.segments, back.previous, back.previous_segments) == (lowest, 5, over[1:])
-
-
-@pytest.mark.parametrize(("expected", "epoch"), [(0, 3), (1, 3), (3, 4), (2, 2), (2, 1), (2, 0)])
-def test_a_move_from_where_the_pointer_is_not_changes_nothing(
-    store: ViewStore, expected: int, epoch: int
-) -> None:
-    store.refs.move_live(1, expected_epoch=0, epoch=2, reason="run")
-    before = tree(store.offline.root)
-    with pytest.raises(ConflictError, match="'numbers' moved"):
-        store.refs.move_live(9, expected_epoch=expected, epoch=epoch, reason="late")
-    assert tree(store.offline.root) == before
-
-
-def test_a_torn_or_flipped_live_pointer_is_refused(store: ViewStore) -> None:
-    store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run")
-    path = store.folder / "refs" / "live.json"
-    whole = path.read_bytes()
-    torn = [
-        *(whole[:n] for n in range(len(whole))),
-        whole + b"}",
-        b"null",
-        b"[]",
-        b"{}",
-        b"7",
-        b"\xff" * 9,
-    ]
-    # a bit of the snapshot's number
-    for damaged in [*torn, whole.replace(b'"snapshot": 1', b'"snapshot": 3', 1)]:
-        path.write_bytes(damaged)
-        for read in (store.refs.live, store.refs.resume_live):
-            with pytest.raises(SnapshotError, match=r"live.json is damaged"):
-                read()
-
-
 # ---- several processes
 
 RACE = """
@@ -818,7 +731,7 @@ while True:
     if epoch >= rounds:
         break
     try:
-        won.append(store.refs.move_live(numbers[0], expected_epoch=epoch, epoch=epoch + 1, reason=me).epoch)
+        won.append(store.refs.move_live(numbers[0], expected_epoch=epoch, reason=me).epoch)
     except ConflictError:
         pass
 print(numbers, won, sep="|")
@@ -854,67 +767,25 @@ def test_racing_commits_get_distinct_numbers_and_one_moves_the_pointer(store: Vi
     assert not [name for name in tree(store.offline.root) if "tmp" in name]
 
 
-EPOCHS = """
-import sys
-from precompute.store.offline.view_store import OfflineStore
-store, rounds = OfflineStore(sys.argv[1]).view("numbers"), int(sys.argv[2])
-print("ready", flush=True)
-sys.stdin.readline()
-print([store.refs.claim_epoch(0) for _ in range(rounds)])
-"""
-
-
-def test_no_epoch_is_claimed_twice_by_racing_processes(store: ViewStore) -> None:
-    rounds = 60
-    processes = [start(EPOCHS, store.offline.root, rounds) for _ in range(3)]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    claimed = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
-    assert all(mine == sorted(mine) for mine in claimed)
-    assert sorted(epoch for mine in claimed for epoch in mine) == list(range(1, 3 * rounds + 1))
-
-
-def test_an_epoch_is_past_all_that_were_claimed_live_or_seen(store: ViewStore) -> None:
-    assert [store.refs.claim_epoch(above) for above in (0, 0, 7, 3, -5)] == [1, 2, 8, 9, 10]
-    assert store.offline.view("others").refs.claim_epoch(0) == 1
-    store.refs.move_live(1, expected_epoch=0, epoch=40, reason="run")
-    assert store.refs.claim_epoch(0) == 41
-    path = store.folder / "refs" / "epoch.json"
-    for damaged in (b"", b"{", b"{}", b"null", b"[]", b"\xff", b'{"last": "x"}'):
-        path.write_bytes(damaged)
-        assert store.refs.claim_epoch(50) == 51
-        assert store.refs.claim_epoch(0) == 52
-    path.unlink()
-    assert store.refs.claim_epoch(0) == 41  # what is live is never claimed again, whatever was lost
-
-
 def test_who_lost_the_lease_neither_commits_nor_moves_nor_renews(store: ViewStore) -> None:
     part = store.write_part("run", "part-00000.parquet", TABLE)
     late = take(store.leases, "publish", "late")
     first = store.commit(uncommitted(part), late)
     assert first.fence == late.record.fence == 1
-    ref = store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run", lease=late)
+    ref = store.refs.move_live(1, expected_epoch=0, reason="run", lease=late)
     ref = store.refs.renew_live(ref, 5, late)
     with take(store.leases, "publish", "other", force=True) as lease:
         before = tree(store.offline.root)
         for write in (
             lambda: store.commit(uncommitted(part, run="late"), late),
-            lambda: store.refs.move_live(1, expected_epoch=1, epoch=2, reason="late", lease=late),
+            lambda: store.refs.move_live(1, expected_epoch=1, reason="late", lease=late),
             lambda: store.refs.renew_live(ref, 6, late),
         ):
             with pytest.raises(FencedError, match="lost its lease 'publish' to other"):
                 write()
         assert tree(store.offline.root) == before
         assert store.commit(uncommitted(part, run="other"), lease).fence == 2
-        assert (
-            store.refs.move_live(2, expected_epoch=1, epoch=2, reason="other", lease=lease).snapshot
-            == 2
-        )
+        assert store.refs.move_live(2, expected_epoch=1, reason="other", lease=lease).snapshot == 2
     late.release()
 
 
@@ -939,7 +810,7 @@ def test_a_full_disk_is_an_error_and_leaves_everything_as_it_was(
     store: ViewStore, action: str
 ) -> None:
     committed(store, TABLE)
-    store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run")
+    store.refs.move_live(1, expected_epoch=0, reason="run")
     store.runs.write(ran(1))
     before = tree(store.offline.root)
     large = pa.table({"id": np.arange(4000), "double": np.random.default_rng(0).random(4000)})
@@ -953,7 +824,7 @@ def test_a_full_disk_is_an_error_and_leaves_everything_as_it_was(
         "commit": ([0, 1, 500], lambda: store.commit(uncommitted(run="full"))),
         "live": (
             [0, 10],
-            lambda: store.refs.move_live(2, expected_epoch=1, epoch=2, reason="full"),
+            lambda: store.refs.move_live(2, expected_epoch=1, reason="full"),
         ),
         "report": ([0, 5], lambda: store.runs.write(ran(2, "failed"))),
     }[action]
@@ -974,11 +845,10 @@ def test_a_root_that_cannot_be_a_folder_is_an_error_of_all_that_use_it(tmp_path:
     writers: list[Callable[[], Any]] = [
         lambda: store.write_part("run", "p.parquet", TABLE),
         lambda: store.commit(uncommitted()),
-        lambda: store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run"),
+        lambda: store.refs.move_live(1, expected_epoch=0, reason="run"),
         lambda: store.runs.write(ran(1)),
         lambda: store.journals.begin("run", "recipe", None),
         lambda: store.journals.add("run", Finished(None, None)),
-        lambda: store.refs.claim_epoch(0),
         lambda: store.refs.renew_live(LiveRef(1, 1, None, "run", "now", ()), 1),
         lambda: take(store.leases, "run", "me"),
     ]
@@ -986,19 +856,10 @@ def test_a_root_that_cannot_be_a_folder_is_an_error_of_all_that_use_it(tmp_path:
         with pytest.raises(SnapshotError, match="cannot write"):
             write()
     assert (store.offline.views(), store.numbers(), store.runs.last()) == ([], [], None)
-    assert (
-        Standing(store).newest(),
-        store.refs.bad(),
-        store.refs.pins(),
-        store.runs.reports(),
-    ) == (
-        None,
-        {},
-        set(),
-        [],
-    )
+    assert (Standing(store).newest(), store.refs.pins()) == (None, set())
+    assert store.runs.reports() == []
     assert store.journals.unfinished("recipe", None) == []
-    for read in (lambda: store.snapshot(1), lambda: store.refs.live()):
+    for read in (lambda: store.snapshot(1), store.refs.live, store.refs.bad):
         with pytest.raises(UnreadableError, match="cannot be read: Not a directory"):
             read()
 

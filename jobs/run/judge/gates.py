@@ -1,6 +1,6 @@
-"""Gates: :class:`Judge`, which calls all gates on a snapshot; those on counts, on parity with the
-fallback and on rows rolled back from; what a snapshot is compared with; and the acceptance of a
-refusal. Figures and verdicts go into the manifest, whether they passed or not.
+"""Gates: :class:`Judge`, which calls all gates on a snapshot; those on counts and on parity with
+the fallback; what a snapshot is compared with; and the acceptance of a refusal. Figures and
+verdicts go into the manifest, whether they passed or not.
 
 A row that ``bad_rows: null`` left without features has no value for coverage, and no vector for any
 other gate.
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -20,6 +19,7 @@ from precompute.engine.rows import with_null_rows
 from precompute.engine.runner import compute
 from precompute.jobs.config.gates import COMPUTING_GATES
 from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.value_gates import (
     GATES_SAMPLE_ROWS,
     OTHER_PARTITION_FACTOR,
@@ -40,22 +40,16 @@ from precompute.jobs.run.judge.vector_gates import (
 )
 from precompute.jobs.run.rows.chunks import compute_in_worker
 from precompute.jobs.run.rows.merging import JUDGED_ROWS, Replaced
-from precompute.jobs.run.rows.open_view import OpenView, files_of
-from precompute.jobs.run.rows.plan import recipe_of
+from precompute.jobs.run.rows.open_view import OpenView
 from precompute.jobs.run.rows.substitute import OpenSubstitute
-from precompute.sources.database import Files
-from precompute.sources.diff import returned_rows
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
-from precompute.store.offline.part_file import Layers, dead_rows
 from precompute.store.offline.row_figures import RowFigures
-from precompute.store.offline.selection import all_rows
 from precompute.store.offline.snapshot import Snapshot, Verdict
-from precompute.store.offline.standing import ROLLED_BACK, Standing, keeps_live
+from precompute.store.offline.standing import Standing, keeps_live
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.times import utc_now
 from precompute.techniques.row_errors import differing
 
 log = logging.getLogger(__name__)
@@ -131,168 +125,6 @@ def computed_again(
     return len(same), differs | {keys[row]: what for row, what in found.items()}
 
 
-def judge_rolled_back(
-    opened: OpenView,
-    store: ViewStore,
-    snapshot: Snapshot,
-    live: Snapshot | None,
-    limit: float | None,
-    verdicts: Verdicts,
-) -> None:
-    """The gate :data:`precompute.store.offline.standing.ROLLED_BACK`.
-
-    Args:
-        opened: its source is loaded.
-        store: of the view.
-        snapshot: about to be committed.
-        live: what readers have.
-        limit: share of a bad snapshot's own rows that may come again; None switches the gate off.
-        verdicts: gets the verdict, if a snapshot was rolled back from.
-    """
-    unrecognised = _unrecognised(opened, store, snapshot, live)
-    again = _returned(opened, store, snapshot, live, verdicts)
-    if unrecognised is not None:
-        message = (
-            f"the rows of snapshot {unrecognised}, which was rolled back from, cannot be recognised"
-            " after the change of hash (another version of DuckDB, or the first run of every row);"
-            f" look whether they come again, then --accept {ROLLED_BACK}"
-        )
-        verdicts.at_most(ROLLED_BACK, 1.0, limit, message)
-    elif again is not None:
-        number, own, back, there = again
-        message = (
-            f"{back:,} of the {own:,} rows come again that snapshot {number} had computed, which"
-            " was rolled back from"
-        )
-        if there:
-            message += f", {there:,} of them live already"
-        verdicts.add(ROLLED_BACK, back / own, limit, limit is None or back <= limit * own, message)
-
-
-def _returned(
-    opened: OpenView,
-    store: ViewStore,
-    snapshot: Snapshot,
-    live: Snapshot | None,
-    verdicts: Verdicts,
-) -> tuple[int, int, int, int] | None:
-    """The snapshot that was rolled back from with the largest share of rows that come again: (its
-    number, the rows that it computed, those that come again and were not accepted before, those of
-    these that are live). None without any."""
-    worst: tuple[int, int, int, int] | None = None
-    marks = Standing(store).left
-    accepted_returns = {} if live is None else _accepted_returns(live)
-    # also for marked snapshots that cannot be read
-    verdicts.excused |= accepted_returns
-    for number, mark in marks.items():
-        bad = _readable(store, number)
-        if bad is None or not bad.recipe or bad.recipe != snapshot.recipe:
-            continue
-        went_to = None if mark.back_to is None else _readable(store, mark.back_to)
-        past = [
-            of if of is not None and of.recipe == snapshot.recipe else None
-            for of in (bad, went_to or live, live)
-        ]
-        try:
-            try:
-                own, new, old = returned_rows(
-                    opened.source,
-                    *(Files() if of is None else files_of(store.layers(of)) for of in past),
-                )
-            except SnapshotError as exc:
-                log.warning("%s", exc)
-                own, new, old = returned_rows(
-                    opened.source,
-                    *(Files() if of is None else _whole_files(store, of) for of in past),
-                )
-        except SnapshotError as exc:
-            # that an old snapshot is damaged is no reason to refuse a new one
-            log.warning("%s", exc)
-            continue
-        excused = min(old, accepted_returns.get(number, 0))
-        verdicts.returned[number], verdicts.excused[number] = new + old, excused
-        back = new + old - excused
-        if own and (worst is None or back / own > worst[2] / worst[1]):
-            worst = (number, own, back, old - excused)
-    return worst
-
-
-def _accepted_returns(live: Snapshot) -> Mapping[int, int]:
-    """Snapshots that were rolled back from → how many of their rows are live and accepted: all that
-    the live snapshot has of them (``returned``), if it was accepted or the gate was off; else those
-    that were accepted before it (``excused``)."""
-    judged = any(verdict.gate == ROLLED_BACK for verdict in live.gates)
-    return (
-        live.excused
-        if judged and ROLLED_BACK not in live.accepted
-        else {**live.excused, **live.returned}
-    )
-
-
-def _unrecognised(
-    opened: OpenView, store: ViewStore, snapshot: Snapshot, live: Snapshot | None
-) -> int | None:
-    """A snapshot that was rolled back from and has the same recipe but for the way inputs are
-    hashed, so that its rows cannot be recognised; None without any. One older than a live snapshot
-    with the new hashes does not count: an operator accepted that one."""
-    marked = Standing(store).left
-    if not marked:
-        return None
-    made = recipe_of(opened, hashed=False)
-    looked_at = live.number if live is not None and live.recipe == snapshot.recipe else 0
-    for number in marked:
-        bad = _readable(store, number) if number > looked_at else None
-        if bad is not None and bad.recipe != snapshot.recipe and made == bad.computation:
-            return number
-    return None
-
-
-def _live(store: ViewStore) -> Snapshot | None:
-    ref = store.refs.readable_live()
-    return None if ref is None else _readable(store, ref.snapshot)
-
-
-def _readable(store: ViewStore, number: int) -> Snapshot | None:
-    try:
-        return store.snapshot(number) if number in store.numbers() else None
-    except SnapshotError as exc:
-        log.warning("%s", exc)
-        return None
-
-
-def _whole_files(store: ViewStore, snapshot: Snapshot) -> Files:
-    """The files of a damaged snapshot whose keys and hashes can be read. If its deletes cannot be
-    read, their rows count as alive."""
-    chain = store.chain(snapshot)
-    parts = {part.path: (layer, part) for layer in chain for part in layer.parts}
-    named, deletes = [part for _, part in parts.values()], list[Path]()
-    for layer in chain:
-        if layer.deletes is not None:
-            try:
-                path = store.whole_path(layer, layer.deletes)
-                dead_rows(named, [path])
-                deletes.append(path)
-            except SnapshotError as exc:
-                log.warning("%s", exc)
-    dead = dead_rows(named, deletes)
-    whole: list[Path] = []
-    dead_of_whole = {}
-    for position, (layer, part) in enumerate(parts.values()):
-        try:
-            path = store.checked_path(layer, part)
-            for _ in all_rows(Layers([path], [part.rows], {})).batches(
-                [*snapshot.view.entity, "input_hash"]
-            ):
-                pass
-        except SnapshotError as exc:
-            log.warning("%s", exc)
-            continue
-        if position in dead:
-            dead_of_whole[len(whole)] = dead[position]
-        whole.append(path)
-    return Files(whole, dead_of_whole)
-
-
 @dataclass(frozen=True, slots=True)
 class Judge:
     """The gates of one view.
@@ -301,7 +133,6 @@ class Judge:
         config: the view's, with their limits.
         opened: the view; its source is loaded, its model computes the parity sample.
         store: of the view.
-        accept: gates whose refusal is accepted.
         in_backfill: whether a backfill computes the snapshot. What is live then moves with the
             clock, so nothing of it is looked at.
         live_before: number of the snapshot that readers had when that backfill began; None without
@@ -315,7 +146,6 @@ class Judge:
     config: ViewConfig
     opened: OpenView
     store: ViewStore
-    accept: Collection[str] = ()
     in_backfill: bool = False
     live_before: int | None = None
 
@@ -339,16 +169,12 @@ class Judge:
             succeeds = not keeps_live(snapshot) and self._succeeds(snapshot, served)
             return self._empty(snapshot, served if live is None and succeeds else live)
         verdicts = self.measure(snapshot, live, replaced, served)
-        snapshot = replace(
+        return replace(
             snapshot,
             quality=verdicts.quality,
             gates=(*before, *verdicts.all),
-            returned=verdicts.returned,
-            excused=verdicts.excused,
             substitute=verdicts.substitute,
         )
-        failed = {verdict.gate for verdict in snapshot.failed}
-        return replace(snapshot, accepted=tuple(sorted(failed.intersection(self.accept))))
 
     def rejudge(self, snapshot: Snapshot) -> Snapshot:
         """Judge a committed snapshot by the gates as configured now; returns it with their
@@ -357,9 +183,7 @@ class Judge:
             self.opened.convert()
         # these judged while its rows were computed
         before = [verdict for verdict in snapshot.gates if verdict.gate in COMPUTING_GATES]
-        now = self.judge(snapshot, before)
-        accepted = {*now.accepted, *_still_accepted(snapshot, now)}
-        return replace(now, accepted=tuple(sorted(accepted)))
+        return self.judge(snapshot, before)
 
     def _served(self) -> Snapshot | None:
         """What readers have, or had when the backfill began."""
@@ -378,11 +202,10 @@ class Judge:
         place of, had rows before."""
         limit = self.config.gates.rows
         if before is None or limit is None or before.rows < JUDGED_ROWS:
-            return replace(snapshot, quality={}, gates=(), accepted=())
+            return replace(snapshot, quality={}, gates=())
         message = f"no rows any more, against the {before.rows:,} of snapshot {before.number}"
         verdict = Verdict("rows", limit >= 1, -1.0, limit, message)
-        accepted = ("rows",) if not verdict.passed and "rows" in self.accept else ()
-        return replace(snapshot, gates=(verdict,), accepted=accepted)
+        return replace(snapshot, gates=(verdict,))
 
     def measure(
         self,
@@ -422,9 +245,6 @@ class Judge:
             judge_contract(view, readers.view, verdicts)
         other = None if self.in_backfill else served
         self._judge_features(snapshot, figures, sample, live, other, replaced, verdicts)
-        if Standing(self.store).left:
-            now = served if self.in_backfill else _live(self.store)
-            judge_rolled_back(self.opened, self.store, snapshot, now, gates.rolled_back, verdicts)
         if self.opened.substitute is not None:
             self._judge_substitute(self.opened.substitute, sample, verdicts)
         elif view.fallback and gates.parity is not None:
@@ -583,27 +403,23 @@ def _whole(store: ViewStore, number: int) -> Snapshot | None:
     return None if damaged else snapshot
 
 
-def _still_accepted(before: Snapshot, now: Snapshot) -> set[str]:
-    """Gates that refused before with the same message and were accepted. Another message, since
-    something else is live now, has to be accepted again."""
+def still_accepted(store: ViewStore, before: Snapshot, now: Snapshot) -> set[str]:
+    """Gates that refused ``before`` with the same message as ``now`` and were accepted. Another
+    message, since something else is live now, has to be accepted again."""
     said, says = (
         {(verdict.gate, verdict.message) for verdict in of.failed} for of in (before, now)
     )
-    return {name for name, _ in says & said if name in before.accepted} - {
-        name for name, _ in says - said
-    }
+    accepted = store.refs.accepted(before.number)
+    return {name for name, _ in says & said if name in accepted} - {name for name, _ in says - said}
 
 
-def commit_accepted(
-    store: ViewStore, snapshot: Snapshot, accept: Collection[str], run: str
-) -> Snapshot:
-    """The snapshot committed once more with its failed gates of ``accept`` accepted; itself when
-    none of them failed.
+def accept(store: ViewStore, snapshot: Snapshot, gates: Collection[str], by: str) -> list[str]:
+    """Note that those of ``gates`` that refused a snapshot are accepted; returns them.
 
     Raises:
         SnapshotError: the file system failed.
     """
-    names = tuple(sorted({*snapshot.accepted, *set(snapshot.refused_by).intersection(accept)}))
-    if names == tuple(sorted(snapshot.accepted)):
-        return snapshot
-    return store.commit(replace(snapshot, accepted=names, run=run, created_at=utc_now()))
+    names = [gate for gate in snapshot.failed_gates if gate in gates]
+    if names:
+        store.refs.accept(snapshot.number, names, f"{by} ({operator()})", "by --accept")
+    return names

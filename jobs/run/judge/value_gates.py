@@ -66,8 +66,6 @@ class Verdicts:
         self.quality: dict[str, float] = {}
         """Figures by name, for the manifest."""
         self.all: list[Verdict] = []
-        self.returned: dict[int, int] = {}
-        self.excused: dict[int, int] = {}
         self.substitute: Substitute | None = None
         """What the manifest has of what computes misses: see
         :class:`precompute.store.offline.snapshot.Snapshot`."""

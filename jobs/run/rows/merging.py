@@ -33,7 +33,7 @@ from precompute.store.offline.row_figures import RowCounter, RowFigures, count
 from precompute.store.offline.runs import Report
 from precompute.store.offline.selection import Selection, rows_beside, seed_of
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
-from precompute.store.offline.standing import Standing, are_alike
+from precompute.store.offline.standing import Bad, Standing, are_alike
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition, utc_now
 
@@ -347,7 +347,7 @@ def assembled(job: Job, lease: Lease, report: Report) -> Snapshot | None:
             # the damaged one is marked bad now: assemble again without it
             return assembled(job, lease, report)
         before = _before_backfill(job) if job.options.backfill is not None else live
-        return store.commit(_judge_row_count(config.gates.rows, before, snapshot, forced), lease)
+        return store.commit(_judge_row_count(config.gates.rows, before, snapshot), lease)
 
 
 def _before_backfill(job: Job) -> Snapshot | None:
@@ -365,13 +365,13 @@ def _before_backfill(job: Job) -> Snapshot | None:
 def _is_damaged(store: ViewStore, snapshots: Iterable[Snapshot]) -> bool:
     """Whether files of any of these are not as its manifest says and it was not marked bad before;
     it is now."""
-    before = len(store.refs.marked("bad"))
+    before = len(store.refs.bad())
     for snapshot in snapshots:
         try:
             store.check_parts(snapshot)
         except SnapshotError as exc:
             log.warning("%s", exc)
-    return len(store.refs.marked("bad")) > before
+    return len(store.refs.bad()) > before
 
 
 def live_assembled(store: ViewStore) -> Snapshot | None:
@@ -448,7 +448,7 @@ def _check_none_comes_back(
     for number in entries[ref.snapshot].members:
         partition = entries[number].partition if number in entries else None
         older = None if partition is None else members.get(partition)
-        if older is not None and older.number < number and number not in standing.left:
+        if older is not None and older.number < number and not standing.is_left(number):
             again = f"precompute run {store.name} --partition {str(partition).partition('/')[0]}"
             raise SnapshotError(
                 f"snapshot {number} of partition {partition} is served and damaged; snapshot"
@@ -490,7 +490,8 @@ def _committed(
     for entry in reversed(store.catalog().entries.values()):
         if entry.number > first and entry.members == members:
             snapshot = store.snapshot(entry.number)
-            if snapshot.view == newest.view and Standing(store).bad(snapshot) is None:
+            bad = isinstance(Standing(store).verdict(snapshot), Bad)
+            if snapshot.view == newest.view and not bad:
                 return snapshot
     return None
 
@@ -509,7 +510,7 @@ def _assembled(
         live is not None
         and are_alike(live, newest)
         and len(store.chain(live)) < MAX_ASSEMBLED_LAYERS
-        and Standing(store).bad_below(live) is None
+        and not isinstance(Standing(store).verdict(live), Bad)
     ):
         try:
             known = {member.number: member for member in members.values()}
@@ -582,9 +583,7 @@ def _snapshot(
     )
 
 
-def _judge_row_count(
-    limit: float | None, live: Snapshot | None, snapshot: Snapshot, forced: bool
-) -> Snapshot:
+def _judge_row_count(limit: float | None, live: Snapshot | None, snapshot: Snapshot) -> Snapshot:
     """The snapshot with one verdict: whether more rows were lost than ``gates.rows`` allows; more
     rows are fine. All other gates judged each partition when it was computed."""
     if live is None or limit is None or live.rows < JUDGED_ROWS:
@@ -595,5 +594,4 @@ def _judge_row_count(
         f" {live.rows:,} of snapshot {live.number}"
     )
     verdict = Verdict("rows", change >= -limit, change, limit, message)
-    accepted = ("rows",) if not verdict.passed and forced else ()
-    return replace(snapshot, gates=(verdict,), quality={"rows": change}, accepted=accepted)
+    return replace(snapshot, gates=(verdict,), quality={"rows": change})

@@ -31,7 +31,7 @@ from precompute.store.feature_view import Substitute
 from precompute.store.offline.part_file import MOST_OVERLAYS, layers_that_stay
 from precompute.store.offline.runs import Finished
 from precompute.store.offline.snapshot import Part, Snapshot
-from precompute.store.offline.standing import Standing
+from precompute.store.offline.standing import Bad, Refused, Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import number_of
 from precompute.store.times import Partition
@@ -55,12 +55,12 @@ class RunOptions:
 
     Args:
         command: ``run``, or only its first half ``materialize``, or only its second half
-            ``publish``.
+            ``publish``; or ``resume``, which publishes what waits of a view that is held.
         snapshot: which one to publish; the newest by default.
         partition: which one to compute; of a partitioned view the latest that is over by default.
         full: compute every row.
         retry_rejected: compute rows that were rejected with the same input, too.
-        accept: gates whose refusal is accepted; the manifest records them.
+        accept: gates whose refusal is accepted, which is noted beside the snapshot.
         reload: publish it again, though the online store seems to hold it.
         take_over: publish it, though another project publishes the view in the online store.
         due: the schedule's time this run is for, ISO 8601 in UTC.
@@ -248,11 +248,12 @@ class Planner:
         # also of a run of every row what it computed before it was interrupted is taken over
         finished = store.journals.unfinished(recipe, partition, full=options.full)
         while True:
-            newest = None if options.full else Standing(store).newest(partition)
+            standing = Standing(store)
+            newest = None if options.full else standing.newest(partition)
             # the rows of a refused snapshot are right, but fewer may differ from the one before
             passed = (
-                Standing(store).newest(partition, refused=False)
-                if newest is not None and newest.refused_by
+                standing.newest(partition, refused=False)
+                if newest is not None and isinstance(standing.verdict(newest), Refused)
                 else None
             )
             bases: list[Snapshot | None] = [
@@ -366,7 +367,7 @@ def mark_if_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
         store.check_parts(snapshot)
     except SnapshotError as exc:
         log.warning("%s", exc)
-        return Standing(store).bad_below(snapshot) is not None
+        return isinstance(Standing(store).verdict(snapshot), Bad)
     return False
 
 

@@ -22,7 +22,7 @@ from precompute.store.disk.storage import read_record_file
 from precompute.store.errors import PrecomputeError, SnapshotError
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
-from precompute.store.offline.refs import run_lease
+from precompute.store.offline.log import run_lease
 from precompute.store.offline.runs import Finished
 from precompute.store.offline.snapshot import Part
 from precompute.store.offline.stored_file import check_file

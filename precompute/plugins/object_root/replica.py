@@ -85,7 +85,7 @@ class Replica:
 
     def __init__(self, store: ViewStore, online: OnlineStore) -> None:
         self._store, self._online = store, online
-        self._path = store.refs.folder / LIVE_FILES
+        self._path = store.leases / LIVE_FILES
         self._lock = threading.Lock()
         self.is_one = isinstance(online, TableStore)
 
@@ -372,7 +372,7 @@ class Follower:
     ) -> None:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._folders = {name: offline.view(name).refs.folder for name in names}
+        self._folders = {name: offline.view(name).leases for name in names}
         self._online = online()
         self._replicas = {
             name: replica

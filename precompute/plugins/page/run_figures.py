@@ -37,7 +37,7 @@ from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.history.changes import beside, figures_of, shown_figure
 from precompute.store.keys import key_column
-from precompute.store.offline.refs import Publishing
+from precompute.store.offline.log import Publishing
 from precompute.store.offline.row_figures import quantiles
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
@@ -434,7 +434,7 @@ def ages(store: ViewStore, now_s: float, days: float = DAYS) -> Iterator[Age]:
     """How old the oldest row was that was served, over the last ``days``.
 
     Raises:
-        SnapshotError: the log of publishings is damaged.
+        UnreadableError: the log cannot be read now.
     """
     publishings, since_s = store.refs.publishings(), now_s - days * 86400
     manifests = _manifests(store, publishings)

@@ -44,7 +44,7 @@ from precompute.store.errors import (
     VectorIndexError,
 )
 from precompute.store.http.app import create_app
-from precompute.store.offline.refs import DROP_LEASE, PUBLISH_LEASE
+from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE
 from precompute.store.online.online_store import OnlineStore, number_of
 from tests.asgi import call
 from tests.fixtures import MakeProject, write_project
@@ -74,7 +74,7 @@ def test_a_replica_serves_what_is_published_and_what_it_has_when_cut_off(
         assert (line["attention"], line["online"]) == ([], True)
         assert [r.path for r in bucket.requests[before:] if "/data/" in r.path] == []
         # what was compared is not compared with each flip
-        assert (other.store.refs.folder / LIVE_FILES).exists()
+        assert (other.store.leases / LIVE_FILES).exists()
         assert other.served([1, 39]) == project.served([1, 39]) == (1, [20.0, 780.0])
         project = project_on(bucket, make_project, [(i, i * 10 + 1) for i in range(40)])
         project.run()
@@ -119,7 +119,7 @@ def test_a_server_follows_says_that_it_is_cut_off_and_catches_up(
     project = project_on(bucket, make_project, [(i, i * 10) for i in range(40)])
     other = host(project, tmp_path / "other")
     # one view that cannot be followed leaves no other behind
-    broken = project.offline.view("broken").refs.folder / LIVE_FILES
+    broken = project.offline.view("broken").leases / LIVE_FILES
     project.store.storage.write(broken, b"{")
     follower = Follower(other.offline, other.open_online, ["broken", "numbers", "never_run"])
     try:
@@ -288,7 +288,7 @@ def test_damage_is_seen_reported_and_restored_from_the_root(damaged_host: Host, 
     whole, _ = answers(lookup)
     damage, files = DAMAGE[what]
     damage(scene)
-    scene.store.refs.folder.mkdir(parents=True, exist_ok=True)
+    scene.store.leases.mkdir(parents=True, exist_ok=True)
     account = check_live(scene.store, online, here=True)
     gone = what == "all that is online"
     assert (account.trouble == []) is gone
@@ -336,7 +336,7 @@ def test_while_the_root_cannot_be_reached_damage_stays_reported(
         flip(index(scene, 1, "vectors.faiss"), 0.5)
         until(lambda: "view 'numbers': nothing is mended" in caplog.text)
         assert "the object store refuses these credentials" in caplog.text
-        account = read_account(scene.store.refs.folder, "numbers")
+        account = read_account(scene.store.leases, "numbers")
         assert [finding.what for finding in account.findings] == [
             str(index(scene, 1, "vectors.faiss"))
         ]
@@ -347,9 +347,9 @@ def test_while_the_root_cannot_be_reached_damage_stays_reported(
         # one look, for what a reader met: what is restored is looked at again
         monkeypatch.setattr(checker, "SOON_S", 0.0)
         monkeypatch.setattr("precompute.store.account.account._last", {})
-        note_sighting(scene.store.refs.folder)
+        note_sighting(scene.store.leases)
         beside = Rounds(scene.offline, scene.open_online, ["numbers"], 1e6, follower.restore_files)
-        until(lambda: not read_account(scene.store.refs.folder, "numbers").findings)
+        until(lambda: not read_account(scene.store.leases, "numbers").findings)
     finally:
         beside.stop()
         follower.stop()
@@ -378,7 +378,7 @@ def test_a_damaged_record_for_followers_gives_way_to_a_publishing(
 ) -> None:
     project = project_on(bucket, make_project, [(1, 1.0)])
     project.run()
-    path = project.store.refs.folder / LIVE_FILES
+    path = project.store.leases / LIVE_FILES
     path.write_bytes(project.store.storage.read(path)[:-9])
     project.store.storage.put([path])
     follower = host(project, tmp_path / "host")
@@ -430,7 +430,7 @@ def test_since_when_a_host_is_cut_off_is_reported_everywhere(
     project = project_on(bucket, make_project, [(i, i) for i in range(4)])
     project.run()
     other = host(project, tmp_path / "other")
-    refs = other.store.refs.folder
+    refs = other.store.leases
     follower = Follower(other.offline, other.open_online, ["numbers"])
     with other.lookup() as lookup:
         app = create_app(lookup)
@@ -512,7 +512,7 @@ def test_a_view_that_was_dropped_meanwhile_is_served_no_more(
     other = host(project, tmp_path / "other")
     with other.online_store() as online:
         Replica(other.store, online).follow()
-        project.store.storage.delete(project.store.refs.folder / LIVE_FILES)
+        project.store.storage.delete(project.store.leases / LIVE_FILES)
         time.sleep(storage_module.FRESH_S)
         Replica(other.store, online).follow()
         assert other.served([3]) == (1, [6.0])

@@ -320,7 +320,7 @@ def test_runs_on_an_object_store_are_runs_on_a_folder(
     assert [str(line) for line in there[:-1]] == [str(line) for line in here[:-1]]
 
 
-@pytest.mark.parametrize("point", ["journal.append", "live.cas"])
+@pytest.mark.parametrize("point", ["journal.append:1", "log.link:1"])
 def test_a_run_that_is_killed_is_gone_on_with(
     bucket: ObjectStore, make_project: MakeProject, point: str
 ) -> None:
@@ -328,14 +328,14 @@ def test_a_run_that_is_killed_is_gone_on_with(
     killed = subprocess.run(
         [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder), "run", "numbers"],
         cwd=REPOSITORY,
-        env=os.environ | bucket.environment | {"PRECOMPUTE_CRASH": f"{point}:1:kill"},
+        env=os.environ | bucket.environment | {"PRECOMPUTE_CRASH": f"{point}:kill"},
         check=False,
     )
     assert killed.returncode == -signal.SIGKILL
     # by a host that has nothing of it
     shutil.rmtree(project.root)
     report = project.run()
-    assert (report.error, report.resumed) == (None, 40 if point == "journal.append" else 0)
+    assert (report.error, report.resumed) == (None, 40 if point == "journal.append:1" else 0)
     assert project.doubles() == {i: 2.0 * i for i in range(40)}
     assert project.served([0, 39]) == (1, [0.0, 78.0])
     assert project.store.numbers() == [1]

@@ -50,8 +50,8 @@ def test_a_window_moves_over_all_rows(project: Scene, monkeypatch: pytest.Monkey
         assert [looked() for _ in range(4)] == [(38, 0, []), (40, 1, []), (0, 0, []), (38, 0, [])]
         # of another base it begins again
         refs, account = (
-            project.store.refs.folder,
-            read_account(project.store.refs.folder, "numbers"),
+            project.store.leases,
+            read_account(project.store.leases, "numbers"),
         )
         write_account(refs, replace(account, turn=replace(account.turn, base="99-00000000")))
         assert looked() == (38, 0, [])

@@ -57,7 +57,7 @@ def delta_to_come_redis(
     return make
 
 
-REDIS_POINTS = ("online.load", "online.verify", "live.cas", "online.flip", "gc")
+REDIS_POINTS = ("online.load", "online.verify", "log.link", "online.flip", "gc")
 
 
 @pytest.mark.parametrize(
