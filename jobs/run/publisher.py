@@ -183,8 +183,8 @@ class Publisher:
             # what failed publishings had loaded
             self._drop_unused(ref, current)
             segments = self._load(snapshot, ref, reload or damaged)
-        move = {"reason": reason, "held": held, "run": run or report.run, "marks": marks}
-        move |= {"expected_epoch": expected, "above": epoch, "segments": segments}
+        move: dict[str, Any] = {"reason": reason, "held": held, "run": run or report.run}
+        move |= {"expected_epoch": expected, "above": epoch, "segments": segments, "marks": marks}
         with self._dropped_if_not_first(set(segments) - self._in_use(ref, current)):
             ref = self._move(snapshot, move)
         self._go_live(self._pointer(snapshot, ref), again=loads)

@@ -25,7 +25,6 @@ from precompute.store.account.account import ROWS, Act, State
 from precompute.store.account.checker import check_live
 from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.lease import is_held, take
-from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, SnapshotError
 from precompute.store.offline.log import PUBLISH_LEASE, BadMark, Hold, LiveRef, Publishing
 from precompute.store.offline.runs import Report
@@ -119,7 +118,6 @@ def _go_back(
     reason, report.snapshot = f"rollback from {ref.snapshot}", plan.target
     held = Hold(utc_now(), f"rollback ({operator()})", f"went back from {ref.snapshot}")
     publisher.publish(plan.target, reason=reason, held=held if hold else None, marks=plan.marks)
-    report.attention += plan.attention
 
 
 def _live(store: ViewStore) -> LiveRef:
@@ -138,7 +136,6 @@ class RollbackPlan:
 
     target: int
     marks: Mapping[int, BadMark]
-    attention: Sequence[str] = ()
 
 
 def plan_rollback(
@@ -155,21 +152,17 @@ def plan_rollback(
     Raises:
         SnapshotError, GateError, UnreadableError: as :func:`rollback`.
     """
-    ref, name, attention = _live(store), store.name, list[str]()
-    try:
-        publishings = store.refs.publishings()
-    except SnapshotError as exc:
-        if before is not None:
-            raise
-        attention.append(f"only what was live last counts, by the live pointer: {exc}")
-        publishings = [ref.publishing()]
-        if ref.previous is not None:
-            publishings.insert(0, replace(ref.publishing(), snapshot=ref.previous, epoch=0, run=""))
-    standing = Standing(store)
+    ref, name = _live(store), store.name
+    publishings, standing = store.refs.publishings(), Standing(store)
     if to is None:
         earlier = publishings[: first_of_run(ref, publishings)]
         if before is not None:
             earlier = [entry for entry in publishings if went_live(entry) < before]
+        if earlier and earlier[-1].unknown:
+            raise SnapshotError(
+                f"what was live of view {name!r} then is not known, since {earlier[-1].unknown}:"
+                f" restore it, or name a snapshot with --to (there are: {standing.numbers_text()})"
+            )
         target = standing.before(ref, earlier, only=before is not None)
         if target == ref.snapshot:
             return RollbackPlan(target, {})
@@ -184,7 +177,7 @@ def plan_rollback(
     marks = _marks_of(store, ref.snapshot, target, publishings)
     # nor what builds on what is left
     Standing(store, left=marks).check_publishable(snapshot)
-    return RollbackPlan(target, marks, attention)
+    return RollbackPlan(target, marks)
 
 
 def first_of_run(ref: LiveRef, publishings: Sequence[Publishing]) -> int:

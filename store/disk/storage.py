@@ -199,8 +199,6 @@ class LocalStorage:
             return path.read_bytes()
         except FileNotFoundError:
             raise
-        except NotADirectoryError as exc:
-            raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from exc
         except OSError as exc:
             raise no_answer(path, exc) from exc
 

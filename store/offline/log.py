@@ -8,6 +8,7 @@ bad, pinned, accepted. What the events come to is what is live.
 
 from __future__ import annotations
 
+import errno
 import getpass
 import hashlib
 import logging
@@ -425,7 +426,7 @@ class Log:
             UnreadableError: it cannot be read now.
         """
         path = self.path(number)
-        data = self._storage.read(path, immutable=True)
+        data = self._read(path)
         try:
             event = read_record(Event, data, path)
             if event.number != number:
@@ -434,6 +435,15 @@ class Log:
             later = _after(_numbers(_EVENT, self._storage.names(self._folder)), number)
             return _gap(before, number, later or number + 1, f"{path} is damaged ({exc})")
         return event
+
+    def _read(self, path: Path, *, immutable: bool = True) -> bytes:
+        """As the storage reads; where a file is in the way of the folder there is no event."""
+        try:
+            return self._storage.read(path, immutable=immutable)
+        except OSError as exc:
+            if exc.errno == errno.ENOTDIR:
+                raise FileNotFoundError(errno.ENOENT, "there is no such event", str(path)) from exc
+            raise
 
     # ---- adding
 
@@ -463,14 +473,14 @@ class Log:
         """
         while True:
             state = self.state()
+            if lease is not None:
+                lease.check()
             event = make(state)
             if event is None:
                 return state
             passes_over = above >= state.next
             if passes_over:
                 event = Event(kind="skip", until=above)
-            if lease is not None:
-                lease.check()
             event = replace(
                 event,
                 number=state.next,
@@ -509,7 +519,7 @@ class Log:
     def _is_there(self, event: Event) -> bool:
         try:
             path = self.path(event.number)
-            found = whole_record(Event, self._storage.read(path), path)
+            found = whole_record(Event, self._read(path, immutable=False), path)
         except FileNotFoundError:
             return False
         return found is not None and found.nonce == event.nonce

@@ -168,7 +168,7 @@ def test_a_run_that_computes_while_somebody_rolls_back_waits(delta_to_come: Make
     assert act(scene, "rollback") == "published"
     assert computing.go_on().status == "committed"
     assert check_readers(scene) == scene.history[0]
-    report = scene.store.runs.reports()[0]
+    report = next(one for one in scene.store.runs.reports() if one.command == "run")
     # it had begun on what was left
     assert report.attention == [
         "snapshot 3 builds on snapshot 2, which was marked bad meanwhile (rolled back from): the"

@@ -411,16 +411,15 @@ def make_factor(project: Scene, factor: float) -> Scene:
     return project.reread()
 
 
-def test_a_damaged_log_of_publishings_leaves_one_step_back(versions: Versions) -> None:
+def test_where_it_is_not_known_what_was_live_before_a_person_names_it(versions: Versions) -> None:
+    """It goes no step too far."""
     project = versions(1.0, 10.0, 100.0)
-    path = project.store.leases / "publishings.jsonl"
+    path = project.store.refs.path(2)
     path.write_bytes(path.read_bytes().replace(b"run", b"rum"))
-    with pytest.raises(SnapshotError, match=r"publishings\.jsonl: line 1 is damaged"):
-        project.rollback(before=datetime(2030, 1, 1, tzinfo=UTC))
-    report = project.rollback()
-    assert report.snapshot == 2
-    (said,) = report.attention
-    assert said.startswith("only what was live last counts, by the live pointer: ")
+    for before in (None, parsed_time(project.live().at)):
+        with pytest.raises(SnapshotError, match=r"is not known, since .*2\.json is damaged.*--to"):
+            project.rollback(before=before)
+    assert project.rollback(to=2).snapshot == 2
 
 
 # ---- stores that are damaged, or gone

@@ -29,7 +29,7 @@ from precompute.store.disk.record import replace
 from precompute.store.disk.storage import IDENTITIES, LOCAL, identity_of, known_identity
 from precompute.store.errors import FencedError, SnapshotError, UnreadableError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.log import LiveRef, run_lease
+from precompute.store.offline.log import run_lease
 from precompute.store.offline.part_file import Layers, write_part_file
 from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.runs import Finished, Report
@@ -849,7 +849,7 @@ def test_a_root_that_cannot_be_a_folder_is_an_error_of_all_that_use_it(tmp_path:
         lambda: store.runs.write(ran(1)),
         lambda: store.journals.begin("run", "recipe", None),
         lambda: store.journals.add("run", Finished(None, None)),
-        lambda: store.refs.renew_live(LiveRef(1, 1, None, "run", "now", ()), 1),
+        lambda: store.refs.pin(1, "why"),
         lambda: take(store.leases, "run", "me"),
     ]
     for write in writers:

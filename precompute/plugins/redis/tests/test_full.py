@@ -50,11 +50,13 @@ def test_when_redis_is_full_the_pointer_still_moves(versions: Versions, redis_ur
         assert (report.status, report.snapshot) == ("published", 1)
         assert served(project) == (1, 1.0)
         assert project.faults() == []
+        # a run waits, and needs no room; what waits does, and the view stays held
+        project = versions(100.0, online=redis_url)
+        assert project.report().status == "committed"
         with pytest.raises(OnlineStoreError, match="full"):
-            versions(100.0, online=redis_url)
-        assert served(project) == (1, 1.0)
+            project.resume()
+        assert (served(project), project.live().held is not None) == ((1, 1.0), True)
     finally:
         client.config_set("maxmemory", "0")
         client.close()
-    versions(100.0, online=redis_url)
-    assert served(project)[1] == 100.0
+    assert (project.resume().status, served(project)[1]) == ("published", 100.0)
