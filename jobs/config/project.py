@@ -182,7 +182,8 @@ class RetentionConfig(Section):
     views were computed from."""
 
     keep: int = Field(default=3, ge=1)
-    """the newest, of each view; of a partitioned one, the newest of each partition"""
+    """the newest, of each view; of a partitioned one, the newest of each partition: of what makes
+    the rows that are live (model, SQL, features), and as many of the newest other model or SQL"""
     grace: Duration = 86400.0
     """nothing younger is removed"""
 

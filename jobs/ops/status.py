@@ -23,6 +23,7 @@ from precompute.store.disk.storage import StorageError, read_record_file
 from precompute.store.doors import VIEW_KEYS
 from precompute.store.errors import (
     OnlineStoreError,
+    OtherFormatError,
     PrecomputeError,
     SnapshotError,
     UnreadableError,
@@ -300,7 +301,7 @@ def _behind_root(store: ViewStore, *, why: bool = True) -> list[str]:
 
 def _served(online: OnlineStore, name: str) -> dict[str, Any]:
     """What readers are served, as far as the online store can say."""
-    with contextlib.suppress(OnlineStoreError):
+    with contextlib.suppress(OnlineStoreError, OtherFormatError):
         pointer = online.live(name)
         if pointer is not None:
             return {

@@ -484,6 +484,7 @@ def _draft_snapshot(
         computed_at_min=min(computed_at_us, default=None),
         computed_at_max=max(computed_at_us, default=None),
         inputs=dict(opened.inputs),
+        input_models=dict(opened.input_models),
         input_columns={name: str(source.schema.field(name).type) for name in source.input_columns},
         timings_s={name: round(s, 3) for name, s in report.stages_s.items()},
         versions=report.versions,

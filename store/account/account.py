@@ -218,15 +218,12 @@ class Followed(Record, frozen=True):
 
 
 def read_followed(refs: Path) -> Followed | None:
-    """What a host noted of a view; None where it does not follow, or the note is damaged.
-
-    Raises:
-        OtherFormatError: another version follows here.
-    """
+    """What a host noted of a view; None where it does not follow, or the note is damaged, or of
+    another format: whoever follows notes it again in seconds."""
     path = refs / FOLLOWED
     try:
         return read_record(Followed, path.read_bytes(), path)
-    except (OSError, ValueError):
+    except (OSError, ValueError, OtherFormatError):
         return None
 
 

@@ -100,7 +100,8 @@ def check_format(body: dict[str, Any], where: Path | str) -> None:
     number, needs = body.pop(_FORMAT, None), body.pop(_NEEDS, [])
     if number != FORMAT:
         raise other_format(where, number)
-    if unknown := sorted(set(map(str, needs)) - KNOWN):
+    names = needs if isinstance(needs, list) else [needs]
+    if unknown := sorted(set(map(str, names)) - KNOWN):
         raise other_format(where, number, unknown)
 
 

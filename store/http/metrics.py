@@ -431,13 +431,7 @@ class LiveViews:
         root = self._lookup.root
         refs = {} if root is None else {name: root / name / REFS for name in known}
         accounts = {name: read_account(folder, name) for name, folder in refs.items()}
-        followed = dict[str, Followed]()
-        for name, folder in refs.items():
-            try:
-                if (noted := read_followed(folder)) is not None:
-                    followed[name] = noted
-            except OtherFormatError:
-                other.add(name)
+        followed = {name: read_followed(folder) for name, folder in refs.items()}
         other.update(name for name, account in accounts.items() if account.other_format)
         return Seen(
             tuple(known[name] for name in sorted(known)),
@@ -445,7 +439,7 @@ class LiveViews:
             answers,
             frozenset(other),
             accounts,
-            followed,
+            {name: one for name, one in followed.items() if one is not None},
         )
 
     def _check(self, pointer: Pointer) -> None:

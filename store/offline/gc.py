@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -69,7 +69,8 @@ def collect(
 
     Args:
         store: of the view.
-        keep: newest snapshots to keep, of each partition.
+        keep: newest snapshots to keep, of each partition: of the recipe that is live, and of the
+            newest other one.
         grace_s: nothing younger goes.
         leases: what the caller holds: the publishing lease, and its run's if it is one. They are
             checked before each removal; chunks of killed runs go only under the lease of their
@@ -266,15 +267,14 @@ def _reachable(
     else:
         # Without a pointer it is not known what is in use.
         roots |= set(manifests)
-    marks = store.refs.bad()
-    newest: dict[str | None, list[int]] = {}
+    served = manifests.get(0 if ref is None else ref.snapshot)
+    # of all partitions together their own
+    made = () if served is None else (served.number, *served.members)
+    live = {manifests[number].computation for number in made if number in manifests}
     for number in sorted(manifests, reverse=True):
-        of_partition = newest.setdefault(manifests[number].partition, [])
-        if number not in marks and len(of_partition) < keep:
-            of_partition.append(number)
         if datetime.fromisoformat(manifests[number].created_at).timestamp() > young_s:
             roots.add(number)
-    roots.update(number for numbers in newest.values() for number in numbers)
+    roots.update(_newest(manifests, store.refs.bad(), live, keep))
     roots |= _inputs_of_others(store, manifests, report)
     todo = [number for number in roots if number in manifests]
     reachable = set(todo)
@@ -286,6 +286,21 @@ def _reachable(
                 reachable.add(needed)
                 todo.append(needed)
     return reachable
+
+
+def _newest(
+    manifests: Mapping[int, Entry], marks: Collection[int], live: Collection[str], keep: int
+) -> Iterator[int]:
+    """The ``keep`` newest snapshots that are not bad of each partition: of the ``live`` recipes,
+    and as many of the newest other one, which is to come or went. Of more they would never end."""
+    kept: dict[tuple[str | None, str], int] = {}
+    other: dict[str | None, str] = {}
+    for number in sorted(manifests.keys() - set(marks), reverse=True):
+        partition, recipe = manifests[number].partition, manifests[number].computation
+        if recipe in live or recipe == other.setdefault(partition, recipe):
+            kept[partition, recipe] = kept.get((partition, recipe), 0) + 1
+            if kept[partition, recipe] <= keep:
+                yield number
 
 
 def _inputs_of_others(

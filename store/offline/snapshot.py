@@ -22,6 +22,7 @@ from precompute.store.disk.record import (
     FORMAT,
     Record,
     check_format,
+    digest_of,
     field,
     plain,
     record_of,
@@ -122,6 +123,8 @@ class Snapshot(Record, frozen=True):
     computed_at_max: int | None
     inputs: Mapping[str, int] = field(default_factory=dict)
     """Views this one read → the snapshot number it read."""
+    input_models: Mapping[str, str] = field(default_factory=dict)
+    """Views this one read → the :attr:`made_by` of the snapshot it read."""
     input_columns: Mapping[str, str] = field(default_factory=dict)
     """Source columns → Arrow type names."""
     timings_s: Mapping[str, float] = field(default_factory=dict)
@@ -190,6 +193,15 @@ class Snapshot(Record, frozen=True):
     def files(self) -> tuple[Part, ...]:
         """Its parts, and the file of its deletes."""
         return self.parts if self.deletes is None else (*self.parts, self.deletes)
+
+    @property
+    def made_by(self) -> str:
+        """Its model's fingerprint; of a view that reads others, a digest of that and of what made
+        these, and those that they read. Values of two snapshots are comparable where it is the
+        same."""
+        if not self.input_models:
+            return self.model
+        return digest_of(json.dumps([self.model, sorted(self.input_models.items())]).encode())
 
     @property
     def losses(self) -> int | None:

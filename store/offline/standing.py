@@ -325,19 +325,30 @@ class Standing:
 
     # ---- one of all
 
-    def newest(self, partition: str | None = None, *, refused: bool = True) -> Snapshot | None:
+    def newest(
+        self,
+        partition: str | None = None,
+        *,
+        refused: bool = True,
+        computation: str | None = None,
+    ) -> Snapshot | None:
         """The newest snapshot of a partition (None: of a view that has none) that is not bad and
         whose files are all there, with all its ancestors; one that a gate refused counts only with
-        ``refused``: its rows are good to build on, not to measure by.
+        ``refused``: its rows are good to build on, not to measure by. With ``computation`` those
+        alone count whose rows were made so.
         """
         numbers = self._store.numbers()
         # One of thousands: the others' manifests are not read.
-        if partition is not None:
+        if partition is not None or computation is not None:
             entries = self._store.catalog().entries
             numbers = [
                 number
                 for number in numbers
-                if number not in entries or entries[number].partition == partition
+                if number not in entries
+                or (
+                    entries[number].partition == partition
+                    and computation in (None, entries[number].computation)
+                )
             ]
         for snapshot in self._readable(reversed(numbers)):
             try:

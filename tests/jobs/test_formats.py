@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -329,3 +331,17 @@ def test_an_index_of_another_format_is_neither_searched_nor_removed(prepared: Pr
         change_source(project, x)
         project.run(full=True)
     assert path.read_bytes() == data
+
+
+def test_another_projects_view_stops_no_status(
+    prepared: Prepared, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One online store, and a view in it that is not configured here."""
+    project = prepared(build)
+    folder = project.folder / "online"
+    shutil.copytree(folder / "numbers", folder / "theirs")
+    make_other(folder / "theirs" / "live.json")
+    project.cli("status", "--json")
+    lines = {line["view"]: line for line in json.loads(capsys.readouterr().out)}
+    assert lines["numbers"]["online"]
+    assert lines["theirs"]["status"] == "unconfigured"

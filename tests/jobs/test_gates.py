@@ -1006,3 +1006,53 @@ def test_one_long_text_makes_no_row_of_the_labels_long() -> None:
     move = _labels(labels, others)
     assert move.agreement == pytest.approx(0.5)
     assert move.moved == 0.25
+
+
+# ---- the models of inputs
+
+
+class Times:
+    """x → ``double``: x times a factor, which is its fingerprint."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+    def fingerprint(self) -> str:
+        return f"times {self.factor}"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        return {"double": np.asarray(batch.column("x")).astype(np.float64) * self.factor}
+
+
+def test_another_model_of_an_input_however_far_is_another_model(make_project: MakeProject) -> None:
+    """``near`` reads ``live.numbers``, and ``far`` reads ``live.near``."""
+    one = {"features": {"double": {"dtype": "float64"}}, "gates": {"constant": None}}
+
+    def scene(factor: float, moved: float = 0.0) -> Scene:
+        def reads(name: str) -> dict[str, Any]:
+            sql = f"SELECT id, double AS x FROM live.{name}"
+            more = {"source": {"sql": sql}, "model": {"use": f"{HERE}:Times"}}
+            return one | more | {"entity": ["id"], "ttl": "1h"}
+
+        return make_project(
+            [(i, float(i + 1) + moved) for i in range(400)],
+            view=one | {"model": {"use": f"{HERE}:Times", "args": {"factor": factor}}},
+            views={"near": reads("numbers"), "far": reads("near")},
+        )
+
+    scene(1.0).publish_all("numbers", "near", "far")
+    first = scene(1.0)
+    assert first.snapshot(view="numbers").input_models == {}
+    assert first.snapshot(view="near").input_models == {"numbers": first.snapshot().model}
+    assert first.snapshot(view="near").made_by != first.snapshot(view="near").model
+    scene(1000.0).publish_all("numbers", "near", "far")
+    other = scene(1000.0)
+    for name in ("near", "far"):
+        before, now = other.snapshot(1, name), other.snapshot(2, name)
+        assert (now.model, other.live(name).snapshot) == (before.model, 2)
+        assert now.made_by != before.made_by
+    # by the same models of all of them the same change of all rows is refused
+    moved = scene(1000.0, 10**6)
+    moved.run(accept=("shift", "moved"))
+    with pytest.raises(GateError, match=r"snapshot 3 is not published.* moved: 100\.0%"):
+        moved.run("near")

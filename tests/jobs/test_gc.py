@@ -100,6 +100,51 @@ def test_live_previous_newest_pinned_and_young_stay(prepared: Prepared) -> None:
     assert gc(project) == []
 
 
+def of_version(version: int) -> dict[str, Any]:
+    return {"model": {"use": "tests.models:Doubler", "args": {"version": version}}}
+
+
+def test_a_coming_model_and_the_live_one_keep_their_own(make_project: MakeProject) -> None:
+    def nightly(factor: float, version: int = 1, command: str = "run") -> Scene:
+        rows = [(i, i * factor) for i in (1, 2, 3)]
+        project = make(make_project, rows, keep=2, **of_version(version))
+        project.run(command=command)
+        return project
+
+    nightly(1.0)
+    # a model of which nothing is published yet: 2, 3
+    nightly(2.0, 2, "materialize")
+    nightly(3.0, 2, "materialize")
+    for factor in (4.0, 5.0, 6.0, 7.0):
+        project = nightly(factor)
+    gc(project)
+    assert project.numbers() == [2, 3, 6, 7]
+    # of a third one those that came before do not stay, but what is live does
+    project = nightly(8.0, 3, "materialize")
+    gc(project)
+    assert project.numbers() == [6, 7, 8]
+    # the other way round: many of a coming one
+    for factor in (9.0, 10.0, 11.0):
+        project = nightly(factor, 3, "materialize")
+    gc(project)
+    assert project.numbers() == [6, 7, 10, 11]
+    assert project.live().snapshot == 7
+    # and going back computes nothing
+    assert nightly(7.0).report().counts["written"] == 0
+
+
+def test_a_model_that_was_rolled_back_from_keeps_no_other_out(make_project: MakeProject) -> None:
+    rows = [(1, 1.0), (2, 2.0)]
+    make(make_project, rows, **of_version(1)).run()
+    make(make_project, rows, **of_version(2)).materialize()
+    make(make_project, rows, **of_version(3)).run()
+    project = make(make_project, rows, **of_version(1))
+    project.rollback()
+    make(make_project, [(1, 5.0), (2, 2.0)], **of_version(1)).run()
+    gc(project)
+    assert project.numbers() == [1, 2, 3, 4]
+
+
 def test_what_was_rolled_back_from_goes_as_any_other(prepared: Prepared) -> None:
     """What is live, what was live before and the newest stay; its number is not given again."""
     project = prepared(published, [1.0, 2.0, 3.0], keep=3)

@@ -551,3 +551,18 @@ def test_what_readers_have_is_no_measure_of_an_older_day(
     project = make(make_project, table, **JUDGED, partition=by, ttl="90d")
     assert run_day(project, 2).status == "published"
     assert project.live_snapshot().rows == 220
+
+
+def test_a_day_is_compared_with_its_own_recipes_rows(make_project: MakeProject) -> None:
+    """A coming model's rows of a day, not published, do not stand in for those of the live one."""
+
+    def scene(version: int, moved: float = 0.0) -> Scene:
+        x = [moved + n for n in range(400)]
+        table = pa.table({"id": range(400), "x": x, "t": [DAYS[0].replace(tzinfo=None)] * 400})
+        model = {"use": "tests.models:Doubler", "args": {"version": version}}
+        return make(make_project, table, model=model, gates={"norm": None})
+
+    run(scene(1), DAYS[0])
+    run(scene(2), DAYS[0], command="materialize")
+    with pytest.raises(GateError, match=r"moved: 100\.0% of double"):
+        run(scene(1, 1e6), DAYS[0])

@@ -175,6 +175,45 @@ def test_another_recipe_computes_every_row_and_says_why(
     assert (project.snapshot_of(report).kind, report.counts["written"]) == ("full", 8)
 
 
+def of_version(version: int) -> dict[str, Any]:
+    return {"model": {"use": f"{HERE}:Counting", "args": {"version": version}}} | GATES_OFF
+
+
+def test_a_run_builds_on_the_newest_of_its_own_recipe(make_project: MakeProject) -> None:
+    make_project(ROWS, view=of_version(1)).run()
+    assert make_project(view=of_version(2)).materialize().counts["written"] == 8
+    for version, live in ((1, 1), (2, 2), (1, 1)):
+        computed.clear()
+        report = make_project(view=of_version(version)).run()
+        assert (report.snapshot, report.counts["written"], computed) == (live, 0, [])
+        assert make_project(view=of_version(version)).live().snapshot == live
+    # and a changed row is one row, over what was made by this model
+    rows = [(1, 50.0), *ROWS[1:]]
+    report = make_project(rows, view=of_version(2)).run()
+    project = make_project(view=of_version(2))
+    made = project.snapshot_of(report)
+    assert (made.number, made.parent, computed) == (3, 2, [50.0])
+    assert project.doubles()[1] == 100.0
+    report = make_project(view=of_version(1)).run()
+    assert (make_project(view=of_version(1)).snapshot_of(report).parent, computed) == (
+        1,
+        [50.0] * 2,
+    )
+
+
+def test_what_was_rolled_back_from_is_built_on_by_no_recipe(make_project: MakeProject) -> None:
+    project = make_project(ROWS, view=of_version(1))
+    project.run()
+    rows = [(1, 50.0), *ROWS[1:]]
+    project = make_project(rows, view=of_version(1))
+    project.run()
+    project.rollback()
+    make_project(view=of_version(2)).materialize()
+    parent = make_project(view=of_version(1)).plan().parent
+    assert parent is not None
+    assert parent.number == 1
+
+
 def test_another_column_type_computes_every_row(make_project: MakeProject) -> None:
     make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int32())})).materialize()
     project = make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int64())}))

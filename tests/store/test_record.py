@@ -1,5 +1,5 @@
-"""Records: one codec; every shape that was ever written is read, and what a later version adds is
-not looked at."""
+"""Records: one codec; what a later version adds within a format is not looked at, and what it needs
+is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from precompute.store.disk.record import Record, plain, read_record, record_of, sealed
+from precompute.store.disk import record
+from precompute.store.disk.record import (
+    FORMAT,
+    Record,
+    check_format,
+    plain,
+    read_record,
+    record_of,
+    sealed,
+    whole_record,
+)
+from precompute.store.errors import OtherFormatError
 
 
 class Sample(Record, frozen=True):
@@ -46,6 +57,21 @@ def test_a_flipped_bit_of_what_is_sealed_is_seen_or_changes_nothing() -> None:
         flipped[bit // 8] ^= 1 << bit % 8
         with contextlib.suppress(ValueError):
             assert read_record(Sample, bytes(flipped), "a sample") == sample
+
+
+def test_what_a_record_needs_has_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    needy = sealed(Sample("a"), needs=("colours", "kills"))
+    with pytest.raises(OtherFormatError, match="that needs 'colours', 'kills', unknown here"):
+        read_record(Sample, needy, "a sample")
+    monkeypatch.setattr(record, "KNOWN", frozenset({"kills"}))
+    with pytest.raises(OtherFormatError, match="that needs 'colours', unknown here"):
+        whole_record(Sample, needy, "a sample")
+    monkeypatch.setattr(record, "KNOWN", frozenset({"kills", "colours"}))
+    assert read_record(Sample, needy, "a sample") == Sample("a")
+    assert whole_record(Sample, needy[:-1], "a sample") is None
+    for odd in (7, "kill", {"a": 1}, [["kills"]]):
+        with pytest.raises(OtherFormatError, match="unknown here"):
+            check_format({"format": FORMAT, "needs": odd}, "a sample")
 
 
 def test_what_is_wrong_is_named() -> None:

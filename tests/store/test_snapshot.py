@@ -107,7 +107,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT == 3
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "fec01ba4819452af3dad73dbc04ed2573d3990889f51d400f0c0f9328d6cc689"
+        == "e4df1fe0565cefe1c718a231067b5d8d4889635faed60daa422b2a8f9bb85888"
     )
 
 

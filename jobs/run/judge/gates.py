@@ -286,9 +286,9 @@ class Judge:
         if live is not None and moves is not None:
             kept = moves.same + moves.changed
             judge_keys(live, 1 - kept / max(1, live.rows), verdicts)
-        same_model = live is not None and live.model == snapshot.model
+        same_model = live is not None and live.made_by == snapshot.made_by
         then, limit_factor = before, 1.0 if same_model else None
-        if live is None and served is not None and served.model == snapshot.model:
+        if live is None and served is not None and served.made_by == snapshot.made_by:
             # a partition without earlier rows is compared with the one that readers have now
             then, limit_factor = _live_figures(store, served), OTHER_PARTITION_FACTOR
         for feature in view.features:
@@ -350,12 +350,14 @@ class Judge:
 
 def _baseline(store: ViewStore, snapshot: Snapshot) -> Snapshot | None:
     """What a new snapshot is compared with: the live one, or, for a partition, its newest one,
-    since another day has other rows; None when there is none, or it is damaged."""
-    live = (
-        served_snapshot(store)
-        if snapshot.partition is None
-        else Standing(store).newest(snapshot.partition, refused=False)
-    )
+    since another day has other rows, of the same recipe where there is one; None when there is
+    none, or it is damaged."""
+    if snapshot.partition is None:
+        live = served_snapshot(store)
+    else:
+        standing, day = Standing(store), snapshot.partition
+        live = standing.newest(day, refused=False, computation=snapshot.computation)
+        live = live or standing.newest(day, refused=False)
     return None if live is not None and live.number == snapshot.number else live
 
 

@@ -188,7 +188,7 @@ def moves_of(
 ) -> Moves | None:
     """The rows of both snapshots by key; None where nothing can be compared: only vectors of
     another model, another entity, or a damaged live snapshot."""
-    same_space = live.model == snapshot.model
+    same_space = live.made_by == snapshot.made_by
     features = [
         f.name
         for f in snapshot.view.features

@@ -567,6 +567,7 @@ def _snapshot(
         computed_at_min=found.oldest_us,
         computed_at_max=found.newest_us,
         inputs=dict(newest.inputs),
+        input_models=dict(newest.input_models),
         input_columns=dict(newest.input_columns),
         versions=dict(versions()),
         kind="full" if live is None else "delta",

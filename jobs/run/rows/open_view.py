@@ -35,12 +35,14 @@ from precompute.store.times import Partition, as_datetime, iso, microseconds
 class OpenView(OpenModel):
     """An opened view; a context manager that closes its source.
 
-    ``inputs`` maps each view that was read to its snapshot's number; ``source`` reads exactly
+    ``inputs`` maps each view that was read to its snapshot's number, and ``input_models`` to
+    :attr:`precompute.store.offline.snapshot.Snapshot.made_by` of it; ``source`` reads exactly
     these.
     """
 
     source: Source = field(kw_only=True)
     inputs: Mapping[str, int] = field(kw_only=True)
+    input_models: Mapping[str, str] = field(kw_only=True)
     substitute: OpenSubstitute | None = None
     """What computes the view's misses in the model's stead; of a run, which judges it."""
 
@@ -136,7 +138,8 @@ def open_view(
             gpu_reserved=gpu_reserved,
         )
         known = {one.name: getattr(opened, one.name) for one in fields(opened)}
-        return OpenView(**known, source=source, inputs=inputs)
+        made_by = {name: offline.view(name).snapshot(n).made_by for name, n in inputs.items()}
+        return OpenView(**known, source=source, inputs=inputs, input_models=made_by)
     except BaseException:
         source.close()
         raise

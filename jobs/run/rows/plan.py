@@ -247,12 +247,14 @@ class Planner:
         store, options, partition = self.store, self.options, self.options.partition_text
         # also of a run of every row what it computed before it was interrupted is taken over
         finished = store.journals.unfinished(recipe, partition, full=options.full)
+        # what another model or other SQL made since then is no reason to compute these rows again
+        ours = recipe_of(self.opened, hashed=False)
         while True:
             standing = Standing(store)
-            newest = None if options.full else standing.newest(partition)
+            newest = None if options.full else standing.newest(partition, computation=ours)
             # the rows of a refused snapshot are right, but fewer may differ from the one before
             passed = (
-                standing.newest(partition, refused=False)
+                standing.newest(partition, refused=False, computation=ours)
                 if newest is not None and isinstance(standing.verdict(newest), Refused)
                 else None
             )
@@ -263,7 +265,9 @@ class Planner:
             why_full = (
                 "every row was requested"
                 if options.full
-                else _why_full(newest, self.opened, recipe, first=first)
+                else _why_full(
+                    newest or standing.newest(partition), self.opened, recipe, first=first
+                )
             )
             parent = bases[0] if bases else None
             diff_from = partial(

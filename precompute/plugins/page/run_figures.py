@@ -84,7 +84,7 @@ def row_map(
         "new" if began_us is not None and at >= began_us else "unchanged"
         for at in computed_us.tolist()
     ]
-    if other is not None and other.model == snapshot.model and feature in other.view.features:
+    if other is not None and other.made_by == snapshot.made_by and feature in other.view.features:
         before, keys_before, _ = _sample(store, other, feature, ROWS_BEFORE)
         places = np.concatenate([(before - middle) @ axes, places])
         keys, kinds = keys_before + keys, ["before"] * len(before) + kinds
