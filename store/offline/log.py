@@ -8,7 +8,6 @@ bad, pinned, accepted. What the events come to is what is live.
 
 from __future__ import annotations
 
-import errno
 import getpass
 import hashlib
 import logging
@@ -426,7 +425,7 @@ class Log:
             UnreadableError: it cannot be read now.
         """
         path = self.path(number)
-        data = self._read(path)
+        data = self._storage.read(path, immutable=True)
         try:
             event = read_record(Event, data, path)
             if event.number != number:
@@ -435,15 +434,6 @@ class Log:
             later = _after(_numbers(_EVENT, self._storage.names(self._folder)), number)
             return _gap(before, number, later or number + 1, f"{path} is damaged ({exc})")
         return event
-
-    def _read(self, path: Path, *, immutable: bool = True) -> bytes:
-        """As the storage reads; where a file is in the way of the folder there is no event."""
-        try:
-            return self._storage.read(path, immutable=immutable)
-        except OSError as exc:
-            if exc.errno == errno.ENOTDIR:
-                raise FileNotFoundError(errno.ENOENT, "there is no such event", str(path)) from exc
-            raise
 
     # ---- adding
 
@@ -519,7 +509,7 @@ class Log:
     def _is_there(self, event: Event) -> bool:
         try:
             path = self.path(event.number)
-            found = whole_record(Event, self._read(path, immutable=False), path)
+            found = whole_record(Event, self._storage.read(path), path)
         except FileNotFoundError:
             return False
         return found is not None and found.nonce == event.nonce

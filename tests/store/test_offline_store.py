@@ -853,13 +853,13 @@ def test_a_root_that_cannot_be_a_folder_is_an_error_of_all_that_use_it(tmp_path:
         lambda: take(store.leases, "run", "me"),
     ]
     for write in writers:
-        with pytest.raises(SnapshotError, match="cannot write"):
+        with pytest.raises((SnapshotError, UnreadableError), match=r"cannot (write|be read)"):
             write()
     assert (store.offline.views(), store.numbers(), store.runs.last()) == ([], [], None)
-    assert (Standing(store).newest(), store.refs.pins()) == (None, set())
+    assert Standing(store).newest() is None
     assert store.runs.reports() == []
     assert store.journals.unfinished("recipe", None) == []
-    for read in (lambda: store.snapshot(1), store.refs.live, store.refs.bad):
+    for read in (lambda: store.snapshot(1), store.refs.live, store.refs.bad, store.refs.pins):
         with pytest.raises(UnreadableError, match="cannot be read: Not a directory"):
             read()
 
