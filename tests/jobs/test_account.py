@@ -145,7 +145,7 @@ def test_an_event_that_is_damaged_is_told_and_what_is_live_is_said_anew(project:
         f"{path} is damaged (its bytes are not those that were written): restore"
     )
     assert reconcile(project, "numbers", Silent()) is None
-    assert project.rollback().snapshot == 1
+    assert project.rollback(to=1).snapshot == 1, "what was before it, a person names"
 
 
 @pytest.mark.parametrize("online", ["table"], indirect=True)

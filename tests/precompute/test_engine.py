@@ -304,7 +304,7 @@ def test_memory_that_holds_only_so_many_rows_is_found_and_respected(
     assert 0 < failed <= walls * (AHEAD_BATCHES + 3)
 
 
-def test_memory_that_holds_only_so_many_rows_is_not_run_into_again_and_again() -> None:
+def test_memory_that_holds_so_many_rows_is_not_run_into_again_and_again() -> None:
     module = Times(most=5)
     model = Staged(module)
     model.max_cost = 64

@@ -379,7 +379,7 @@ def test_clocks_that_fall_change_no_order(tmp_path: Path, monkeypatch: pytest.Mo
 # ---- damage
 
 
-def test_a_damaged_event_makes_what_is_live_unknown_until_it_is_published_again(
+def test_a_damaged_event_makes_what_is_live_unknown(
     tmp_path: Path,
 ) -> None:
     log, reader = log_in(tmp_path), log_in(tmp_path)
@@ -639,7 +639,7 @@ def test_a_crash_while_events_are_archived_leaves_none_twice_or_out(
     assert len(names(tmp_path, "0*")) == 100
 
 
-def test_an_archive_that_is_read_other_than_it_was_written_takes_no_event_with_it(
+def test_an_archive_that_cannot_be_read_back_takes_no_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, read = many_events(tmp_path), LocalStorage.read

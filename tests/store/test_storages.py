@@ -183,6 +183,7 @@ def test_a_project_lives_there(root: str, make_project: MakeProject) -> None:
     assert scene.served([1, 2, 3]) == (2, [2.0, None, 7.0])
     scene.rollback()
     assert scene.served([1, 2, 3]) == (1, [2.0, 4.0, None])
+    assert scene.cli("resume", "numbers") == 0
     line = scene.status()
     assert (line["attention"], line["online"]) == ([], True)
     assert scene.numbers() == [1, 2]

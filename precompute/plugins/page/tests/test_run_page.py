@@ -97,7 +97,7 @@ def test_a_failed_run_has_a_page_too(
     project = make_project(
         view=OPEN
         | {
-            "model": {"use": "tests.models:Doubler", "args": {"nan_on": 5.0}},
+            "model": {"use": "tests.models:Doubler", "args": {"nan_on": 5.0, "version": 9}},
             "max_rejected": 0.0,
         }
     )
