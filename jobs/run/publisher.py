@@ -185,11 +185,9 @@ class Publisher:
             segments = self._load(snapshot, ref, reload or damaged)
         move: dict[str, Any] = {"reason": reason, "held": held, "run": run or report.run}
         move |= {"expected_epoch": expected, "above": epoch, "segments": segments, "marks": marks}
-        with self._dropped_if_not_first(set(segments) - self._in_use(ref, current)):
-            ref = self._move(snapshot, move)
-        self._go_live(self._pointer(snapshot, ref), again=loads)
-        self._drop_unused(ref, current)
-        self.sweep()
+        unused = set(segments) - self._in_use(ref, current)
+        ref = self._make_live(snapshot, move, unused, again=loads)
+        self._tidy(ref, current)
         if damaged:
             check_live(store, online, budget_s=0.0, publishing=True)
         report.status, report.epoch = "published", ref.epoch
@@ -216,8 +214,7 @@ class Publisher:
         pointer = replace(pointer, degraded=False)
         if again or current != pointer:
             self._flip_online(pointer)
-        self._drop_unused(ref, current)
-        self.sweep()
+        self._tidy(ref, current)
         self._report.status = "published" if again or current != pointer else "current"
         self._report.epoch = ref.epoch
         return pointer
@@ -345,32 +342,27 @@ class Publisher:
             found.append(name)
         return tuple(found)
 
-    @contextlib.contextmanager
-    def _dropped_if_not_first(self, loaded: set[str]) -> Iterator[None]:
-        """Where another run was first, what was loaded here will never be read, unless the reply to
-        the move was lost and a later pointer names it as what was before."""
-        try:
-            yield
-        except ConflictError:
-            for name in loaded - self._in_use(self._store.refs.readable_live(), None):
-                with contextlib.suppress(OnlineStoreError, ConflictError):
-                    self._online.drop(self._store.name, name)
-                shutil.rmtree(self._store.index_folder(name), ignore_errors=True)
-            raise
-
-    def _move(
-        self,
-        snapshot: Snapshot,
-        move: Mapping[str, Any],
+    def _make_live(
+        self, snapshot: Snapshot, move: Mapping[str, Any], unused: set[str], *, again: bool
     ) -> LiveRef:
+        """Move the live pointer, and the online one; ``unused`` are the segments that were loaded
+        for it, and ``again`` whether any was."""
+        refs = self._store.refs
         with self._report.stage("flip"):
-            return self._store.refs.move_live(snapshot.number, lease=self._lease, **move)
-
-    def _go_live(self, pointer: Pointer, *, again: bool) -> None:
-        with self._report.stage("flip"):
-            self._flip_online(pointer, again=again)
+            try:
+                ref = refs.move_live(snapshot.number, lease=self._lease, **move)
+            except ConflictError:
+                # another run was first: what was loaded here will never be read, unless the reply
+                # to the move was lost and a later pointer names it as what was before
+                for name in unused - self._in_use(refs.readable_live(), None):
+                    with contextlib.suppress(OnlineStoreError, ConflictError):
+                        self._online.drop(self._store.name, name)
+                    shutil.rmtree(self._store.index_folder(name), ignore_errors=True)
+                raise
+            self._flip_online(self._pointer(snapshot, ref), again=again)
             crashpoint("online.flip")
         hooks.published(self._store)
+        return ref
 
     def _flip_online(self, pointer: Pointer, *, again: bool = False) -> None:
         """Move the online pointer, here and for all that follow the root; ``again``: what it names
@@ -474,6 +466,10 @@ class Publisher:
                 shutil.rmtree(path, ignore_errors=True)
         for each in self._followers:
             each.drop_all_but(keep)
+
+    def _tidy(self, ref: LiveRef, current: Pointer | None) -> None:
+        self._drop_unused(ref, current)
+        self.sweep()
 
     def sweep(self) -> None:
         """Remove what killed loads and drops left in the online store."""

@@ -21,7 +21,7 @@ from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import PUBLISHING, close_dead, notify, reporting_run
 from precompute.jobs.run.rows.plan import RunOptions
 from precompute.jobs.run.run_view import let_go, naming_view_in_errors, note_hold, run_view
-from precompute.store.account.account import ROWS, Act, State
+from precompute.store.account.account import ROWS, Account, Act, State
 from precompute.store.account.checker import check_live
 from precompute.store.disk.durable_file import spending_reserve
 from precompute.store.disk.lease import is_held, take
@@ -30,6 +30,7 @@ from precompute.store.offline.log import PUBLISH_LEASE, BadMark, Hold, LiveRef, 
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.url import open_online_store
 from precompute.store.times import parsed_time, utc_now
 
@@ -256,6 +257,21 @@ def resume(
     return report
 
 
+def _to_repair(store: ViewStore, online: OnlineStore) -> Account | None:
+    """The account of a view of which something can be repaired, or removed; None where nothing can.
+
+    Raises:
+        ConflictError: it is another project's.
+    """
+    account = check_live(store, online)
+    for finding in account.findings:
+        if finding.state is State.FOREIGN:
+            raise ConflictError(finding.found)
+    # what is under way is none of its business
+    left = not is_held(store.leases, PUBLISH_LEASE) and online.unfinished(store.name)
+    return None if account.act is Act.NOTHING and not left else account
+
+
 def reconcile(
     project: Project,
     name: str,
@@ -281,15 +297,8 @@ def reconcile(
         open_online_store(project.online, memory_mb=project.settings.load_mb)
     ) as online:
         with naming_view_in_errors(name):
-            account = check_live(store, online)
-            foreign = next(
-                (finding for finding in account.findings if finding.state is State.FOREIGN), None
-            )
-            if foreign is not None:
-                raise ConflictError(foreign.found)
-            # what is under way is none of its business
-            left = not is_held(store.leases, PUBLISH_LEASE) and online.unfinished(name)
-            if account.act is Act.NOTHING and not left:
+            account = _to_repair(store, online)
+            if account is None:
                 return None
         busy = f"view {name!r} is being published, rolled back or cleaned up"
         with (

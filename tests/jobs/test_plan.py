@@ -463,7 +463,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         at = datetime.fromtimestamp(Ahead.time_ns() / 1e9, UTC)
         return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
-    monkeypatch.setattr("precompute.store.offline.refs.utc_now", utc_now)
+    monkeypatch.setattr("precompute.store.offline.log.utc_now", utc_now)
 
     def move(seconds: float) -> None:
         ahead[0] = seconds

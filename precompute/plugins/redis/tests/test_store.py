@@ -334,7 +334,7 @@ def test_a_process_that_slept_joins_who_goes_on_with_its_load(
     assert store.unfinished("numbers") == []
 
 
-def test_a_segment_of_another_digest_takes_nothing_of_one_that_has_its_name(
+def test_a_segment_of_another_digest_takes_nothing_over(
     store: RedisStore, raw: redis.Redis
 ) -> None:
     """The first 8 digits are equal: what was begun is dropped, and begun anew."""
