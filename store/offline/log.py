@@ -347,7 +347,7 @@ class Log:
 
     # ---- looking
 
-    def state(self, *, sure: bool = True) -> State:
+    def state(self, *, sure: bool = False) -> State:
         """What all events come to; after the first call each looks for the next number alone.
 
         Args:
@@ -462,7 +462,7 @@ class Log:
             FencedError: the lease was lost.
         """
         while True:
-            state = self.state()
+            state = self.state(sure=True)
             if lease is not None:
                 lease.check()
             event = make(state)

@@ -88,6 +88,7 @@ def test_a_replica_serves_what_is_published_and_what_it_has_when_cut_off(
         project.rollback()
         assert replica.follow()
         assert other.served([1, 39]) == (1, [20.0, 780.0])
+    assert project.cli("resume", "numbers") == 0
     # and the other host goes on from there
     project_on(bucket, make_project, [(i, i * 10 + 2) for i in range(40)])
     assert other.run().status == "published"
