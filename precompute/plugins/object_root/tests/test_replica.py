@@ -85,7 +85,7 @@ def test_a_replica_serves_what_is_published_and_what_it_has_when_cut_off(
         bucket.fault = lambda _: None
         assert replica.follow()
         assert other.served([1, 39]) == (2, [22.0, 782.0])
-        project.rollback()
+        project.rollback(hold=False)
         assert replica.follow()
         assert other.served([1, 39]) == (1, [20.0, 780.0])
     assert project.cli("resume", "numbers") == 0
