@@ -15,7 +15,9 @@ from precompute.store.errors import ConfigError
 
 def failure(url: str, exc: BaseException) -> str:
     """The message of a failed request to a URL: what failed, and where to look."""
-    if isinstance(exc, (PermissionDeniedError, UnauthenticatedError)):
+    # a listing has no kind of its own for it
+    refused = isinstance(exc, (PermissionDeniedError, UnauthenticatedError))
+    if refused or "<Code>AccessDenied</Code>" in str(exc):
         return (
             f"{url}: the object store refuses these credentials ({_first_line(exc)}): look at"
             " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (GCS: GOOGLE_APPLICATION_CREDENTIALS,"
