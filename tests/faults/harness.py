@@ -498,7 +498,7 @@ def read_online(
     scene: FaultScene, online: OnlineStore
 ) -> tuple[int, dict[int, tuple[float, tuple[float, ...]]]]:
     """(epoch, rows) that a lookup finds for every key there ever was: all in one request, so of one
-    generation."""
+    segment."""
     keys = sorted({key for rows, _ in scene.history for key in rows})
     found: dict[int, tuple[float, tuple[float, ...]]] = {}
     lookup = Lookup(online, scene.store.offline.root)

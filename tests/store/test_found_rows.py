@@ -80,7 +80,7 @@ def loaded(
     hows: list[int],
     number: int,
 ) -> RowBatch:
-    """Rows of a generation, those of no features tombstones."""
+    """Rows of a segment, those of no features tombstones."""
     hashes = hashes_of(keys)
     times = np.array([(NOW_S - age) * 10**6 for age in ages], np.int64)
     packed = codec.encode(batch_of(codec.features, rows), hashes, times, number)

@@ -756,7 +756,7 @@ def test_a_search_drops_what_has_expired_and_marks_what_is_stale(house: House) -
 
 
 def test_a_search_after_a_view_began_again_is_in_its_own_index(house: House) -> None:
-    """Ended with its data, a view has epoch and generation 1 once more, and an index of the same
+    """Ended with its data, a view has epoch and segment 1 once more, and an index of the same
     name."""
     house.publish(NEIGHBOURS, metric="l2", at="2026-01-01T00:00:00Z")
     lookup = house.lookup()
