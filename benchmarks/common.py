@@ -22,7 +22,7 @@ import yaml
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import Rows
-from precompute.store.online.online_store import Generation, OnlineStore, Pointer
+from precompute.store.online.online_store import OnlineStore, Pointer, Segment
 
 if TYPE_CHECKING:
     from precompute.jobs.config.project import Project
@@ -32,6 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 ROWS = 100_000
 DIM = 384
 
+SEGMENT = Segment(1, "0" * 64, 1)
 VIEW = FeatureView(
     "vectors", ("id",), (Feature("vector", "float32", DIM),), ttl_s=86400, stale_for_s=86400
 )
@@ -112,8 +113,8 @@ def fill(store: OnlineStore, rows: int = ROWS) -> None:
             }
             yield codec.row_batch(pa.record_batch(columns), VIEW.entity, 1)
 
-    store.load(VIEW.name, Generation(1, 1), batches())
-    store.flip(Pointer(VIEW, 1, 1, "0" * 64, rows, rows, "now", now_us))
+    store.load(VIEW.name, SEGMENT, batches())
+    store.flip(Pointer(VIEW, 1, 1, "0" * 64, rows, rows, "now", now_us, segments=(SEGMENT.name,)))
 
 
 def median_us(function: Callable[[Any], Any], arguments: Sequence[Any]) -> float:

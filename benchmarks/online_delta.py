@@ -69,9 +69,9 @@ def publish(folder: str) -> None:
         "cpu_s": cpu_s() - before,
         "stages_s": done.stages_s,
     }
-    place = project.offline.view("items").refs.live()
-    assert place is not None
-    overlay = bool(place.place.overlays)
+    live = project.offline.view("items").refs.live()
+    assert live is not None
+    overlay = bool(live.segments[1:])
     # not getrusage's, which begins with what the parent had
     peak_kb = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
     print(json.dumps(figures | {"peak_mb": peak_kb // 1024, "overlay": overlay}))
@@ -133,7 +133,7 @@ def chained(case: str, rows: int, share: float) -> dict[str, Any]:
             took.append((parts[0].seconds, parts[1].seconds))
             live = project.offline.view("items").refs.live()
             assert live is not None
-            overlays = max(overlays, len(live.place.overlays))
+            overlays = max(overlays, len(live.segments[1:]))
             for part in parts if step else ():
                 for name, seconds in part.stages_s.items():
                     stages[f"{part.command} {name}"] = (

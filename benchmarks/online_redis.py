@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import redis
 
-from benchmarks.common import DIM, VIEW, cpu_s, report
+from benchmarks.common import DIM, SEGMENT, VIEW, cpu_s, report
 from benchmarks.online_table import CODEC, PART_ROWS, decoded, packed, write_part
 from precompute.engine.ahead import Ahead, StageTime
 from precompute.jobs.run.loader import AHEAD_BYTES
@@ -35,7 +35,7 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import Packed, RowBatch
-from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.online.online_store import Pointer
 
 ROWS = 300_000
 NARROW_ROWS, READS = 163_840, 200
@@ -82,7 +82,7 @@ def loading(
                 before, own, started = _server_cpu_s(process), cpu_s(), time.perf_counter()
                 if kind == "store":
                     with contextlib.closing(RedisStore(process.url())) as store:
-                        assert store.load(VIEW.name, Generation(1, 1), ahead(parts)) == rows
+                        assert store.load(VIEW.name, SEGMENT, ahead(parts)) == rows
                 elif kind == "benchmark":
                     limit(process, rows)
                 else:
@@ -259,8 +259,20 @@ def read(
 
 def publish(store: RedisStore, parts: list[Path], rows: int) -> None:
     """Load, and make live."""
-    assert store.load(VIEW.name, Generation(1, 1), ahead(parts)) == rows
-    store.flip(Pointer(VIEW, 1, 1, "0" * 64, rows, rows, "now", time.time_ns() // 1000))
+    assert store.load(VIEW.name, SEGMENT, ahead(parts)) == rows
+    store.flip(
+        Pointer(
+            VIEW,
+            1,
+            1,
+            "0" * 64,
+            rows,
+            rows,
+            "now",
+            time.time_ns() // 1000,
+            segments=(SEGMENT.name,),
+        )
+    )
 
 
 # ---- narrow rows
@@ -285,13 +297,13 @@ def narrow(binary: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
                     _server(binary, folder / f"{kind}-{columns}-{number}") as server,
                     contextlib.closing(RedisStore(server.url())) as store,
                 ):
-                    store.prepare("numbers", Generation(1, 1), rows, rows * 60, "", row_bytes)
+                    store.prepare("numbers", SEGMENT, rows, rows * 60, "", row_bytes)
                     before, used, started = (
                         _server_cpu_s(server),
                         _used_bytes(server),
                         time.perf_counter(),
                     )
-                    assert store.load("numbers", Generation(1, 1), iter(batches)) == rows
+                    assert store.load("numbers", SEGMENT, iter(batches)) == rows
                     load_us = 1e6 * (time.perf_counter() - started) / rows
                     measured.append(
                         [
@@ -300,7 +312,9 @@ def narrow(binary: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
                             1e6 * (_server_cpu_s(server) - before) / rows,
                         ]
                     )
-                    store.flip(Pointer(view, 1, 1, "m", rows, rows, "now", None))
+                    store.flip(
+                        Pointer(view, 1, 1, "m", rows, rows, "now", None, segments=(SEGMENT.name,))
+                    )
                     measured[-1] += [_read_us(store, count) for count in (1, 500, 100)]
                     before = _server_cpu_s(server)
                     _read_us(store, 100)

@@ -143,7 +143,7 @@ def decode_alone(parts: list[Path]) -> None:
 
 
 def to_table(parts: list[Path], path: Path) -> None:
-    """As the table store loads a generation."""
+    """As the table store loads a segment."""
     path.unlink(missing_ok=True)
     with TableWriter(path, {}, MEMORY_BYTES) as writer:
         for batch in packed(parts):

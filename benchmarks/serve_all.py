@@ -71,7 +71,7 @@ def measured(rows: int) -> dict[str, Any]:
         new = timed(project, partition=containing("day", TODAY - timedelta(days=1)))
         ref = project.offline.view("documents").refs.live()
         assert ref is not None
-        assert ref.place.overlays
+        assert ref.segments[1:]
         assert project.offline.view("documents").snapshot(ref.snapshot).rows == DAYS * rows
         every = timed(documents(Path(folder) / "all", rows, False))
     return {

@@ -102,7 +102,7 @@ class DamagedPointerError(OnlineStoreError):
 
 
 class RowsLostError(OnlineStoreError):
-    """The online store answers, and does not have what was loaded into it: rows, or a generation,
+    """The online store answers, and does not have what was loaded into it: rows, or a segment,
     are gone or damaged."""
 
 

@@ -3,8 +3,10 @@ publishing."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from precompute.store.disk.record import replace
@@ -13,12 +15,32 @@ from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.online import kernels
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.kernels import Packed, RowBatch, Rows
-from precompute.store.online.online_store import Generation, OnlineStore, Pointer
+from precompute.store.online.online_store import OnlineStore, Pointer, Segment
 
 
-def pointer(epoch: int, view: str = "numbers", snapshot: int | None = None) -> Pointer:
-    """A pointer whose every field says its epoch."""
-    return Pointer(
+def segment(
+    number: int,
+    snapshot: int | None = None,
+    *,
+    upper: bool = False,
+    run: str = "",
+    schema: int | None = None,
+) -> Segment:
+    """The segment of that number, of the snapshot of the same by default."""
+    digest = hashlib.sha256(b"%d" % number).hexdigest()
+    return Segment(number, digest, number if snapshot is None else snapshot, run, upper, schema)
+
+
+def named(number: int) -> str:
+    """Its name."""
+    return segment(number).name
+
+
+def pointer(
+    epoch: int, view: str = "numbers", snapshot: int | None = None, **changes: Any
+) -> Pointer:
+    """A pointer whose every field says its epoch, to the segment of that number."""
+    made = Pointer(
         view=FeatureView(
             view,
             ("id",),
@@ -37,7 +59,9 @@ def pointer(epoch: int, view: str = "numbers", snapshot: int | None = None) -> P
         input_columns={"x": "double"},
         inputs={"other": epoch},
         index=f"{view}/index/{epoch}",
+        segments=(named(epoch),),
     )
+    return replace(made, **changes)
 
 
 def batch_of(table: dict[bytes, bytes]) -> RowBatch:
@@ -51,14 +75,21 @@ def rows_of(table: dict[bytes, bytes], batch: int = 3) -> Rows:
         yield batch_of(dict(part))
 
 
+def of_number(folder: Path, number: int, suffix: str = "") -> Path:
+    """The table file, with its suffix, or the index folder of the segment of a number that lies in
+    a folder."""
+    (path,) = (p for p in folder.glob(f"{number}-*{suffix}") if not p.name.startswith("."))
+    return path
+
+
 def load(
     store: OnlineStore,
     number: int,
     table: dict[bytes, bytes],
     view: str = "numbers",
-    base: int | None = None,
+    upper: bool = False,
 ) -> int:
-    return store.load(view, Generation(number, number, base, f"run-{number}"), rows_of(table))
+    return store.load(view, segment(number, upper=upper, run=f"run-{number}"), rows_of(table))
 
 
 def publish(
@@ -68,21 +99,26 @@ def publish(
     store.flip(pointer(epoch, view))
 
 
-def overlay(
-    store: OnlineStore, epoch: int, base: int, table: dict[bytes, bytes], view: str = "numbers"
+def publish_over(
+    store: OnlineStore, epoch: int, below: int, table: dict[bytes, bytes], view: str = "numbers"
 ) -> None:
-    assert load(store, epoch, table, view, base) == len(table)
-    store.flip(over(base, epoch, view))
+    """Load what changed over one segment, and flip."""
+    assert load(store, epoch, table, view, upper=True) == len(table)
+    store.flip(over(below, epoch, view))
 
 
-def over(base: int, epoch: int, view: str = "numbers") -> Pointer:
-    return replace(
-        pointer(epoch, view), generation=base, base_snapshot=base, overlays=((epoch, epoch),)
-    )
+def over(below: int, epoch: int, view: str = "numbers") -> Pointer:
+    """The pointer of two segments."""
+    return pointer(epoch, view, segments=(named(below), named(epoch)))
 
 
 def numbers(store: OnlineStore, view: str = "numbers") -> list[int]:
-    return [generation.number for generation in store.generations(view)]
+    return [segment.number for segment in store.segments(view)]
+
+
+def found_in(store: OnlineStore, number: int, keys: Sequence[bytes]) -> list[bytes | None]:
+    """Rows of one segment, whatever is live."""
+    return plain(store.read_segments("numbers", [named(number)], keys))
 
 
 def values(found: tuple[Pointer, FoundRows] | None) -> list[bytes | None]:
@@ -114,9 +150,9 @@ def is_refused(use: Callable[[], object]) -> bool:
 TABLE = {b"a": b"1", b"b": b"22", b"c": b"3", b"d": b"\0\xff" * 300}
 
 
-def back_to(generation: int, epoch: int, **changes: Any) -> Pointer:
-    """A pointer of a later publishing that goes back to an older generation."""
-    return replace(pointer(epoch), generation=generation, **changes)
+def back_to(number: int, epoch: int, **changes: Any) -> Pointer:
+    """A pointer of a later publishing that goes back to an older segment."""
+    return pointer(epoch, segments=(named(number),), **changes)
 
 
 class Stopped(Exception):

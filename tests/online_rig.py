@@ -29,7 +29,7 @@ class OnlineRig(ABC):
     contract: ClassVar[Mapping[str, Sequence[str]]]
     """Each way in which it is held to the contract → fixtures, the last of them a URL."""
     damages: ClassVar[Mapping[str, Callable[[Scene], object]]]
-    """What may happen to what is online of ``numbers``, which is live as a base with an overlay,
+    """What may happen to what is online of ``numbers``, which is live as two segments, 1 and 2,
     and is healed from the root; one is called ``rows``."""
     removal: ClassVar[tuple[Any, str]]
     """The function by which it removes rows: its module, and its name."""
@@ -46,15 +46,17 @@ class OnlineRig(ABC):
 
     @abstractmethod
     def lose(self, url: str, view: str, number: int) -> None:
-        """A generation's rows are gone, and what says that they are there is not."""
+        """The rows of a segment are gone, by its number, and what says that they are there is
+        not."""
 
     @abstractmethod
     def put(self, url: str, view: str, number: int, key: bytes, row: bytes | None) -> None:
-        """Write a row of a generation behind the store's back; None removes it."""
+        """Write a row of a segment behind the store's back; None removes it."""
 
     @abstractmethod
     def check_tidy(self, url: str, view: str, numbers: Collection[int]) -> None:
-        """Assert that nothing is left there of other generations, nor of what was under way."""
+        """Assert that nothing is left there of segments of other numbers, nor of what was under
+        way."""
 
 
 @cache

@@ -17,11 +17,12 @@ from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.http.app import create_app
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import Packed, RowBatch
-from precompute.store.online.online_store import Generation, OnlineStore, Pointer
+from precompute.store.online.online_store import OnlineStore, Pointer
 from precompute.store.times import Reason
 from precompute.store.vectors.index_build import build_index
 from tests.asgi import call
 from tests.memory_store import MemoryStore
+from tests.online import named, segment
 from tests.server import Reply
 
 PUBLISHED = 1_700_000_000.0
@@ -121,7 +122,7 @@ class World:
             for key, row in zip(ages_s, packed.rows.strings(), strict=True)
         ]
         packed = RowBatch(packed.keys, Packed.of(flipped), packed.hashes)
-        online.load("things", Generation(1, 1), iter([packed]))
+        online.load("things", segment(1), iter([packed]))
         build_index(root / "index", [rows], view, model="m")
         published = "2023-11-14T22:13:20Z"
         online.flip(
@@ -136,6 +137,7 @@ class World:
                 min(times),
                 {"x": "double"},
                 index="index",
+                segments=(named(1),),
             )
         )
         self.model = Model(self)

@@ -384,9 +384,7 @@ def notes(line: Mapping[str, Any]) -> list[str]:
 def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> dict[str, Any] | None:
     """What was measured of the vector index that is searched."""
     found = (
-        None
-        if snapshot.view.index is None
-        else index_figures(store.index_folder(ref.place.generation))
+        None if snapshot.view.index is None else index_figures(store.index_folder(ref.segments[0]))
     )
     return None if found is None else plain(found)
 

@@ -137,10 +137,8 @@ def _pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> str:
     name, ends_s = store.name, time.monotonic() + FLIP_S
     while True:
         pointer = online.live(name)
-        served = (
-            None if pointer is None else (pointer.snapshot, pointer.epoch, set(pointer.generations))
-        )
-        right = served == (ref.snapshot, ref.epoch, ref.place.generations)
+        served = None if pointer is None else (pointer.snapshot, pointer.epoch, pointer.segments)
+        right = served == (ref.snapshot, ref.epoch, ref.segments)
         # a publisher moves one pointer after the other
         if right or not is_held(store.leases, PUBLISH_LEASE) or time.monotonic() > ends_s:
             break
@@ -152,10 +150,7 @@ def _pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> str:
             f" live is snapshot {ref.snapshot}, epoch {ref.epoch}: precompute publish {name}"
             f" --snapshot {ref.snapshot}"
         )
-    overlays = "".join(f", overlay {generation}" for generation, _ in ref.place.overlays)
-    return (
-        f"snapshot {ref.snapshot}, epoch {ref.epoch}, generation {ref.place.generation}{overlays}"
-    )
+    return f"snapshot {ref.snapshot}, epoch {ref.epoch}, segments {', '.join(ref.segments)}"
 
 
 def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot) -> str:
@@ -171,8 +166,8 @@ def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot) -> s
 def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> str:
     view = snapshot.view
     assert view.index is not None
-    overlay = store.index_folder(ref.place.overlays[-1][0]) if ref.place.overlays else None
-    index = VectorIndex(store.index_folder(ref.place.generation), overlay)
+    lowest, *upper = map(store.index_folder, ref.segments)
+    index = VectorIndex(lowest, upper[-1] if upper else None)
     vectors = snapshot.rows - int(snapshot.quality.get("nulls", 0))
     if len(index) != vectors:
         raise VectorIndexError(

@@ -1,10 +1,10 @@
-"""Loader: loads one generation into the online store, in large batches, reads some of it back, and
+"""Loader: loads one segment into the online store, in large batches, reads some of it back, and
 builds the vector index beside it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +15,13 @@ from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.record import plain
 from precompute.store.errors import OnlineStoreError, PrecomputeError
 from precompute.store.history.changes import Changes
-from precompute.store.offline.log import Place
 from precompute.store.offline.runs import Report
 from precompute.store.offline.selection import reading_file
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import RowBatch, Rows, hash_of, hashes
-from precompute.store.online.online_store import Generation, OnlineStore, Terms
+from precompute.store.online.online_store import OnlineStore, Segment, number_of
 from precompute.store.online.row_values import is_variable
 from precompute.store.times import microseconds
 from precompute.store.vectors.index_build import build_index, build_overlay
@@ -54,7 +53,7 @@ class _Sampled(NamedTuple):
 
 
 class Loader:
-    """Loads generations of one view.
+    """Loads segments of one view.
 
     Args:
         store: of the view; the snapshots are there.
@@ -84,8 +83,9 @@ class Loader:
         self._limits = Limits(memory_mb=memory_mb)
         self._ahead_bytes = min(AHEAD_BYTES, memory_mb * 2**20 // 8)
 
-    def prepare(self, generation: Generation, snapshot: Snapshot, rows: int) -> Terms:
-        """Get the store's terms before anything moves.
+    def prepare(self, segment: Segment, snapshot: Snapshot, rows: int) -> int:
+        """Ask the store before anything moves; returns how many of the first rows an unfinished
+        load has left there.
 
         Raises:
             OnlineStoreError, ConflictError: as :meth:`OnlineStore.prepare`.
@@ -95,7 +95,7 @@ class Loader:
         of_one_width = not any(map(is_variable, snapshot.view.features))
         return self._online.prepare(
             self._store.name,
-            generation,
+            segment,
             rows,
             size_bytes,
             self._owner,
@@ -121,14 +121,14 @@ class Loader:
 
     def load(
         self,
-        generation: Generation,
+        segment: Segment,
         snapshot: Snapshot,
         changes: Changes | None,
         rows_done: int = 0,
-        under: Place | None = None,
+        below: Sequence[str] = (),
     ) -> None:
-        """Load rows and index of a base, or with ``changes``, whose files were checked, of an
-        overlay over ``under``; beside what is live, and read back.
+        """Load rows and index of a whole snapshot, or with ``changes``, whose files were checked,
+        of what changed since the segments ``below``; beside what is live, and read back.
 
         Raises:
             SnapshotError: a file is damaged.
@@ -139,24 +139,24 @@ class Loader:
             with report.stage("check"):
                 store.check_parts(snapshot)
         with report.stage("load"):
-            sample = self._load_rows(generation, snapshot, changes, rows_done)
+            sample = self._load_rows(segment, snapshot, changes, rows_done)
             crashpoint("online.load")
         try:
             with report.stage("verify"):
-                self._verify(generation, sample)
+                self._verify(segment, sample)
                 crashpoint("online.verify")
             if snapshot.view.index is not None:
                 with report.stage("index"):
-                    self._build(generation, snapshot, under)
+                    self._build(segment, snapshot, below)
                     crashpoint("index.build")
         except PrecomputeError:
-            # a generation that was not verified must not be there for a later run to use
+            # a segment that was not verified must not be there for a later run to use
             with contextlib.suppress(PrecomputeError):
-                self._online.drop(store.name, generation.number)
+                self._online.drop(store.name, segment.name)
             raise
 
     def _load_rows(
-        self, generation: Generation, snapshot: Snapshot, changes: Changes | None, rows_done: int
+        self, segment: Segment, snapshot: Snapshot, changes: Changes | None, rows_done: int
     ) -> list[_Sampled]:
         """Load all rows; returns some of them, to be read back."""
         name, online = self._store.name, self._online
@@ -166,7 +166,7 @@ class Loader:
 
         def sampled() -> Iterator[RowBatch]:
             # rows that an interrupted load had loaded are sampled, too
-            for batch in self._row_batches(snapshot, changes):
+            for batch in self._row_batches(segment, snapshot, changes):
                 for i in range(0, len(batch), step):
                     row = batch.rows.at(i)
                     sample.append(_Sampled(batch.keys.at(i), len(row), hash_of(row)))
@@ -191,28 +191,30 @@ class Loader:
 
         self._progress.begin(f"publish {name}", total)
         try:
-            count = online.load(name, generation, with_progress(), rows_done)
+            count = online.load(name, segment, with_progress(), rows_done)
         finally:
             ahead.close()
             self._progress.end()
         if count != total:
-            with contextlib.suppress(OnlineStoreError):
-                online.drop(name, generation.number)
+            with contextlib.suppress(PrecomputeError):
+                online.drop(name, segment.name)
             raise OnlineStoreError(
                 f"the online store holds {count} of {total} rows of view {name!r} after loading; is"
                 " it evicting keys? Nothing was published"
             )
         usage.loaded_rows, usage.overlay = total, changes is not None
-        if files := online.file_checks(name, [generation.number]):
+        if files := online.file_checks(name, [segment.name]):
             usage.loaded_bytes = sum(file.size_bytes for file in files)
         return sample
 
-    def _row_batches(self, snapshot: Snapshot, changes: Changes | None) -> Iterator[RowBatch]:
+    def _row_batches(
+        self, segment: Segment, snapshot: Snapshot, changes: Changes | None
+    ) -> Iterator[RowBatch]:
         view, codec = snapshot.view, RowCodec(snapshot.view)
         if changes is not None and len(changes.removed):
             # not the time now: a load that is resumed sends the same bytes
             yield codec.tombstones(
-                changes.removed, microseconds(snapshot.created_at) or 0, snapshot.number
+                changes.removed, microseconds(snapshot.created_at) or 0, segment.number
             )
         source = (
             self._store.batches(snapshot, batch_rows=LOAD_BATCH_ROWS)
@@ -220,9 +222,9 @@ class Loader:
             else changes.batches(None, LOAD_BATCH_ROWS)
         )
         for batch in source:
-            yield codec.row_batch(batch, view.entity, snapshot.number)
+            yield codec.row_batch(batch, view.entity, segment.number)
 
-    def _verify(self, generation: Generation, sample: list[_Sampled]) -> None:
+    def _verify(self, segment: Segment, sample: list[_Sampled]) -> None:
         view = self._store.name
         ends = np.cumsum([row.size_bytes for row in sample])
         start = 0
@@ -230,7 +232,7 @@ class Loader:
             before = int(ends[start - 1]) if start else 0
             stop = max(start + 1, int(np.searchsorted(ends, before + VERIFY_BYTES, side="right")))
             part = sample[start : min(stop, start + 1000)]
-            found = self._online.read_generation(view, generation.number, [row.key for row in part])
+            found = self._online.read_segments(view, [segment.name], [row.key for row in part])
             same = (found.packed.sizes == [row.size_bytes for row in part]) & (
                 hashes(found.packed) == np.array([row.hash for row in part], np.uint64)
             )
@@ -242,17 +244,17 @@ class Loader:
                 )
             start += len(part)
 
-    def _build(self, generation: Generation, snapshot: Snapshot, under: Place | None) -> None:
+    def _build(self, segment: Segment, snapshot: Snapshot, below: Sequence[str]) -> None:
         store, view = self._store, snapshot.view
-        folder, columns = store.index_folder(generation.number), index_columns(view)
-        if under is None:
+        folder, columns = store.index_folder(segment.name), index_columns(view)
+        if not below:
             batches = store.batches(snapshot, columns=columns, batch_rows=LOAD_BATCH_ROWS)
             figures = build_index(folder, batches, view, model=snapshot.model, limits=self._limits)
         else:
-            # one index for all overlays, since a search reads each: for 1 % of the rows it takes
-            # 0.0014 of the base's time
-            changes = Changes(store, store.snapshot(under.base_snapshot), snapshot)
-            base = store.index_folder(under.generation)
+            # one index for all upper segments, since a search reads each: for 1 % of the rows it
+            # takes 0.0014 of the lowest one's time
+            changes = Changes(store, store.snapshot(number_of(below[0])), snapshot)
+            base = store.index_folder(below[0])
             batches = changes.batches(columns, LOAD_BATCH_ROWS)
             figures = build_overlay(
                 folder, base, batches, [changes.removed], view, model=snapshot.model

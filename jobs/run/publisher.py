@@ -1,18 +1,21 @@
 """Publisher: makes a snapshot live: loads it into the online store and the vector index, verifies
 it, and moves the live pointer; renews, repairs and degrades that pointer, too.
 
-Order: generation and index beside what is live → read back → an event of the log → the online
+Order: segment and index beside what is live → read back → an event of the log → the online
 pointer. A reader follows only the online pointer, so it sees rows and index of one snapshot.
-Of a snapshot that builds on what is live only the rows that changed are loaded, as an overlay;
-overlays are merged as deltas are, so that readers have few to read.
+Of a snapshot that builds on what is live only the rows that changed are loaded, as a segment over
+those of what is live; upper segments are merged as deltas are, so that readers have few to read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -37,37 +40,53 @@ from precompute.store.errors import (
     VectorIndexError,
 )
 from precompute.store.history.changes import Changes, shared_segments
+from precompute.store.keys import key_column
 from precompute.store.offline import hooks
-from precompute.store.offline.log import BadMark, Hold, LiveRef, Place
+from precompute.store.offline.log import BadMark, Hold, LiveRef
 from precompute.store.offline.part_file import layers_that_stay
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import schema_tag
+from precompute.store.online.kernels import Packed
 from precompute.store.online.online_store import (
-    Generation,
+    KeysOf,
     OnlineStore,
     Pointer,
-    Terms,
+    Segment,
     check_owner,
+    number_of,
 )
+from precompute.store.online.row_values import packed_strings
 from precompute.store.vectors.vector_index import VectorIndex, is_there
 
 log = logging.getLogger(__name__)
 
 BASE_ROWS = 64
-"""Rows that are compared with Parquet before they go live, in 40 to 60 ms. Of a generation under an
-overlay as many are checked by their checksums alone, in a tenth of that."""
+"""Rows that are compared with Parquet before they go live, in 40 to 60 ms. Of segments that others
+are loaded over as many are checked by their checksums alone, in a tenth of that."""
 CURRENT_LOOK_S = 0.3
-"""Time budget for checking live data when it stays live. Before an overlay only the account and the
-sampled rows are checked."""
+"""Time budget for checking live data when it stays live. Before more is loaded over it only the
+account and the sampled rows are checked."""
+KEYS_ROWS = 65_536
+"""Keys that are read at a time of what is dropped."""
 MOST_CHANGED = 0.5
-"""Share of a base's rows beyond which a new base is loaded: rows that overlays replace lie in the
-store twice."""
+"""Share of the lowest segment's rows beyond which all rows are loaded: those that upper segments
+replace lie in the store twice."""
 MOST_SEARCHED = 0.1
 """The same for a view with a vector index: a search compares with every vector that changed since
-the base."""
+the lowest segment."""
+
+
+def segment_of(snapshot: Snapshot, below: str = "") -> Segment:
+    """The segment that is loaded of a snapshot: all of its rows, or those that changed since the
+    segment ``below`` and those under it. Its digest is of all that its rows follow from; a run
+    makes a snapshot once."""
+    tag = schema_tag(snapshot.view)
+    made = {"snapshot": snapshot.number, "run": snapshot.run, "below": below, "schema": tag}
+    digest = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
+    return Segment(snapshot.number, digest, snapshot.number, snapshot.run, bool(below), tag)
 
 
 class Publisher:
@@ -127,14 +146,14 @@ class Publisher:
         Raises:
             SnapshotError: there is no such snapshot, or it is damaged.
             GateError: a gate refused it and that is not accepted, or it is bad.
-            OnlineStoreError: the store refused, or returned other bytes than were loaded; the old
-                generation stays live.
+            OnlineStoreError: the store refused, or returned other bytes than were loaded; what was
+                live stays live.
             ConflictError: another run published meanwhile, or the view is another project's;
                 FencedError, if another run took the lease.
         """
         store, online, report, view = self._store, self._online, self._report, self._store.name
         if not self._take_over:
-            # before anything is dropped: other generations there are the owner's, too
+            # before anything is dropped: other segments there are the owner's, too
             check_owner(self._current(), view, self._owner)
         standing = Standing(store, left=marks)
         self.follow()
@@ -156,28 +175,23 @@ class Publisher:
                 return pointer
         standing.check_publishable(snapshot)
         report.snapshot, report.model = number, snapshot.model
-        generation, expected = 0, 0 if ref is None else ref.epoch
+        expected = 0 if ref is None else ref.epoch
         reload = reload or (damaged and live is not None)
-        place = None if reload else self._retained(snapshot, ref)
-        if place is None:
+        segments = None if reload else self._retained(snapshot, ref)
+        loads = segments is None
+        if segments is None:
             # what failed publishings had loaded
             self._drop_unused(ref, current)
-            generation = self._claimed_number(epoch)
-            place = self._load(snapshot, ref, generation, reload or damaged)
-        move = {"reason": reason, "held": held, "run": run or report.run, "marks": marks}
-        epochs = {"expected_epoch": expected, "above": max(epoch, generation - 1)}
-        ref = self._flip(snapshot, generation, place, {**move, **epochs})
-        self._drop_unused(ref, current)
+            segments = self._load(snapshot, ref, reload or damaged)
+        move: dict[str, Any] = {"reason": reason, "held": held, "run": run or report.run}
+        move |= {"expected_epoch": expected, "above": epoch, "segments": segments, "marks": marks}
+        unused = set(segments) - self._in_use(ref, current)
+        ref = self._make_live(snapshot, move, unused, again=loads)
+        self._tidy(ref, current)
         if damaged:
             check_live(store, online, budget_s=0.0, publishing=True)
         report.status, report.epoch = "published", ref.epoch
         return self._pointer(snapshot, ref)
-
-    def _claimed_number(self, epoch: int) -> int:
-        """A generation's number, past all that are there: the root may have been restored from a
-        backup, or the online store emptied."""
-        loaded = self._online.generations(self._store.name)
-        return self._store.refs.claim(max(epoch, *(generation.number for generation in loaded), 0))
 
     def follow(self, *, again: bool = False) -> None:
         """Serve what the root says on this host, too, where it follows one; ``again`` restores what
@@ -200,7 +214,7 @@ class Publisher:
         pointer = replace(pointer, degraded=False)
         if again or current != pointer:
             self._flip_online(pointer)
-        self._drop_unused(ref, current)
+        self._tidy(ref, current)
         self._report.status = "published" if again or current != pointer else "current"
         self._report.epoch = ref.epoch
         return pointer
@@ -224,6 +238,7 @@ class Publisher:
         if not self._can_be_read(pointer, snapshot):
             return False
         self._flip_online(pointer)
+        self.sweep()
         return True
 
     def degrade(self) -> None:
@@ -234,7 +249,7 @@ class Publisher:
             try:
                 self._flip_online(replace(current, degraded=True))
             except OnlineStoreError as exc:
-                # its generations cannot be read at all, so readers know
+                # its segments cannot be read at all, so readers know
                 log.warning("%s", exc)
 
     def renew(self, renewed_at_us: int) -> None:
@@ -249,47 +264,39 @@ class Publisher:
         ref = self._store.refs.renew_live(ref, renewed_at_us, self._lease)
         self._flip_online(self._pointer(self._store.snapshot(ref.snapshot), ref))
 
-    def _load(self, snapshot: Snapshot, ref: LiveRef | None, number: int, reload: bool) -> Place:
-        """Load a snapshot: as an overlay over what is live, or over its lower layers, where it
-        builds on them and little changed since; else as a base. Nothing is loaded if no row
-        changed."""
-        under = None if reload or ref is None else self._overlay_target(snapshot, ref)
-        if under is not None:
-            place, changes = under
-            rows = changes.rows + len(changes.removed)
-            if not rows:
-                return place
-            below, _ = place.layers[-1]
-            generation, terms = self._prepare(snapshot, number, below, rows)
-            # not in a lossy store: if it evicts an overlay's rows, those below are served again
-            if not terms.lossy:
-                self._loader.load(generation, snapshot, changes, terms.rows_done, place)
-                overlay = generation.number, snapshot.number
-                return replace(place, overlays=(*place.overlays, overlay))
-        generation, terms = self._prepare(snapshot, number, None, snapshot.rows)
-        self._loader.load(generation, snapshot, None, terms.rows_done)
-        return Place(generation.number, snapshot.number, lossy=terms.lossy)
+    def _load(self, snapshot: Snapshot, ref: LiveRef | None, reload: bool) -> tuple[str, ...]:
+        """Load a snapshot: what changed over what is live, or over its lower segments, where it
+        builds on them and little changed since; else all of it. Nothing is loaded if no row
+        changed. Returns the names of its segments, the lowest first."""
+        under = None if reload or ref is None else self._segments_below(snapshot, ref)
+        if under is None:
+            segment = segment_of(snapshot)
+            done = self._prepare(segment, snapshot, snapshot.rows)
+            self._loader.load(segment, snapshot, None, done)
+            return (segment.name,)
+        below, changes = under
+        rows = changes.rows + len(changes.removed)
+        if not rows:
+            return below
+        segment = segment_of(snapshot, below[-1])
+        done = self._prepare(segment, snapshot, rows)
+        self._loader.load(segment, snapshot, changes, done, below)
+        return (*below, segment.name)
 
-    def _prepare(
-        self, snapshot: Snapshot, number: int, below: int | None, rows: int
-    ) -> tuple[Generation, Terms]:
-        """A new generation of a snapshot, over ``below`` if any, and the store's terms for it; an
-        interrupted load of the same is resumed under its own number."""
-        tag = schema_tag(snapshot.view)
-        generation = Generation(number, snapshot.number, below, snapshot.run, tag)
-        terms = self._loader.prepare(generation, snapshot, rows)
+    def _prepare(self, segment: Segment, snapshot: Snapshot, rows: int) -> int:
+        done = self._loader.prepare(segment, snapshot, rows)
         self._lease.check()
-        if terms.number is not None:
-            generation = replace(generation, number=terms.number)
-        return generation, terms
+        return done
 
-    def _overlay_target(self, snapshot: Snapshot, ref: LiveRef) -> tuple[Place, Changes] | None:
-        """The layers of what is live that an overlay of the snapshot would lie over, and how the
-        snapshot differs from them; None where a new base is due, or they are not whole."""
-        store, place, current = self._store, ref.place, self._current()
-        if place.lossy or (current is not None and current.degraded):
+    def _segments_below(
+        self, snapshot: Snapshot, ref: LiveRef
+    ) -> tuple[tuple[str, ...], Changes] | None:
+        """The segments of what is live that one of the snapshot would lie over, and how the
+        snapshot differs from them; None where all of it is due, or they are not whole."""
+        store, current = self._store, self._current()
+        if current is not None and current.degraded:
             return None
-        loaded = self._loaded(place, snapshot)
+        loaded = self._loaded(ref, snapshot)
         if not loaded or (loaded[0].view.features, loaded[0].view.index) != (
             snapshot.view.features,
             snapshot.view.index,
@@ -310,91 +317,83 @@ class Publisher:
             if new
             else len(under_it) - 1
         )
-        top, under = loaded[stay], place.lowest(stay + 1)
+        top, below = loaded[stay], ref.segments[: stay + 1]
         changes = Changes(store, top, snapshot)
         with self._report.stage("check"):
             changes.check_parts()
-        pointer = self._pointer(top, replace(ref, snapshot=top.number, place=under))
+        pointer = self._pointer(top, replace(ref, snapshot=top.number, segments=below))
         return (
-            (under, changes)
+            (below, changes)
             if self._can_be_read(pointer, top, ok_if_unreadable=False, values=False)
             else None
         )
 
-    def _loaded(self, place: Place, snapshot: Snapshot) -> list[Snapshot]:
-        """The snapshots of the generations of ``place``, the lowest first, as far as they are
-        loaded as recorded, and of one model with the snapshot."""
-        loaded = {g.number: g for g in self._online.generations(self._store.name)}
-        layers, below = list[Snapshot](), None
-        for number, made in place.layers:
-            generation = loaded.get(number)
+    def _loaded(self, ref: LiveRef, snapshot: Snapshot) -> list[Snapshot]:
+        """The snapshots that the live segments make, the lowest first, as far as they are loaded as
+        recorded, and of one model with the snapshot."""
+        loaded = {segment.name: segment for segment in self._online.segments(self._store.name)}
+        layers, below = list[Snapshot](), ""
+        for name in ref.segments:
             try:
-                layer = self._store.snapshot(made)
+                layer = self._store.snapshot(number_of(name))
             except SnapshotError as exc:
                 log.warning("%s", exc)
                 break
-            if generation is None or layer.model != snapshot.model:
-                break
-            if (generation.base, generation.snapshot, generation.run) != (below, made, layer.run):
+            if layer.model != snapshot.model or loaded.get(name) != segment_of(layer, below):
                 break
             layers.append(layer)
-            below = number
+            below = name
         return layers
 
-    def _flip(
-        self,
-        snapshot: Snapshot,
-        generation: int,
-        place: Place,
-        move: Mapping[str, Any],
+    def _make_live(
+        self, snapshot: Snapshot, move: Mapping[str, Any], unused: set[str], *, again: bool
     ) -> LiveRef:
-        """Move the live pointer, and the online one; ``generation`` is what was loaded for it, 0
-        for nothing."""
+        """Move the live pointer, and the online one; ``unused`` are the segments that were loaded
+        for it, and ``again`` whether any was."""
         refs = self._store.refs
         with self._report.stage("flip"):
             try:
-                ref = refs.move_live(snapshot.number, place=place, lease=self._lease, **move)
+                ref = refs.move_live(snapshot.number, lease=self._lease, **move)
             except ConflictError:
                 # another run was first: what was loaded here will never be read, unless the reply
                 # to the move was lost and a later pointer names it as what was before
-                later = refs.readable_live()
-                if generation in place.generations and generation not in self._in_use(later, None):
-                    with contextlib.suppress(OnlineStoreError):
-                        self._online.drop(self._store.name, generation)
-                    shutil.rmtree(self._store.index_folder(generation), ignore_errors=True)
+                for name in unused - self._in_use(refs.readable_live(), None):
+                    with contextlib.suppress(OnlineStoreError, ConflictError):
+                        self._online.drop(self._store.name, name)
+                    shutil.rmtree(self._store.index_folder(name), ignore_errors=True)
                 raise
-            self._flip_online(self._pointer(snapshot, ref))
+            self._flip_online(self._pointer(snapshot, ref), again=again)
             crashpoint("online.flip")
         hooks.published(self._store)
         return ref
 
-    def _flip_online(self, pointer: Pointer) -> None:
-        """Move the online pointer, here and for all that follow the root."""
+    def _flip_online(self, pointer: Pointer, *, again: bool = False) -> None:
+        """Move the online pointer, here and for all that follow the root; ``again``: what it names
+        may have been loaded again."""
         self._online.flip(pointer)
         for each in self._followers:
-            each.publish(pointer)
+            each.publish(pointer, again=again)
 
-    def _retained(self, snapshot: Snapshot, ref: LiveRef | None) -> Place | None:
-        """The generations of a snapshot that the online store still holds, if it was live before
-        the last publishing: a rollback to it loads nothing."""
+    def _retained(self, snapshot: Snapshot, ref: LiveRef | None) -> tuple[str, ...] | None:
+        """The segments of a snapshot that the online store still holds, if it was live before the
+        last publishing: a rollback to it loads nothing."""
         # any others are of publishings that failed, and may never have been read back
-        loaded = {g.number: g for g in self._online.generations(self._store.name)}
-        for whole in () if ref is None else (ref.place, ref.previous_place):
-            for layers in range(0 if whole is None else len(whole.layers), 0, -1):
-                assert whole is not None
-                place = whole.lowest(layers)
-                top = loaded.get(place.layers[-1][0])
+        loaded = {segment.name: segment for segment in self._online.segments(self._store.name)}
+        for whole in () if ref is None else (ref.segments, ref.previous_segments):
+            for count in range(len(whole), 0, -1):
+                segments = whole[:count]
+                top = loaded.get(segments[-1])
                 if top is None or (top.snapshot, top.run) != (snapshot.number, snapshot.run):
                     continue
                 pointer = self._pointer(
-                    snapshot, LiveRef(1, snapshot.number, None, "", "", place=place)
+                    snapshot, LiveRef(1, snapshot.number, None, "", "", segments=segments)
                 )
                 if (
-                    place.generations <= loaded.keys()
+                    loaded.keys() >= set(segments)
                     and self._can_be_read(pointer, snapshot)
                     and self._index_opens(pointer)
                 ):
-                    return place
+                    return segments
         return None
 
     def _index_opens(self, pointer: Pointer) -> bool:
@@ -425,7 +424,7 @@ class Publisher:
         rows: int = BASE_ROWS,
         values: bool = True,
     ) -> bool:
-        """Whether generations and index are there and their rows are right; the caller loads again
+        """Whether segments and index are there and their rows are right; the caller loads again
         what is not."""
         for index in (pointer.index, pointer.overlay_index):
             if index is not None and not is_there(self._store.offline.root / index):
@@ -438,7 +437,7 @@ class Publisher:
         try:
             check_served(self._store, self._online, pointer, snapshot, rows, values=values)
         except RowsLostError as exc:
-            log.warning("%s; the next generation is loaded whole", exc)
+            log.warning("%s; all rows are loaded", exc)
             return False
         except SnapshotError as exc:
             log.warning("%s", exc)
@@ -446,44 +445,79 @@ class Publisher:
         return True
 
     def _drop_unused(self, ref: LiveRef | None, current: Pointer | None) -> None:
-        """Remove generations and indexes except the live ones, the ones before (for a rollback),
-        and those that the online pointer named until now, which requests that began before the flip
+        """Remove segments and indexes except the live ones, the ones before (for a rollback), and
+        those that the online pointer named until now, which requests that began before the flip
         still read."""
         self._lease.check()
         store, online, view = self._store, self._online, self._store.name
         keep = self._in_use(ref, current)
         try:
-            for generation in online.generations(view):
-                if generation.number not in keep:
-                    online.drop(view, generation.number)
+            segments = online.segments(view)
+            # the keys of an upper one follow from what is below
+            for segment in reversed(segments):
+                if segment.name not in keep:
+                    online.drop(view, segment.name, self._keys_of(segment, segments))
         except OnlineStoreError as exc:
             # what is live is whole; the next publishing drops the rest
-            log.warning("view %r: old generations stay for now: %s", view, exc)
+            log.warning("view %r: old segments stay for now: %s", view, exc)
         for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
-            if path.name.isdigit() and int(path.name) in keep:
+            if path.name in keep:
                 continue
             # one of another format is another version's, and stays
             with contextlib.suppress(OtherFormatError):
                 is_there(path)
                 shutil.rmtree(path, ignore_errors=True)
         for each in self._followers:
-            each.drop_all_but(keep, 0 if ref is None else ref.epoch)
+            each.drop_all_but(keep)
+
+    def _tidy(self, ref: LiveRef, current: Pointer | None) -> None:
+        self._drop_unused(ref, current)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Remove what killed loads and drops left in the online store."""
+        self._lease.check()
+        try:
+            self._online.sweep(self._store.name)
+        except OnlineStoreError as exc:
+            # what is live is whole; who publishes next sweeps it
+            log.warning("view %r: what killed loads left stays for now: %s", self._store.name, exc)
+
+    def _keys_of(self, segment: Segment, segments: Sequence[Segment]) -> KeysOf:
+        """What keys a segment was loaded with, by the snapshots' files."""
+
+        def keys() -> Iterator[Packed]:
+            store, below = self._store, ""
+            snapshot = store.snapshot(segment.snapshot)
+            names = [each.name for each in segments] if segment.upper else [""]
+            with contextlib.suppress(StopIteration):
+                below = next(name for name in names if segment_of(snapshot, name) == segment)
+            entity = snapshot.view.entity
+            batches = store.batches(snapshot, entity, KEYS_ROWS)
+            if segment.upper:
+                if not below:
+                    raise SnapshotError(f"what segment {segment.name} lay over is gone")
+                changes = Changes(store, store.snapshot(number_of(below)), snapshot)
+                yield packed_strings(changes.removed)
+                batches = changes.batches(entity, KEYS_ROWS)
+            for batch in batches:
+                yield packed_strings(key_column(batch, entity))
+
+        return keys
 
     @staticmethod
-    def _in_use(ref: LiveRef | None, current: Pointer | None) -> set[int]:
-        """Generations that the live pointer, the one to go back to and the online one have."""
-        places = () if ref is None else (ref.place, ref.previous_place)
-        numbers = {n for place in places if place is not None for n in place.generations}
-        return numbers | set(() if current is None else current.generations)
+    def _in_use(ref: LiveRef | None, current: Pointer | None) -> set[str]:
+        """Segments that the live pointer, the one to go back to and the online one have."""
+        names = () if ref is None else (*ref.segments, *ref.previous_segments)
+        return {*names, *(() if current is None else current.segments)}
 
     def _pointer(self, snapshot: Snapshot, ref: LiveRef) -> Pointer:
         """The online pointer, made of the manifest, the live pointer and the online pointer before,
         so that it can be made again at any time."""
         current = self._current()
         renewed = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None]
-        place = ref.place
+        lowest, *upper = ref.segments
         folder = None if snapshot.view.index is None else f"{snapshot.view.name}/index"
-        overlay, _ = place.layers[-1]
         return Pointer(
             view=snapshot.view,
             snapshot=snapshot.number,
@@ -495,25 +529,25 @@ class Publisher:
             computed_at_min=snapshot.computed_at_min,
             input_columns=dict(snapshot.input_columns),
             inputs=dict(snapshot.inputs),
-            index=None if folder is None else f"{folder}/{place.generation:020d}",
-            generation=place.generation,
+            index=None if folder is None else f"{folder}/{lowest}",
+            segments=ref.segments,
             # misses of a snapshot of all partitions are computed from the newest partition's source
             partition=snapshot.partition or max(snapshot.members, default=None),
             renewed_at_us=max(renewed, default=0),
-            base_snapshot=place.base_snapshot,
-            overlays=place.overlays,
-            overlay_index=(
-                None if folder is None or not place.overlays else f"{folder}/{overlay:020d}"
-            ),
+            overlay_index=None if folder is None or not upper else f"{folder}/{upper[-1]}",
             owner=self._owner,
-            lossy=place.lossy,
+            lossy=self._is_lossy,
             took_over=self._owner_before(current),
             # rows are known to be lost, until they are loaded again
             degraded=current is not None
             and current.degraded
-            and not place.generations.isdisjoint(current.generations),
+            and not set(ref.segments).isdisjoint(current.segments),
             substitute=snapshot.substitute,
         )
+
+    @cached_property
+    def _is_lossy(self) -> bool:
+        return self._online.is_lossy()
 
     def _owner_before(self, current: Pointer | None) -> str:
         """The project that the view was taken over from, or is now; empty if it was not."""

@@ -21,15 +21,16 @@ from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import PUBLISHING, close_dead, notify, reporting_run
 from precompute.jobs.run.rows.plan import RunOptions
 from precompute.jobs.run.run_view import let_go, naming_view_in_errors, note_hold, run_view
-from precompute.store.account.account import ROWS, Act, State
+from precompute.store.account.account import ROWS, Account, Act, State
 from precompute.store.account.checker import check_live
 from precompute.store.disk.durable_file import spending_reserve
-from precompute.store.disk.lease import take
+from precompute.store.disk.lease import is_held, take
 from precompute.store.errors import ConflictError, SnapshotError
 from precompute.store.offline.log import PUBLISH_LEASE, BadMark, Hold, LiveRef, Publishing
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.url import open_online_store
 from precompute.store.times import parsed_time, utc_now
 
@@ -260,6 +261,21 @@ def resume(
     return report
 
 
+def _to_repair(store: ViewStore, online: OnlineStore) -> Account | None:
+    """The account of a view of which something can be repaired, or removed; None where nothing can.
+
+    Raises:
+        ConflictError: it is another project's.
+    """
+    account = check_live(store, online)
+    for finding in account.findings:
+        if finding.state is State.FOREIGN:
+            raise ConflictError(finding.found)
+    # what is under way is none of its business
+    left = not is_held(store.leases, PUBLISH_LEASE) and online.unfinished(store.name)
+    return None if account.act is Act.NOTHING and not left else account
+
+
 def reconcile(
     project: Project,
     name: str,
@@ -268,7 +284,8 @@ def reconcile(
     finished: Callable[[Report], None] = lambda _: None,
 ) -> Report | None:
     """Repair what is live: load again what is not whole, or move the online pointer where a crash
-    left it behind. Until it is loaded, missing rows are answered as ``not_in_store``.
+    left it behind; and remove what killed loads left in the online store. Until it is loaded,
+    missing rows are answered as ``not_in_store``.
 
     Returns:
         the report; None when there is nothing that it can repair:
@@ -284,13 +301,8 @@ def reconcile(
         open_online_store(project.online, memory_mb=project.settings.load_mb)
     ) as online:
         with naming_view_in_errors(name):
-            account = check_live(store, online)
-            foreign = next(
-                (finding for finding in account.findings if finding.state is State.FOREIGN), None
-            )
-            if foreign is not None:
-                raise ConflictError(foreign.found)
-            if account.act is Act.NOTHING:
+            account = _to_repair(store, online)
+            if account is None:
                 return None
         busy = f"view {name!r} is being published, rolled back or cleaned up"
         with (
@@ -312,6 +324,7 @@ def reconcile(
                 store.storage.delete(Path(finding.what))
             # the view may have been published or dropped before the lease was taken
             account = check_live(store, online, publishing=True)
+            publisher.sweep()
             report.attention += [*account.trouble, *(finding.found for finding in records)]
             if account.act is Act.NOTHING:
                 report.status = "current"

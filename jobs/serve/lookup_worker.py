@@ -233,7 +233,6 @@ class Warmer:
             live,
             view=snapshot.view,
             snapshot=newest,
-            base_snapshot=newest,
             epoch=live.epoch + 1,
             model=snapshot.model,
             at=snapshot.created_at,

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 NAME = "account.json"
 ROWS = "rows"
-"""What a finding of rows, or of the generations that they lie in, is of."""
+"""What a finding of rows, or of the segments that they lie in, is of."""
 
 
 class State(StrEnum):
@@ -72,11 +72,12 @@ class Finding(Record, frozen=True):
 
 
 class Turn(Record, frozen=True):
-    """How far the moving window over the rows of a base is: the next row group is number ``group``
-    of file number ``file`` of the snapshot's. ``rows`` were read since ``began_us``; ``before_us``
-    is when the turn before began that read all, 0 where none did."""
+    """How far the moving window over the rows of what has ``base`` as its lowest segment is: the
+    next row group is number ``group`` of file number ``file`` of the snapshot's. ``rows`` were read
+    since ``began_us``; ``before_us`` is when the turn before began that read all, 0 where none
+    did."""
 
-    base: int = 0
+    base: str = ""
     file: int = 0
     group: int = 0
     rows: int = 0

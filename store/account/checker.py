@@ -1,7 +1,7 @@
 """Checker: looks at all that is live of a view, and writes its account, which says whether it is
 whole; and the thread of a server that has it look every minute.
 
-Each look reads pointers, small records, the headers of generations and indexes, the rows that
+Each look reads pointers, small records, the headers of segments and indexes, the rows that
 readers reported, a window of rows that moves over all of them, and files by their checksums, the
 longest unread first. A view of a few megabytes is read whole each time, a large one within the
 hour."""
@@ -236,7 +236,7 @@ class _Look:
             with contextlib.suppress(MovedError):
                 account = self._rows(account, pointer, snapshot)
         checks = [
-            *self._online_checks(sorted(ref.place.generations), pointer),
+            *self._online_checks(ref.segments, pointer),
             *self._part_checks(snapshot),
             *self._log_checks(),
         ]
@@ -260,12 +260,12 @@ class _Look:
             self._before, epoch=pointer.epoch, snapshot=pointer.snapshot, rows=pointer.rows
         )
         try:
-            check_own_rows(pointer, self._online.loaded(name, pointer.generations))
+            check_own_rows(pointer, self._online.loaded(name, pointer.segments))
         except RowsLostError as exc:
             self._add(ROWS, State.MISSING, Act.LOAD, str(exc))
         else:
             self._met(pointer)
-        checks = self._online_checks(pointer.generations, pointer)
+        checks = self._online_checks(pointer.segments, pointer)
         return self._written(self._files(account, list(checks)))
 
     def _met(self, pointer: Pointer) -> None:
@@ -275,7 +275,7 @@ class _Look:
         read = self._online.read(pointer.view.name, keys) if keys else None
         if read is None or read[0].publishing != pointer.publishing:
             return
-        states, _ = read[1].verified(RowCodec(pointer.view), pointer.snapshots)
+        states, _ = read[1].verified(RowCodec(pointer.view), pointer.numbers)
         # one that is not there may be of what was live before
         wrong = [keys[i] for i in np.flatnonzero(states == RowState.DAMAGED).tolist()]
         if wrong:
@@ -295,7 +295,6 @@ class _Look:
             (
                 [
                     *leases,
-                    self._store.refs.claimed_path,
                     *(root / name for name in IDENTITIES),
                 ],
                 Act.REMOVE,
@@ -442,8 +441,8 @@ class _Look:
     ) -> tuple[Turn, list[bytes]]:
         """Read on from where the last look ended: the turn as it is then, and keys of rows that are
         not whole."""
-        if turn.base != pointer.generation:
-            turn = Turn(pointer.generation, began_us=self._now_us)
+        if turn.base != pointer.segments[0]:
+            turn = Turn(pointer.segments[0], began_us=self._now_us)
         least = self._share * snapshot.rows
         if self._publishing and time.monotonic() >= self._ends_s:
             return turn, []
@@ -494,9 +493,9 @@ class _Look:
         return replace(account, files=seen, files_bytes=total)
 
     def _online_checks(
-        self, generations: Sequence[int], pointer: Pointer | None
+        self, segments: Sequence[str], pointer: Pointer | None
     ) -> Iterator[tuple[FileCheck, Act]]:
-        for check in self._online.file_checks(self._store.name, generations):
+        for check in self._online.file_checks(self._store.name, segments):
             yield check, Act.LOAD
         for folder in () if pointer is None else (pointer.index, pointer.overlay_index):
             if folder is not None:

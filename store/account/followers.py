@@ -38,8 +38,9 @@ class Followers(Protocol):
         here."""
         ...
 
-    def publish(self, pointer: Pointer) -> None:
-        """Have all hosts serve what a pointer says.
+    def publish(self, pointer: Pointer, *, again: bool = False) -> None:
+        """Have all hosts serve what a pointer says; ``again``: files that they have may be others
+        by now, under the same names.
 
         Raises:
             SnapshotError: they cannot hear of it.
@@ -62,8 +63,9 @@ class Followers(Protocol):
         """
         ...
 
-    def drop_all_but(self, keep: set[int], epoch: int) -> None:
-        """Remove what was kept for generations of other numbers, but for those after ``epoch``."""
+    def drop_all_but(self, keep: set[str]) -> None:
+        """Remove what was kept for other segments than these, but for later ones, of larger
+        numbers: they are of a publishing by the lease's next holder."""
 
     def end(self) -> None:
         """Have no host serve the view any more."""

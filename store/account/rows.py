@@ -4,7 +4,6 @@ sample or one after the other."""
 from __future__ import annotations
 
 import time
-from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ from precompute.store.offline.selection import CLUSTERS, Selection
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import HEADER_BYTES, RowCodec, State
-from precompute.store.online.found_rows import FoundRows, overlaid
+from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.online_store import (
     OnlineStore,
     Pointer,
@@ -79,13 +78,13 @@ def served_pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> Point
         check_owner(pointer, name, known_identity(store.offline.root))
         if pointer.epoch > ref.epoch:
             return None
-        if (pointer.epoch, set(pointer.generations)) != (ref.epoch, ref.place.generations):
+        if (pointer.epoch, pointer.segments) != (ref.epoch, ref.segments):
             found = (
                 f"the online store serves snapshot {pointer.snapshot} of view {name!r}, and"
                 f" {ref.snapshot} is live"
             )
             return Finding(what, AccountState.DAMAGED, Act.POINT, found)
-        check_own_rows(pointer, online.loaded(name, pointer.generations))
+        check_own_rows(pointer, online.loaded(name, pointer.segments))
     except DamagedPointerError as exc:
         return Finding(what, AccountState.DAMAGED, Act.POINT, str(exc))
     except OtherFormatError as exc:
@@ -124,13 +123,13 @@ def check_served(
         how many were compared.
 
     Raises:
-        RowsLostError: a generation is gone, or another one than the pointer says, or a row is
+        RowsLostError: a segment is gone, or another one than the pointer says, or a row is
             missing, damaged or another one; says what to do.
         OnlineStoreError: the store does not answer.
         SnapshotError: the snapshot cannot be read.
     """
     name, view = store.name, snapshot.view
-    check_own_rows(pointer, online.loaded(name, pointer.generations))
+    check_own_rows(pointer, online.loaded(name, pointer.segments))
     compared = 0
     # one batch of what came from many row groups: one look at the store
     columns, places = (None, CLUSTERS) if values else (view.entity, KEY_PLACES)
@@ -160,14 +159,13 @@ def _wrong(
     """Which of the keys has another row than ``batch``, or none that is whole, and in words what it
     has; None when all is right."""
     codec, found = RowCodec(snapshot.view), _read(online, pointer, keys)
-    states, computed_at = found.verified(codec, pointer.snapshots)
+    states, computed_at = found.verified(codec, pointer.numbers)
     for i in np.flatnonzero(states != State.WHOLE).tolist():
         return i, "is missing" if states[i] == State.ABSENT else "has other bytes than in Parquet"
     if batch is not None:
         expected = codec.row_batch(batch, snapshot.view.entity, snapshot.number)
         for i, row in enumerate(expected.rows.strings()):
-            # but for checksum and snapshot, by which a base's rows differ from those of the
-            # snapshot over it
+            # but for checksum and number, which are those of the segment that has it
             same_time = int(computed_at[i]) == int.from_bytes(row[8:16], "little", signed=True)
             if not same_time or bytes(found.values[i] or b"")[HEADER_BYTES:] != row[HEADER_BYTES:]:
                 return i, "has other bytes than in Parquet"
@@ -199,7 +197,7 @@ def not_whole(
     read = online.read(pointer.view.name, keys)
     if read is None or read[0].publishing != pointer.publishing:
         raise MovedError
-    states, computed = read[1].verified(codec, pointer.snapshots)
+    states, computed = read[1].verified(codec, pointer.numbers)
     wrong = states != State.WHOLE
     if computed_us is not None:
         wrong |= computed != computed_us
@@ -247,13 +245,9 @@ class MovedError(Exception):
 
 def _read(online: OnlineStore, pointer: Pointer, keys: list[bytes]) -> FoundRows:
     try:
-        found = [
-            online.read_generation(pointer.view.name, number, keys)
-            for number in pointer.generations
-        ]
+        return online.read_segments(pointer.view.name, pointer.segments, keys)
     except OnlineStoreError as exc:
         # what a network does not bring may be there; a file that cannot be read is as good as gone
         if online.blocking:
             raise
         raise RowsLostError(str(exc)) from exc
-    return reduce(overlaid, found)

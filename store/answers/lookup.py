@@ -303,7 +303,7 @@ class Lookup:
         pointer, found = read
         read_at = time.perf_counter()
         self._last[view] = pointer
-        plan = self._plan(pointer, options.features, options.encoding_format == BASE64)
+        plan = self.plan_of(pointer, options)
         state, computed_at_us = found.verified_one(plan.codec, plan.snapshots)
         value = found.values[0]
         if state is not State.WHOLE or value is None:
@@ -311,6 +311,15 @@ class Lookup:
         return WholeRow(
             plan, key, value, computed_at_us, read_at - began, time.perf_counter() - read_at
         )
+
+    def plan_of(self, pointer: Pointer, options: LookupOptions) -> AnswerPlan:
+        """How rows of a pointer are answered; of the options only the features and their encoding
+        are used.
+
+        Raises:
+            RequestError: there is no such feature.
+        """
+        return self._plan(pointer, options.features, options.encoding_format == BASE64)
 
     def sighting(self, pointer: Pointer) -> tuple[int, Sighting]:
         """The time, µs since 1970, and the bounds of the ages of a pointer's rows now."""

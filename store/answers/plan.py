@@ -105,7 +105,7 @@ class AnswerPlan:
         self.pointer = pointer
         self.view = view
         self.codec: RowCodec = RowCodec(view) if alike is None else alike.codec
-        self.snapshots = frozenset((*pointer.snapshots, pointer.snapshot))
+        self.snapshots = frozenset((*pointer.numbers, pointer.snapshot))
         self.absent = (
             Reason.NOT_IN_STORE if pointer.lossy or pointer.degraded else Reason.UNKNOWN_ENTITY
         )

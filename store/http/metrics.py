@@ -385,7 +385,7 @@ class LiveViews:
         self._reported: dict[str, str] = {}
 
     def read(self) -> Seen:
-        """What is live now, and whether the generations that pointers name are what was loaded, by
+        """What is live now, and whether the segments that pointers name are what was loaded, by
         what these say of themselves: no row is read. A store behind a network that does not answer
         is queried once: all views are as they were last seen then."""
         online, unreadable, other = self._lookup.online, set[str](), set[str]()
@@ -449,7 +449,7 @@ class LiveViews:
         """
         online, name = self._lookup.online, pointer.view.name
         try:
-            check_own_rows(pointer, online.loaded(name, pointer.generations))
+            check_own_rows(pointer, online.loaded(name, pointer.segments))
         except RowsLostError:
             # of one that has moved on meanwhile they may be gone
             if online.live(name) == pointer:

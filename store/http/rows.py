@@ -144,9 +144,9 @@ class RowRoutes:
         if wants_arrow(request.headers):
             return None
         try:
-            row, read = self._cache.get(request.key), None
-            if row is None or self._lookup.online.known(view) is not row.pointer:
-                row, read = None, self._read_at_once(request)
+            row, read = self._cached(request, self._lookup.online.known(view)), None
+            if row is None:
+                read = self._read_at_once(request)
         except OnlineStoreError:
             return None
         if row is not None:
@@ -171,6 +171,22 @@ class RowRoutes:
         else:
             self._metrics.read(view, status, seconds, read.read_s, read.verify_s)
         return timed(scope, reply, {}, seconds, self._timing)
+
+    def _cached(self, request: _Request, live: Pointer | None) -> CachedRow | None:
+        """The row that is cached, where it is what the live pointer has: it was read under it, or
+        the segment that it was read in is read still, and no upper one has the key."""
+        row = self._cache.get(request.key)
+        if row is None or live is None or row.pointer is live:
+            return row if live is not None else None
+        before, view = row.pointer, live.view
+        if (before.view.features, before.model) != (view.features, live.model):
+            return None
+        key = key_from_path(request.key[1], view.entity).encode()
+        if not self._lookup.online.is_read_in(live, row.segment, key):
+            return None
+        row = row.under(self._lookup.plan_of(live, request.options))
+        self._cache_row(request.key, row)
+        return row
 
     def _read_at_once(self, request: _Request) -> WholeRow | None:
         if self._readers is not None or self._timing is not Timing.UNREPORTED:
@@ -250,18 +266,14 @@ class RowRoutes:
     def _in_error(self, error: PrecomputeError, request: _Request) -> Reply | None:
         """The cached row, as stale, if the store fails (RFC 5861 §4): only of the last live
         pointer, and within the age limits of view and request."""
-        row, control = self._cache.get(request.key), request.control
-        if row is None or (
-            isinstance(error, RequestError) and error.status != HTTPStatus.SERVICE_UNAVAILABLE
-        ):
-            # nothing is cached, or the error is the caller's
+        if isinstance(error, RequestError) and error.status != HTTPStatus.SERVICE_UNAVAILABLE:
+            # the error is the caller's
+            return None
+        row, control = self._cached(request, self._lookup.last(request.key[0])), request.control
+        if row is None:
             return None
         pointer, view, oldest_s = row.pointer, row.pointer.view, request.options.max_age_s
-        if (
-            self._lookup.last(view.name) is not pointer
-            or wants_arrow(request.headers)
-            or (control is not None and control.no_cache)
-        ):
+        if wants_arrow(request.headers) or (control is not None and control.no_cache):
             return None
         if control is not None:
             oldest_s = control.oldest_s(view, oldest_s, False)

@@ -239,9 +239,8 @@ def _reachable(
     ref = store.refs.readable_live()
     if ref is not None:
         roots |= {ref.snapshot} | ({ref.previous} if ref.previous is not None else set())
-        # those of the layers online, by which the next overlay is chosen
-        places = [place for place in (ref.place, ref.previous_place) if place is not None]
-        roots |= {number for place in places for _, number in place.layers}
+        # those of the segments online, over which the next one is loaded
+        roots |= ref.loaded
     else:
         # Without a pointer it is not known what is in use.
         roots |= set(manifests)

@@ -4,7 +4,6 @@ bad, pinned, accepted. What the events come to is what is live.
 <root>/<view>/log/<number>.json              one event, created exactly once and never changed
 <root>/<view>/log/state-<number>.json        derived: what the events up to that number come to
 <root>/<view>/log/past-<first>-<last>.jsonl  events of more than 30 days ago, for history alone
-<root>/<view>/log/claimed.json               the last number that a generation online was given
 """
 
 from __future__ import annotations
@@ -92,34 +91,6 @@ class Publishing(Record, frozen=True):
     unknown: str = ""
 
 
-class Place(Record, frozen=True):
-    """Where the online store holds a snapshot: the generation of its base, which is the snapshot
-    ``base_snapshot``, and the ``overlays`` over it, the lowest first, each with the snapshot that
-    it makes of what lies under it. ``lossy``: the store may drop rows by itself.
-    """
-
-    generation: int
-    base_snapshot: int
-    overlays: tuple[tuple[int, int], ...] = ()
-    """(generation, snapshot)"""
-    lossy: bool = False
-
-    @property
-    def layers(self) -> tuple[tuple[int, int], ...]:
-        """(generation, snapshot) of the base and of every overlay, the lowest first."""
-        return ((self.generation, self.base_snapshot), *self.overlays)
-
-    @property
-    def generations(self) -> set[int]:
-        """Numbers of the generations that are read."""
-        return {generation for generation, _ in self.layers}
-
-    def lowest(self, layers: int) -> Place:
-        """The place without what lies over its ``layers`` lowest, of which the base is the
-        first."""
-        return replace(self, overlays=self.overlays[: layers - 1])
-
-
 class Hold(Record, frozen=True):
     """A view whose runs publish nothing until somebody resumes it: since when (ISO 8601 in UTC),
     by which command and whom, and why."""
@@ -147,9 +118,9 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
     """Which snapshot is live. ``epoch`` is the number of the event that made it so, and fences late
     writers; 0 means never published.
 
-    ``place`` is where the online store holds it, ``previous`` and ``previous_place`` what was live
-    before. ``run`` is the id of the command that published it; a backfill has one for all its
-    publishings.
+    ``segments`` are the names of the online store's segments that it is, the lowest first;
+    ``previous`` and ``previous_segments`` what was live before. ``run`` is the id of the command
+    that published it; a backfill has one for all its publishings.
     """
 
     epoch: int
@@ -157,8 +128,8 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
     previous: int | None
     reason: str
     at: str
-    place: Place
-    previous_place: Place | None = None
+    segments: tuple[str, ...]
+    previous_segments: tuple[str, ...] = ()
     renewed_at: int | None = None
     """When a later run found nothing changed, µs since 1970."""
     renewal_noted_at: str | None = None
@@ -166,6 +137,13 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
     held: Hold | None = None
     """Since when, by whom and why runs publish nothing for now; None when they do."""
     run: str = ""
+
+    @property
+    def loaded(self) -> frozenset[int]:
+        """Numbers of the snapshots that its segments online were loaded of, and those before: the
+        number in each one's name."""
+        names = (*self.segments, *self.previous_segments)
+        return frozenset(int(name.partition("-")[0]) for name in names)
 
     def publishing(self) -> Publishing:
         """What it says of what readers are served."""
@@ -183,8 +161,8 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
 class Event(Record, frozen=True, omit_defaults=True):
     """One thing that happened. ``kind`` says what, and which of the other fields count:
 
-    publish   ``snapshot`` is live, at ``place``; ``held``: why runs publish nothing after it (None:
-              they do); ``marks``: what it leaves that is bad from then on
+    publish   ``snapshot`` is live, by ``segments``; ``held``: why runs publish nothing after it
+              (None: they do); ``marks``: what it leaves that is bad from then on
     renew     a run found nothing changed, at ``renewed_at`` (µs since 1970)
     drop      nothing is live any more
     resume    runs publish again
@@ -209,7 +187,8 @@ class Event(Record, frozen=True, omit_defaults=True):
     """Who did it."""
     reason: str = ""
     snapshot: int | None = None
-    place: Place | None = None
+    segments: tuple[str, ...] = ()
+    """Names of the online store's segments that it is, the lowest first."""
     held: Hold | None = None
     renewed_at: int | None = None
     marks: dict[int, BadMark] = field(default_factory=dict)
@@ -245,10 +224,6 @@ class State(Record, frozen=True, omit_defaults=True):
     pins: dict[int, str] = field(default_factory=dict)
     accepted: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Snapshot → gates whose refusal was accepted, sorted."""
-
-
-class _Claimed(Record, frozen=True):
-    last: int
 
 
 class _Past(Record, frozen=True):
@@ -292,18 +267,18 @@ def _published(state: State, event: Event) -> State:
         None,
         event.reason,
         event.at,
-        event.place or Place(event.number, snapshot),
+        event.segments,
         run=event.run,
     )
     if before is not None and before.snapshot != snapshot:
-        live = replace(live, previous=before.snapshot, previous_place=before.place)
+        live = replace(live, previous=before.snapshot, previous_segments=before.segments)
     elif before is not None:
         # Loaded again: what was before it is still what to go back to, its rows are as they were
         # found to be, and the command that brought them is the same.
         live = replace(
             live,
             previous=before.previous,
-            previous_place=before.previous_place,
+            previous_segments=before.previous_segments,
             renewed_at=before.renewed_at,
             run=before.run,
         )
@@ -826,40 +801,13 @@ class Log:
                 found.append(Publishing(event.number, None, event.at, event.at, reason="drop"))
         return found
 
-    def claim(self, above: int) -> int:
-        """A number that was never given and never will be again, larger than ``above``: of a
-        generation online.
-
-        Raises:
-            SnapshotError: the file system failed.
-        """
-        path, number = self.claimed_path, 0
-
-        def claimed(data: bytes | None) -> bytes:
-            nonlocal number
-            # where it is damaged, events, and what lies online, are numbered as well
-            last = whole_record(_Claimed, data, path) or _Claimed(0)
-            number = max(last.last, above, self.state().number) + 1
-            return sealed(_Claimed(number))
-
-        try:
-            self._storage.update(path, claimed)
-        except OSError as exc:
-            raise SnapshotError(disk_message(path, exc)) from exc
-        return number
-
-    @property
-    def claimed_path(self) -> Path:
-        """The file of the last number that was claimed."""
-        return self._folder / "claimed.json"
-
     def move_live(
         self,
         snapshot: int,
         *,
         expected_epoch: int,
         reason: str,
-        place: Place | None = None,
+        segments: Sequence[str] = (),
         held: Hold | None = None,
         marks: Mapping[int, BadMark] | None = None,
         lease: Lease | None = None,
@@ -872,7 +820,8 @@ class Log:
             snapshot: number of a committed snapshot.
             expected_epoch: the epoch the caller saw, 0 for none.
             reason: one phrase for the operator.
-            place: where the online store holds it; by default a base that has the event's number.
+            segments: names of those of the online store that it is, the lowest first; none where it
+                is in no online store.
             held: since when and why runs are to publish nothing after this.
             marks: numbers of the snapshots that are bad from then on → why.
             lease: held by the writer.
@@ -896,7 +845,7 @@ class Log:
             return Event(
                 kind="publish",
                 snapshot=snapshot,
-                place=place,
+                segments=tuple(segments),
                 held=held,
                 marks=dict(marks or {}),
                 reason=reason,

@@ -123,7 +123,7 @@ class ViewStore:
 
     @property
     def indexes(self) -> Path:
-        """Folder of the vector indexes, each under its generation's number."""
+        """Folder of the vector indexes, each under its segment's name."""
         return self.folder / "index"
 
     @property
@@ -145,9 +145,10 @@ class ViewStore:
         """The file that is the commit of a snapshot."""
         return self.folder / "manifests" / f"{number:020d}.json"
 
-    def index_folder(self, generation: int) -> Path:
-        """Folder of the vector index of one generation."""
-        return self.indexes / f"{generation:020d}"
+    def index_folder(self, segment: str) -> Path:
+        """Folder of the vector index of one segment: of its rows, or, of one that lies over others,
+        of all rows that changed since the lowest."""
+        return self.indexes / segment
 
     # ---- reading
 

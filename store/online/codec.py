@@ -197,7 +197,8 @@ class RowCodec:
         return fixed if not blobs else self._lengthened(fixed, blobs, key_hashes)
 
     def tombstones(self, keys: pa.Array, removed_at_us: int, snapshot: int) -> RowBatch:
-        """A tombstone for each key text that left: what an overlay has in place of a row."""
+        """A tombstone for each key text that left: what an upper segment has in place of a
+        row."""
         packed_keys = packed_strings(keys)
         key_hashes = kernels.hashes(packed_keys)
         header = np.zeros(len(key_hashes), kernels.ROW_HEADER)

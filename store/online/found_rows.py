@@ -210,23 +210,6 @@ class FoundRows:
 _STATES = (State.ABSENT, State.WHOLE, State.DAMAGED)
 
 
-def overlaid(base: FoundRows, overlay: FoundRows) -> FoundRows:
-    """What stands for the same keys: the overlay's row, a tombstone too, and the base's where the
-    overlay has none."""
-    values = [
-        under if over is None else over
-        for under, over in zip(base.values, overlay.values, strict=True)
-    ]
-    damaged = base.damaged
-    if damaged is not None:
-        damaged = damaged & np.fromiter(
-            (over is None for over in overlay.values), np.bool_, len(values)
-        )
-    if overlay.damaged is not None:
-        damaged = overlay.damaged if damaged is None else damaged | overlay.damaged
-    return FoundRows(base.keys, values, hashes=base._hashes, damaged=damaged)
-
-
 class ColumnReader:
     """Reads some features of a view whose rows are all of one size: what :meth:`FoundRows.columns`
     is given. Strings and lists go by the codec.

@@ -89,7 +89,7 @@ class RowBatch:
 
 
 Rows = Iterable[RowBatch]
-"""What a generation is loaded from: every key once, in any order."""
+"""What a segment is loaded from: every key once, in any order."""
 
 
 _VERSION = 6

@@ -1,21 +1,22 @@
-"""Online store: the contract of an online store: entity key → packed row, by view and generation.
+"""Online store: the contract of an online store: entity key → packed row, by view and segment.
 
-What was loaded in one go is a **generation**: immutable, and numbered by the epoch of the
-publishing that loaded it. A **base** holds all rows of a snapshot, an **overlay** those that
-changed since the snapshot below it, and a tombstone for each that left. A pointer per view says
-which base and overlays are live.
+What is loaded in one go is a **segment**: immutable, and named by its number and the first digits
+of its digest, so that equal names have equal rows. The lowest of a list holds all rows of a
+snapshot, each one over it those that changed since, and a tombstone for each that left. A pointer
+per view names the list that is live.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from precompute.store.disk.record import Record, field, force_setattr, plain, read_record, sealed
+from precompute.store.disk.record import Record, field, plain, read_record, sealed
 from precompute.store.doors import VIEW_KEYS
 from precompute.store.errors import (
     ConflictError,
@@ -26,19 +27,39 @@ from precompute.store.errors import (
 from precompute.store.feature_view import FeatureView, Substitute
 from precompute.store.online.codec import schema_tag
 from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.kernels import Rows
+from precompute.store.online.kernels import Packed, Rows
+
+_NAME = re.compile(r"([1-9][0-9]{0,19})-[0-9a-f]{8}")
 
 
-class Generation(Record, frozen=True):
-    """What is loaded in one go: rows of ``snapshot``, which ``run`` made. ``base`` is the number of
-    the generation right below an overlay; None for a base. ``schema`` is the tag of its rows
+class Segment(Record, frozen=True):
+    """What is loaded in one go: rows of ``snapshot``, which ``run`` made; each row's header has the
+    segment's ``number``. ``digest`` (hex) is of the record that says what its rows are: segments of
+    one digest have equal rows. ``upper``: it is read over other segments, so readers know which
+    keys it has. ``schema`` is the tag of its rows
     (:func:`precompute.store.online.codec.schema_tag`); None where it is not known."""
 
     number: int
+    digest: str
     snapshot: int
-    base: int | None = None
     run: str = ""
+    upper: bool = False
     schema: int | None = None
+
+    @property
+    def name(self) -> str:
+        """``<number>-<first 8 digits of the digest>``."""
+        return f"{self.number}-{self.digest[:8]}"
+
+
+def is_segment(name: str) -> bool:
+    """Whether a text is a segment's name."""
+    return _NAME.fullmatch(name) is not None
+
+
+def number_of(name: str) -> int:
+    """The number in a segment's name."""
+    return int(name.partition("-")[0])
 
 
 class FileCheck(NamedTuple):
@@ -61,22 +82,11 @@ class ServerReport(NamedTuple):
     ahead_s: float | None = None
 
 
-class Terms(Record, frozen=True):
-    """The terms on which a store takes a load. ``lossy``: it may drop rows by itself. ``number``
-    and ``rows_done``: an unfinished load of the same rows that can be resumed, and how many of its
-    first rows need not be sent again."""
-
-    lossy: bool = False
-    number: int | None = None
-    rows_done: int = 0
-
-
 class Pointer(Record, frozen=True):
     """What is live for a view.
 
-    ``epoch`` counts the view's publishings; a pointer never moves to a smaller one. ``generation``
-    is the base that is read, of the snapshot ``base_snapshot``, and ``overlays`` the generations
-    over it with the snapshot of each, the lowest first: together they make the base what
+    ``epoch`` counts the view's publishings; a pointer never moves to a smaller one. ``segments``
+    are the names of the segments that are read, the lowest first: together they are what
     ``snapshot`` is. ``rows`` is the snapshot's row count, ``input_columns`` maps the model's inputs
     to Arrow type names, ``inputs`` the views the snapshot was computed from to their snapshot's
     number, ``index`` and ``overlay_index`` are the vector indexes' folders relative to the offline
@@ -99,11 +109,9 @@ class Pointer(Record, frozen=True):
     input_columns: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
     index: str | None = None
-    generation: int = 0
+    segments: tuple[str, ...] = ()
     partition: str | None = None
     renewed_at_us: int = 0
-    base_snapshot: int = 0
-    overlays: tuple[tuple[int, int], ...] = ()
     overlay_index: str | None = None
     owner: str = ""
     lossy: bool = False
@@ -111,22 +119,10 @@ class Pointer(Record, frozen=True):
     degraded: bool = False
     substitute: Substitute | None = None
 
-    def __post_init__(self) -> None:
-        if self.generation == 0:
-            force_setattr(self, "generation", self.epoch)
-        if self.base_snapshot == 0:
-            force_setattr(self, "base_snapshot", self.snapshot)
-
     @property
-    def generations(self) -> tuple[int, ...]:
-        """Numbers of the generations that are read: the base, and the overlays, the lowest
-        first."""
-        return (self.generation, *(generation for generation, _ in self.overlays))
-
-    @property
-    def snapshots(self) -> tuple[int, ...]:
-        """The snapshot of each of :attr:`generations`; its number is in the rows, too."""
-        return (self.base_snapshot, *(snapshot for _, snapshot in self.overlays))
+    def numbers(self) -> tuple[int, ...]:
+        """The number of each of ``segments``, which its rows have in their headers."""
+        return tuple(map(number_of, self.segments))
 
     @property
     def publishing(self) -> tuple[int, str]:
@@ -174,7 +170,7 @@ class Pointer(Record, frozen=True):
         Raises:
             OtherFormatError: it is of another format.
             ValueError: it is none, or another one: a flipped bit could make rows fresh that are
-                not; or an index that it names is not below the root.
+                not; or it names what is no segment, or an index that is not below the root.
         """
         pointer = read_record(cls, data, where)
         if view is not None and pointer.view.name != view:
@@ -182,7 +178,13 @@ class Pointer(Record, frozen=True):
         for folder in (pointer.index, pointer.overlay_index):
             if folder is not None and (folder.startswith("/") or ".." in folder.split("/")):
                 raise ValueError("its index is not below the root")
+        if not pointer.segments or not all(map(is_segment, pointer.segments)):
+            raise ValueError("it names no segments")
         return pointer
+
+
+KeysOf = Callable[[], Iterable[Packed]]
+"""Gives the keys of a segment, some at a time; raises where they cannot be known any more."""
 
 
 class OnlineStore(ABC):
@@ -216,28 +218,36 @@ class OnlineStore(ABC):
     def prepare(
         self,
         view: str,
-        generation: Generation,
+        segment: Segment,
         rows: int,
         size_bytes: int,
         owner: str,
         row_bytes: int | None = None,
-    ) -> Terms:
+    ) -> int:
         """Preflight: check that the store can take a load, before it begins.
 
         Args:
             view: its name.
-            generation: what is to be loaded.
+            segment: what is to be loaded.
             rows: how many there will be, about.
             size_bytes: of keys and packed rows together, about.
             owner: the project that publishes; a view of another one is refused. Empty: any.
             row_bytes: of each row but tombstones; None where they are not all of one width.
+
+        Returns:
+            how many of its first rows an unfinished load has left in the store: they need not be
+            sent again.
 
         Raises:
             OnlineStoreError: it cannot: no room, no permission, a policy that loses rows, another
                 project's view; says which and what to do.
         """
         self.check_writable(view, owner)
-        return Terms()
+        return 0
+
+    def is_lossy(self) -> bool:
+        """Whether the store may drop rows by itself."""
+        return False
 
     def doubts(self, view: str) -> list[str]:
         """Reasons, for people, why rows of what is live may be lost; empty without any."""
@@ -252,22 +262,24 @@ class OnlineStore(ABC):
         return []
 
     @abstractmethod
-    def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
-        """Load a generation whole and durably, replacing what an unfinished load of the same number
-        left, but for the rows that :meth:`prepare` found to be done. Readers see nothing of it
-        before :meth:`flip`.
+    def load(self, view: str, segment: Segment, rows: Rows, rows_done: int = 0) -> int:
+        """Load a segment whole and durably. Readers see nothing of it before :meth:`flip`.
+
+        What has the name has equal rows: so what an unfinished load left is written over, processes
+        that load the same at once join each other, and one that is live is replaced beside its
+        readers, who go on with what they have and read the new rows from the next flip on.
 
         Args:
             view: its name.
-            generation: what it will be.
+            segment: what it will be.
             rows: every key once, none of the rows empty; without the first ``rows_done``.
             rows_done: as :meth:`prepare` reported.
 
         Returns:
-            the number of rows that the generation has, those done before among them.
+            the number of rows that the segment has, those done before among them.
 
         Raises:
-            ConflictError: the generation is live.
+            ConflictError: it was dropped meanwhile.
         """
 
     @abstractmethod
@@ -277,7 +289,7 @@ class OnlineStore(ABC):
         Raises:
             ConflictError: the store's pointer has a larger epoch already, or another owner; an
                 equal epoch is accepted, so a flip can be repeated.
-            OnlineStoreError: a generation it names was never loaded whole.
+            OnlineStoreError: a segment it names is not there whole.
         """
 
     @abstractmethod
@@ -293,55 +305,75 @@ class OnlineStore(ABC):
         """
         return None
 
+    def is_read_in(self, pointer: Pointer, segment: str, key: bytes) -> bool:
+        """Whether what a pointer that is :meth:`known` has for a key is what a segment has: it is
+        in the list, and no upper one has the key. False where that is not known without
+        waiting."""
+        return False
+
     def warm(self) -> None:  # noqa: B027
         """Open what a first read would have to open."""
 
     @abstractmethod
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
-        """Packed rows of ``keys``, all as the pointer returned has them: of its highest overlay
-        that has one, a tombstone too, and else its base's.
+        """Packed rows of ``keys``, all as the pointer returned has them: of its highest segment
+        that has the key, a tombstone too. A row that the store lost is missing, and never an older
+        one of a lower segment.
 
         Returns None when nothing is live for the view. Rows stay valid as long as the caller holds
         them.
         """
 
     @abstractmethod
-    def read_generation(self, view: str, number: int, keys: Sequence[bytes]) -> FoundRows:
-        """As :meth:`read` for one generation that need not be live: how a load is verified before
-        the flip."""
+    def read_segments(self, view: str, names: Sequence[str], keys: Sequence[bytes]) -> FoundRows:
+        """As :meth:`read` for a list of segments that need not be live, the lowest first: how a
+        load is verified before the flip. None is found of what is not there."""
 
     @abstractmethod
-    def generations(self, view: str) -> list[Generation]:
-        """The generations loaded whole, in the order of their numbers."""
+    def segments(self, view: str) -> list[Segment]:
+        """The segments that are there whole, in the order of their numbers."""
 
-    def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
-        """Those of some generations that are loaded whole, in the order of their numbers; with a
+    def loaded(self, view: str, names: Collection[str]) -> list[Segment]:
+        """Those of some segments that are there whole, in the order of their numbers; with a
         reader's permissions and timeout."""
-        return [generation for generation in self.generations(view) if generation.number in numbers]
+        return [segment for segment in self.segments(view) if segment.name in names]
 
     def record_damage(self, view: str) -> list[str]:
         """Which small records beside a view's pointer are not as that has them, in words; the next
         flip puts them right."""
         return []
 
-    def file_checks(self, view: str, numbers: Sequence[int]) -> list[FileCheck]:
-        """How files of some generations are compared with their own checksums, where the store has
+    def file_checks(self, view: str, names: Collection[str]) -> list[FileCheck]:
+        """How files of some segments are compared with their own checksums, where the store has
         files."""
         return []
 
     @abstractmethod
-    def drop(self, view: str, number: int) -> None:
-        """Remove a generation; one that is not there is no error.
+    def drop(self, view: str, name: str, keys: KeysOf | None = None) -> None:
+        """Remove a segment, whole or not; one that is not there is no error.
+
+        Args:
+            view: its name.
+            name: of the segment.
+            keys: what keys it was loaded with, where that can be known: else a store that has no
+                list of them looks for them among all of its keys.
 
         Raises:
             ConflictError: it is live.
         """
 
+    def unfinished(self, view: str) -> list[str]:
+        """What killed loads and drops left, for people; or what is under way now."""
+        return []
+
+    def sweep(self, view: str) -> None:  # noqa: B027
+        """Remove what :meth:`unfinished` names. The caller holds the view's publishing lease, so no
+        load is under way but of one who lost it, who finds nothing of it."""
+
     @abstractmethod
     def forget(self, view: str) -> None:
         """End a view: its pointer goes first, so that readers find no such view at all, and then
-        all its generations, loaded whole or not. One that is not there, or half gone, is no
-        error."""
+        all its segments, whole or not. One that is not there, or half gone, is no error."""
 
     @abstractmethod
     def views(self) -> list[str]:
@@ -352,54 +384,51 @@ class OnlineStore(ABC):
         """Close files and connections; the store cannot be used after."""
 
 
-def check_not_live(pointer: Pointer | None, view: str, number: int) -> None:
+def check_not_live(pointer: Pointer | None, view: str, name: str) -> None:
     """Raises:
-    ConflictError: the generation is what readers are using.
+    ConflictError: the segment is what readers are using.
     """
-    if pointer is not None and number in pointer.generations:
-        raise still_live(view, number)
+    if pointer is not None and name in pointer.segments:
+        raise still_live(view, name)
 
 
-def still_live(view: str, number: int) -> ConflictError:
-    """The error for replacing or dropping what readers are using."""
+def still_live(view: str, name: str) -> ConflictError:
+    """The error for dropping what readers are using."""
     return ConflictError(
-        f"generation {number} of view {view!r} is live in the online store and cannot be replaced"
-        " or dropped"
+        f"segment {name} of view {view!r} is live in the online store and cannot be dropped"
     )
 
 
-def check_loaded(pointer: Pointer, numbers: Sequence[int]) -> None:
+def check_loaded(pointer: Pointer, names: Collection[str]) -> None:
     """Raises:
-    OnlineStoreError: the pointer names a generation that was not loaded whole.
+    OnlineStoreError: the pointer names a segment that is not there whole.
     """
-    for number in pointer.generations:
-        if number not in numbers:
-            have = ", ".join(map(str, numbers)) or "none"
+    for name in pointer.segments:
+        if name not in names:
+            have = ", ".join(sorted(names, key=number_of)) or "none"
             raise OnlineStoreError(
-                f"generation {number} of view {pointer.view.name!r} is not loaded whole (loaded:"
-                f" {have}); publish it again"
+                f"segment {name} of view {pointer.view.name!r} is missing, or not loaded whole"
+                f" (loaded: {have}); publish it again"
             )
 
 
-def check_own_rows(pointer: Pointer, loaded: Sequence[Generation]) -> None:
+def check_own_rows(pointer: Pointer, loaded: Sequence[Segment]) -> None:
     """Raises:
-    RowsLostError: the pointer names a generation that is not among those loaded, or whose rows are
-        another snapshot's or another schema's, none of which would be taken for its own.
+    RowsLostError: the pointer names a segment that is not among those loaded, or whose rows are of
+        another schema, none of which would be taken for its own.
     """
-    view, found = pointer.view.name, {generation.number: generation for generation in loaded}
-    for number, snapshot in zip(pointer.generations, pointer.snapshots, strict=True):
-        generation = found.get(number)
-        if generation is None:
+    view, found = pointer.view.name, {segment.name: segment for segment in loaded}
+    tag = schema_tag(pointer.view)
+    for name in pointer.segments:
+        segment = found.get(name)
+        if segment is None:
             what = "is not in the online store"
-        elif (generation.snapshot, generation.schema or schema_tag(pointer.view)) != (
-            snapshot,
-            schema_tag(pointer.view),
-        ):
+        elif (segment.schema or tag) != tag:
             what = "has other rows in the online store than its pointer says"
         else:
             continue
         raise RowsLostError(
-            f"generation {number} of view {view!r} {what}: precompute publish {view} --reload"
+            f"segment {name} of view {view!r} {what}: precompute publish {view} --reload"
         )
 
 

@@ -1,4 +1,4 @@
-"""Table file: one generation's rows in one immutable file, mapped once and shared by all processes:
+"""Table file: one segment's rows in one immutable file, mapped once and shared by all processes:
 how it is written, opened and checked."""
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ class TableWriter:
             yield
         except OSError as exc:
             raise OnlineStoreError(
-                disk_message(self._path, exc, "the live generation is untouched")
+                disk_message(self._path, exc, "what is live is untouched")
             ) from exc
 
 

@@ -1,4 +1,4 @@
-"""Table store: one immutable, mapped table file per generation, one small pointer file per view.
+"""Table store: one immutable, mapped table file per segment, one small pointer file per view.
 The embedded default."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,23 +34,28 @@ from precompute.store.online.found_rows import ColumnReader, FoundRows, PackedKe
 from precompute.store.online.kernels import Packed, Rows
 from precompute.store.online.online_store import (
     FileCheck,
-    Generation,
+    KeysOf,
     OnlineStore,
     Pointer,
+    Segment,
     check_epoch,
     check_loaded,
     check_not_live,
     check_taken,
+    is_segment,
+    number_of,
 )
 from precompute.store.online.table_file import TableFile, TableWriter
 
 WARM_BYTES = 2**30
-"""Bytes of a generation that goes live that are read into memory before readers come, at most."""
+"""Bytes of a segment that goes live that are read into memory before readers come, at most."""
 
 _open: weakref.WeakValueDictionary[tuple[int, int], TableFile] = weakref.WeakValueDictionary()
 # A file is mapped once in a process, whatever number of stores read it; it goes with the last
 # request that reads it.
 _open_lock = threading.Lock()
+_loading: set[Path] = set()
+"""Files that this process is loading."""
 
 
 def _table(path: Path) -> TableFile:
@@ -60,11 +65,12 @@ def _table(path: Path) -> TableFile:
         table = _open.get(identity)
         if table is None:
             table = TableFile(path)
-            number, view = table.meta.get("number"), table.meta.get("view")
-            if (number, view) != (int(path.stem), path.parent.name):
+            number, digest, view = map(table.meta.get, ("number", "digest", "view"))
+            name = f"{number}-{str(digest)[:8]}"
+            if (name, view) != (path.stem, path.parent.name):
                 raise OnlineStoreError(
-                    f"cannot read {path}: it is generation {number} of view {view!r}; publish the"
-                    " view again"
+                    f"cannot read {path}: it is segment {name} of view {view!r}; publish the view"
+                    " again"
                 )
             _open[identity] = table
         return table
@@ -75,7 +81,7 @@ class _Live:
     identity: tuple[int, int]
     pointer: Pointer
     tables: tuple[TableFile, ...]
-    """The highest overlay first, the base last."""
+    """Those of the segments, the highest first."""
     file: mmap.mmap
     """The pointer's, held so that no other file gets its inode: ext4 gives two of them in turn, and
     two flips may fall into one tick of its clock (4 ms)."""
@@ -88,11 +94,12 @@ def _identity_of(status: os.stat_result) -> tuple[int, int]:
 class TableStore(OnlineStore):
     """The online store of one machine, in table files.
 
-        <folder>/<view>/<generation:020d>.table   built aside, fsynced, renamed; never written again
-        <folder>/<view>/live.json                 the pointer, replaced atomically
+        <folder>/<view>/<segment>.table   built aside, fsynced, renamed; never written again
+        <folder>/<view>/live.json         the pointer, replaced atomically
 
     A reader looks at the pointer file's inode and mtime once per request (1.5 µs) and maps the new
-    generations when they changed.
+    segments when they changed: also those of the same names, where one was loaded again. Which keys
+    a segment has, its own index vouches for.
 
     Args:
         folder: created on the first load.
@@ -110,7 +117,7 @@ class TableStore(OnlineStore):
         return None if live is None else (live.pointer, _found(live.tables, keys))
 
     def live(self, view: str) -> Pointer | None:
-        # the generations themselves are not opened, so a publish can mend one that is gone
+        # the segments themselves are not opened, so a publish can mend one that is gone
         if not NAME.match(view):
             return None
         seen = self._live.get(view)
@@ -122,7 +129,7 @@ class TableStore(OnlineStore):
     def check_writable(self, view: str, owner: str) -> None:
         super().check_writable(view, owner)
         # none of them is of another format
-        self.generations(view)
+        self.segments(view)
         own = self.folder / view
         there = next(folder for folder in (own, *own.absolute().parents) if folder.exists())
         try:
@@ -135,6 +142,14 @@ class TableStore(OnlineStore):
     def known(self, view: str) -> Pointer | None:
         seen = self._live.get(view)
         return seen.pointer if seen is not None and seen.identity == self._identity(view) else None
+
+    def is_read_in(self, pointer: Pointer, segment: str, key: bytes) -> bool:
+        seen = self._live.get(pointer.view.name)
+        if seen is not None and seen.pointer is pointer:
+            for name, table in zip(reversed(pointer.segments), seen.tables, strict=True):
+                if name == segment or table.find(key) is not None:
+                    return name == segment
+        return False
 
     def _current(self, view: str) -> _Live | None:
         seen = self._live.get(view)
@@ -154,10 +169,10 @@ class TableStore(OnlineStore):
             identity, pointer, file = opened
             try:
                 tables = tuple(
-                    _table(self._path(view, number)) for number in reversed(pointer.generations)
+                    _table(self._path(view, name)) for name in reversed(pointer.segments)
                 )
             except (OSError, OnlineStoreError) as exc:
-                # The pointer moved twice between the two reads and the old generation is gone.
+                # The pointer moved twice between the two reads and the old segment is gone.
                 if attempt == 1:
                     continue
                 raise RowsLostError(
@@ -204,43 +219,45 @@ class TableStore(OnlineStore):
             return None
         return None if opened is None else opened[1]
 
-    def read_generation(self, view: str, number: int, keys: Sequence[bytes]) -> FoundRows:
-        path = self._path(view, number)
-        try:
-            return _found((_table(path),), keys)
-        except FileNotFoundError:
-            return FoundRows(keys, [None] * len(keys))
-        except OSError as exc:
-            raise OnlineStoreError(
-                f"cannot read {path}: {exc.strerror or exc};"
-                f" {limit_of(exc) or 'publish the view again'}"
-            ) from exc
+    def read_segments(self, view: str, names: Sequence[str], keys: Sequence[bytes]) -> FoundRows:
+        tables = []
+        for path in (self._path(view, name) for name in reversed(names)):
+            try:
+                tables.append(_table(path))
+            except FileNotFoundError:
+                pass
+            except OSError as exc:
+                raise OnlineStoreError(
+                    f"cannot read {path}: {exc.strerror or exc};"
+                    f" {limit_of(exc) or 'publish the view again'}"
+                ) from exc
+        return _found(tables, keys) if tables else FoundRows(keys, [None] * len(keys))
 
-    def generations(self, view: str) -> list[Generation]:
-        numbers = sorted(
-            int(p.stem) for p in (self.folder / view).glob("*.table") if p.stem.isdigit()
-        )
-        return [self._generation(view, number) for number in numbers]
+    def segments(self, view: str) -> list[Segment]:
+        names = {path.stem for path in (self.folder / view).glob("*.table")}
+        for name in names:
+            if not is_segment(name):
+                # none of ours; of another format's they may be named otherwise
+                with contextlib.suppress(OSError, OnlineStoreError):
+                    TableFile(self._path(view, name))
+        return self.loaded(view, names)
 
-    def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
+    def loaded(self, view: str, names: Collection[str]) -> list[Segment]:
         # no others are opened: those that are read are open already
-        return [
-            self._generation(view, number)
-            for number in sorted(numbers)
-            if self._path(view, number).exists()
-        ]
+        there = [name for name in names if is_segment(name) and self._path(view, name).exists()]
+        return [self._segment(view, name) for name in sorted(there, key=_in_order)]
 
-    def _generation(self, view: str, number: int) -> Generation:
-        """What a file says it is; of a damaged one no more than its number, so that it can be
-        dropped and is never taken for a snapshot."""
+    def _segment(self, view: str, name: str) -> Segment:
+        """What a file says it is; of a damaged one no more than its name, so that it can be dropped
+        and is never taken for a snapshot."""
         try:
-            return record_of(Generation, _table(self._path(view, number)).meta)
+            return record_of(Segment, _table(self._path(view, name)).meta)
         except (OSError, OnlineStoreError, ValueError):
-            return Generation(number, 0)
+            return Segment(number_of(name), name.partition("-")[2], 0)
 
-    def file_checks(self, view: str, numbers: Sequence[int]) -> list[FileCheck]:
+    def file_checks(self, view: str, names: Collection[str]) -> list[FileCheck]:
         checks = []
-        for path in (self._path(view, number) for number in numbers):
+        for path in (self._path(view, name) for name in sorted(names, key=_in_order)):
             # another publishing may drop one meanwhile
             with contextlib.suppress(FileNotFoundError):
                 checks.append(FileCheck(str(path), path.stat().st_size, partial(_damage, path)))
@@ -251,32 +268,46 @@ class TableStore(OnlineStore):
 
     # ---- writing
 
-    def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
-        check_not_live(self._readable(view), view, generation.number)
-        path = self._path(view, generation.number)
+    def load(self, view: str, segment: Segment, rows: Rows, rows_done: int = 0) -> int:
+        path = self._path(view, segment.name)
         try:
             make_folder(path.parent)
-            # By processes that were killed while loading. One that lives may be a rollback that
-            # took this one's lease.
-            for left in path.parent.glob(".*.table.*"):
-                if not _alive(left, path.name):
-                    left.unlink(missing_ok=True)
         except OSError as exc:
             raise OnlineStoreError(disk_message(path, exc)) from exc
-        with TableWriter(path, plain(generation) | {"view": view}, self._memory_bytes) as writer:
-            for batch in rows:
-                writer.add(batch)
-            return writer.finish()
+        self.sweep(view)
+        _loading.add(path)
+        try:
+            with TableWriter(path, plain(segment) | {"view": view}, self._memory_bytes) as writer:
+                for batch in rows:
+                    writer.add(batch)
+                return writer.finish()
+        finally:
+            _loading.discard(path)
+
+    def unfinished(self, view: str) -> list[str]:
+        return [f"{path} is left of a load that was killed" for path in self._left(view)]
+
+    def sweep(self, view: str) -> None:
+        try:
+            for path in self._left(view):
+                path.unlink(missing_ok=True)
+        except OSError as exc:
+            raise OnlineStoreError(disk_message(self.folder / view, exc)) from exc
+
+    def _left(self, view: str) -> list[Path]:
+        """Temporary files of processes that were killed. One that lives may be a rollback that took
+        this one's lease, or its victim, which has the file removed as it ends."""
+        if not NAME.match(view):
+            return []
+        return [path for path in (self.folder / view).glob(".*.table.*") if not _alive(path)]
 
     def flip(self, pointer: Pointer) -> None:
         view, folder = pointer.view.name, self.folder / pointer.view.name
-        check_loaded(pointer, [generation.number for generation in self.generations(view)])
+        check_loaded(pointer, {segment.name for segment in self.segments(view)})
         try:
             warm = self._readable(view)
-            for number in set(pointer.generations).difference(
-                () if warm is None else warm.generations
-            ):
-                _table(self._path(view, number)).warm(WARM_BYTES)
+            for name in set(pointer.segments).difference(() if warm is None else warm.segments):
+                _table(self._path(view, name)).warm(WARM_BYTES)
             with locked(folder / ".lock"):
                 before = self._readable(view)
                 check_taken(before, pointer)
@@ -288,10 +319,11 @@ class TableStore(OnlineStore):
         except OSError as exc:
             raise OnlineStoreError(disk_message(folder / "live.json", exc)) from exc
 
-    def drop(self, view: str, number: int) -> None:
-        check_not_live(self._readable(view), view, number)
-        path = self._path(view, number)
-        self._generation(view, number)
+    def drop(self, view: str, name: str, keys: KeysOf | None = None) -> None:
+        check_not_live(self._readable(view), view, name)
+        path = self._path(view, name)
+        # it may be damaged, and not of another format
+        self._segment(view, name)
         try:
             path.unlink(missing_ok=True)
         except OSError as exc:
@@ -303,7 +335,7 @@ class TableStore(OnlineStore):
             return
         # it may be damaged, and not of another format
         self._readable(view)
-        self.generations(view)
+        self.segments(view)
         try:
             with locked(folder / ".lock"):
                 (folder / "live.json").unlink(missing_ok=True)
@@ -318,8 +350,12 @@ class TableStore(OnlineStore):
     def close(self) -> None:
         self._live.clear()
 
-    def _path(self, view: str, number: int) -> Path:
-        return self.folder / view / f"{number:020d}.table"
+    def _path(self, view: str, name: str) -> Path:
+        return self.folder / view / f"{name}.table"
+
+
+def _in_order(name: str) -> tuple[int, str]:
+    return number_of(name), name
 
 
 def _found(tables: Sequence[TableFile], keys: Sequence[bytes]) -> FoundRows:
@@ -368,12 +404,13 @@ def _damage(path: Path) -> str | None:
         return str(exc)
 
 
-def _alive(left: Path, name: str) -> bool:
-    """Whether a temporary file, of another generation than ``name``, is that of a process that is
-    at work: ``.<generation>.table.<pid>.tmp``."""
-    pid = left.name.partition(".table.")[2].partition(".")[0]
-    if left.name.startswith(f".{name}.") or not pid.isdigit():
-        return False
+def _alive(left: Path) -> bool:
+    """Whether a temporary file is that of a process that is at work:
+    ``.<segment>.table.<pid>.tmp``. One of a process that was killed may have this one's number."""
+    name, _, rest = left.name[1:].partition(".table.")
+    pid = rest.partition(".")[0]
+    if not pid.isdigit() or int(pid) == os.getpid():
+        return left.with_name(f"{name}.table") in _loading
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:

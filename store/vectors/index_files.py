@@ -159,13 +159,13 @@ class IndexRecord(Record, frozen=True):
     figures: IndexFigures = field(default_factory=IndexFigures)
     base: str | None = None
     name: str = ""
-    """Which one it is, as :func:`name_of` has it: in the folder of another view or generation it is
+    """Which one it is, as :func:`name_of` has it: in the folder of another view or segment it is
     refused."""
     format: int = FORMAT
 
 
 def name_of(folder: Path) -> str:
-    """View and generation of an index folder, ``<root>/<view>/index/<generation>``."""
+    """View and segment of an index folder, ``<root>/<view>/index/<segment>``."""
     return f"{folder.parent.parent.name}/{folder.name}"
 
 

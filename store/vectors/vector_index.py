@@ -325,9 +325,9 @@ class Found(NamedTuple):
 class VectorIndex:
     """Nearest neighbours over one snapshot's vectors; safe to search from several threads.
 
-        <root>/<view>/index/<generation:020d>/   vectors.faiss · codes.faiss where that pays ·
-                                                 rows.arrow · hashes.arrow · meta.json
-                                                 an overlay's: replaced.arrow as well
+        <root>/<view>/index/<segment>/   vectors.faiss · codes.faiss where that pays ·
+                                         rows.arrow · hashes.arrow · meta.json
+                                         an overlay's: replaced.arrow as well
 
     Which kind it is and what it was measured to find stands in its figures. Everything is mapped
     but the codes and the offsets of text scalars; every file's checksum is compared once, here.

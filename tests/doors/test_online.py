@@ -74,13 +74,12 @@ def test_its_urls_are_told_in_a_line_with_file_and_line(
 
 JSON_STORE = """
 import json
-from functools import reduce
 from pathlib import Path
 from precompute.store.disk.record import plain
-from precompute.store.online.found_rows import FoundRows, overlaid
+from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.miss_cache import MissCacheFile
 from precompute.store.online.online_store import (
-    Generation, OnlineStore, Pointer, check_epoch, check_loaded, check_not_live, check_taken)
+    OnlineStore, Pointer, Segment, check_epoch, check_loaded, check_not_live, check_taken)
 
 class JsonStore(OnlineStore):
     def __init__(self, path): self.path = path
@@ -90,18 +89,17 @@ class JsonStore(OnlineStore):
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps(self.whole() | {view: of}))
         new.replace(self.path)
-    def load(self, view, generation, rows, rows_done=0):
-        check_not_live(self.live(view), view, generation.number)
+    def load(self, view, segment, rows, rows_done=0):
         table, of = {}, self.of(view)
         for batch in rows:
             for key, row in zip(batch.keys.strings(), batch.rows.strings()):
                 table[bytes(key).hex()] = bytes(row).hex()
-        of["tables"][str(generation.number)] = [plain(generation), table]
+        of["tables"][segment.name] = [plain(segment), table]
         self.put(view, of)
         return len(table)
     def flip(self, pointer):
         of, live = self.of(pointer.view.name), self.live(pointer.view.name)
-        check_loaded(pointer, list(map(int, of["tables"])))
+        check_loaded(pointer, of["tables"])
         check_taken(live, pointer)
         check_epoch(live, pointer)
         self.put(pointer.view.name, of | {"pointer": pointer.to_bytes().decode()})
@@ -110,19 +108,19 @@ class JsonStore(OnlineStore):
         return None if text is None else Pointer.from_bytes(text.encode(), view)
     def read(self, view, keys):
         pointer = self.live(view)
-        return pointer and (pointer, reduce(
-            overlaid, [self.read_generation(view, number, keys) for number in pointer.generations]))
-    def read_generation(self, view, number, keys):
-        _, table = self.of(view)["tables"].get(str(number), [None, {}])
+        return pointer and (pointer, self.read_segments(view, pointer.segments, keys))
+    def read_segments(self, view, names, keys):
+        tables, table = self.of(view)["tables"], {}
+        for name in names: table |= tables.get(name, [None, {}])[1]
         rows = [table.get(bytes(key).hex()) for key in keys]
         return FoundRows(keys, [None if row is None else bytes.fromhex(row) for row in rows])
-    def generations(self, view):
-        found = [Generation(**record) for record, _ in self.of(view)["tables"].values()]
-        return sorted(found, key=lambda generation: generation.number)
-    def drop(self, view, number):
-        check_not_live(self.live(view), view, number)
+    def segments(self, view):
+        found = [Segment(**record) for record, _ in self.of(view)["tables"].values()]
+        return sorted(found, key=lambda segment: segment.number)
+    def drop(self, view, name, keys=None):
+        check_not_live(self.live(view), view, name)
         of = self.of(view)
-        of["tables"].pop(str(number), None)
+        of["tables"].pop(name, None)
         self.put(view, of)
     def forget(self, view): self.put(view, {"pointer": None, "tables": {}})
     def views(self): return sorted(view for view, of in self.whole().items() if of["pointer"])
@@ -151,7 +149,8 @@ def test_another_packages_online_store_is_one_like_ours(package: Path, tmp_path:
     over("json:./online.json", tmp_path)
     weeks(package, REPOSITORY, tmp_path)
     # beside project.yaml, wherever it is called from
-    assert json.loads((tmp_path / "online.json").read_text())["numbers"]["tables"].keys() == {"1"}
+    tables = json.loads((tmp_path / "online.json").read_text())["numbers"]["tables"]
+    assert [name.partition("-")[0] for name in tables] == ["1"]
     over("jsno:./online.json", tmp_path)
     told = called(package, "status", folder=tmp_path).stderr
     assert "'jsno:./online.json' names no online store: write table:./folder" in told

@@ -36,7 +36,7 @@ from precompute.store.errors import PrecomputeError
 from precompute.store.offline.gc import collect
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.online.online_store import OnlineStore
+from precompute.store.online.online_store import OnlineStore, number_of
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.online_rig import rigged
 from tests.scene import Scene
@@ -498,7 +498,7 @@ def read_online(
     scene: FaultScene, online: OnlineStore
 ) -> tuple[int, dict[int, tuple[float, tuple[float, ...]]]]:
     """(epoch, rows) that a lookup finds for every key there ever was: all in one request, so of one
-    generation."""
+    segment."""
     keys = sorted({key for rows, _ in scene.history for key in rows})
     found: dict[int, tuple[float, tuple[float, ...]]] = {}
     lookup = Lookup(online, scene.store.offline.root)
@@ -585,25 +585,27 @@ def check_no_orphans(scene: FaultScene) -> None:
 
 
 def check_online_is_tidy(scene: FaultScene) -> None:
-    """The generations and indexes of what is live and was before, and nothing of any other in the
+    """The segments and indexes of what is live and was before, and nothing of any other in the
     store."""
     with scene.project().online_store() as online:
-        generations = [generation.number for generation in online.generations(VIEW)]
+        names = [segment.name for segment in online.segments(VIEW)]
+        left = online.unfinished(VIEW)
+        assert left == [], f"left in the online store: {left}"
         ref = scene.store.refs.live()
         assert ref is not None
-        before = set() if ref.previous_place is None else ref.previous_place.generations
-        assert ref.place.generations <= set(generations) <= ref.place.generations | before
+        in_use = {*ref.segments, *ref.previous_segments}
+        assert {*ref.segments} <= set(names) <= in_use
         indexes = {path.name for path in (scene.view_folder / "index").iterdir()}
-        assert indexes <= {f"{number:020d}" for number in ref.place.generations | before}
+        assert indexes <= in_use
     if scene.online.startswith("table:"):
         files = {
             path.name
             for path in (scene.folder / scene.online.removeprefix("table:") / VIEW).iterdir()
         }
-        extra = files - {f"{number:020d}.table" for number in generations} - {"live.json", ".lock"}
+        extra = files - {f"{name}.table" for name in names} - {"live.json", ".lock"}
         assert extra == set(), f"left in the online store: {sorted(extra)}"
     else:
-        rigged(scene.online).check_tidy(scene.online, VIEW, generations)
+        rigged(scene.online).check_tidy(scene.online, VIEW, [number_of(name) for name in names])
 
 
 def recover(scene: FaultScene, **options: Any) -> Report:

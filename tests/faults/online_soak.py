@@ -1,5 +1,5 @@
-"""Readers that never rest while bases and overlays are published, dropped, and their loaders
-killed: every row of every answer must be what the answer's version says.
+"""Readers that never rest while segments, alone and over others, are published, dropped, and their
+loaders killed: every row of every answer must be what the answer's version says.
 
     python -m tests.faults.online_soak [URL] [--reads 1000000] [--publishings 200] [--seed 0]
     [--narrow]
@@ -30,14 +30,15 @@ from precompute.store.errors import OnlineStoreError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import RowBatch
-from precompute.store.online.online_store import Generation, OnlineStore, Pointer
+from precompute.store.online.online_store import OnlineStore, Pointer
 from precompute.store.online.url import open_online_store
 from precompute.store.times import utc_now
+from tests.online import named, segment
 
 KEYS = 20_000
 BATCH_KEYS = 100
 BASE_EVERY = 5
-"""Of so many publishings one is a base; the others are overlays over it."""
+"""Of so many publishings one loads all rows; the others lie over it."""
 NARROW = "--narrow" in sys.argv
 """Rows of one number, which Redis keeps in buckets; the processes that publish are reported,
 too."""
@@ -66,7 +67,7 @@ def gone(key: int, snapshot: int) -> bool:
 
 
 def batches(snapshot: int) -> Iterator[RowBatch]:
-    """The rows of a base, or of the overlay that makes its base this snapshot."""
+    """All rows of a snapshot, or those that make the one below it this one."""
     base = base_of(snapshot)
     whole = snapshot == base
     keys = [
@@ -101,19 +102,16 @@ def publish(store: OnlineStore, snapshot: int, pause_s: float) -> None:
     if before is not None and before.epoch == snapshot:
         # the one before was killed after its flip
         return
-    generation = Generation(
-        snapshot, snapshot, None if snapshot == base else base, f"run-{snapshot}"
-    )
-    terms = store.prepare(VIEW.name, generation, KEYS, KEYS * 300, "soak", CODEC.fixed_bytes)
+    loaded = segment(snapshot, upper=snapshot != base, run=f"run-{snapshot}")
+    done = store.prepare(VIEW.name, loaded, KEYS, KEYS * 300, "soak", CODEC.fixed_bytes)
 
     def slowly() -> Iterator[RowBatch]:
         for batch in batches(snapshot):
             time.sleep(pause_s)
             yield batch
 
-    done = terms.rows_done if terms.number == snapshot else 0
-    store.load(VIEW.name, generation, _without(slowly(), done), done)
-    overlays = () if snapshot == base else ((snapshot, snapshot),)
+    store.load(VIEW.name, loaded, _without(slowly(), done), done)
+    names = [named(number) for number in dict.fromkeys((base, snapshot))]
     store.flip(
         Pointer(
             VIEW,
@@ -124,16 +122,15 @@ def publish(store: OnlineStore, snapshot: int, pause_s: float) -> None:
             KEYS,
             utc_now(),
             None,
-            generation=base,
-            base_snapshot=base,
-            overlays=overlays,
+            segments=tuple(names),
             owner="soak",
         )
     )
-    keep = {base, snapshot, *(() if before is None else before.generations)}
-    for old in store.generations(VIEW.name):
-        if old.number not in keep:
-            store.drop(VIEW.name, old.number)
+    keep = {*names, *(() if before is None else before.segments)}
+    for old in store.segments(VIEW.name):
+        if old.name not in keep:
+            store.drop(VIEW.name, old.name)
+    store.sweep(VIEW.name)
 
 
 def _without(rows: Iterator[RowBatch], first: int) -> Iterator[RowBatch]:

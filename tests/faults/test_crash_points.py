@@ -302,7 +302,7 @@ def test_a_rollback_that_loads_and_fails_is_done_by_doing_it_again(
     point: str, mode: str, third_is_live: MakeScene
 ) -> None:
     scene = third_is_live()
-    for path in (scene.folder / "var" / "online" / VIEW).glob("*2.table"):
+    for path in (scene.folder / "var" / "online" / VIEW).glob("2-*.table"):
         path.unlink()
     third = scene.history[-1]
     inject(scene, point, 1, mode, "rollback")

@@ -31,6 +31,7 @@ from tests.faults.harness import (
     small_chunks,
     state_of,
 )
+from tests.online import of_number
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def online_rows(scene: FaultScene) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, cut])
-def test_a_damaged_live_generation_is_loaded_again(
+def test_a_damaged_live_segment_is_loaded_again(
     harm: Callable[[Path], None], delta_to_come: MakeScene
 ) -> None:
     scene = delta_to_come()
@@ -198,7 +199,7 @@ def test_a_damaged_live_generation_is_loaded_again(
     assert check_readers(scene) == scene.history[0]
 
 
-def test_a_rollback_to_a_damaged_generation_loads_it_again(delta_to_come: MakeScene) -> None:
+def test_a_rollback_to_a_damaged_segment_loads_it_again(delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
     emptied(min((scene.folder / "var" / "online" / VIEW).glob("*.table")))
     assert act(scene, "rollback") == "published"
@@ -210,7 +211,7 @@ def test_a_missing_index_is_built_again(command: str, delta_to_come: MakeScene) 
     scene = delta_to_come()
     scene.write(scene.history[-2][0])
     scene.history.pop(-1)
-    shutil.rmtree(scene.view_folder / "index" / f"{2:020d}")
+    shutil.rmtree(of_number(scene.view_folder / "index", 2))
     assert [check.check for check in verify(scene.project(), VIEW) if not check.ok] == ["index"]
     scene.run(command=command)
     assert [check for check in verify(scene.project(), VIEW) if not check.ok] == []

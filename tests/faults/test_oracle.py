@@ -77,7 +77,7 @@ def test_what_is_left_in_the_online_store_is_seen(scene: FaultScene) -> None:
     scene.write(FEW)
     recover(scene)
     check_online_is_tidy(scene)
-    (scene.folder / "var" / "online" / VIEW / ".00000000000000000009.table.1.tmp").write_bytes(b"x")
+    (scene.folder / "var" / "online" / VIEW / ".9-00000000.table.99999999.tmp").write_bytes(b"x")
     with pytest.raises(AssertionError, match="left in the online store"):
         check_online_is_tidy(scene)
 

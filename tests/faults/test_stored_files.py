@@ -440,7 +440,7 @@ def test_a_rollback_whose_online_store_refuses_marks_nothing(
         raise OnlineStoreError("full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TableStore, "generations", refused)
+        patch.setattr(TableStore, "segments", refused)
         with pytest.raises(OnlineStoreError, match="full"):
             act(scene, "rollback")
     assert scene.store.refs.bad() == {}

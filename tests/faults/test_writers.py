@@ -62,7 +62,7 @@ def test_a_zombie_changes_nothing_that_is_live(point: str, delta_to_come: MakeSc
 
 
 def test_a_zombie_drops_nothing_that_another_one_is_loading(delta_to_come: MakeScene) -> None:
-    """It was stopped after its own flip, before it dropped old generations; the other one's is
+    """It was stopped after its own flip, before it dropped old segments; the other one's is
     loaded and not live yet."""
     zombie, scene = overtaken(delta_to_come(), "online.flip")
     scene.write(changed(scene.rows, [4, 5]))
@@ -77,7 +77,7 @@ def test_a_zombie_drops_nothing_that_another_one_is_loading(delta_to_come: MakeS
 
 
 def test_a_zombie_drops_nothing_that_is_loading_after_a_rollback(delta_to_come: MakeScene) -> None:
-    """What is live then is the generation before the zombie's own, which it keeps: nothing stops it
+    """What is live then is the segment before the zombie's own, which it keeps: nothing stops it
     but its lease."""
     scene = delta_to_come()
     zombie = Child(scene, crash=("online.flip", 1, "stop"))

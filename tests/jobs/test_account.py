@@ -19,6 +19,7 @@ from precompute.store.account.checker import Rounds, check_live, is_due, share_o
 from precompute.store.disk.record import replace
 from precompute.store.errors import PrecomputeError
 from tests.fixtures import MakeProject, Prepared
+from tests.online import of_number
 from tests.online_rig import rig_of, rigs
 from tests.scene import Scene
 
@@ -31,7 +32,7 @@ def rows(changed: int) -> list[tuple[int, float]]:
 
 
 def overlaid(make_project: MakeProject, online: str) -> Scene:
-    """A view that is live as a base with an overlay, with an index of both."""
+    """A view that is live as two segments, with an index of both."""
     for changed in (0, 2):
         project = make_project(rows(changed), project={"online": online}, view=INDEXED)
         project.run()
@@ -43,7 +44,7 @@ def project(prepared: Prepared, online: str, monkeypatch: pytest.MonkeyPatch) ->
     """:func:`overlaid`; every look compares every file."""
     monkeypatch.setattr(checker, "OFTEN_S", -1.0)
     project = prepared(overlaid, online)
-    assert project.live().place.overlays == ((2, 2),)
+    assert project.pointer().numbers == (1, 2)
     assert project.status()["attention"] == []
     return project
 
@@ -61,11 +62,11 @@ def newest_event(project: Scene) -> Path:
 
 
 def table(project: Scene, number: int) -> Path:
-    return project.folder / "online" / "numbers" / f"{number:020d}.table"
+    return of_number(project.folder / "online" / "numbers", number, ".table")
 
 
 def index(project: Scene, number: int, name: str) -> Path:
-    return project.store.index_folder(number) / name
+    return of_number(project.root / "numbers" / "index", number) / name
 
 
 def part(project: Scene, number: int, name: str = "part-00000.parquet") -> Path:
@@ -84,7 +85,7 @@ FILES: dict[str, Callable[[Scene], object]] = {
     "a bit of the index's record": lambda p: flip(index(p, 1, "meta.json")),
     "a bit of the overlay's index": lambda p: flip(index(p, 2, "vectors.faiss")),
     "a bit of what the overlay's index replaces": lambda p: flip(index(p, 2, "replaced.arrow")),
-    "the index": lambda p: shutil.rmtree(p.store.index_folder(1)),
+    "the index": lambda p: shutil.rmtree(of_number(p.root / "numbers" / "index", 1)),
     "the log": lambda p: shutil.rmtree(newest_event(p).parent),
 }
 TABLES: dict[str, Callable[[Scene], object]] = {
@@ -92,7 +93,7 @@ TABLES: dict[str, Callable[[Scene], object]] = {
     "a bit of the table's index": lambda p: flip(table(p, 1), 0.9),
     "a bit of the table's header": lambda p: flip(table(p, 1), 0.01),
     "a bit of the table's checksums": lambda p: flip(table(p, 1), 0.998),
-    "a bit of the overlay": lambda p: flip(table(p, 2), 0.99),
+    "a bit of the upper segment": lambda p: flip(table(p, 2), 0.99),
     "the table": lambda p: table(p, 1).unlink(),
     "the table's end": lambda p: table(p, 1).write_bytes(table(p, 1).read_bytes()[:-512]),
     "a bit of the online pointer": lambda p: flip(p.folder / "online" / "numbers" / "live.json"),
@@ -180,7 +181,6 @@ def test_a_bit_of_any_file_of_the_log_is_told(project: Scene) -> None:
 RECORDS: dict[str, Callable[[Scene], Path]] = {
     "the lease of publishings": lambda p: p.store.leases / "lease-publish.json",
     "the lease of runs": lambda p: p.store.leases / "lease-run.json",
-    "the last number claimed": lambda p: p.store.refs.claimed_path,
     "the project's name": lambda p: p.root / ".identity.json",
     "a run's report": lambda p: max(p.store.runs.folder.glob("*.json")),
 }
@@ -207,19 +207,20 @@ def test_a_bit_of_a_small_record_is_told_as_damage_and_stops_nobody(
     assert (project.status()["attention"], project.served(range(ROWS))[0]) == ([], 3)
 
 
-@pytest.mark.parametrize("what", ["the overlay's rows", "the overlay's index"])
+@pytest.mark.parametrize("what", ["the upper rows", "the overlay's index"])
 @pytest.mark.parametrize("online", ["table"], indirect=True)
-def test_another_generations_file_is_not_believed(project: Scene, what: str) -> None:
+def test_another_segments_file_is_not_believed(project: Scene, what: str) -> None:
     """Whole, and of the same view and model: it says which it is."""
-    if what == "the overlay's rows":
+    if what == "the upper rows":
         shutil.copy(table(project, 1), table(project, 2))
     else:
-        shutil.rmtree(project.store.index_folder(1))
-        shutil.copytree(project.store.index_folder(2), project.store.index_folder(1))
+        lowest, upper = map(project.store.index_folder, project.live().segments)
+        shutil.rmtree(lowest)
+        shutil.copytree(upper, lowest)
     assert project.cli("status") == 1
     with (
         project.lookup() as lookup,
-        pytest.raises(PrecomputeError, match=r"it is (generation|the index)"),
+        pytest.raises(PrecomputeError, match=r"it is (segment|the index)"),
     ):
         lookup.search("numbers", key=7, k=2, features=["double"])
     assert reconcile(project, "numbers", Silent()) is not None
@@ -262,7 +263,7 @@ def test_who_publishes_what_is_live_already_heals_it_too(project: Scene, command
     assert (project.run(command=command).status, project.faults()) == ("published", [])
 
 
-def test_an_overlay_is_not_laid_over_a_base_that_lost_rows(
+def test_nothing_is_loaded_over_a_segment_that_lost_rows(
     project: Scene, make_project: MakeProject
 ) -> None:
     if (rig := rig_of(project.online)) is None:
@@ -271,7 +272,7 @@ def test_an_overlay_is_not_laid_over_a_base_that_lost_rows(
         rig.damages["rows"](project)
     project = make_project(rows(3), project={"online": project.online}, view=INDEXED)
     assert project.run().status == "published"
-    assert project.live().place.overlays == ()
+    assert len(project.live().segments) == 1
     assert project.served(range(ROWS)) == (3, [2 * x for _, x in rows(3)])
 
 

@@ -28,7 +28,7 @@ from precompute.jobs.schedule.backfill_plan import (
 )
 from precompute.store.disk.lease import take
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
-from precompute.store.offline.log import Hold, Place, run_lease
+from precompute.store.offline.log import Hold, run_lease
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.times import Partition, containing
@@ -738,7 +738,7 @@ def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
     project = daily((1, 2))
     compute(project, 1, "run")
     refs = project.store.refs
-    held: dict[str, Any] = {"reason": "test", "place": Place(1, 1)}
+    held: dict[str, Any] = {"reason": "test", "segments": project.live().segments}
     held["held"] = Hold("2026-01-05T03:12:00Z", "rollback (ann@host)", "a bad model")
     refs.move_live(1, expected_epoch=project.live().epoch, **held)
     done = run_backfill(project, "numbers", options(2, 2))

@@ -265,8 +265,9 @@ def test_no_command_of_another_project_changes_what_is_served(
             second.store.refs.move_live(
                 1,
                 expected_epoch=0,
-                above=online.generations("numbers")[-1].number + 2,
+                above=online.live("numbers").epoch + 2,  # type: ignore[union-attr]
                 reason="publish",
+                segments=["1-00000000"],
             )
     before = everything(first)
     said = []
@@ -291,13 +292,13 @@ def test_no_command_of_another_project_changes_what_is_served(
 
 
 def everything(project: Scene) -> tuple[Any, ...]:
-    """Pointer and generations of ``numbers`` in the online store, and the rows it gives."""
+    """Pointer and segments of ``numbers`` in the online store, and the rows it gives."""
     with contextlib.closing(project.open_online()) as online:
-        pointer, generations = online.live("numbers"), online.generations("numbers")
+        pointer, segments = online.live("numbers"), online.segments("numbers")
         assert pointer is not None
         return (
             pointer,
-            generations,
+            segments,
             project.served(),
-            [online.read_generation("numbers", g.number, [b"1"]).packed.at(0) for g in generations],
+            [online.read_segments("numbers", [s.name], [b"1"]).packed.at(0) for s in segments],
         )

@@ -802,7 +802,7 @@ def test_another_model_is_loaded_before_what_it_computed_is_live(
 def test_a_view_that_began_again_is_computed_by_its_own_model(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
 ) -> None:
-    """Its epochs and generations start at 1 again, under a server that goes on."""
+    """Its epochs and segments start at 1 again, under a server that goes on."""
     project, weights = _scaled(make_project, tmp_path, 3.0)
     lookup, pointers = open_lookup(project), []
     with warming(lookup) as (_, fallback):
@@ -816,7 +816,7 @@ def test_a_view_that_began_again_is_computed_by_its_own_model(
             doubles = lookup.get("numbers", [1, 2])["double"].to_pylist()
             assert doubles == [factor, 2 * factor]
             shutil.rmtree(project.root)
-    assert [(p.epoch, p.generation) for p in pointers] == [(1, 1), (1, 1)]
+    assert [(p.epoch, p.numbers) for p in pointers] == [(1, (1,)), (1, (1,))]
 
 
 def test_closed_it_refuses_as_shed(make_project: MakeProject) -> None:

@@ -88,7 +88,6 @@ Read = Callable[[Scene, Path], Any]
 KINDS: dict[str, tuple[str, Read]] = {
     "event": ("var/numbers/log/0*.json", lambda project, _: _log(project).events()),
     "state": ("var/numbers/log/state-*.json", lambda project, _: _log(project).state()),
-    "claim": ("var/numbers/log/claimed.json", lambda project, _: _log(project).claim(0)),
     "lease": (
         "var/numbers/refs/lease-publish.json",
         lambda project, _: holder(project.store.leases, "publish"),

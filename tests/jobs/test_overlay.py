@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from precompute.jobs.run.publisher import BASE_ROWS
+from precompute.jobs.run.publisher import BASE_ROWS, segment_of
 from precompute.jobs.run.rows import chunks
 from precompute.store.disk.record import replace
-from precompute.store.offline.log import Place
 from precompute.store.offline.part_file import MOST_OVER_BASE
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import schema_tag
-from precompute.store.online.online_store import Generation, Terms
+from precompute.store.online.online_store import Segment, number_of
 from precompute.store.online.table_store import TableStore
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.fixtures import MakeProject
@@ -78,9 +78,14 @@ def check(project: Scene, table: dict[int, float]) -> None:
     assert project.faults() == []
 
 
-def loaded(project: Scene) -> list[Generation]:
+def segments(project: Scene) -> tuple[int, ...]:
+    """Numbers of the segments that are live, the lowest first."""
+    return tuple(map(number_of, project.live().segments))
+
+
+def loaded(project: Scene) -> list[Segment]:
     with project.online_store() as store:
-        return store.generations("numbers")
+        return store.segments("numbers")
 
 
 BASE = {i: float(i) for i in range(ROWS)}
@@ -89,19 +94,22 @@ BASE = {i: float(i) for i in range(ROWS)}
 @ON_TABLES
 def test_a_delta_loads_what_changed_alone(published: Any) -> None:
     project = published(BASE)
-    assert project.live().place == Place(1, 1)
+    assert segments(project) == (1,)
     table = BASE | {3: 33.0, 77: 1.0}
     del table[5]
     project = published(table)
-    assert project.live().place == Place(1, 1, ((2, 2),))
-    assert project.live().previous_place == Place(1, 1)
-    run, tag = project.snapshot(2).run, schema_tag(project.snapshot(2).view)
-    assert loaded(project) == [
-        Generation(1, 1, None, project.snapshot(1).run, tag),
-        Generation(2, 2, 1, run, tag),
-    ]
+    assert segments(project) == (1, 2)
+    assert tuple(map(number_of, project.live().previous_segments)) == (1,)
+    lowest = segment_of(project.snapshot(1))
+    over = segment_of(project.snapshot(2), lowest.name)
+    assert loaded(project) == [lowest, over]
+    assert (lowest.upper, over.upper, over.schema) == (
+        False,
+        True,
+        schema_tag(project.snapshot(2).view),
+    )
     with project.online_store() as store:
-        found = store.read_generation("numbers", 2, [b"3", b"77", b"5", b"4"]).values
+        found = store.read_segments("numbers", [over.name], [b"3", b"77", b"5", b"4"]).values
     # two rows, a tombstone, and nothing of what stayed
     assert [None if row is None else len(row) for row in found][2:] == [24, None]
 
@@ -117,7 +125,7 @@ def test_a_row_that_is_rejected_now_is_not_served_from_the_base(
         project = make_project(sorted(table.items()), project={"online": online}, view=view)
         project.run()
         check(project, {key: x for key, x in table.items() if x != -1.0})
-        assert project.live().place == Place(1, 1, tuple((n, n) for n in range(2, number + 1)))
+        assert segments(project) == (1, *range(2, number + 1))
 
 
 @ON_TABLES
@@ -140,7 +148,7 @@ def test_a_row_that_is_again_as_before_an_interruption_is_of_the_base(
     snapshot = project.snapshot(2)
     assert snapshot.segments[1].own_kills == 1
     assert snapshot.counts.removed == 1
-    assert project.live().place == Place(1, 1, ((2, 2),))
+    assert segments(project) == (1, 2)
 
 
 @ON_TABLES
@@ -152,17 +160,20 @@ def test_each_publish_loads_what_changed_and_small_overlays_are_merged(published
             {2: 102.0} | dict.fromkeys(range(20, 28), -1.0) if step == 2 else {step: 100.0 + step}
         )
         project = published(table)
-    assert project.live().place == Place(1, 1, ((2, 2), (3, 3), (4, 4), (5, 5)))
+    assert segments(project) == (1, 2, 3, 4, 5)
     table[6] = 106.0
     project = published(table)
     # the fifth takes the place of the highest, and of those under it that are no heavier than both
     # together; as its snapshot does of theirs
-    assert project.live().place == Place(1, 1, ((2, 2), (6, 6)))
+    assert segments(project) == (1, 2, 6)
     assert [segment.number for segment in project.snapshot(6).segments] == [1, 2, 6]
     assert [g.number for g in loaded(project)] == [1, 2, 3, 4, 5, 6]
     with project.online_store() as store:
         keys = [b"2", b"3", b"4", b"5", b"6", b"7"]
-        assert [row is not None for row in store.read_generation("numbers", 6, keys).values] == [
+        assert [
+            row is not None
+            for row in store.read_segments("numbers", project.live().segments[-1:], keys).values
+        ] == [
             False,
             True,
             True,
@@ -177,7 +188,7 @@ def test_each_publish_loads_what_changed_and_small_overlays_are_merged(published
         else:
             table[9] = 9.5
         project = published(table)
-        assert project.live().place.generation == 1
+        assert segments(project)[0] == 1
 
 
 @ON_TABLES
@@ -185,14 +196,14 @@ def test_a_snapshot_without_another_row_loads_nothing(published: Any) -> None:
     published(BASE)
     table = BASE | {3: 33.0}
     project = published(table)
-    place = project.live().place
+    before = project.live().segments
     project = published(table, ttl="2h")
     assert project.live().snapshot == 3
-    assert project.live().place == place
+    assert project.live().segments == before
     assert [g.number for g in loaded(project)] == [1, 2]
     # and what comes next lies over that
     project = published(table | {4: 44.0}, ttl="2h")
-    assert project.live().place == Place(1, 1, ((2, 2), (4, 4)))
+    assert segments(project) == (1, 2, 4)
 
 
 @ON_TABLES
@@ -202,19 +213,19 @@ def test_past_half_of_it_or_where_rows_may_be_lost_a_new_base_is_loaded(
     project = published(BASE)
     table = BASE | dict.fromkeys(range(20), -1.0)
     project = published(table)
-    assert project.live().place == Place(1, 1, ((2, 2),))
+    assert segments(project) == (1, 2)
     table[20] = -1.0
     project = published(table)
-    assert project.live().place == Place(3, 3)
+    assert segments(project) == (3,)
     # and the next overlay lies over that
     table[5] = -2.0
     project = published(table)
-    assert project.live().place == Place(3, 3, ((4, 4),))
+    assert segments(project) == (3, 4)
     with project.online_store() as online:
         online.flip(replace(project.pointer(), degraded=True))
     table[5] = -3.0
     project = published(table)
-    assert (project.live().place, project.pointer().degraded) == (Place(5, 5), False)
+    assert (segments(project), project.pointer().degraded) == ((5,), False)
 
 
 @ON_TABLES
@@ -224,19 +235,20 @@ def test_going_back_and_forth_between_overlays_and_base_loads_nothing(published:
     del third[30]
     published(second)
     project = published(third)
-    both = Place(1, 1, ((2, 2), (3, 3)))
+    all_of_them = project.live().segments
+    assert segments(project) == (1, 2, 3)
     for number, table, place in (
-        (2, second, both.lowest(2)),
-        (3, third, both),
-        (1, BASE, both.lowest(1)),
+        (2, second, all_of_them[:2]),
+        (3, third, all_of_them),
+        (1, BASE, all_of_them[:1]),
     ):
         report = project.publish(snapshot=number)
         assert "load" not in report.stages_s
-        assert project.live().place == place
+        assert project.live().segments == place
         check(project, table)
     # under the overlay that was live before lies the other one
     report = project.publish(snapshot=2)
-    assert ("load" in report.stages_s, project.live().place) == (False, both.lowest(2))
+    assert ("load" in report.stages_s, project.live().segments) == (False, all_of_them[:2])
     check(project, second)
 
 
@@ -253,21 +265,20 @@ def test_many_deltas_end_where_one_full_run_does(published: Any) -> None:
             else:
                 table[key] = random_number.random()
         project = published(table, **(indexed if step > 8 else {}))
-        place = project.live().place
-        bases.add(place.generation)
-        most = max(most, len(place.overlays))
+        lowest, *upper = project.live().segments
+        bases.add(lowest)
+        most = max(most, len(upper))
         if step > 8:
-            top, _ = place.layers[-1]
             index = VectorIndex(
-                project.store.index_folder(place.generation),
-                project.store.index_folder(top) if place.overlays else None,
+                project.store.index_folder(lowest),
+                project.store.index_folder(upper[-1]) if upper else None,
             )
             assert {key for key in range(-1, 2 * ROWS) if index.find(str(key)) is not None} == set(
                 table
             )
     assert (len(bases) > 1, most) == (True, MOST_OVER_BASE)
     assert project.publish(reload=True).status == "published"
-    assert project.live().place.overlays == ()
+    assert len(segments(project)) == 1
     check(project, table)
 
 
@@ -306,40 +317,69 @@ def test_a_reader_meets_one_version_while_deltas_are_published(
         reader.join()
     assert failures == []
     assert len(seen) > 1
-    assert project.live().place.overlays != ()
+    assert len(segments(project)) > 1
 
 
-def test_a_store_that_may_drop_rows_gets_no_overlay(
+def test_a_store_that_may_drop_rows_takes_deltas_and_says_what_it_is(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an overlay replaces would be served again, were its row dropped."""
-    monkeypatch.setattr(TableStore, "prepare", lambda *_: Terms(lossy=True))
+    monkeypatch.setattr(TableStore, "is_lossy", lambda _: True)
     for x in (1.0, -1.0):
         project = make_project([(i, x if i == 1 else float(i)) for i in range(ROWS)], view=UNJUDGED)
         project.run()
-    assert project.live().place == Place(2, 2, lossy=True)
-    assert ("load" in project.publish(snapshot=1).stages_s, project.live().place) == (
-        False,
-        Place(1, 1, lossy=True),
-    )
+    assert (segments(project), project.pointer().lossy) == ((1, 2), True)
+    assert "load" not in project.publish(snapshot=1).stages_s
+    assert (segments(project), project.pointer().lossy) == ((1,), True)
     with project.lookup() as lookup:
         assert lookup.row("numbers", 999)["reason"] == "not_in_store"
 
 
 @ON_TABLES
-def test_a_base_of_another_run_lies_under_no_overlay(
+def test_nothing_is_loaded_over_a_segment_of_another_run(
     published: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the same number, as where the root was restored from an older copy."""
     with published(BASE).online_store() as online:
         store = type(online)
-    generations = store.generations
+    there = store.segments
 
-    def of_another(self: Any, view: str) -> list[Generation]:
-        return [replace(generation, run="another") for generation in generations(self, view)]
+    def of_another(self: Any, view: str) -> list[Segment]:
+        return [
+            replace(segment, run="another") if segment.number == 1 else segment
+            for segment in there(self, view)
+        ]
 
-    monkeypatch.setattr(store, "generations", of_another)
-    assert published(BASE | {1: -1.0}).live().place == Place(2, 2)
+    monkeypatch.setattr(store, "segments", of_another)
+    assert segments(published(BASE | {1: -1.0})) == (2,)
+
+
+def test_what_a_segment_is_called_follows_from_what_its_rows_are(published: Any) -> None:
+    published(BASE)
+    project = published(BASE | {3: 33.0})
+    first, second = project.snapshot(1), project.snapshot(2)
+    lowest = segment_of(first)
+    assert lowest.name.startswith("1-")
+    assert lowest == segment_of(first) != segment_of(replace(first, run="another"))
+    names = {segment_of(second, below).name for below in ("", lowest.name, "1-00000000")}
+    assert len(names) == 3
+
+
+@ON_TABLES
+def test_what_is_live_is_loaded_again_under_its_name(published: Any) -> None:
+    project = published(BASE)
+    before, epoch = project.live().segments, project.live().epoch
+    with project.lookup() as lookup:
+        assert lookup.row("numbers", 3)["features"]["double"] == 6.0
+        with project.online_store() as store:
+            (check_of,) = store.file_checks("numbers", before)
+        path = Path(check_of.path)
+        data = path.read_bytes()
+        path.write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
+        project.publish(reload=True)
+        assert (project.live().segments, project.live().epoch) == (before, epoch + 1)
+        assert path.read_bytes() == data
+        assert lookup.row("numbers", 3)["features"]["double"] == 6.0
+    check(project, BASE)
 
 
 @ON_TABLES
@@ -363,6 +403,6 @@ def test_what_an_overlay_lies_over_is_looked_at_by_its_keys_alone(
 
     monkeypatch.setattr(ViewStore, "sample", watched)
     project.publish()
-    assert project.live().place.overlays == ((2, 2),)
+    assert segments(project) == (1, 2)
     assert checked == [(1, BASE_ROWS, ("id",))]
     check(project, BASE | {3: 33.0})

@@ -14,7 +14,6 @@ from precompute.jobs.run.judge.value_gates import Verdicts
 from precompute.jobs.run.judge.vector_gates import judge_packed
 from precompute.store.errors import GateError
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.offline.log import Place
 from precompute.store.online.row_values import packed_vectors, unpacked_vectors
 from tests.fixtures import MakeProject
 from tests.scene import Scene
@@ -124,7 +123,7 @@ def test_another_packing_computes_nothing_and_loads_a_base(
         report = project.run()
         assert report.status == "published"
         assert report.counts["written"] == (ROWS if number == 1 else 0)
-        assert project.live().place == Place(number, number)
+        assert project.pointer().numbers == (number,)
         assert served(project, KEYS) == (full if packed is None else kept(packed, KEYS))
         assert project.faults() == []
         assert project.run().status == "current"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from precompute.jobs.run.command_process import Silent
-from precompute.jobs.run.publisher import Publisher
+from precompute.jobs.run.publisher import Publisher, segment_of
 from precompute.jobs.run.report import reporting_run
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk.lease import take
@@ -25,16 +25,16 @@ from precompute.store.errors import (
     PrecomputeError,
     SnapshotError,
 )
-from precompute.store.offline.log import PUBLISH_LEASE
+from precompute.store.offline.log import PUBLISH_LEASE, LiveRef
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.kernels import Rows
-from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.online.online_store import Pointer, Segment, number_of
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.fixtures import MakeProject
 from tests.jobs.test_overlay import UNJUDGED
 from tests.memory_store import MemoryStore
-from tests.online import batch_of
+from tests.online import batch_of, numbers
 from tests.scene import Scene
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}}
@@ -47,9 +47,15 @@ def epochs(project: Scene) -> tuple[int, int]:
         return 0 if ref is None else ref.epoch, 0 if pointer is None else pointer.epoch
 
 
-def generations(project: Scene) -> list[int]:
+def loaded(project: Scene) -> list[int]:
+    """Numbers of the segments that are in the online store."""
     with project.online_store() as store:
-        return [generation.number for generation in store.generations("numbers")]
+        return numbers(store)
+
+
+def live(ref: LiveRef) -> tuple[list[int], list[int]]:
+    """Numbers of the segments that are live, and that were before."""
+    return [*map(number_of, ref.segments)], [*map(number_of, ref.previous_segments)]
 
 
 def committed(project: Scene) -> ViewStore:
@@ -94,14 +100,14 @@ def test_the_pointer_tells_what_is_live(make_project: MakeProject) -> None:
     assert (pointer.snapshot, pointer.epoch, pointer.rows, pointer.source_rows) == (1, 1, 1, 2)
     assert pointer.model == snapshot.model == report.model
     assert pointer.computed_at_min == snapshot.computed_at_min
-    assert pointer.index == f"numbers/index/{1:020d}"
+    assert pointer.index == f"numbers/index/{pointer.segments[0]}"
     assert pointer.input_columns == {"x": "double"}
 
 
 class NoLoad(MemoryStore):
     """Must not be loaded into."""
 
-    def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
+    def load(self, view: str, segment: Segment, rows: Rows, rows_done: int = 0) -> int:
         raise AssertionError("nothing is to be loaded")
 
 
@@ -136,7 +142,7 @@ def test_a_run_that_found_nothing_changed_renews_what_is_live(
     assert before.renewed_at_us == 0
     assert after == replace(before, renewed_at_us=again.read_at_us)
     assert ref.renewed_at == again.read_at_us > first.read_at_us
-    assert (epochs(project), generations(project)) == ((1, 1), [1])
+    assert (epochs(project), loaded(project)) == ((1, 1), [1])
     assert project.publish().status == "current"  # and publishing does not take the renewal back
     assert project.store.refs.live() == ref
 
@@ -185,50 +191,46 @@ def test_going_back_to_the_snapshot_before_loads_nothing(
     ref = store.refs.live()
     assert ref is not None
     assert ref.epoch == 3
-    assert ref.place.generation == 1
-    assert ref.previous == 2
-    assert (ref.previous_place and ref.previous_place.generation) == 2
+    assert (ref.previous, live(ref)) == (2, ([1], [2]))
     assert project.served() == (1, [2.0, 2.0, 2.0])
     assert project.nearest(1.0)[0] == 1
-    assert (epochs(project), generations(project)) == ((3, 3), [1, 2])
+    assert (epochs(project), loaded(project)) == ((3, 3), [1, 2])
     report = project.publish(snapshot=2)  # and forth
     assert (report.epoch, "load" in report.stages_s) == (4, False)
     assert project.served() == (2, [20.0, 20.0, 20.0])
     ref = store.refs.live()
     assert ref is not None
     assert ref.epoch == 4
-    assert ref.place.generation == 2
-    assert ref.previous == 1
-    assert (ref.previous_place and ref.previous_place.generation) == 1
-    assert generations(project) == [1, 2]
+    assert (ref.previous, live(ref)) == (1, ([2], [1]))
+    assert loaded(project) == [1, 2]
 
 
-def test_the_snapshot_before_is_loaded_again_when_its_generation_is_gone(
+def test_the_snapshot_before_is_loaded_again_when_its_segment_is_gone(
     make_project: MakeProject, online: str
 ) -> None:
     for x in (1.0, 10.0):
         project = make_project([(1, x)], project={"online": online})
         project.run()
-    opened = project.open_online()
-    opened.drop("numbers", 1)
-    opened.close()
+    with project.online_store() as opened:
+        opened.drop("numbers", opened.segments("numbers")[0].name)
     report = project.publish(snapshot=1)
     assert (report.epoch, "load" in report.stages_s) == (3, True)
     assert project.served([1]) == (1, [2.0])
-    assert generations(project) == [2, 3]
+    assert loaded(project) == [1, 2]
 
 
-def test_a_generations_number_is_never_used_again(make_project: MakeProject) -> None:
-    """Whoever slept inside its load wakes up in a generation of its own, whatever became of its
-    publishing."""
-    store, loaded = committed(make_project([(1, 1.0)])), []
+def test_a_segment_is_called_as_before_however_often_it_is_tried(
+    make_project: MakeProject,
+) -> None:
+    """Whoever slept inside its load wakes up to write the same rows."""
+    store, tried = committed(make_project([(1, 1.0)])), list[str]()
 
     class Noted(MemoryStore):
-        def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
-            loaded.append(generation.number)
-            if len(loaded) in (2, 3):
+        def load(self, view: str, segment: Segment, rows: Rows, rows_done: int = 0) -> int:
+            tried.append(segment.name)
+            if len(tried) in (2, 3):
                 raise OnlineStoreError("gone")
-            return super().load(view, generation, rows)
+            return super().load(view, segment, rows)
 
     memory = Noted()
     publish_to(memory, store)
@@ -237,21 +239,22 @@ def test_a_generations_number_is_never_used_again(make_project: MakeProject) -> 
         with pytest.raises(OnlineStoreError, match="gone"):
             publish_to(memory, store)
     report, pointer = publish_to(memory, store)
-    assert loaded == [1, 2, 3, 4]
-    assert (report.epoch, pointer.generation) == (4, 4)
+    first, second = (segment_of(store.snapshot(number)).name for number in (1, 2))
+    assert tried == [first, second, second, second]
+    assert (report.epoch, pointer.segments) == (2, (second,))
     assert Lookup(memory).get("numbers", [1])["double"].to_pylist() == [4.0]
 
 
-def test_old_generations_and_indexes_are_dropped_but_the_last(
+def test_old_segments_and_indexes_are_dropped_but_the_last(
     make_project: MakeProject, online: str
 ) -> None:
     for n in range(1, 4):
         project = make_project([(1, float(n))], project={"online": online}, view=INDEXED)
         project.run()
         left = [epoch for epoch in (n - 1, n) if epoch > 0]
-        assert generations(project) == left
+        assert loaded(project) == left
         assert sorted(p.name for p in (project.root / "numbers" / "index").iterdir()) == [
-            f"{epoch:020d}" for epoch in left
+            segment_of(project.snapshot(number)).name for number in left
         ]
 
 
@@ -299,16 +302,16 @@ class Alters(MemoryStore):
     def altered(table: Table) -> Table:
         raise NotImplementedError
 
-    def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
+    def load(self, view: str, segment: Segment, rows: Rows, rows_done: int = 0) -> int:
         tables = (
             dict(zip(map(bytes, b.keys.strings()), map(bytes, b.rows.strings()), strict=True))
             for b in rows
         )
-        return super().load(view, generation, (batch_of(self.altered(table)) for table in tables))
+        return super().load(view, segment, (batch_of(self.altered(table)) for table in tables))
 
 
 class Loses(Alters):
-    """Loses the last row of every generation and says so."""
+    """Loses the last row of every segment and says so."""
 
     @staticmethod
     def altered(table: Table) -> Table:
@@ -318,8 +321,8 @@ class Loses(Alters):
 class LosesAndLies(Loses):
     """Loses a row and counts it all the same."""
 
-    def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
-        return super().load(view, generation, rows) + 1
+    def load(self, view: str, segment: Segment, rows: Rows, rows_done: int = 0) -> int:
+        return super().load(view, segment, rows) + 1
 
 
 class Flips(Alters):
@@ -333,12 +336,12 @@ class Flips(Alters):
 class Raises(MemoryStore):
     """Stops answering half-way through a load."""
 
-    def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
+    def load(self, view: str, segment: Segment, rows: Rows, rows_done: int = 0) -> int:
         def some() -> Rows:
             yield next(iter(rows))
             raise OnlineStoreError("gone")
 
-        return super().load(view, generation, some())
+        return super().load(view, segment, some())
 
 
 @pytest.mark.parametrize(
@@ -353,7 +356,7 @@ class Raises(MemoryStore):
 def test_a_store_that_lost_or_altered_rows_is_not_made_live(
     make_project: MakeProject, kind: type[MemoryStore], message: str
 ) -> None:
-    """Nor is a generation left that was not read back: a later run would take it for whole."""
+    """Nor is a segment left that was not read back: a later run would take it for whole."""
     store = committed(make_project([(1, 1.0), (2, 2.0), (3, 3.0)]))
     memory = MemoryStore()
     _, before = publish_to(memory, store)
@@ -369,7 +372,7 @@ def test_a_store_that_lost_or_altered_rows_is_not_made_live(
     assert (ref.epoch, ref.snapshot) == (1, 1)
     assert memory.live("numbers") == before
     assert Lookup(memory).get("numbers", [1, 2, 3])["double"].to_pylist() == [2.0, 4.0, 6.0]
-    assert [generation.number for generation in memory.generations("numbers")] == [1]
+    assert numbers(memory) == [1]
     memory.__class__ = MemoryStore
     report, pointer = publish_to(memory, store)
     assert (pointer.snapshot, "load" in report.stages_s) == (2, True)
@@ -458,32 +461,37 @@ def test_a_lost_root_goes_past_the_online_epoch(make_project: MakeProject, onlin
     assert project.served() == (3, [6.0, 6.0, 6.0])
     assert project.numbers() == []  # it is refused before anything is computed
     project.materialize()
-    before = generations(project)
+    before = loaded(project)
     with pytest.raises(ConflictError, match="published by another project"):
         project.publish()
-    assert generations(project) == before  # and before anything of the other's is dropped
+    assert loaded(project) == before  # and before anything of the other's is dropped
     report = project.run(take_over=True)
     assert (report.snapshot, report.epoch) == (1, 4)
     assert project.served() == (1, [14.0, 16.0, None])
     assert project.nearest(8.0) == (1, "2")
-    assert generations(project) == [3, 4]
+    assert loaded(project) == [1, 3]
     assert project.run().status == "current"
 
 
-def test_a_lost_root_and_pointer_go_past_the_generations_that_are_there(
+def test_a_root_that_begins_anew_takes_no_old_segment_for_its_own(
     make_project: MakeProject,
 ) -> None:
+    """Numbers begin at 1 again, and the digests are others'."""
     for x in (1.0, 2.0, 3.0):
         project = make_project([(1, x)])
         project.run()
+    assert loaded(project) == [2, 3]
     for part in ("refs", "manifests", "data", "runs"):
         shutil.rmtree(project.root / "numbers" / part)
     (project.root / "online/numbers/live.json").unlink()
-    assert generations(project) == [2, 3]
-    assert make_project([(1, 7.0)]).run().epoch == 4
+    for number, x in enumerate((7.0, 8.0, 9.0), 1):
+        project = make_project([(1, x)])
+        project.run()
+        assert project.served([1]) == (number, [2 * x])
+    assert loaded(project) == [2, 3]
 
 
-@pytest.mark.parametrize("since", [[2.0], [2.0, 3.0]])  # its generation is there, or dropped
+@pytest.mark.parametrize("since", [[2.0], [2.0, 3.0]])  # its segment is there, or dropped
 def test_a_root_restored_from_an_older_backup_goes_past_the_online_epoch(
     make_project: MakeProject, online: str, since: list[float]
 ) -> None:
@@ -506,9 +514,11 @@ def test_a_publish_that_was_overtaken_changes_nothing(make_project: MakeProject)
     store = committed(make_project([(1, 1.0)]))
 
     class Overtaken(MemoryStore):
-        def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
-            count = super().load(view, generation, rows)
-            store.refs.move_live(1, expected_epoch=0, reason="another machine")
+        def load(self, view: str, segment: Segment, rows: Rows, rows_done: int = 0) -> int:
+            count = super().load(view, segment, rows)
+            store.refs.move_live(
+                1, expected_epoch=0, reason="another machine", segments=["1-00000000"]
+            )
             return count
 
     memory = Overtaken()
@@ -526,10 +536,12 @@ def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(
     make: dict[str, Any] = {"project": {"online": online}, "view": INDEXED}
     project = make_project([(1, 1.0)], **make)
     project.run()
-    blocked = project.root / "numbers" / "index" / f"{2:020d}"
+    project = make_project([(2, 5.0)], **make)
+    project.materialize()
+    blocked = project.store.index_folder(segment_of(project.snapshot(2)).name)
     blocked.write_text("in the way")
     with pytest.raises(PrecomputeError, match="index"):
-        make_project([(2, 5.0)], **make).run()
+        project.run()
     assert project.served([1, 2]) == (1, [2.0, None])
     assert project.nearest(5.0) == (1, "1")
     blocked.unlink()
@@ -537,10 +549,10 @@ def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(
     assert (report.status, report.snapshot, report.counts["written"]) == ("published", 2, 0)
     assert project.served([1, 2]) == (2, [None, 10.0])
     assert project.nearest(5.0) == (2, "2")
-    assert VectorIndex(project.root / "numbers" / "index" / f"{epochs(project)[1]:020d}").dim == 4
+    assert VectorIndex(blocked).dim == 4
 
 
-def test_what_a_reload_replaced_is_there_until_the_next_publishing(
+def test_what_is_loaded_again_is_read_before_and_after_under_its_name(
     make_project: MakeProject, online: str
 ) -> None:
     """A request that took the pointer before the flip reads it after."""
@@ -548,16 +560,17 @@ def test_what_a_reload_replaced_is_there_until_the_next_publishing(
         project = make_project([(1, x), (2, x)], project={"online": online}, view=INDEXED)
         project.run()
     before = project.pointer()
+    index = project.root / (before.index or "")
+    opened = VectorIndex(index)
     project.publish(reload=True)
-    assert before.generation == 2
-    assert project.pointer().generation == 3
-    assert generations(project) == [1, 2, 3]
-    assert before.index is not None
-    assert len(VectorIndex(project.root / before.index)) == 2
+    after = project.pointer()
+    assert (before.numbers, after.segments, after.epoch) == ((2,), before.segments, 3)
+    assert loaded(project) == [1, 2]
+    assert (len(opened), len(VectorIndex(index))) == (2, 2)
     with project.online_store() as store:
-        assert None not in store.read_generation("numbers", before.generation, [b"1", b"2"]).values
-    # going back is possible as it was, and the next one tidies up
+        assert None not in store.read_segments("numbers", before.segments, [b"1", b"2"]).values
+        assert store.unfinished("numbers") == []
+    # going back is possible as it was
     assert project.publish().status == "current"
-    assert generations(project) == [1, 3]
     assert "load" not in project.rollback().stages_s
     assert project.served([1, 2]) == (1, [2.0, 2.0])

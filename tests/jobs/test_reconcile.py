@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import OnlineStore
 from tests.fixtures import MakeProject, Prepared
+from tests.online import TABLE, Stopped, named, of_number, segment, torn
 from tests.online_rig import rigged
 from tests.scene import Scene
 
@@ -39,7 +41,7 @@ DOUBLES = [2.0 * i for i in range(40)]
 
 
 def overlaid(make_project: MakeProject, online: str) -> Scene:
-    """A view that is live as a base with an overlay."""
+    """A view that is live as two segments."""
     for rows in (ROWS[1:], ROWS):
         project = make_project(rows, project={"online": online})
         project.run()
@@ -49,7 +51,7 @@ def overlaid(make_project: MakeProject, online: str) -> Scene:
 @pytest.fixture
 def project(prepared: Prepared, online: str) -> Scene:
     project = prepared(overlaid, online)
-    assert project.live().place.overlays == ((2, 2),)
+    assert project.pointer().numbers == (1, 2)
     return project
 
 
@@ -59,9 +61,10 @@ def said(project: Scene) -> str | None:
 
 
 def lose(project: Scene, number: int) -> None:
-    """A generation's rows are gone, and its pointer is not."""
+    """A segment's rows are gone, and its pointer is not."""
     if project.online.startswith("table"):
-        path = Path(project.online.removeprefix("table:")) / "numbers" / f"{number:020d}.table"
+        folder = Path(project.online.removeprefix("table:")) / "numbers"
+        path = of_number(folder, number, ".table")
         data = bytearray(path.read_bytes())
         # rows and index: not the header, which would not open
         data[4096:-16] = bytes(len(data) - 4112)
@@ -78,7 +81,7 @@ def lose_all(project: Scene) -> None:
 
 
 def lose_features(project: Scene) -> None:
-    """The pointer tells of other rows than its generations have."""
+    """The pointer tells of other rows than its segments have."""
     view = project.pointer().view
     with project.online_store() as online:
         online.flip(
@@ -87,11 +90,38 @@ def lose_features(project: Scene) -> None:
 
 
 LOSSES: dict[str, Callable[[Scene], None]] = {
-    "the base": lambda project: lose(project, 1),
-    "the overlay": lambda project: lose(project, 2),
+    "the lowest": lambda project: lose(project, 1),
+    "the upper": lambda project: lose(project, 2),
     "everything": lose_all,
     "what rows are like": lose_features,
 }
+
+
+NEXT: dict[str, Callable[[Scene], object]] = {
+    "reconcile": lambda project: reconcile(project, "numbers", Silent()),
+    "run": lambda project: project.run(),
+    "publish": lambda project: project.publish(),
+    "rollback": lambda project: project.rollback(),
+}
+
+
+@pytest.mark.parametrize("act", NEXT)
+def test_what_a_killed_load_left_is_swept_by_whoever_comes_next(project: Scene, act: str) -> None:
+    with project.online_store() as online:
+        if project.online.startswith("table"):
+            dead = subprocess.Popen(["true"])
+            dead.wait()
+            folder = Path(project.online.removeprefix("table:")) / "numbers"
+            (folder / f".{named(9)}.table.{dead.pid}.tmp").write_bytes(b"half")
+        else:
+            with pytest.raises(Stopped):
+                online.load("numbers", segment(9), torn(TABLE, Stopped()))
+        assert len(online.unfinished("numbers")) == 1
+        NEXT[act](project)
+        assert online.unfinished("numbers") == []
+        if not project.online.startswith("table"):
+            numbers = [segment.number for segment in online.segments("numbers")]
+            rigged(project.online).check_tidy(project.online, "numbers", numbers)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -152,7 +182,7 @@ def test_a_pointer_left_behind_is_moved_and_nothing_loaded(project: Scene) -> No
         2,
         expected_epoch=project.live().epoch,
         reason="a crash between the two pointers",
-        place=store.refs.live().place,  # type: ignore[union-attr]
+        segments=project.live().segments,
     )
     assert said(project) == "the online store serves snapshot 2 of view 'numbers', and 2 is live"
     report = reconcile(project, "numbers", Silent())
@@ -240,7 +270,7 @@ def test_a_store_that_does_not_answer_has_lost_nothing(
     with project.online_store() as online:
         kind = type(online)
     monkeypatch.setattr(kind, "blocking", True)
-    monkeypatch.setattr(kind, "read_generation", refuse)
+    monkeypatch.setattr(kind, "read_segments", refuse)
     with pytest.raises(OnlineStoreError, match="no room"):
         reconcile(project, "numbers", Silent())
     monkeypatch.undo()

@@ -25,6 +25,7 @@ from precompute.store.errors import GateError, PrecomputeError, SnapshotError
 from precompute.store.offline.log import PUBLISH_LEASE, Hold
 from precompute.store.times import containing, parsed_time, shown_time
 from tests.fixtures import MakeProject, Prepared
+from tests.online import of_number
 from tests.scene import Scene
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}, "gates": {"rows": None}}
@@ -424,14 +425,14 @@ def test_where_it_is_not_known_what_was_live_before_a_person_names_it(versions: 
 # ---- stores that are damaged, or gone
 
 
-@pytest.mark.parametrize("damaged", ["generation", "index"])
-def test_a_damaged_generation_or_index_is_made_again(versions: Versions, damaged: str) -> None:
+@pytest.mark.parametrize("damaged", ["segment", "index"])
+def test_a_damaged_segment_or_index_is_made_again(versions: Versions, damaged: str) -> None:
     project = versions(1.0, 10.0)
-    if damaged == "generation":
-        path = project.folder / "online" / "numbers" / f"{1:020d}.table"
+    if damaged == "segment":
+        path = of_number(project.folder / "online" / "numbers", 1, ".table")
         path.write_bytes(path.read_bytes()[:5000])
     else:
-        (project.store.index_folder(1) / "vectors.faiss").write_bytes(b"nothing")
+        (of_number(project.root / "numbers" / "index", 1) / "vectors.faiss").write_bytes(b"nothing")
     project.rollback()
     assert served(project) == (1, 1.0)
     assert project.faults() == []

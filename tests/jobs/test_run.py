@@ -427,8 +427,7 @@ FILES = (
 )
 LEASES = ("refs/lease-run.json", "refs/lease-publish.json")
 FOLDERS = tuple(
-    f"var/numbers/{name}"
-    for name in (*LEASES, "refs/.lock", "log/.lock", "log/claimed.json", f"log/{2:020d}.json")
+    f"var/numbers/{name}" for name in (*LEASES, "refs/.lock", "log/.lock", f"log/{2:020d}.json")
 )
 BLOCKS = [
     *((name, blocked_by_a_file) for name in (*FILES, "online", "online/numbers")),

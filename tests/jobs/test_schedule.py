@@ -69,7 +69,7 @@ published() {  # that, and another live snapshot
     echo $(($(cat $ROOT/$VIEW/epoch 2>/dev/null || echo 0) + 1)) > $ROOT/$VIEW/epoch
     N=$(cat $ROOT/$VIEW/epoch)
     sealed "$(printf '{"at": "%s", "before": %s, "format": 3, "kind": "publish", "number": %s, ' $(now) $((N - 1)) $N
-        printf '"place": {"base_snapshot": 1, "generation": 1}, "reason": "run", "snapshot": 1}')" > $ROOT/$VIEW/tmp2
+        printf '"reason": "run", "segments": ["1-00000000"], "snapshot": 1}')" > $ROOT/$VIEW/tmp2
     mv $ROOT/$VIEW/tmp2 $ROOT/$VIEW/log/$(printf %020d $N).json
     report published
 }

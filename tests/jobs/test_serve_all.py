@@ -189,7 +189,7 @@ def test_rows_that_come_back_are_copied_by_their_bytes(
 def test_a_new_day_is_an_overlay_and_a_lost_key_gives_way_to_the_older_row(corpus: Corpus) -> None:
     corpus.run(0, {key: float(key) for key in range(40)})
     corpus.run(1, {1: 10.0, 2: 20.0})
-    assert corpus.scene.live().place.overlays == ((2, 4),)
+    assert corpus.scene.pointer().numbers[1:] == (4,)
     assert corpus.scene.live_snapshot().counts.written == 2
     assert corpus.served(3) == {0: 0.0, 1: 10.0, 2: 20.0}
     report = corpus.run(1, {2: 20.0, 99: 5.0})

@@ -24,7 +24,7 @@ from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.table_file import TableWriter
 from precompute.store.online.url import open_online_store
 from tests.fixtures import MakeProject, Prepared
-from tests.online import batch_of
+from tests.online import batch_of, of_number
 from tests.online_rig import rigged
 from tests.scene import Scene
 
@@ -62,7 +62,8 @@ def test_all_is_well(prepared: Prepared, online: str, capsys: pytest.CaptureFixt
     assert lines[1].startswith("ok   numbers: checksums: 3 parts, ")
     assert lines[2:4] == [
         "ok   numbers: rows: 60 rows, as the manifest says",
-        "ok   numbers: online pointer: snapshot 3, epoch 3, generation 1, overlay 2, overlay 3",
+        "ok   numbers: online pointer: snapshot 3, epoch 3, segments "
+        + ", ".join(project.live().segments),
     ]
     found_themselves = re.fullmatch(
         r"ok   numbers: index: 60 vectors; (\d+) sampled ones find themselves", lines[5]
@@ -131,7 +132,7 @@ def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(
         take(store.leases, PUBLISH_LEASE, "a publishing", ttl_s=60),
     ):
         ref = store.refs.move_live(
-            1, expected_epoch=1, reason="loaded again", place=project.live().place
+            1, expected_epoch=1, reason="loaded again", segments=project.live().segments
         )
         follows = threading.Timer(0.2, online.flip, [replace(pointer, epoch=2, at=ref.at)])
         follows.start()
@@ -139,7 +140,7 @@ def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(
         follows.join()
     assert found == {}
     store.refs.move_live(
-        1, expected_epoch=2, reason="and nobody publishes", place=project.live().place
+        1, expected_epoch=2, reason="and nobody publishes", segments=project.live().segments
     )
     assert list(bad(project)) == ["online pointer"]
 
@@ -217,22 +218,24 @@ def test_a_damaged_record_of_a_segment_or_manifest_is_found(
 
 
 def held_by(key: bytes) -> int:
-    """The generation that holds a row of :func:`chain`: an overlay has those that changed."""
+    """The number of the segment that holds a row of :func:`chain`: upper ones have those that
+    changed."""
     return {b"0": 2, b"1": 3}.get(key, 1)
 
 
 def put(project: Scene, key: bytes, value: bytes | None) -> None:
-    """Writes a row into a live generation behind the store's back; None removes it."""
+    """Writes a row into a live segment behind the store's back; None removes it."""
     number = held_by(key)
     if project.online.startswith("table:"):
-        path = Path(project.online.removeprefix("table:")) / "numbers" / f"{number:020d}.table"
+        folder = Path(project.online.removeprefix("table:")) / "numbers"
+        path = of_number(folder, number, ".table")
         with project.online_store() as store:
             keys = [b"%d" % i for i in range(ROWS)]
-            found = store.read_generation("numbers", number, keys).values
-            (generation,) = (g for g in store.generations("numbers") if g.number == number)
+            (segment,) = (s for s in store.segments("numbers") if s.number == number)
+            found = store.read_segments("numbers", [segment.name], keys).values
         table = {k: bytes(v) for k, v in zip(keys, found, strict=True) if v is not None}
         table = {k: v for k, v in (table | {key: value}).items() if v is not None}
-        with TableWriter(path, plain(generation) | {"view": "numbers"}, 2**20) as writer:
+        with TableWriter(path, plain(segment) | {"view": "numbers"}, 2**20) as writer:
             writer.add(batch_of(table))
             writer.finish()
     else:
@@ -241,7 +244,8 @@ def put(project: Scene, key: bytes, value: bytes | None) -> None:
 
 def row(project: Scene, key: bytes) -> bytes:
     with project.online_store() as store:
-        (found,) = store.read_generation("numbers", held_by(key), [key]).values
+        names = [s.name for s in store.segments("numbers") if s.number == held_by(key)]
+        (found,) = store.read_segments("numbers", names, [key]).values
         assert found is not None
         return bytes(found)
 
@@ -298,7 +302,8 @@ def test_a_missing_online_row_is_found_and_named(prepared: Prepared, online: str
 def test_an_online_pointer_that_is_behind_is_found(prepared: Prepared, online: str) -> None:
     project = prepared(chain, online)
     store = project.store
-    store.refs.move_live(2, expected_epoch=3, reason="a crash between the two pointers")
+    segments, reason = project.live().segments[:2], "a crash between the two pointers"
+    store.refs.move_live(2, expected_epoch=3, reason=reason, segments=segments)
     found = bad(project)
     assert found["online pointer"] == (
         "the online store serves snapshot 3, epoch 3, live is snapshot 2, epoch 4: precompute publish numbers --snapshot 2"
@@ -310,8 +315,8 @@ def test_an_online_pointer_that_is_behind_is_found(prepared: Prepared, online: s
 # ---- the index
 
 
-def index_folder(project: Scene, generation: int = 3) -> Path:
-    return project.root / "numbers" / "index" / f"{generation:020d}"
+def index_folder(project: Scene, number: int = 3) -> Path:
+    return of_number(project.root / "numbers" / "index", number)
 
 
 @pytest.mark.parametrize(
@@ -328,16 +333,17 @@ def test_a_damaged_index_is_found(
     assert str(index_folder(project)) in found["index"]
 
 
-def test_another_generations_index_in_its_place_is_found(
+def test_another_segments_index_in_its_place_is_found(
     make_project: MakeProject, prepared: Prepared
 ) -> None:
     project = prepared(chain)
     make_project(
         [(i, float(i)) for i in range(50)], project={"online": "table:./online"}, view=INDEXED
     ).run()
-    shutil.rmtree(index_folder(project, 4))
-    shutil.copytree(index_folder(project, 1), index_folder(project, 4))
-    assert "(it is the index numbers/00000000000000000001)" in bad(project)["index"]
+    first, last = (index_folder(project, number) for number in (1, 4))
+    shutil.rmtree(last)
+    shutil.copytree(first, last)
+    assert f"(it is the index numbers/{first.name})" in bad(project)["index"]
 
 
 @pytest.mark.parametrize(("metric", "rows"), [("cosine", 6), ("dot", 60), ("l2", 6)])
@@ -352,6 +358,7 @@ def test_an_index_of_another_snapshot_with_as_many_rows_is_found(
         project = make_project([(i, sign * (i * i + 1)) for i in range(rows)], view=view)
         project.run()
     assert bad(project) == {}
-    shutil.rmtree(index_folder(project, 2))
-    shutil.copytree(index_folder(project, 1), index_folder(project, 2))
+    first, second = (index_folder(project, number) for number in (1, 2))
+    shutil.rmtree(second)
+    shutil.copytree(first, second)
     assert list(bad(project)) == ["index"]

@@ -19,11 +19,12 @@ from precompute.store.feature_view import Feature, FeatureView, IndexSpec
 from precompute.store.http.app import Front, create_app
 from precompute.store.http.encoding.answer_bodies import LARGE_BYTES, Measure, answer_bytes
 from precompute.store.online.codec import RowCodec
-from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.online.online_store import Pointer
 from precompute.store.vectors.index_build import build_index
 from precompute.store.wire import bodies
 from tests.asgi import call, exchange, scope_of
 from tests.memory_store import MemoryStore
+from tests.online import named, segment
 
 ROWS = 1000
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "bool")
@@ -75,10 +76,10 @@ def lookup() -> Lookup:
         }
         online.load(
             name,
-            Generation(1, 1),
+            segment(1),
             iter([RowCodec(view).row_batch(pa.record_batch(columns), ("id",), 1)]),
         )
-        online.flip(Pointer(view, 1, 1, "m" * 64, ROWS, ROWS, "now", 0))
+        online.flip(Pointer(view, 1, 1, "m" * 64, ROWS, ROWS, "now", 0, segments=(named(1),)))
     return Lookup(online)
 
 
@@ -262,9 +263,22 @@ def searchable(tmp_path: Path) -> Lookup:
         }
     )
     online = MemoryStore()
-    online.load("things", Generation(1, 1), iter([RowCodec(view).row_batch(rows, ("id",), 1)]))
+    online.load("things", segment(1), iter([RowCodec(view).row_batch(rows, ("id",), 1)]))
     build_index(tmp_path / "index", [rows], view, model="m")
-    online.flip(Pointer(view, 1, 1, "m", 2, 2, "then", 1_700_000_000_000_001, index="index"))
+    online.flip(
+        Pointer(
+            view,
+            1,
+            1,
+            "m",
+            2,
+            2,
+            "then",
+            1_700_000_000_000_001,
+            index="index",
+            segments=(named(1),),
+        )
+    )
     return Lookup(online, tmp_path, clock=lambda: NOW_S, monotonic=lambda: 0.0)
 
 

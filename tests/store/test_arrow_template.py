@@ -17,10 +17,11 @@ from precompute.store.answers.lookup import Lookup
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.encoding.answer_bodies import lookup_pieces, row_json, stream_of
 from precompute.store.online.codec import RowCodec
-from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.online.online_store import Pointer
 from precompute.store.wire.arrow import decode_arrow, encode_arrow
 from precompute.store.wire.lookup_options import LookupOptions
 from tests.memory_store import MemoryStore
+from tests.online import named, segment
 
 NOW = 1_700_000_000.0
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64")
@@ -59,10 +60,12 @@ def lookup_over(features: Sequence[Feature], null: int | None = None) -> Lookup:
     store = MemoryStore()
     store.load(
         "things",
-        Generation(1, 1),
+        segment(1),
         iter([RowCodec(view).row_batch(pa.record_batch(columns), ("id",), 1)]),
     )
-    store.flip(Pointer(view, 1, 1, "m" * 64, len(KEYS), len(KEYS), "now", min(times)))
+    store.flip(
+        Pointer(view, 1, 1, "m" * 64, len(KEYS), len(KEYS), "now", min(times), segments=(named(1),))
+    )
     return Lookup(store, clock=lambda: NOW, monotonic=lambda: 0.0)
 
 
@@ -125,10 +128,10 @@ def test_numbers_as_json_are_cut_where_they_were_put_together() -> None:
     store = MemoryStore()
     store.load(
         "things",
-        Generation(1, 1),
+        segment(1),
         iter([RowCodec(view).row_batch(pa.record_batch(columns), ("id",), 1)]),
     )
-    store.flip(Pointer(view, 1, 1, "100%b", 8, 8, "now", round(NOW * 1e6)))
+    store.flip(Pointer(view, 1, 1, "100%b", 8, 8, "now", round(NOW * 1e6), segments=(named(1),)))
     lookup = Lookup(store, clock=lambda: NOW, monotonic=lambda: 0.0)
     for names in (None, [], ["d"], ["c", "a"]):
         check(lookup, list("HGFEDCBA"), names, True)

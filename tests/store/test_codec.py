@@ -24,7 +24,7 @@ from precompute.store.online.codec import (
     RowCodec,
     State,
 )
-from precompute.store.online.found_rows import FoundRows, overlaid
+from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.kernels import Buffer, Packed
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
@@ -542,61 +542,6 @@ def test_one_damaged_row_among_many_leaves_the_others(
             dict(zip(names, one, strict=True))
             for one in zip(*map(pa.Array.to_pylist, decoded.columns), strict=True)
         ] == expected
-
-
-# ---- an overlay over a base
-
-
-def test_what_an_overlay_has_stands_and_the_base_where_it_has_nothing() -> None:
-    codec = codec_of(FIXED)
-    (base,), (over,) = packed(FIXED, FIXED_ROW), packed(FIXED, FIXED_ROW, computed_at=9, snapshot=2)
-    (gone,), damaged = tombstones(codec, KEY, snapshot=2), over[:-1]
-    pairs: list[tuple[bytes | None, bytes | None, tuple[State, int]]] = [
-        (base, None, whole()),
-        (base, over, whole(9)),
-        (None, over, whole(9)),
-        (None, None, ABSENT),
-        (base, gone, ABSENT),
-        (None, gone, ABSENT),
-        (base, damaged, DAMAGED),
-        (None, damaged, DAMAGED),
-        (damaged, over, whole(9)),
-        (damaged, gone, ABSENT),
-        (damaged, None, DAMAGED),
-    ]
-    keys = [KEY] * len(pairs)
-    under, upper = FoundRows(keys, [p[0] for p in pairs]), FoundRows(keys, [p[1] for p in pairs])
-    expected = [state for _, _, state in pairs]
-    assert verified(codec, overlaid(under, upper).values, keys, {1, 2}) == expected
-    under, upper = (FoundRows(keys, packed=found.packed) for found in (under, upper))
-    assert verified(codec, overlaid(under, upper).values, keys, {1, 2}) == expected
-
-
-@pytest.mark.parametrize("told_by", ["base", "overlay", "both"])
-def test_what_one_of_two_generations_does_not_know_is_damaged(told_by: str) -> None:
-    """The base's damage is of no account where the overlay has a row; the overlay's always is."""
-    codec = codec_of(FIXED)
-    (base,), (over,) = packed(FIXED, FIXED_ROW), packed(FIXED, FIXED_ROW, computed_at=9, snapshot=2)
-    values: list[tuple[bytes | None, bytes | None]] = [
-        (base, None),
-        (base, over),
-        (None, over),
-        (None, None),
-    ]
-    keys, marks = [KEY] * 4, np.ones(4, np.bool_)
-    none = [None if told_by != "overlay" else under for under, _ in values]
-    under = FoundRows(keys, list(none), damaged=None if told_by == "overlay" else marks)
-    upper = FoundRows(
-        keys,
-        [None if told_by != "base" else over for _, over in values],
-        damaged=None if told_by == "base" else marks,
-    )
-    found = overlaid(under, upper)
-    states = [State(state) for state in found.verified(codec, {1, 2})[0]]
-    if told_by == "base":
-        assert states == [State.DAMAGED, State.WHOLE, State.WHOLE, State.DAMAGED]
-    else:
-        assert states == [State.DAMAGED] * 4
 
 
 # ---- what a row says of itself, were it vouched for

@@ -18,10 +18,11 @@ from precompute.store.errors import RequestError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.app import create_app
 from precompute.store.online.codec import RowCodec
-from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.online.online_store import Pointer
 from precompute.store.online.table_store import TableStore
 from precompute.store.wire import bodies
 from tests.asgi import call
+from tests.online import named, segment
 from tests.world import World
 
 VECTORS = {"v": ("float32", 3), "h": ("float16", 2), "p": ("float32", 4)}
@@ -61,10 +62,10 @@ def app(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     store = TableStore(tmp_path)
     store.load(
         "things",
-        Generation(1, 1),
+        segment(1),
         iter([RowCodec(view).row_batch(pa.record_batch(columns), ("id",), 1)]),
     )
-    store.flip(Pointer(view, 1, 1, "m", 3, 3, "at 1", 1_000_000))
+    store.flip(Pointer(view, 1, 1, "m", 3, 3, "at 1", 1_000_000, segments=(named(1),)))
     return create_app(Lookup(store, clock=lambda: 2.0, monotonic=lambda: 2.0))
 
 

@@ -20,10 +20,11 @@ from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec, State
 from precompute.store.online.found_rows import ColumnReader, FoundRows
 from precompute.store.online.kernels import Packed, RowBatch
-from precompute.store.online.online_store import Generation, OnlineStore, Pointer
+from precompute.store.online.online_store import OnlineStore, Pointer
 from precompute.store.online.row_values import is_variable
 from precompute.store.online.table_store import TableStore
 from tests.memory_store import MemoryStore
+from tests.online import named, segment
 from tests.store.test_codec import (
     EVERY_KIND,
     FIXED,
@@ -79,7 +80,7 @@ def loaded(
     hows: list[int],
     number: int,
 ) -> RowBatch:
-    """Rows of a generation, those of no features tombstones."""
+    """Rows of a segment, those of no features tombstones."""
     hashes = hashes_of(keys)
     times = np.array([(NOW_S - age) * 10**6 for age in ages], np.int64)
     packed = codec.encode(batch_of(codec.features, rows), hashes, times, number)
@@ -150,8 +151,8 @@ def test_columns_are_those_of_the_codec(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         answers = []
         for store in (MemoryStore(), TableStore(Path(folder))):
-            store.load("things", Generation(1, 1), iter([base]))
-            store.flip(Pointer(view, 1, 1, "m", 1, 1, "", 0))
+            store.load("things", segment(1), iter([base]))
+            store.flip(Pointer(view, 1, 1, "m", 1, 1, "", 0, segments=(named(1),)))
             if over is not None:
                 left = set(map(bytes, over.keys.strings()))
                 removed = codec.tombstones(
@@ -161,7 +162,7 @@ def test_columns_are_those_of_the_codec(data: st.DataObject) -> None:
                     0,
                     2,
                 )
-                store.load("things", Generation(2, 2, 1), iter([over, removed]))
+                store.load("things", segment(2, upper=True), iter([over, removed]))
                 store.flip(
                     Pointer(
                         view,
@@ -172,9 +173,7 @@ def test_columns_are_those_of_the_codec(data: st.DataObject) -> None:
                         1,
                         "",
                         0,
-                        generation=1,
-                        base_snapshot=1,
-                        overlays=((2, 2),),
+                        segments=(named(1), named(2)),
                     )
                 )
             answers.append(both_ways(store, wanted, names))
@@ -191,10 +190,10 @@ def answered(rows: Sequence[dict[str, Any]], ages: list[int]) -> pa.Table:
     )
     store.load(
         "things",
-        Generation(1, 1),
+        segment(1),
         iter([loaded(RowCodec(view), keys, rows, ages, [0] * len(rows), 1)]),
     )
-    store.flip(Pointer(view, 1, 1, "m", 1, 1, "", 0))
+    store.flip(Pointer(view, 1, 1, "m", 1, 1, "", 0, segments=(named(1),)))
     return both_ways(store, [key.decode() for key in keys], None)
 
 

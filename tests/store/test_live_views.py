@@ -13,10 +13,10 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import OnlineStoreError
 from precompute.store.http.app import create_app
 from precompute.store.online.codec import schema_tag
-from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.online.online_store import Pointer, Segment
 from tests.asgi import call, samples
 from tests.memory_store import MemoryStore
-from tests.online import TABLE, back_to, over, pointer, publish, rows_of
+from tests.online import TABLE, back_to, named, over, pointer, publish, rows_of, segment
 from tests.server import OPERATORS
 
 
@@ -71,36 +71,33 @@ OTHER_FEATURES = replace(
     LIVE, view=dataclasses.replace(LIVE.view, features=pointer(1).view.features)
 )
 UNLIKE: dict[str, tuple[Pointer, int | None, str]] = {
-    "the base is gone": (LIVE, 1, "generation 1 of view 'numbers' is not in the online store"),
-    "the overlay is gone": (LIVE, 2, "generation 2 of view 'numbers' is not in the online store"),
-    "the base is another snapshot's": (
-        replace(LIVE, base_snapshot=7),
-        None,
-        "generation 1 of view 'numbers' has other rows",
+    "the lowest is gone": (
+        LIVE,
+        1,
+        f"segment {named(1)} of view 'numbers' is not in the online store",
     ),
-    "the overlay is another snapshot's": (
-        replace(LIVE, overlays=((2, 7),)),
-        None,
-        "generation 2 of view 'numbers' has other rows",
+    "the upper is gone": (
+        LIVE,
+        2,
+        f"segment {named(2)} of view 'numbers' is not in the online store",
     ),
     "rows have other features": (
         OTHER_FEATURES,
         None,
-        "generation 2 of view 'numbers' has other rows",
+        f"segment {named(2)} of view 'numbers' has other rows",
     ),
 }
 
 
-@pytest.mark.parametrize(("named", "lost", "why"), UNLIKE.values(), ids=UNLIKE.keys())
+@pytest.mark.parametrize(("foreign", "lost", "why"), UNLIKE.values(), ids=UNLIKE.keys())
 def test_a_pointer_to_foreign_rows_is_reported_everywhere(
-    named: Pointer, lost: int | None, why: str, caplog: pytest.LogCaptureFixture
+    foreign: Pointer, lost: int | None, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A base whose loader did not say of what schema it is, as of an older version, and an overlay
-    whose did."""
+    """One whose loader did not say of what schema it is, and one over it whose did."""
     store = MemoryStore()
     app = create_app(Lookup(store))
     publish(store, 1, TABLE)
-    store.load("numbers", Generation(2, 2, 1, schema=schema_tag(LIVE.view)), rows_of(TABLE))
+    store.load("numbers", segment(2, upper=True, schema=schema_tag(LIVE.view)), rows_of(TABLE))
 
     def told() -> tuple[str, str | None, bool]:
         ready = call(app, "GET", "/readyz")
@@ -114,12 +111,12 @@ def test_a_pointer_to_foreign_rows_is_reported_everywhere(
     for _ in range(2):
         store.flip(LIVE)
         assert told() == ("ready", None, True)
-        store.flip(named)
-        held = store._generations["numbers"].pop(lost) if lost else None
+        store.flip(foreign)
+        held = store._segments["numbers"].pop(named(lost)) if lost else None
         unreadable = "what is live of numbers cannot be read; the server's log says why"
         assert [told() for _ in range(3)] == [("degraded", unreadable, False)] * 3
         if lost and held:
-            store._generations["numbers"][lost] = held
+            store._segments["numbers"][named(lost)] = held
     messages = [record.getMessage() for record in caplog.records]
     assert [
         message.startswith(f"view 'numbers': what is live cannot be read: {why}")
@@ -127,11 +124,11 @@ def test_a_pointer_to_foreign_rows_is_reported_everywhere(
     ] == [True] * 2
 
 
-def test_a_generation_that_goes_while_its_pointer_moves_on_is_no_trouble() -> None:
+def test_a_segment_that_goes_while_its_pointer_moves_on_is_no_trouble() -> None:
     class Moving(MemoryStore):
-        def loaded(self, view: str, numbers: Any) -> list[Generation]:
+        def loaded(self, view: str, numbers: Any) -> list[Segment]:
             self.flip(back_to(3, 3))
-            self.drop(view, 2)
+            self.drop(view, named(2))
             return super().loaded(view, numbers)
 
     store = Moving()

@@ -33,7 +33,6 @@ from precompute.store.offline.log import (
     Hold,
     LiveRef,
     Log,
-    Place,
     Publishing,
     State,
     folded,
@@ -101,16 +100,16 @@ def test_the_state_is_what_the_events_come_to(tmp_path: Path) -> None:
     assert (log.state(), log.live(), log.bad(), log.pins()) == (State(), None, {}, set())
     log.end_live()
     assert names(tmp_path) == [], "nothing ends where nothing is live"
-    place = Place(1, 4, ((2, 5),), lossy=True)
-    first = log.move_live(4, expected_epoch=0, reason="run", place=place, run="r1")
-    assert first == LiveRef(1, 4, None, "run", at(0), place, run="r1")
+    segments = ("4-0123abcd", "5-4567abcd")
+    first = log.move_live(4, expected_epoch=0, reason="run", segments=segments, run="r1")
+    assert first == LiveRef(1, 4, None, "run", at(0), segments, run="r1")
     second = log.move_live(5, expected_epoch=1, reason="run")
-    assert second == LiveRef(2, 5, 4, "run", at(1), Place(2, 5), place)
+    assert second == LiveRef(2, 5, 4, "run", at(1), (), segments)
     renewed = log.renew_live(second, 77)
     assert (renewed.renewed_at, renewed.renewal_noted_at, renewed.epoch) == (77, at(2), 2)
     # loaded again: what was before it stays what to go back to
     again = log.move_live(5, expected_epoch=2, reason="reload")
-    assert again == LiveRef(4, 5, 4, "reload", at(3), Place(4, 5), place, renewed_at=77)
+    assert again == LiveRef(4, 5, 4, "reload", at(3), (), segments, renewed_at=77)
     mark, hold = BadMark("rolled back from", at(9), "digest"), Hold(at(4), "rollback", "why")
     back = log.move_live(4, expected_epoch=4, reason="rollback from 5", held=hold, marks={5: mark})
     assert (back.snapshot, back.held, log.held(), log.bad()) == (4, hold, hold, {5: mark})
@@ -199,19 +198,6 @@ def test_numbers_that_are_passed_over_are_given_to_no_other(tmp_path: Path) -> N
     ]
 
 
-def test_a_number_is_claimed_past_all_that_were_claimed_live_or_seen(tmp_path: Path) -> None:
-    log = log_in(tmp_path)
-    assert [log.claim(above) for above in (0, 0, 7, 3, -5)] == [1, 2, 8, 9, 10]
-    log.move_live(1, expected_epoch=0, reason="run", above=39)
-    assert log.claim(0) == 41
-    for damaged in (b"", b"{", b"{}", b"null", b"[]", b"\xff", b'{"last": "x"}'):
-        log.claimed_path.write_bytes(damaged)
-        assert log.claim(50) == 51
-        assert log.claim(0) == 52
-    log.claimed_path.unlink()
-    assert log.claim(0) == 41, "what is live is never claimed again, whatever was lost"
-
-
 # ---- compare and swap
 
 
@@ -267,7 +253,7 @@ from precompute.store.offline.log import Log
 log, me = Log(Path(sys.argv[1]), "numbers"), int(sys.argv[2])
 for number in range(int(sys.argv[3])):
     log.pin(me * 1000 + number, f"writer {me}")
-    print(me * 1000 + number, log.claim(0), flush=True)
+    print(me * 1000 + number, flush=True)
 """
 
 
@@ -282,12 +268,11 @@ def writer(folder: Path, me: int, events: int, crash: str = "") -> subprocess.Po
 
 def test_eight_writers_add_every_event_once_and_leave_no_number_out(tmp_path: Path) -> None:
     children = [writer(tmp_path, me, 40) for me in range(8)]
-    said = [line.split() for child in children for line in child.communicate()[0].splitlines()]
+    said = [line for child in children for line in child.communicate()[0].splitlines()]
     assert [child.returncode for child in children] == [0] * 8
     events = log_in(tmp_path).events()
     assert [event.number for event in events] == [*range(1, 321)]
-    assert {str(event.snapshot) for event in events} == {pinned for pinned, _ in said}
-    assert len({claimed for _, claimed in said}) == 320, "no number is claimed twice"
+    assert {str(event.snapshot) for event in events} == {*said}
     assert log_in(tmp_path).pins() == {me * 1000 + n for me in range(8) for n in range(40)}
 
 
@@ -584,8 +569,8 @@ def test_ten_thousand_events_cost_a_first_look_no_more_than_ten(
         10_002,
         "run",
         log.events()[-1].at,
-        Place(10_003, 10_003),
-        Place(10_002, 10_002),
+        (),
+        (),
     )
     assert max(path.stat().st_size for path in tmp_path.glob("state-*")) < 500
     now_s = time.time() + 40 * DAY_S

@@ -36,7 +36,7 @@ from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.kernels import Packed, RowBatch
-from precompute.store.online.online_store import Generation, OnlineStore, Pointer
+from precompute.store.online.online_store import OnlineStore, Pointer
 from precompute.store.online.url import open_online_store
 from precompute.store.times import Reason
 from precompute.store.vectors.index_build import build_index
@@ -44,6 +44,7 @@ from precompute.store.vectors.index_files import VECTORS, index_figures
 from precompute.store.vectors.vector_index import VectorIndex
 from precompute.store.wire.lookup_options import MAX_NEIGHBOURS, LookupOptions
 from tests.memory_store import MemoryStore
+from tests.online import named, segment
 from tests.online_rig import KINDS, url_of
 
 NOW = 1_700_000_000.0
@@ -129,15 +130,15 @@ class House:
         lossy: bool = False,
         indexed: Mapping[Any, Row] | None = None,
     ) -> Pointer:
-        """Load rows as the generation of this number and flip to it.
+        """Load rows as the segment of this number and flip to it.
 
         Args:
-            rows: of the generation.
-            number: of snapshot and generation.
+            rows: of the segment.
+            number: of snapshot and segment.
             name: of the view.
             metric: of a vector index over the rows, or over those ``indexed``.
             at: when, as the pointer tells.
-            over: what was live: the rows are an overlay over its base.
+            over: what was live: the rows lie over its lowest segment.
             removed: keys that left.
             damage: key → what becomes of its packed row.
             lossy: the store may drop rows by itself.
@@ -166,10 +167,7 @@ class House:
         batches.append(
             damaged_rows(RowCodec(view).tombstones(gone, NOW_US, number), self.entity, damage)
         )
-        base = number if over is None else over.generation
-        loaded = self.online.load(
-            name, Generation(number, number, None if over is None else base), iter(batches)
-        )
+        loaded = self.online.load(name, segment(number, upper=over is not None), iter(batches))
         assert loaded == len(rows) + len(gone)
         index = f"{name}/index/{number}" if metric else None
         if index:
@@ -192,9 +190,7 @@ class House:
             {"x": "double", "y": "string"},
             {},
             index,
-            generation=base,
-            base_snapshot=number if over is None else over.base_snapshot,
-            overlays=() if over is None else ((number, number),),
+            segments=(*(() if over is None else over.segments[:1]), named(number)),
             lossy=lossy,
         )
         self.online.flip(pointer)
@@ -760,7 +756,7 @@ def test_a_search_drops_what_has_expired_and_marks_what_is_stale(house: House) -
 
 
 def test_a_search_after_a_view_began_again_is_in_its_own_index(house: House) -> None:
-    """Ended with its data, a view has epoch and generation 1 once more, and an index of the same
+    """Ended with its data, a view has epoch and segment 1 once more, and an index of the same
     name."""
     house.publish(NEIGHBOURS, metric="l2", at="2026-01-01T00:00:00Z")
     lookup = house.lookup()

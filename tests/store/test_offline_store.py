@@ -912,7 +912,6 @@ def test_a_root_that_cannot_be_a_folder_is_an_error_of_all_that_use_it(tmp_path:
         lambda: store.runs.write(ran(1)),
         lambda: store.journals.begin("run", "recipe", None),
         lambda: store.journals.add("run", Finished(None, None)),
-        lambda: store.refs.claim(0),
         lambda: store.refs.pin(1, "why"),
         lambda: take(store.leases, "run", "me"),
     ]

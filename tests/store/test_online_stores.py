@@ -15,7 +15,7 @@ import pytest
 from precompute.store.disk.record import content_of, replace, sealed
 from precompute.store.errors import ConfigError, ConflictError, OnlineStoreError
 from precompute.store.online.kernels import Rows
-from precompute.store.online.online_store import Generation, OnlineStore, Pointer
+from precompute.store.online.online_store import OnlineStore, Pointer
 from precompute.store.online.url import open_online_store
 from tests.memory_store import MemoryStore
 from tests.online import (
@@ -23,14 +23,17 @@ from tests.online import (
     Stopped,
     back_to,
     batch_of,
+    found_in,
     load,
+    named,
     numbers,
     over,
-    overlay,
     plain,
     pointer,
     publish,
+    publish_over,
     rows_of,
+    segment,
     torn,
     values,
 )
@@ -86,7 +89,7 @@ def test_a_forgotten_view_is_gone_for_old_readers_and_can_begin_again(
             None,
             ["numbers_2"],
         )
-        assert (numbers(reader), plain(reader.read_generation("numbers", 8, [b"a"]))) == (
+        assert (numbers(reader), found_in(reader, 8, [b"a"])) == (
             [],
             [None],
         )
@@ -121,26 +124,26 @@ def test_what_was_loaded_is_read_in_the_keys_order_once_it_is_live(
     assert plain(found[1]) == [TABLE[b"d"], None, b"1", b"3", b"1", b"22"]
     assert values(reader.read("numbers", [])) == []
     assert values(reader.read("numbers", [b"x", b"y"])) == [None, None]
-    assert plain(reader.read_generation("numbers", 1, [b"b", b"x", b"b"])) == [b"22", None, b"22"]
-    assert plain(reader.read_generation("numbers", 1, [])) == []
-    assert plain(reader.read_generation("numbers", 9, [b"a", b"b"])) == [None, None]
+    assert found_in(reader, 1, [b"b", b"x", b"b"]) == [b"22", None, b"22"]
+    assert found_in(reader, 1, []) == []
+    assert found_in(reader, 9, [b"a", b"b"]) == [None, None]
     assert (reader.read("others", [b"a"]), reader.views()) == (None, ["numbers"])
 
 
-def test_a_row_that_was_read_stays_after_its_generation_is_gone(store: OnlineStore) -> None:
+def test_a_row_that_was_read_stays_after_its_segment_is_gone(store: OnlineStore) -> None:
     publish(store, 1, TABLE)
     found = store.read("numbers", [b"d", b"b"])
     publish(store, 2, {b"b": b"new"})
-    store.drop("numbers", 1)
+    store.drop("numbers", named(1))
     publish(store, 3, {b"d": b"newer"})
     assert values(found) == [TABLE[b"d"], b"22"]
     assert values(store.read("numbers", [b"d", b"b"])) == [b"newer", None]
 
 
-def test_an_empty_generation_can_be_live(store: OnlineStore) -> None:
+def test_an_empty_segment_can_be_live(store: OnlineStore) -> None:
     empty: list[Rows] = [[], [batch_of({})]]
     for number, rows in enumerate(empty, start=1):
-        assert store.load("numbers", Generation(number, number), rows) == 0
+        assert store.load("numbers", segment(number), rows) == 0
         store.flip(pointer(number))
         assert values(store.read("numbers", [b"a"])) == [None]
         assert values(store.read("numbers", [b"a", b"b"])) == [None, None]
@@ -158,22 +161,22 @@ def test_a_key_is_its_bytes_and_no_pattern(store: OnlineStore) -> None:
     publish(store, 1, table)
     assert values(store.read("numbers", HARD_KEYS)) == list(table.values())
     publish(store, 11, {key: b"other " + key for key in HARD_KEYS})
-    store.drop("numbers", 1)  # a generation's number is a prefix of the other's
+    store.drop("numbers", named(1))  # a segment's number is a prefix of the other's
     assert values(store.read("numbers", HARD_KEYS)) == [b"other " + key for key in HARD_KEYS]
-    assert plain(store.read_generation("numbers", 1, HARD_KEYS)) == [None] * len(HARD_KEYS)
+    assert found_in(store, 1, HARD_KEYS) == [None] * len(HARD_KEYS)
 
 
-def test_a_generation_says_what_it_is(open_store: OpenStore) -> None:
+def test_a_segment_says_what_it_is(open_store: OpenStore) -> None:
     store, reader = open_store(), open_store()
     loaded = [
-        Generation(3, 2, None, "run-x"),
-        Generation(7, 9, 3, "run-y", 2**32 - 1),
-        Generation(13, 10),
+        segment(3, 2, run="run-x"),
+        segment(7, 9, upper=True, run="run-y", schema=2**32 - 1),
+        segment(13, 10),
     ]
-    for generation in reversed(loaded):
-        store.load("numbers", generation, rows_of(TABLE))
-    assert reader.generations("numbers") == loaded
-    assert reader.loaded("numbers", (13, 3, 1)) == [loaded[0], loaded[2]]
+    for one in reversed(loaded):
+        store.load("numbers", one, rows_of(TABLE))
+    assert reader.segments("numbers") == loaded
+    assert reader.loaded("numbers", [named(13), named(3), named(1)]) == [loaded[0], loaded[2]]
 
 
 # ---- moving the pointer
@@ -209,7 +212,7 @@ def test_a_flip_can_be_repeated_and_the_last_words_stand(open_store: OpenStore) 
     assert (found[0], plain(found[1]), reader.live("numbers")) == (again, [b"1"], again)
 
 
-def test_a_generation_that_is_not_loaded_whole_cannot_go_live(store: OnlineStore) -> None:
+def test_a_segment_that_is_not_loaded_whole_cannot_go_live(store: OnlineStore) -> None:
     with pytest.raises(OnlineStoreError, match="not loaded whole"):
         store.flip(pointer(1))
     assert (store.live("numbers"), store.views()) == (None, [])
@@ -219,7 +222,7 @@ def test_a_generation_that_is_not_loaded_whole_cannot_go_live(store: OnlineStore
             store.flip(pointer(gone))
     load(store, 2, TABLE)
     load(store, 3, TABLE, "others")
-    store.drop("numbers", 2)
+    store.drop("numbers", named(2))
     for gone in (2, 3):
         with pytest.raises(OnlineStoreError, match="not loaded whole"):
             store.flip(pointer(gone))
@@ -227,7 +230,7 @@ def test_a_generation_that_is_not_loaded_whole_cannot_go_live(store: OnlineStore
     assert values(store.read("numbers", [b"a"])) == [b"1"]
 
 
-def test_a_pointer_may_go_back_to_an_older_generation_under_a_higher_epoch(
+def test_a_pointer_may_go_back_to_an_older_segment_under_a_higher_epoch(
     open_store: OpenStore,
 ) -> None:
     writer, reader = open_store(), open_store()
@@ -239,7 +242,7 @@ def test_a_pointer_may_go_back_to_an_older_generation_under_a_higher_epoch(
     found = reader.read("numbers", [b"a", b"b"])
     assert found is not None
     assert (found[0], plain(found[1])) == (back_to(1, 3), [b"old", b"old"])
-    assert (found[0].epoch, found[0].generation) == (3, 1)
+    assert (found[0].epoch, found[0].numbers) == (3, (1,))
     assert reader.live("numbers") == writer.live("numbers") == back_to(1, 3)
     for late in (pointer(2), back_to(2, 2), back_to(1, 1)):
         with pytest.raises(ConflictError, match="epoch 3, past"):
@@ -249,14 +252,14 @@ def test_a_pointer_may_go_back_to_an_older_generation_under_a_higher_epoch(
     assert (open_store().read("numbers", [b"a"]) or (None,))[0] == back_to(2, 4)
 
 
-# ---- overlays
+# ---- lists of segments
 
 
-def test_an_overlay_stands_where_it_has_a_row_and_the_base_elsewhere(open_store: OpenStore) -> None:
+def test_the_highest_segment_that_has_a_key_answers(open_store: OpenStore) -> None:
     writer, reader = open_store(), open_store()
     publish(writer, 1, TABLE)
     assert values(reader.read("numbers", list(TABLE))) == list(TABLE.values())
-    overlay(writer, 2, 1, {b"a": b"changed", b"new": b"came", b"c": b"tombstone"})
+    publish_over(writer, 2, 1, {b"a": b"changed", b"new": b"came", b"c": b"tombstone"})
     found = reader.read("numbers", [b"new", b"d", b"a", b"nothing", b"c", b"b", b"a"])
     assert found is not None
     assert found[0] == over(1, 2) == reader.live("numbers")
@@ -271,20 +274,20 @@ def test_an_overlay_stands_where_it_has_a_row_and_the_base_elsewhere(open_store:
     ]
     for key, row in ((b"a", b"changed"), (b"b", b"22"), (b"x", None)):
         assert values(reader.read("numbers", [key])) == [row]
-    # no key of the overlay, and only such
+    # no key of the upper one, and only such
     assert values(reader.read("numbers", [b"b", b"d"])) == [b"22", TABLE[b"d"]]
     assert values(reader.read("numbers", [b"new", b"a"])) == [b"came", b"changed"]
-    assert plain(reader.read_generation("numbers", 1, [b"a", b"new"])) == [b"1", None]
-    assert plain(reader.read_generation("numbers", 2, [b"a", b"b"])) == [b"changed", None]
+    assert found_in(reader, 1, [b"a", b"new"]) == [b"1", None]
+    assert found_in(reader, 2, [b"a", b"b"]) == [b"changed", None]
 
 
-def test_an_overlay_is_cumulative_goes_back_and_gives_way_to_a_base(open_store: OpenStore) -> None:
+def test_a_list_goes_on_and_back_and_gives_way_to_another(open_store: OpenStore) -> None:
     writer, reader = open_store(), open_store()
     publish(writer, 1, TABLE)
-    overlay(writer, 2, 1, {b"a": b"two"})
-    overlay(writer, 3, 1, {b"b": b"three"})
+    publish_over(writer, 2, 1, {b"a": b"two"})
+    publish_over(writer, 3, 1, {b"b": b"three"})
     assert values(reader.read("numbers", [b"a", b"b"])) == [b"1", b"three"]
-    writer.flip(replace(over(1, 4), overlays=((2, 2),)))
+    writer.flip(pointer(4, segments=(named(1), named(2))))
     assert values(reader.read("numbers", [b"a", b"b"])) == [b"two", b"22"]
     writer.flip(back_to(1, 5))
     assert values(reader.read("numbers", [b"a", b"b"])) == [b"1", b"22"]
@@ -293,21 +296,21 @@ def test_an_overlay_is_cumulative_goes_back_and_gives_way_to_a_base(open_store: 
     assert numbers(writer) == [1, 2, 3, 6]
 
 
-def test_base_and_overlay_in_use_can_neither_be_replaced_nor_dropped(store: OnlineStore) -> None:
+def test_segments_in_use_cannot_be_dropped(store: OnlineStore) -> None:
     publish(store, 1, TABLE)
-    overlay(store, 2, 1, {b"a": b"two"})
+    publish_over(store, 2, 1, {b"a": b"two"})
     for number in (1, 2):
-        with pytest.raises(ConflictError, match=f"generation {number} of view 'numbers' is live"):
-            store.drop("numbers", number)
-        with pytest.raises(ConflictError, match=f"generation {number} of view 'numbers' is live"):
-            load(store, number, {b"a": b"9"})
-    for missing in (over(1, 3), over(9, 3), replace(over(1, 3), overlays=((1, 1),), generation=9)):
+        with pytest.raises(
+            ConflictError, match=f"segment {named(number)} of view 'numbers' is live"
+        ):
+            store.drop("numbers", named(number))
+    for missing in (over(1, 3), over(9, 3), pointer(3, segments=(named(9), named(1)))):
         with pytest.raises(OnlineStoreError, match="not loaded whole"):
             store.flip(missing)
     assert values(store.read("numbers", [b"a", b"b"])) == [b"two", b"22"]
     store.flip(back_to(1, 4))
     for view, number in (("numbers", 2), ("numbers", 2), ("numbers", 77), ("unheard_of", 1)):
-        store.drop(view, number)
+        store.drop(view, named(number))
     assert numbers(store) == [1]
     assert values(store.read("numbers", list(TABLE))) == list(TABLE.values())
 
@@ -317,8 +320,8 @@ def test_a_view_of_another_project_is_not_taken_over(open_store: OpenStore) -> N
     load(store, 1, TABLE)
     store.flip(replace(pointer(1), owner="one"))
     for refused in (
-        lambda: other.prepare("numbers", Generation(2, 2), 1, 100, "two"),
-        lambda: other.flip(replace(pointer(2), owner="two", generation=1)),
+        lambda: other.prepare("numbers", segment(2), 1, 100, "two"),
+        lambda: other.flip(back_to(1, 2, owner="two")),
     ):
         with pytest.raises(
             ConflictError, match=r"published by another project \(one, this one is two\)"
@@ -327,7 +330,7 @@ def test_a_view_of_another_project_is_not_taken_over(open_store: OpenStore) -> N
     assert other.live("numbers") == replace(pointer(1), owner="one")
     # the owner itself, and one from before there were owners
     for owner in ("one", ""):
-        assert not store.prepare("numbers", Generation(2, 2), 1, 100, owner).lossy
+        assert store.prepare("numbers", segment(2), 1, 100, owner) == 0
     assert store.doubts("numbers") == []
 
 
@@ -337,22 +340,16 @@ def test_an_unfinished_load_is_not_seen_and_can_be_done_again(open_store: OpenSt
     with pytest.raises(Stopped):
         store.load(
             "numbers",
-            Generation(2, 2),
-            torn({b"a": b"half", b"left": b"over", b"more": b"m", b"most": b"m"}, Stopped()),
+            segment(2, run="run-2"),
+            torn({b"a": b"whole", b"b": b"whole"}, Stopped()),
         )
     assert numbers(reader) == [1]
-    assert values(reader.read("numbers", [b"a", b"left"])) == [b"1", None]
+    assert values(reader.read("numbers", [b"a", b"b"])) == [b"1", b"22"]
     with pytest.raises(OnlineStoreError, match="not loaded whole"):
         store.flip(pointer(2))
-    again = {b"a": b"whole", b"b": b"whole"}
-    assert load(store, 2, again) == 2
+    assert load(store, 2, {b"a": b"whole", b"b": b"whole", b"c": b"whole"}) == 3
     store.flip(pointer(2))
-    assert values(reader.read("numbers", [b"a", b"b", b"left", b"more"])) == [
-        b"whole",
-        b"whole",
-        None,
-        None,
-    ]
+    assert values(reader.read("numbers", [b"a", b"b", b"c", b"d"])) == [b"whole"] * 3 + [None]
 
 
 def test_views_do_not_see_each_other(store: OnlineStore) -> None:
@@ -361,7 +358,7 @@ def test_views_do_not_see_each_other(store: OnlineStore) -> None:
     load(store, 1, TABLE, "loaded_only")
     assert store.views() == ["a", "numbers", "numbers_1", "z9"]
     publish(store, 2, {b"k": b"new"}, "numbers")
-    store.drop("numbers", 1)
+    store.drop("numbers", named(1))
     for view in ("a", "numbers_1", "z9"):
         assert values(store.read(view, [b"k", b"of " + view.encode(), b"of numbers"])) == [
             view.encode(),
@@ -381,10 +378,10 @@ def test_a_name_that_is_no_views_is_no_view(store: OnlineStore) -> None:
 # ---- readers while somebody publishes
 
 
-def test_a_request_never_mixes_generations_while_others_are_published(
+def test_a_request_never_mixes_segments_while_others_are_published(
     open_store: OpenStore,
 ) -> None:
-    """Every row says its generation; the publisher leaves the live one and the one before, and
+    """Every row says its segment; the publisher leaves the live one and the one before, and
     drops the rest."""
     keys = [b"k%d" % i for i in range(200)]
     writer, readers = open_store(), [open_store(), open_store()]
@@ -423,12 +420,14 @@ def test_a_request_never_mixes_generations_while_others_are_published(
             if epoch % 3 == 1:
                 publish(writer, epoch, dict.fromkeys(keys, b"%d" % epoch))
             else:
-                overlay(writer, epoch, epoch - (epoch - 1) % 3, dict.fromkeys(keys, b"%d" % epoch))
+                publish_over(
+                    writer, epoch, epoch - (epoch - 1) % 3, dict.fromkeys(keys, b"%d" % epoch)
+                )
             live = writer.live("numbers")
             assert live is not None
             for number in numbers(writer):
-                if number not in (*live.generations, epoch - 1, epoch - 1 - (epoch - 2) % 3):
-                    writer.drop("numbers", number)
+                if number not in (*live.numbers, epoch - 1, epoch - 1 - (epoch - 2) % 3):
+                    writer.drop("numbers", named(number))
     finally:
         done.set()
         for thread in threads:
@@ -477,14 +476,20 @@ def test_racing_flips_leave_the_largest_epoch_live(open_store: OpenStore) -> Non
 def test_a_pointer_comes_back_equal_from_its_bytes() -> None:
     for epoch in (1, 2):
         assert Pointer.from_bytes(pointer(epoch).to_bytes()) == pointer(epoch)
-    bare = Pointer(dataclasses.replace(pointer(1).view, index=None), 1, 1, "m", 0, 0, "now", None)
+    view = dataclasses.replace(pointer(1).view, index=None)
+    bare = Pointer(view, 1, 1, "m", 0, 0, "now", None, segments=(named(1),))
     assert Pointer.from_bytes(bare.to_bytes()) == bare
     whole = back_to(7, 9, partition="2026-01-01T00:00Z/2026-01-02T00:00Z", renewed_at_us=2**53 + 1)
-    whole = replace(
-        whole, base_snapshot=3, overlays=((8, 8), (9, 8)), overlay_index="i", owner="me", lossy=True
-    )
+    lists = (named(7), named(8), named(9))
+    whole = replace(whole, segments=lists, overlay_index="i", owner="me", lossy=True)
     assert Pointer.from_bytes(whole.to_bytes()) == whole
-    assert (whole.generation, pointer(3).generation) == (7, 3)
+    assert (whole.numbers, pointer(3).numbers) == ((7, 8, 9), (3,))
+
+
+@pytest.mark.parametrize("names", [(), ("../x",), ("1",), ("1-0123456",), (named(1), "1-../../x")])
+def test_a_pointer_names_segments_and_nothing_else(names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="names no segments"):
+        Pointer.from_bytes(pointer(1, segments=names).to_bytes())
 
 
 def test_a_pointer_of_a_later_version_is_read_an_unsealed_one_is_not() -> None:

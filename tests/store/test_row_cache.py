@@ -19,10 +19,11 @@ from precompute.store.http.app import create_app
 from precompute.store.http.encoding.caching import CacheKey, RowCache, cached_row
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.online_store import Generation, OnlineStore, Pointer
+from precompute.store.online.online_store import OnlineStore, Pointer
 from precompute.store.online.table_store import TableStore
 from tests.asgi import call, samples
 from tests.memory_store import MemoryStore
+from tests.online import named, segment
 from tests.server import Reply
 
 NOW = 1_700_000_000.0
@@ -47,7 +48,7 @@ class House:
         over: Pointer | None = None,
         **changes: Any,
     ) -> Pointer:
-        """Rows (x, age in s) as a generation of this number, a base or an overlay, and live."""
+        """Rows (x, age in s) as a segment of this number, alone or over others, and live."""
         times = [round((NOW - age_s) * 1e6) for _, age_s in rows.values()]
         columns = {
             "id": pa.array(list(rows)),
@@ -55,19 +56,19 @@ class House:
             "t": pa.array(['"é\n'] * len(rows)),
             "computed_at": pa.array(times, pa.int64()),
         }
-        base = None if over is None else over.generation
         batch = RowCodec(VIEW).row_batch(pa.record_batch(columns), ("id",), number)
-        self.online.load("things", Generation(number, number, base), iter([batch]))
+        self.online.load("things", segment(number, upper=over is not None), iter([batch]))
         pointer = Pointer(
-            VIEW, number, number, f"m{number}", len(rows), len(rows), f"at {number}", min(times)
+            VIEW,
+            number,
+            number,
+            f"m{number}",
+            len(rows),
+            len(rows),
+            f"at {number}",
+            min(times),
+            segments=(*(() if over is None else over.segments), named(number)),
         )
-        if over is not None:
-            pointer = replace(
-                pointer,
-                generation=over.generation,
-                base_snapshot=over.base_snapshot,
-                overlays=((number, number),),
-            )
         pointer = replace(pointer, **changes)
         self.online.flip(pointer)
         return pointer
@@ -166,6 +167,30 @@ def test_another_publishing_drops_what_was_cached(house: House) -> None:
     assert seen() == [404] * 2 + [(5, 3.0, 0.0)] * 2
     house.online.forget("things")
     assert seen() == [404] * 4
+
+
+def test_a_cached_row_outlives_a_flip_that_leaves_it_as_it_is(house: House) -> None:
+    """Said under the new pointer, as one that is read says it."""
+    rows = {str(i): (float(i), 1.0) for i in range(100)}
+    first = house.publish(1, rows)
+    for key in rows:
+        house.get(key)
+    second = house.publish(2, {"7": (70.0, 0.5), "new": (1.0, 0.5)}, over=first, model="m1")
+    view = dataclasses.replace(VIEW, ttl_s=20)
+    house.publish(3, {"8": (80.0, 0.25)}, over=second, model="m1", view=view)
+    assert house.hits() == 0
+    for key in (*rows, "new"):
+        fresh = create_app(house.lookup, cache_bytes=0)
+        read, cached = call(fresh, "GET", PATH + key), house.get(key)
+        assert (cached.status, cached.headers, cached.json) == (200, read.headers, read.json)
+    assert house.hits() == 98
+    # back again: what was read of segments that went is read again, and another model's
+    house.online.flip(replace(first, epoch=4, at="at 4"))
+    assert [house.get(key).json["features"]["x"] for key in ("7", "8", "9")] == [7.0, 8.0, 9.0]
+    assert house.hits() == 99
+    house.online.flip(replace(first, epoch=5, at="at 5", model="another"))
+    assert house.get("9").json["model"] == "another"
+    assert house.hits() == 99
 
 
 def test_an_edited_ttl_is_no_304_though_the_row_is_the_same(house: House) -> None:

@@ -295,7 +295,9 @@ def files_of_at_most(size_bytes: int) -> Iterator[None]:
 @pytest.mark.parametrize("size_bytes", [0, 4096, 120_000, 297_000])
 def test_a_full_disk_leaves_nothing(size_bytes: int, tmp_path: Path) -> None:
     path = tmp_path / "t"
-    message = f"no space left while writing {path}; free some and run again (the live generation is untouched)"
+    message = (
+        f"no space left while writing {path}; free some and run again (what is live is untouched)"
+    )
     with files_of_at_most(size_bytes), pytest.raises(OnlineStoreError, match=re.escape(message)):
         write(path, *(numbered(at, at + 500) for at in range(0, 3000, 500)), memory_bytes=0)
     assert list(tmp_path.iterdir()) == []

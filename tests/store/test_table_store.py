@@ -20,7 +20,6 @@ from precompute.store.errors import (
     OnlineStoreError,
     PrecomputeError,
 )
-from precompute.store.online.online_store import Generation
 from precompute.store.online.table_file import TableFile
 from precompute.store.online.table_store import TableStore
 from tests.online import (
@@ -28,9 +27,11 @@ from tests.online import (
     TABLE,
     Stopped,
     load,
+    named,
     numbers,
     pointer,
     publish,
+    segment,
     torn,
     values,
 )
@@ -41,8 +42,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "online"
 
 
-def generation_file(folder: Path, generation: int, view: str = "numbers") -> Path:
-    return folder / view / f"{generation:020d}.table"
+def segment_file(folder: Path, number: int, view: str = "numbers") -> Path:
+    return folder / view / f"{named(number)}.table"
 
 
 def test_the_inode_of_the_pointer_that_is_known_is_given_to_no_other(folder: Path) -> None:
@@ -62,13 +63,13 @@ def test_the_inode_of_the_pointer_that_is_known_is_given_to_no_other(folder: Pat
     assert values(reader.read("numbers", [b"a"])) == [b"2"]
 
 
-def test_a_table_folder_holds_generations_pointer_and_lock_alone(folder: Path) -> None:
+def test_a_table_folder_holds_segments_pointer_and_lock_alone(folder: Path) -> None:
     store = TableStore(folder)
     assert (store.views(), numbers(store), folder.exists()) == ([], [], False)
     publish(store, 1, TABLE)
     with pytest.raises(Stopped):
-        store.load("numbers", Generation(2, 2), torn(TABLE, Stopped()))
-    expected = {"numbers", "numbers/.lock", "numbers/live.json", f"numbers/{1:020d}.table"}
+        store.load("numbers", segment(2), torn(TABLE, Stopped()))
+    expected = {"numbers", "numbers/.lock", "numbers/live.json", f"numbers/{named(1)}.table"}
     assert {str(p.relative_to(folder)) for p in folder.rglob("*")} == expected
     assert json.loads((folder / "numbers" / "live.json").read_bytes())["epoch"] == 1
 
@@ -92,7 +93,7 @@ def test_a_reader_that_two_publishings_overtake_reads_the_second(
         opened = found(store, view)
         if store is reader and next(slept, False):
             publish(writer, 2, {b"a": b"2"})
-            writer.drop(view, 1)
+            writer.drop(view, named(1))
         return opened
 
     monkeypatch.setattr(TableStore, "_pointer", pointer_of)
@@ -119,26 +120,26 @@ def test_a_flip_that_is_overtaken_while_it_reads_ahead_is_refused(
 
 
 @pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "another's", "a folder"])
-def test_a_live_generation_that_is_gone_or_damaged_is_an_error(folder: Path, damage: str) -> None:
+def test_a_live_segment_that_is_gone_or_damaged_is_an_error(folder: Path, damage: str) -> None:
     publish(TableStore(folder), 1, TABLE)
-    path = generation_file(folder, 1)
+    path = segment_file(folder, 1)
     size = path.stat().st_size
     path.unlink()
     if damage == "a folder":
         path.mkdir()
     elif damage == "another's":
         load(TableStore(folder), 2, TABLE)
-        generation_file(folder, 2).rename(path)
+        segment_file(folder, 2).rename(path)
     elif damage != "removed":
         path.write_bytes({"emptied": b"", "garbage": b"garbage!" * (size // 8)}[damage])
     with pytest.raises(OnlineStoreError, match="publish the view again"):
         TableStore(folder).read("numbers", [b"a"])
 
 
-def test_publishing_again_mends_a_generation_that_is_gone(folder: Path) -> None:
+def test_publishing_again_mends_a_segment_that_is_gone(folder: Path) -> None:
     """It is the remedy that the error names; a publish looks first at what is live."""
     publish(TableStore(folder), 1, TABLE)
-    generation_file(folder, 1).unlink()
+    segment_file(folder, 1).unlink()
     store = TableStore(folder)
     assert store.live("numbers") == pointer(1)
     publish(store, 2, {b"a": b"again"})
@@ -148,11 +149,12 @@ def test_publishing_again_mends_a_generation_that_is_gone(folder: Path) -> None:
 CUT = """
 import os, sys
 from precompute.store.errors import OnlineStoreError
+from pathlib import Path
 from precompute.store.online.table_store import TableStore
-folder, path, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+folder, path, size = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 os.truncate(path, size)
 keys = [b"%05d" % i for i in range(3000)]
-for read in (lambda s: s.read("numbers", keys), lambda s: s.read_generation("numbers", 1, keys)):
+for read in (lambda s: s.read("numbers", keys), lambda s: s.read_segments("numbers", [path.stem], keys)):
     try:
         read(TableStore(folder))
         print("read")
@@ -162,12 +164,12 @@ for read in (lambda s: s.read("numbers", keys), lambda s: s.read_generation("num
 
 
 @pytest.mark.parametrize("part", [0.02, 0.99], ids=["the first pages", "all but the last page"])
-def test_a_generation_cut_short_is_an_error_and_no_end_of_the_process(
+def test_a_segment_cut_short_is_an_error_and_no_end_of_the_process(
     folder: Path, part: float
 ) -> None:
     """In a process of its own: reading a map past the end of its file is a bus error."""
     publish(TableStore(folder), 1, {b"%05d" % i: b"x" * 200 for i in range(3000)})
-    path = generation_file(folder, 1)
+    path = segment_file(folder, 1)
     size = int(path.stat().st_size * part) // 4096 * 4096
     command = [sys.executable, "-c", CUT, str(folder), str(path), str(size)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -209,13 +211,12 @@ FULL_DISK = """
 import resource, sys
 from precompute.store.errors import PrecomputeError
 from precompute.store.online.table_store import TableStore
-from precompute.store.online.online_store import Generation
-from tests.online import batch_of, pointer
+from tests.online import batch_of, pointer, segment
 store = TableStore(sys.argv[1])
 rows = [batch_of({b"%05d" % i: b"x" * 200 for i in range(3000)})]
 for size in (0, 10, 4096, 100_000):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    for action in [lambda: store.load("numbers", Generation(2, 2), rows)] + ([lambda: store.flip(pointer(1))] if size < 100 else []):
+    for action in [lambda: store.load("numbers", segment(2), rows)] + ([lambda: store.flip(pointer(1))] if size < 100 else []):
         try:
             action()
             print("done")
@@ -224,7 +225,7 @@ for size in (0, 10, 4096, 100_000):
 """
 
 
-def test_a_full_disk_leaves_the_live_generation_and_no_files(folder: Path) -> None:
+def test_a_full_disk_leaves_what_is_live_and_no_files(folder: Path) -> None:
     store = TableStore(folder)
     publish(store, 1, TABLE)
     before = sorted(folder.rglob("*"))
@@ -265,8 +266,8 @@ def test_a_load_leaves_alone_what_another_process_is_writing(folder: Path) -> No
     publish(store, 1, TABLE)
     dead = subprocess.Popen(["true"])
     dead.wait()
-    theirs = folder / "numbers" / f".{8:020d}.table.{os.getppid()}.tmp"
-    left = folder / "numbers" / f".{6:020d}.table.{dead.pid}.tmp"
+    theirs = folder / "numbers" / f".{named(8)}.table.{os.getppid()}.tmp"
+    left = folder / "numbers" / f".{named(6)}.table.{dead.pid}.tmp"
     for path in (theirs, left):
         path.write_bytes(b"half")
     load(store, 7, TABLE)

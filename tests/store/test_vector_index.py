@@ -344,7 +344,7 @@ def test_files_of_two_indexes_do_not_mix(tmp_path: Path) -> None:
         ):
             VectorIndex(tmp_path / "one")
         (tmp_path / "one" / name).write_bytes(own)
-    # nor does another generation's, whole as it is, answer in its place
+    # nor does another segment's, whole as it is, answer in its place
     shutil.copytree(tmp_path / "two", tmp_path / "three")
     with pytest.raises(VectorIndexError, match=r"it is the index .*/two"):
         VectorIndex(tmp_path / "three")

@@ -3,7 +3,7 @@ compare and flip, once, or in a thread (Follower); only where table files are th
 
     <root>/<view>/refs/served.json        the pointer that readers follow, and the files it needs;
                                           in the cache, those that were compared and are served
-    <root>/<view>/online/<number>.table   generations; indexes lie where they always do
+    <root>/<view>/online/<segment>.table  segments; indexes lie where they always do
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from precompute.store.account.account import Followed, read_followed, write_followed
@@ -35,7 +35,13 @@ from precompute.store.errors import (
     UnreadableError,
 )
 from precompute.store.offline.view_store import OfflineStore, ViewStore
-from precompute.store.online.online_store import OnlineStore, Pointer, check_taken
+from precompute.store.online.online_store import (
+    OnlineStore,
+    Pointer,
+    check_taken,
+    is_segment,
+    number_of,
+)
 from precompute.store.online.table_store import TableStore
 from precompute.store.times import duration
 
@@ -68,7 +74,7 @@ class _LiveFiles(Record, frozen=True):
 
 
 class Replica:
-    """One view's generations in the root and on this host, as
+    """One view's segments in the root and on this host, as
     :class:`precompute.store.account.followers.Followers`. Where the online store is not of table
     files, there is nothing to do.
 
@@ -92,16 +98,17 @@ class Replica:
 
     # ---- the publishing side
 
-    def send(self, pointer: Pointer) -> list[_ServedFile]:
-        """Send the files of what is about to be live, those that are not in the root yet."""
+    def send(self, pointer: Pointer, *, again: bool = False) -> list[_ServedFile]:
+        """Send the files of what is about to be live, those that are not in the root yet, or all
+        ``again``."""
         known: dict[str, _ServedFile] = {}
         # of a damaged one nothing is believed: all is sent
         with contextlib.suppress(ValueError):
-            if (served := self._live_files()) is not None:
+            if not again and (served := self._live_files()) is not None:
                 known = {file.path: file for file in served.files}
         files = {
             f"online/{Path(check.path).name}": Path(check.path)
-            for check in self._online.file_checks(self._store.name, pointer.generations)
+            for check in self._online.file_checks(self._store.name, pointer.segments)
         }
         for folder in _indexes(self._store, pointer):
             files |= {f"index/{folder.name}/{path.name}": path for path in folder.iterdir()}
@@ -109,14 +116,17 @@ class Replica:
         for name, path in sorted(files.items()):
             if name not in known:
                 size_bytes, sha256 = path.stat().st_size, sha256_of(path)
-                _linked(path, self._store.folder / name)
+                sent_before = self._store.folder / name
+                if again and sent_before.exists() and not sent_before.samefile(path):
+                    sent_before.unlink()
+                _linked(path, sent_before)
                 self._store.storage.put([self._store.folder / name])
                 known[name] = _ServedFile(name, size_bytes, sha256)
             sent.append(known[name])
         return sent
 
-    def publish(self, pointer: Pointer) -> None:
-        """Have all hosts serve what a pointer says.
+    def publish(self, pointer: Pointer, *, again: bool = False) -> None:
+        """Have all hosts serve what a pointer says; of files that were loaded ``again``, too.
 
         Raises:
             SnapshotError: the object store failed.
@@ -132,7 +142,8 @@ class Replica:
             return new
 
         try:
-            new = sealed(_LiveFiles(pointer.to_bytes().decode(), tuple(self.send(pointer))))
+            files = tuple(self.send(pointer, again=again))
+            new = sealed(_LiveFiles(pointer.to_bytes().decode(), files))
             self._store.storage.update(self._path, moved)
         except OSError as exc:
             raise SnapshotError(disk_message(self._path, exc, "other hosts serve on")) from exc
@@ -152,23 +163,20 @@ class Replica:
         self._store.storage.delete(self._path)
         self._store.storage.delete_all(self._store.folder / "online")
 
-    def drop_all_but(self, keep: set[int], epoch: int) -> None:
-        """Remove the generations and indexes of other numbers from the root, but for those after
-        ``epoch``: they are of a publishing by the lease's next holder."""
+    def drop_all_but(self, keep: set[str]) -> None:
+        """Remove other segments and their indexes from the root, but for later ones, of larger
+        numbers: they are of a publishing by the lease's next holder."""
         storage, folder = self._store.storage, self._store.folder
         if not self.is_one:
             return
 
-        def removable(name: str) -> bool:
-            return not name.isdigit() or (int(name) < epoch and int(name) not in keep)
-
         try:
-            for name in filter(removable, map(_stem, storage.names(folder / "online"))):
+            for name in _removable(map(_stem, storage.names(folder / "online")), keep):
                 storage.delete(folder / "online" / f"{name}.table")
-            for name in filter(removable, storage.names(self._store.indexes)):
+            for name in _removable(storage.names(self._store.indexes), keep):
                 storage.delete_all(self._store.indexes / name)
         except OSError as exc:
-            log.warning("view %r: old generations stay for now: %s", self._store.name, exc)
+            log.warning("view %r: old segments stay for now: %s", self._store.name, exc)
 
     # ---- the reading side
 
@@ -296,22 +304,17 @@ class Replica:
 
     def _forget_all_but(self, pointer: Pointer, before: Pointer | None) -> None:
         """Remove what a request that began before the flip does not read either; what is of a later
-        epoch is on its way."""
-        keep = {*pointer.generations, *(() if before is None else before.generations)}
-
-        def removable(number: int) -> bool:
-            return number < pointer.epoch and number not in keep
-
-        for generation in self._online.generations(self._store.name):
-            if removable(generation.number):
-                with contextlib.suppress(OnlineStoreError):
-                    self._online.drop(self._store.name, generation.number)
-        for path in (self._store.folder / "online").glob("*.table"):
-            if removable(int(path.stem)):
-                path.unlink(missing_ok=True)
-        for path in self._store.indexes.glob("*"):
-            if path.name.isdigit() and removable(int(path.name)):
-                shutil.rmtree(path, ignore_errors=True)
+        segment is on its way."""
+        name, folder = self._store.name, self._store.folder / "online"
+        keep = {*pointer.segments, *(() if before is None else before.segments)}
+        for segment in _removable([s.name for s in self._online.segments(name)], keep):
+            with contextlib.suppress(OnlineStoreError):
+                self._online.drop(name, segment)
+        for segment in _removable([path.stem for path in folder.glob("*.table")], keep):
+            (folder / f"{segment}.table").unlink(missing_ok=True)
+        indexes = [path.name for path in self._store.indexes.glob("*")]
+        for segment in _removable(filter(is_segment, indexes), keep):
+            shutil.rmtree(self._store.index_folder(segment), ignore_errors=True)
 
 
 def _read(data: bytes, path: Path) -> tuple[Pointer, _LiveFiles]:
@@ -322,6 +325,16 @@ def _read(data: bytes, path: Path) -> tuple[Pointer, _LiveFiles]:
 def _indexes(store: ViewStore, pointer: Pointer) -> list[Path]:
     root = store.offline.root
     return [root / name for name in (pointer.index, pointer.overlay_index) if name is not None]
+
+
+def _removable(names: Iterable[str], keep: Collection[str]) -> list[str]:
+    """Those of some names that are none to be kept, and no later segment's."""
+    newest = max(map(number_of, keep), default=0)
+    return [
+        name
+        for name in names
+        if name not in keep and not (is_segment(name) and number_of(name) > newest)
+    ]
 
 
 def _stem(name: str) -> str:

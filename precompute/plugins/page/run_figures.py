@@ -339,7 +339,7 @@ def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[
         or ref.snapshot != snapshot.number
     ):
         return None
-    found = index_figures(store.index_folder(ref.place.generation))
+    found = index_figures(store.index_folder(ref.segments[0]))
     return None if found is None else dict(plain(found))
 
 

@@ -40,6 +40,8 @@ from precompute.plugins.redis.servers import (
     ADMIN_S,
     OTHER_KIND,
     STALL_S,
+    VERSION,
+    Asked,
     Pipe,
     Progress,
     Servers,
@@ -48,7 +50,7 @@ from precompute.plugins.redis.servers import (
 )
 from precompute.store.errors import OnlineStoreError
 from precompute.store.online.found_rows import FoundRows
-from precompute.store.online.kernels import I8, U8, RowBatch, Rows
+from precompute.store.online.kernels import I8, RowBatch, Rows
 
 PAUSE_S = 0.05
 """Seconds between two looks at a cluster in which something moves."""
@@ -282,19 +284,18 @@ class Cluster(Servers):
     def read(
         self,
         meta: str | None,
-        layouts: Sequence[Layout],
-        keys: Sequence[bytes],
-        hashes: U8 | None,
+        asked: Sequence[Asked],
         doing: str,
         budget: Budget | float | None = None,
     ) -> tuple[object, list[FoundRows]]:
         budget = Budget.of(budget, self.read_s)
         replies: list[Any] = []
-        if keys:
-            of_slots = np.concatenate([layout.slots(keys, hashes) for layout in layouts])
+        asking = [of for of in asked if of.keys]
+        if asking:
+            of_slots = np.concatenate([of.layout.slots(of.keys, of.hashes) for of in asking])
             replies = self._gathered(
                 of_slots,
-                [get for layout in layouts for get in layout.gets(keys, hashes)],
+                [get for of in asking for get in of.layout.gets(of.keys, of.hashes)],
                 doing,
                 budget,
             )
@@ -302,11 +303,12 @@ class Cluster(Servers):
         version = None
         if meta is not None:
             # only now: what it names was there while all rows were read
-            (version,) = self.call(meta, [("HGET", meta, "version")], doing, budget)
-        return version, [
-            layout.found(keys, replies[i * len(keys) : (i + 1) * len(keys)], hashes)
-            for i, layout in enumerate(layouts)
-        ]
+            (version,) = self.call(meta, [("HMGET", meta, *VERSION)], doing, budget)
+        found, at = [], 0
+        for of in asked:
+            found.append(of.layout.found(of.keys, replies[at : at + len(of.keys)], of.hashes))
+            at += len(of.keys)
+        return version, found
 
     def _gathered(
         self,

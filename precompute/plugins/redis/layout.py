@@ -1,4 +1,4 @@
-"""Layout: how a generation's rows lie in Redis, one key each or, if narrow, as fields of small
+"""Layout: how a segment's rows lie in Redis, one key each or, if narrow, as fields of small
 hashes; what memory they take; and the commands that write and read them, built in numpy by the
 block."""
 
@@ -40,7 +40,7 @@ _SHIFTS = np.arange(4 * (NAME_BYTES - 1), -1, -4, dtype=np.uint64)
 
 
 class Buckets(Record, frozen=True):
-    """The hashes of one generation.
+    """The hashes of one segment.
 
         <prefix><hash of the key mod number, 8 hex digits>    a hash: field → value
         field = xxh3_64 of the key, seed 1, its lower 6 bytes
@@ -214,7 +214,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the rows of one generation lie in Redis: under keys that begin with ``prefix``, each
+    """How the rows of one segment lie in Redis: under keys that begin with ``prefix``, each
     under one of its own, or in ``buckets``."""
 
     prefix: bytes

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from precompute.plugins.redis.connection import Command
 from precompute.plugins.redis.layout import Buckets
@@ -18,21 +18,32 @@ from precompute.plugins.redis.link import (
     server_state,
 )
 from precompute.plugins.redis.servers import ADMIN_S, Servers
-from precompute.store.disk.record import Record, digest_of, read_record, sealed
+from precompute.store.disk.record import (
+    Record,
+    digest_of,
+    read_record,
+    replace,
+    sealed,
+    whole_record,
+)
 from precompute.store.errors import DamagedPointerError, OnlineStoreError
 from precompute.store.feature_view import NAME
 from precompute.store.online.online_store import (
-    Generation,
     Pointer,
+    Segment,
     check_loaded,
     foreign_view,
+    is_segment,
     stale_epoch,
     still_live,
 )
 
 _FLIP = """
-for number in string.gmatch(ARGV[6], '%d+') do
-  if redis.call('HEXISTS', KEYS[1], 'rows:' .. number) == 0 then return {'missing', number} end
+local upper = false
+for name in string.gmatch(ARGV[6], '[^,]+') do
+  if redis.call('HEXISTS', KEYS[1], 'segment:' .. name) == 0 then return {'missing', name} end
+  if upper and redis.call('HEXISTS', KEYS[1], 'hashes:' .. name) == 0 then return {'missing', name} end
+  upper = true
 end
 local owner = redis.call('HGET', KEYS[1], 'owner')
 if owner and owner ~= '' and ARGV[4] ~= '' and owner ~= ARGV[4] and owner ~= ARGV[7] then return {'owner', owner} end
@@ -43,11 +54,55 @@ redis.call('HDEL', KEYS[1], '-')
 redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'version', ARGV[2], 'pointer', ARGV[3], 'owner', ARGV[4], 'at', ARGV[5], 'live', ARGV[6])
 return {'done', ''}
 """  # noqa: E501
-_MARK = """
+_BEGIN = """
+local token = redis.call('HGET', KEYS[1], 'token:' .. ARGV[1])
+if token then return {'joined', token, redis.call('HGET', KEYS[1], 'loading:' .. ARGV[1]) or ''} end
+redis.call('HDEL', KEYS[1], '-')
+token = redis.call('HINCRBY', KEYS[1], 'counter', 1)
+redis.call('HSET', KEYS[1], 'token:' .. ARGV[1], token, 'loading:' .. ARGV[1], ARGV[2])
+return {'done', tostring(token), ''}
+"""
+_NOTE = """
+if redis.call('HGET', KEYS[1], 'token:' .. ARGV[1]) ~= ARGV[2] then
+  -- who loads the same may have ended it
+  if redis.call('HGET', KEYS[1], 'rows:' .. ARGV[1]) == ARGV[2] then return {'done', ''} end
+  return {'changed', ''}
+end
+redis.call('HDEL', KEYS[1], '-')
+redis.call('HSET', KEYS[1], 'loading:' .. ARGV[1], ARGV[3])
+return {'done', ''}
+"""
+_WHOLE = """
+local before = redis.call('HGET', KEYS[1], 'segment:' .. ARGV[1])
+if redis.call('HGET', KEYS[1], 'token:' .. ARGV[1]) ~= ARGV[2] then return {'changed', before or ''} end
+redis.call('HDEL', KEYS[1], '-', 'token:' .. ARGV[1], 'loading:' .. ARGV[1])
 local live = ',' .. (redis.call('HGET', KEYS[1], 'live') or '') .. ','
-if string.find(live, ',' .. ARGV[1] .. ',', 1, true) then return {'live', live} end
-redis.call('HDEL', KEYS[1], '-', 'rows:' .. ARGV[1], 'loading:' .. ARGV[1], 'dropping:' .. ARGV[1])
-redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+if before or string.find(live, ',' .. ARGV[1] .. ',', 1, true) then
+  redis.call('HINCRBY', KEYS[1], 'reloads', 1)
+end
+if before then
+  redis.call('HSET', KEYS[1], 'dropping:' .. ARGV[1] .. '/' .. (redis.call('HGET', KEYS[1], 'rows:' .. ARGV[1]) or ''), before)
+end
+redis.call('HSET', KEYS[1], 'segment:' .. ARGV[1], ARGV[3], 'rows:' .. ARGV[1], ARGV[2])
+if ARGV[4] ~= '' then redis.call('HSET', KEYS[1], 'hashes:' .. ARGV[1], ARGV[4]) end
+return {'done', ''}
+"""  # noqa: E501
+_DROP = """
+local live = ',' .. (redis.call('HGET', KEYS[1], 'live') or '') .. ','
+local records = {loading = 'token'}
+if ARGV[2] == 'whole' then
+  if string.find(live, ',' .. ARGV[1] .. ',', 1, true) then return {'live', live} end
+  records = {loading = 'token', segment = 'rows'}
+end
+for record, counter in pairs(records) do
+  local found = redis.call('HGET', KEYS[1], record .. ':' .. ARGV[1])
+  local number = redis.call('HGET', KEYS[1], counter .. ':' .. ARGV[1])
+  redis.call('HDEL', KEYS[1], '-', record .. ':' .. ARGV[1], counter .. ':' .. ARGV[1])
+  if record == 'segment' then redis.call('HDEL', KEYS[1], 'hashes:' .. ARGV[1]) end
+  if found or number then
+    redis.call('HSET', KEYS[1], 'dropping:' .. ARGV[1] .. '/' .. (number or ''), found or '')
+  end
+end
 return {'done', ''}
 """
 _CHANGE = """
@@ -72,7 +127,7 @@ redis.call('HSET', KEYS[1], 'dropping:all', ARGV[1])
 return {'done', ''}
 """
 _ENDED = """
-if #redis.call('HGETALL', KEYS[1]) == 0 then return {'done', ''} end
+if #redis.call('HKEYS', KEYS[1]) == 0 then return {'done', ''} end
 if redis.call('HGET', KEYS[1], 'dropping:all') ~= ARGV[1] then return {'changed', ''} end
 redis.call('UNLINK', KEYS[1])
 return {'done', ''}
@@ -89,13 +144,13 @@ EVERYTHING = "all"
 
 class Loading(Record, frozen=True):
     """A load that is on its way, or was: ``done`` of its rows, from the first on, are in the store.
-    ``layout`` is that of rows and keys, ``token`` the process's that loads, the rest as in
-    :class:`Loaded`."""
+    ``counter``, its token, stands beside the record; ``layout`` is that of rows and keys, the rest
+    as in :class:`Loaded`."""
 
-    generation: Generation
+    segment: Segment
     layout: int
     owner: str
-    token: str
+    counter: int = 0
     done: int = 0
     server: str = ""
     evicted: int | None = None
@@ -103,17 +158,17 @@ class Loading(Record, frozen=True):
 
 
 class Loaded(Record, frozen=True):
-    """A generation that is whole, and how its server was: ``server`` names the process and its data
-    then (empty: not known), ``evicted`` is its count of keys that were evicted, from before the
-    first row. ``buckets`` that the rows lie in; None where each has a key of its own. ``key_parts``
-    of the list of its rows' keys; None where there is none."""
+    """A segment that is whole, and how its server was: ``counter`` is that of the view's loads,
+    which its keys bear, ``server`` names the process and its data then (empty: not known),
+    ``evicted`` is its count of keys that were evicted, from before the first row. ``buckets`` that
+    the rows lie in; None where each has a key of its own."""
 
-    generation: Generation
+    segment: Segment
+    counter: int
     rows: int
     server: str = ""
     evicted: int = 0
     buckets: Buckets | None = None
-    key_parts: int | None = None
 
     @property
     def keys(self) -> int:
@@ -124,14 +179,27 @@ class Loaded(Record, frozen=True):
         return self.buckets.number if self.rows >= 32 * self.buckets.number else min(self.rows, 1)
 
 
+class Left(Record, frozen=True):
+    """What is to be dropped, by its record: of what was whole, or of a load, which does not say how
+    many rows there are."""
+
+    segment: Segment
+    counter: int = 0
+    rows: int | None = None
+    buckets: Buckets | None = None
+
+
 @dataclass(frozen=True)
 class Names:
     """Names of keys in Redis.
 
-    <prefix>:{}<view>:<generation>:<entity key>    one packed row, or
-    <prefix>:{}<view>:<generation>:<bucket>        a hash of narrow rows
-    <prefix>:{<view>}:meta                         the view's hash
-    <prefix>:views                                 set of view names
+    <prefix>:{}<view>:<number>.<counter>:<entity key>    one packed row of a segment, or
+    <prefix>:{}<view>:<number>.<counter>:<bucket>        a hash of narrow rows
+    <prefix>:{<view>}:meta                               the view's hash
+    <prefix>:views                                       set of view names
+
+    The counter is that of the view's loads: a segment that is loaded again lies beside what it was
+    before, and who drops that, however late, takes nothing of it.
 
     In a cluster the text between the first braces decides a key's slot, all of the key where that
     is empty: so an entity key may hold braces, and a view's rows are spread over all slots whatever
@@ -153,67 +221,100 @@ class Names:
         """What the keys of all rows of a view begin with."""
         return f"{self.prefix}:{{}}{view}:".encode()
 
-    def rows(self, view: str, number: int) -> bytes:
-        """What the keys of a generation's rows begin with."""
-        return self.rows_of(view) + b"%d:" % number
+    def rows(self, view: str, segment: Segment, counter: int) -> bytes:
+        """What the keys of a segment's rows begin with, of the load of that counter."""
+        return self.rows_of(view) + b"%d.%d:" % (segment.number, counter)
 
 
 @dataclass(frozen=True)
 class Meta:
-    """A view's hash, read."""
+    """A view's hash, read; but for the hashes of keys. ``loaded`` and ``loading`` are by the
+    segment's name, ``dropping`` by the rest of its field's, ``<name>/<counter>`` or
+    :data:`EVERYTHING`; ``unreadable`` are names of segments whose record is damaged. ``counter`` of
+    the last load."""
 
-    loaded: Mapping[int, Loaded] = field(default_factory=dict)
-    loading: Mapping[int, Loading] = field(default_factory=dict)
-    dropping: frozenset[str] = frozenset()
-    unreadable: frozenset[int] = frozenset()
+    loaded: Mapping[str, Loaded] = field(default_factory=dict)
+    loading: Mapping[str, Loading] = field(default_factory=dict)
+    dropping: Mapping[str, bytes] = field(default_factory=dict)
+    unreadable: frozenset[str] = frozenset()
     owner: str = ""
-    live: tuple[int, ...] = ()
+    live: tuple[str, ...] = ()
+    counter: int = 0
 
     @classmethod
-    def of(cls, reply: Sequence[bytes]) -> Meta:
-        """The record in the reply of HGETALL, or in some of its fields. What cannot be read of a
-        generation makes it one that is to be dropped; a field that is named as none of ours is left
-        alone.
+    def of(cls, fields: Mapping[bytes, bytes]) -> Meta:
+        """The record in the fields of a view's hash, or in some of them. A field that is named as
+        none of ours is left alone.
 
         Raises:
-            OtherFormatError: its pointer, or what is noted of a generation, is of another format.
+            OtherFormatError: its pointer, or what is noted of a segment, is of another format.
         """
-        fields = dict(zip(reply[::2], reply[1::2], strict=True))
-        loaded: dict[int, Loaded] = {}
-        loading: dict[int, Loading] = {}
-        dropping, unreadable = set(), set()
-        for name, value in fields.items():
-            kind, _, rest = name.decode(errors="replace").partition(":")
-            if kind == "dropping" and (rest == EVERYTHING or _is_number(rest)):
-                dropping.add(rest)
-            if not _is_number(rest):
+        loaded: dict[str, Loaded] = {}
+        loading: dict[str, Loading] = {}
+        dropping, unreadable = dict[str, bytes](), set()
+        for field_name, value in fields.items():
+            kind, _, name = field_name.decode(errors="replace").partition(":")
+            if name.isdecimal() and kind in ("rows", "loading"):
+                # as another version named what it has noted
+                whole_record(Loaded, value, _noted(name))
+            if name != EVERYTHING and not is_segment(name.partition("/")[0]):
                 continue
+            if kind == "dropping":
+                dropping[name] = value
+            elif kind == "token" and b"loading:" + name.encode() not in fields:
+                unreadable.add(name)
             try:
-                if kind == "rows":
-                    loaded[int(rest)] = read_record(Loaded, value, _noted(rest))
+                if kind == "segment":
+                    loaded[name] = of_name(read_record(Loaded, value, _noted(name)), name)
                 elif kind == "loading":
-                    loading[int(rest)] = read_record(Loading, value, _noted(rest))
-            except ValueError:
-                unreadable.add(int(rest))
+                    loading[name] = _loading(value, name, fields[b"token:" + name.encode()])
+            except (KeyError, ValueError):
+                unreadable.add(name)
         pointer = sealed_pointer(fields.get(b"version"), fields.get(b"pointer"))
         if pointer is not None:
             # what scripts compare has no seal, and is never believed against it
-            owner, live = pointer.owner, pointer.generations
+            owner, live = pointer.owner, pointer.segments
         else:
             owner = fields.get(b"owner", b"").decode(errors="replace")
-            try:
-                live = tuple(
-                    int(number) for number in fields.get(b"live", b"").split(b",") if number
-                )
-            except ValueError:
+            names = fields.get(b"live", b"").decode(errors="replace")
+            live = tuple(names.split(",")) if names else ()
+            if not all(map(is_segment, live)):
                 # not known: none of them is dropped before the next flip has written it again
                 live = tuple(sorted({*loaded, *unreadable}))
-        return cls(loaded, loading, frozenset(dropping), frozenset(unreadable), owner, live)
+        counter = fields.get(b"counter", b"")
+        return cls(
+            loaded,
+            loading,
+            dropping,
+            frozenset(unreadable),
+            owner,
+            live,
+            int(counter) if counter.isdigit() else 0,
+        )
 
     @property
-    def generations(self) -> list[Generation]:
-        """Those loaded whole, in the order of their numbers."""
-        return [loaded.generation for _, loaded in sorted(self.loaded.items())]
+    def segments(self) -> list[Segment]:
+        """Those that are whole, in the order of their numbers."""
+        found = [loaded.segment for loaded in self.loaded.values()]
+        return sorted(found, key=lambda segment: (segment.number, segment.name))
+
+
+_Named = TypeVar("_Named", Loaded, Loading)
+
+
+def _loading(record: bytes, name: str, token: bytes) -> Loading:
+    return replace(of_name(read_record(Loading, record, _noted(name)), name), counter=int(token))
+
+
+def of_name(record: _Named, name: str) -> _Named:
+    """The record of a segment, if it is the one of that name.
+
+    Raises:
+        ValueError: it is another one's.
+    """
+    if record.segment.name != name:
+        raise ValueError(f"it is of segment {record.segment.name}")
+    return record
 
 
 def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str]:
@@ -221,15 +322,15 @@ def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str
     themselves; they hold ``beside`` keys that are no rows' of ours."""
     server, evicted, keys = identity_of(states), evicted_of(states), keys_of(states)
     found = []
-    for number in meta.live:
-        loaded = meta.loaded.get(number)
+    for name in meta.live:
+        loaded = meta.loaded.get(name)
         if loaded is None:
-            found.append(f"generation {number}, which is live, is not loaded whole")
+            found.append(f"segment {name}, which is live, is not loaded whole")
             continue
         if loaded.server and server and loaded.server != server:
             found.append(
-                "the server was restarted, or another one took its place, since generation"
-                f" {number} was loaded"
+                "the server was restarted, or another one took its place, since segment"
+                f" {name} was loaded"
             )
         elif (
             evicted is not None
@@ -237,7 +338,7 @@ def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str
             and any(state.evicts for state in states)
         ):
             found.append(
-                f"{evicted - loaded.evicted} keys were evicted since generation {number} was loaded"
+                f"{evicted - loaded.evicted} keys were evicted since segment {name} was loaded"
             )
     wanted = sum(loaded.keys for loaded in meta.loaded.values())
     if keys is not None and (there := max(0, keys - beside)) < wanted:
@@ -247,12 +348,8 @@ def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str
     return found
 
 
-def _noted(number: object) -> str:
-    return f"what Redis has noted of generation {number}"
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal()
+def _noted(name: object) -> str:
+    return f"what Redis has noted of segment {name}"
 
 
 def version_of(pointer: bytes) -> bytes:
@@ -291,24 +388,9 @@ BESIDE = ("epoch", "owner", "live")
 
 def beside(pointer: Pointer) -> dict[str, bytes]:
     """:data:`BESIDE`, as a pointer has them."""
-    live = ",".join(map(str, pointer.generations))
+    live = ",".join(pointer.segments)
     values = (b"%d" % pointer.epoch, pointer.owner.encode(), live.encode())
     return dict(zip(BESIDE, values, strict=True))
-
-
-def buckets_of(record: bytes | None, view: str, number: int) -> Buckets | None:
-    """The buckets of a generation, from the field that says that it is loaded.
-
-    Raises:
-        DamagedPointerError: it cannot be read.
-    """
-    try:
-        return None if record is None else read_record(Loaded, record, _noted(number)).buckets
-    except ValueError as exc:
-        raise DamagedPointerError(
-            f"what is noted of generation {number} of {view!r} is damaged ({exc}); publish the view"
-            " again"
-        ) from exc
 
 
 class ViewHashes:
@@ -329,15 +411,22 @@ class ViewHashes:
         """All of a view's hash; an empty one for a name that no view can have."""
         if not NAME.match(view):
             return Meta()
-        (fields,) = self.call(view, [("HGETALL", self._names.meta(view))], f"look at {view!r}")
-        return Meta.of(fields)
+        meta, doing = self._names.meta(view), f"look at {view!r}"
+        (names,) = self.call(view, [("HKEYS", meta)], doing)
+        # key hashes are long, and for readers alone
+        names = [name for name in names if not name.startswith(b"hashes:")]
+        if not names:
+            return Meta()
+        (values,) = self.call(view, [("HMGET", meta, *names)], doing)
+        return Meta.of(
+            {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        )
 
     def trials(self, view: str) -> list[Command]:
         """Scripts that change nothing that is read, to see whether they may be run."""
-        nothing = sealed(Loading(Generation(0, 0), 0, "", ""))
         scripts: list[tuple[str, tuple[bytes | str | int, ...]]] = [
-            (_CHANGE, ("loading:0", nothing, "loading:0", nothing)),
-            (_MARK, (0, "dropping:0", "1")),
+            (_CHANGE, ("-", "1", "-", "1")),
+            (_DROP, ("-", "loading")),
         ]
         return [self._script(text, view, *arguments) for text, arguments in scripts]
 
@@ -371,8 +460,7 @@ class ViewHashes:
             # no other publisher's act, but a flipped bit
             said, what, have = self._flip(pointer, replicas)
         if said == "missing":
-            loaded = sorted(self.read(view).loaded)
-            check_loaded(pointer, [number for number in loaded if number != int(what)])
+            check_loaded(pointer, self.read(view).loaded.keys() - {what})
         if said == "owner":
             raise foreign_view(view, what, pointer.owner)
         if said == "epoch":
@@ -432,31 +520,43 @@ class ViewHashes:
 
     # ---- loads and drops
 
-    def begin_loading(self, view: str, loading: Loading) -> None:
-        """Note a load, or take over one of the same number.
+    def begin_loading(self, view: str, loading: Loading) -> Loading | None:
+        """Note a load, which gets a counter of its own, its token; or join one of the same segment
+        that has begun: its record, None where that is damaged."""
+        name = loading.segment.name
+        said, token, theirs = self._run(_BEGIN, view, name, sealed(loading))
+        if said == b"done":
+            return replace(loading, counter=int(token))
+        with contextlib.suppress(ValueError):
+            return _loading(theirs, name, token)
+        return None
+
+    def note_loading(self, view: str, loading: Loading) -> bool:
+        """Note how far a load is; False where it was dropped, and not ended by who joined it."""
+        name = loading.segment.name
+        return self._run(_NOTE, view, name, loading.counter, sealed(loading))[0] == b"done"
+
+    def end_loading(self, view: str, loaded: Loaded, key_hashes: bytes) -> bool:
+        """Note that a segment is whole, with the hashes of its keys, if there are any; what was
+        whole under its name before is marked to be dropped. False where the load was dropped."""
+        name = loaded.segment.name
+        said, there = self._run(_WHOLE, view, name, loaded.counter, sealed(loaded), key_hashes)
+        if said == b"done":
+            return True
+        # of those who load the same together, one ends it
+        with contextlib.suppress(ValueError):
+            return read_record(Loaded, there, _noted(name)).counter == loaded.counter
+        return False
+
+    def begin_dropping(self, view: str, name: str, *, whole: bool = True) -> None:
+        """Mark a segment as one that is to be dropped, and a load of it, whose token goes; or,
+        unless it is ``whole`` that goes, the load alone.
 
         Raises:
-            ConflictError: the generation is live.
+            ConflictError: the segment is live.
         """
-        number = loading.generation.number
-        if self._run(_MARK, view, number, f"loading:{number}", sealed(loading))[0] == b"live":
-            raise still_live(view, number)
-
-    def note_loading(self, view: str, before: Loading, after: Loading | Loaded) -> bool:
-        """Note how far a load is, or that it is whole; False where it is another process's now."""
-        number = before.generation.number
-        name = f"{'rows' if isinstance(after, Loaded) else 'loading'}:{number}"
-        answer = self._run(_CHANGE, view, f"loading:{number}", sealed(before), name, sealed(after))
-        return answer[0] == b"done"
-
-    def begin_dropping(self, view: str, number: int) -> None:
-        """Mark a generation as one that is to be dropped.
-
-        Raises:
-            ConflictError: it is live.
-        """
-        if self._run(_MARK, view, number, f"dropping:{number}", "1")[0] == b"live":
-            raise still_live(view, number)
+        if self._run(_DROP, view, name, "whole" if whole else "loading")[0] == b"live":
+            raise still_live(view, name)
 
     def end_view(self, view: str, token: str) -> None:
         """Take a view from its readers, and mark all of it as to be dropped, by the process that

@@ -1,103 +1,38 @@
-"""Removal: removes the keys of a generation, found by SCAN or, for an overlay, by its list of keys:
-SCAN takes 1.3 s in a million keys."""
+"""Removal: removes the keys of a segment, which its parts tell; or by SCAN, where nobody knows them
+any more: that looks at all keys of a server, 8 s for 10⁷ of them."""
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import secrets
-import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from precompute.plugins.redis.connection import Command, Refused, packed
 from precompute.plugins.redis.layout import Layout, names
 from precompute.plugins.redis.link import Link, refusal
-from precompute.plugins.redis.meta import EVERYTHING, Loaded, Names, ViewHashes
+from precompute.plugins.redis.meta import EVERYTHING, Left, Loaded, Loading, Names, ViewHashes
 from precompute.plugins.redis.servers import ADMIN_S, Servers
-from precompute.store.errors import ConflictError
-from precompute.store.online import kernels
-from precompute.store.online.kernels import Packed, Rows
+from precompute.store.disk.record import whole_record
+from precompute.store.errors import ConflictError, SnapshotError
+from precompute.store.online.kernels import Packed
+from precompute.store.online.online_store import KeysOf
+
+log = logging.getLogger(__name__)
 
 SCANNED_KEYS = 1000
 """Looked at between two pauses: a third of a millisecond of the server's time, and half of one for
 removing them."""
 SWEEP_S = 10.0
 """Timeout of one such step."""
-LISTED = b"\xff"
-"""What the keys of a list of keys have behind the rows' prefix: no entity key begins so, since they
-are UTF-8."""
-PART_BYTES = 2**20
-"""Bytes of keys in one part, about."""
-
-_HEAD = struct.Struct("<QI")
-
-
-def part_key(prefix: bytes, number: int) -> bytes:
-    """Under which a part lies; ``prefix``: of the rows."""
-    return prefix + LISTED + b"%d" % number
-
-
-class KeyList:
-    """The keys of rows that are loaded.
-
-    Args:
-        prefix: of the rows.
-        write: takes the key of a part, and the part.
-    """
-
-    def __init__(self, prefix: bytes, write: Callable[[bytes, bytes], None]) -> None:
-        self._prefix, self._write = prefix, write
-        self._held: list[bytes] = []
-        self._bytes = 0
-        self.parts = 0
-        """Number of parts written so far."""
-
-    def noting(self, rows: Rows) -> Rows:
-        """The rows, once their keys are noted; all of these are written when the last row was
-        taken."""
-        for batch in rows:
-            self._held += map(bytes, batch.keys.strings())
-            self._bytes += batch.keys.size_bytes
-            if self._bytes >= PART_BYTES:
-                self._flush()
-            yield batch
-        self._flush()
-
-    def _flush(self) -> None:
-        if self._held:
-            keys = Packed.of(self._held)
-            body = np.asarray(keys.sizes, np.uint32).tobytes() + keys.data.tobytes()
-            self._write(
-                part_key(self._prefix, self.parts),
-                _HEAD.pack(kernels.hash_of(body), len(keys)) + body,
-            )
-            self.parts += 1
-            self._held, self._bytes = [], 0
-
-
-def keys_of(part: bytes) -> list[bytes]:
-    """Entity keys of a part.
-
-    Raises:
-        ValueError: it is not what was written.
-    """
-    if len(part) < _HEAD.size:
-        raise ValueError("it is too short")
-    (checksum, count), body = _HEAD.unpack_from(part), part[_HEAD.size :]
-    if kernels.hash_of(body) != checksum:
-        raise ValueError("its bytes are not those that were written")
-    ends = np.cumsum(np.frombuffer(body, np.uint32, count), dtype=np.int64) + 4 * count
-    starts = np.concatenate([[4 * count], ends[:-1]])
-    return [body[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 class Removal:
-    """Removes generations, and whole views. What goes is marked before its first key goes, and
-    unmarked after the last: a removal that is interrupted is finished by the next, and one that
-    outlives its lease leaves off once its marks are gone.
+    """Removes segments, and whole views. What goes is marked before its first key goes, and
+    unmarked after the last: a removal that is interrupted is finished by the next. The keys bear
+    the counter of their load, so one that sleeps meanwhile takes nothing of what is loaded again.
     """
 
     def __init__(self, servers: Servers, names: Names, hashes: ViewHashes) -> None:
@@ -114,10 +49,23 @@ class Removal:
         self._servers.call(views, [("SREM", views, view)], f"remove {view!r}", ADMIN_S)
         self._finish_end(view, token)
 
+    def finish_end(self, view: str) -> None:
+        """Finish the end of a view that was interrupted; the process that was at it leaves off."""
+        token = secrets.token_hex(8)
+        if self._hashes.take_end(view, token):
+            self._finish_end(view, token)
+
     def _finish_end(self, view: str, token: str) -> None:
-        marks = {f"dropping:{EVERYTHING}": token.encode()}
+        doing = f"remove {view!r}"
+
+        def check() -> None:
+            meta, mark = self._names.meta(view), f"dropping:{EVERYTHING}"
+            (there,) = self._hashes.call(view, [("HGET", meta, mark)], doing)
+            if there != token.encode():
+                raise _TakenFromUs
+
         try:
-            self._sweep(view, lambda _: True, marks, f"remove {view!r}")
+            self._sweep(view, lambda _: True, doing, check)
             done = self._hashes.ended(view, token)
         except _TakenFromUs:
             done = False
@@ -127,104 +75,96 @@ class Removal:
                 " one has left off"
             )
 
-    def drop(self, view: str, unwanted: set[str]) -> None:
-        """Remove generations, by their numbers as text, or :data:`EVERYTHING`.
+    def finish(
+        self, view: str, of: str = "", keys: KeysOf | None = None, *, strays: bool = False
+    ) -> None:
+        """Remove what is marked as to be dropped.
 
-        Raises:
-            ConflictError: one is live.
+        Args:
+            view: its name.
+            of: a segment's name, whose ``keys`` may be given; those of others are looked for.
+            keys: as of :meth:`OnlineStore.drop`.
+            strays: look for keys of unknown loads, too: of one that slept while it was dropped.
         """
-        if EVERYTHING in unwanted:
-            # the end of a view that was interrupted: the process that was at it leaves off
-            token = secrets.token_hex(8)
-            if self._hashes.take_end(view, token):
-                self._finish_end(view, token)
-            return
-        meta = self._hashes.read(view)
-        doing = f"drop generation {', '.join(sorted(unwanted))} of {view!r}"
-        for text in sorted(unwanted - meta.dropping):
-            self._hashes.begin_dropping(view, int(text))
-        numbers = {int(text) for text in unwanted}
-        known = {*meta.loaded, *meta.loading} - numbers
-        # what a process wrote that slept while its load was dropped goes too: numbers only grow
-        newest = max(numbers)
-        marks = {f"dropping:{text}": b"1" for text in sorted(unwanted)}
-        # a process that took a mark away has finished it, or loads that generation again
-        with contextlib.suppress(_TakenFromUs):
-            check = partial(self._check_marks, view, marks, doing)
-            listed = [meta.loaded.get(number) for number in numbers]
-            if not all(
-                one is not None
-                and one.generation.base is not None
-                and self._removed_by_list(view, one, check, doing)
-                for one in listed
-            ):
-                self._sweep(
-                    view, lambda n: n in numbers or (n < newest and n not in known), marks, doing
-                )
-            self._hashes.call(view, [("HDEL", self._names.meta(view), *marks)], doing)
+        meta, doing, by_scan = self._hashes.read(view), f"drop what is left of {view!r}", strays
+        marks = [mark for mark in meta.dropping if mark != EVERYTHING]
+        for mark in marks:
+            name, _, counter = mark.partition("/")
+            left: Left | None = whole_record(
+                Left, meta.dropping[mark], f"what is left of segment {name}"
+            )
+            # of a load it stands beside the record
+            number = 0 if left is None else left.counter or int(counter or 0)
+            prefix = b"" if left is None else self._names.rows(view, left.segment, number)
+            if left is None or not self._removed(left, prefix, keys if name == of else None, doing):
+                by_scan = True
+        if by_scan:
+            records: list[Loaded | Loading] = [*meta.loaded.values(), *meta.loading.values()]
+            known = {(record.segment.number, record.counter) for record in records}
+            # of a load that begins only now the counter is larger
+            self._sweep(view, lambda load: load[1] <= meta.counter and load not in known, doing)
+        if marks:
+            fields = [f"dropping:{mark}" for mark in marks]
+            self._hashes.call(view, [("HDEL", self._names.meta(view), *fields)], doing)
 
     def _sweep(
-        self, view: str, goes: Callable[[int], bool], marks: Mapping[str, bytes], doing: str
+        self,
+        view: str,
+        goes: Callable[[tuple[int, int]], bool],
+        doing: str,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Remove rows, by their generation's number, as long as the marks stand: between a look at
-        them and the next thousand keys that go lies no more than a round trip.
-
-        Raises:
-            _TakenFromUs: they do not stand any more.
-        """
-        check = partial(self._check_marks, view, marks, doing)
+        """Remove rows, by their segment's number and their load's counter; ``check`` is called
+        before each step, and raises when it is not for us to remove them any more."""
         for link in self._servers.masters():
             sweep(
                 link, self._names.rows_of(view), goes, doing, check, cluster=self._servers.cluster
             )
 
-    def _check_marks(self, view: str, marks: Mapping[str, bytes], doing: str) -> None:
-        (there,) = self._hashes.call(view, [("HMGET", self._names.meta(view), *marks)], doing)
-        if there != list(marks.values()):
-            raise _TakenFromUs
+    def _removed(self, left: Left, prefix: bytes, keys: KeysOf | None, doing: str) -> bool:
+        """Remove rows under the keys that are known, with ``prefix``. False where they are not, not
+        all rows lay under them, or one lies elsewhere by now: what is left is to be looked for."""
+        if left.buckets is not None:
+            named: Iterable[Packed] = [
+                Packed.of([*map(bytes, names(np.arange(left.buckets.number)))])
+            ]
+        elif keys is None:
+            return False
+        else:
+            named = keys()
+        there = 0
+        try:
+            for batch in named:
+                for at in range(0, len(batch), SCANNED_KEYS):
+                    part = batch.slice(at, min(at + SCANNED_KEYS, len(batch)))
+                    removed = self._unlinked([prefix + bytes(key) for key in part.strings()], doing)
+                    if removed is None:
+                        return False
+                    there += removed
+        except SnapshotError as exc:
+            log.info("%s; the keys of segment %s are looked for", exc, left.segment.name)
+            return False
+        return left.rows is None or left.buckets is not None or there >= left.rows
 
-    def _removed_by_list(
-        self, view: str, loaded: Loaded, check: Callable[[], None], doing: str
-    ) -> bool:
-        """Remove the rows of an overlay, and the list of their keys. False where that is not whole,
-        or a key lies elsewhere by now: what is left is to be looked for."""
-        prefix = self._names.rows(view, loaded.generation.number)
-        if loaded.buckets is not None:
-            buckets = names(np.arange(loaded.buckets.number))
-            return self._unlinked([prefix + bytes(name) for name in buckets], check, doing)
-        cluster = self._servers.cluster
-        for number in range(loaded.key_parts or 0):
-            key = part_key(prefix, number)
-            (found,) = self._servers.call(
-                key, [("GET" if cluster else "MGET", key)], doing, SWEEP_S
-            )
-            try:
-                keys = [prefix + own for own in keys_of((found if cluster else found[0]) or b"")]
-            except ValueError:
-                return False
-            if not self._unlinked([*keys, key], check, doing):
-                return False
-        return loaded.key_parts is not None
-
-    def _unlinked(self, keys: Sequence[bytes], check: Callable[[], None], doing: str) -> bool:
-        """Whether all of them are gone; the servers have half as long for others as it takes."""
-        servers = self._servers
-        for at in range(0, len(keys), SCANNED_KEYS):
-            check()
-            commands: dict[Link, list[Command]] = {}
-            for key in keys[at : at + SCANNED_KEYS]:
-                commands.setdefault(servers.at(key), []).append(("UNLINK", key))
-            for link, own in commands.items():
-                if not servers.cluster:
-                    own = [("UNLINK", *(key for _, key in own))]
-                started = time.monotonic()
-                for reply in link.replies(packed(*own), len(own), doing, SWEEP_S):
-                    if isinstance(reply, Refused):
-                        if reply.code in ("MOVED", "ASK"):
-                            return False
-                        raise refusal(link.where, doing, reply)
-                time.sleep((time.monotonic() - started) / 2)
-        return True
+    def _unlinked(self, keys: Sequence[bytes], doing: str) -> int | None:
+        """Remove keys, and return how many there were; None where one lies elsewhere by now. The
+        servers have half as long for others as it takes."""
+        servers, there = self._servers, 0
+        commands: dict[Link, list[Command]] = {}
+        for key in keys:
+            commands.setdefault(servers.at(key), []).append(("UNLINK", key))
+        for link, own in commands.items():
+            if not servers.cluster:
+                own = [("UNLINK", *(key for _, key in own))]
+            started = time.monotonic()
+            for reply in link.replies(packed(*own), len(own), doing, SWEEP_S):
+                if isinstance(reply, Refused):
+                    if reply.code in ("MOVED", "ASK"):
+                        return None
+                    raise refusal(link.where, doing, reply)
+                there += reply
+            time.sleep((time.monotonic() - started) / 2)
+        return there
 
 
 class _TakenFromUs(Exception):
@@ -279,12 +219,11 @@ def scanned(
 
 
 def counted(links: Iterable[Link], layout: Layout, doing: str) -> int:
-    """How many rows of a generation these servers have; a key that is met twice counts once."""
+    """How many rows of a segment these servers have; a key that is met twice counts once."""
     hashes, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for link in links:
         for found in scanned(link, layout.prefix, doing):
-            keys = [key for key in found if not key.startswith(layout.prefix + LISTED)]
-            of_each = [1] * len(keys)
+            keys, of_each = found, [1] * len(found)
             if layout.buckets is not None and keys:
                 said = link.replies(
                     packed(*[("HLEN", key) for key in keys]), len(keys), doing, SWEEP_S
@@ -304,19 +243,19 @@ def counted(links: Iterable[Link], layout: Layout, doing: str) -> int:
 def sweep(
     link: Link,
     prefix: bytes,
-    unwanted: Callable[[int], bool],
+    unwanted: Callable[[tuple[int, int]], bool],
     doing: str,
     check: Callable[[], None],
     *,
     cluster: bool,
 ) -> None:
-    """Remove the keys of some generations.
+    """Remove the keys of some loads.
 
     Args:
         link: to the server.
-        prefix: what the keys of the view's rows begin with; the generation's number and a colon
-            follow.
-        unwanted: whether a generation goes, by its number.
+        prefix: what the keys of the view's rows begin with; the segment's number, a dot, the load's
+            counter and a colon follow.
+        unwanted: whether a load goes, by its segment's number and its counter.
         doing: what for.
         check: called before each step; raises when it is not for us to remove them any more.
         cluster: whether each key has to be removed by a command of its own.
@@ -326,12 +265,14 @@ def sweep(
     """
     gone: list[Command] = []
     for keys in scanned(link, prefix, doing, gone, check):
-        numbers = {
-            number for key in keys if (number := key[len(prefix) :].partition(b":")[0]).isdigit()
-        }
-        going = {number for number in numbers if unwanted(int(number))}
-        keys = (
-            [key for key in keys if key[len(prefix) :].partition(b":")[0] in going] if going else []
-        )
+        of = [key[len(prefix) :].partition(b":")[0] for key in keys]
+        going = {load for load in set(of) if (known := _load(load)) and unwanted(known)}
+        keys = [key for key, load in zip(keys, of, strict=True) if load in going]
         if keys:
             gone += [("UNLINK", key) for key in keys] if cluster else [("UNLINK", *keys)]
+
+
+def _load(text: bytes) -> tuple[int, int] | None:
+    """Number and counter in a key; None where it is none of ours."""
+    number, _, counter = text.partition(b".")
+    return (int(number), int(counter)) if number.isdigit() and counter.isdigit() else None

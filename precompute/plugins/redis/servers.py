@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 
 OTHER_KIND = "WRONGTYPE"
 """A value of another kind than a row in a row's place: damage of that key, and no more."""
+VERSION = ("version", "reloads")
+"""Fields of a view's hash that tell whether its rows lie where a reader knows them to lie: what is
+live, and how often one of its segments was loaded again beside what it was."""
 ADMIN_S = 10.0
 """Seconds for a command other than a read: flip, drop, count."""
 REPLICATED_S = 60.0
@@ -258,6 +261,15 @@ def send_all(
         sending.close()
 
 
+class Asked(NamedTuple):
+    """Keys that a segment, laid out so, is asked for; ``hashes`` are theirs, where they are
+    known."""
+
+    layout: Layout
+    keys: Sequence[bytes]
+    hashes: U8 | None
+
+
 class Servers(ABC):
     """A server, or those of a cluster."""
 
@@ -336,15 +348,13 @@ class Servers(ABC):
     def read(
         self,
         meta: str | None,
-        layouts: Sequence[Layout],
-        keys: Sequence[bytes],
-        hashes: U8 | None,
+        asked: Sequence[Asked],
         doing: str,
         budget: Budget | float | None = None,
     ) -> tuple[object, list[FoundRows]]:
-        """What each generation, laid out so, has for each key (``hashes`` are theirs, where they
-        are known), and then the field ``version`` of the hash ``meta`` (None where none is named):
-        read last, so that what it names was there until then."""
+        """What each segment has for the keys that it is asked for, and then :data:`VERSION` of the
+        hash ``meta`` (None where none is named): read last, so that what it names was there until
+        then."""
 
     @abstractmethod
     def load(
@@ -406,30 +416,24 @@ class SingleServer(Servers):
     def read(
         self,
         meta: str | None,
-        layouts: Sequence[Layout],
-        keys: Sequence[bytes],
-        hashes: U8 | None,
+        asked: Sequence[Asked],
         doing: str,
         budget: Budget | float | None = None,
     ) -> tuple[object, list[FoundRows]]:
-        parts = [layout.gets_of(keys, hashes) for layout in layouts] if keys else []
+        parts = [of.layout.gets_of(of.keys, of.hashes) if of.keys else (b"", 0) for of in asked]
         commands, count = b"".join([data for data, _ in parts]), sum(count for _, count in parts)
         if meta is not None:
-            commands, count = commands + packed(("HGET", meta, "version")), count + 1
+            commands, count = commands + packed(("HMGET", meta, *VERSION)), count + 1
         replies = self._link.replies(commands, count, doing, budget) if count else []
         self.check(replies, doing, allowed=OTHER_KIND)
         version = replies.pop() if meta is not None else None
         found, at = [], 0
-        for layout, (_, count) in zip(layouts, parts, strict=False):
-            found.append(
-                layout.found(
-                    keys,
-                    replies[at] if layout.buckets is None else replies[at : at + count],
-                    hashes,
-                )
-            )
+        for of, (_, count) in zip(asked, parts, strict=True):
+            whole = count == 1 and of.layout.buckets is None
+            values = replies[at] if whole else replies[at : at + count]
+            found.append(of.layout.found(of.keys, values, of.hashes))
             at += count
-        return version, found or [FoundRows(keys, []) for _ in layouts]
+        return version, found
 
     def load(
         self,

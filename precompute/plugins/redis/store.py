@@ -1,19 +1,20 @@
-"""Redis online store: a key for each row of each generation, one hash of metadata per view, a
+"""Redis online store: a key for each row of each segment, one hash of metadata per view, a
 pointer flipped by one Lua script."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import ClassVar
 
+import numpy as np
+
+from precompute.plugins.redis import connection
 from precompute.plugins.redis.cluster import open_servers
-from precompute.plugins.redis.connection import Command, Lost, RedisOptions, Refused, packed
+from precompute.plugins.redis.connection import Command, Lost, RedisOptions, Refused
 from precompute.plugins.redis.layout import (
     FEW,
     FIELDS,
@@ -43,31 +44,38 @@ from precompute.plugins.redis.meta import (
     Meta,
     Names,
     ViewHashes,
-    buckets_of,
     doubts,
+    of_name,
     read_pointer,
 )
-from precompute.plugins.redis.removal import KeyList, Removal
+from precompute.plugins.redis.removal import Removal
 from precompute.plugins.redis.servers import (
     ADMIN_S,
+    VERSION,
+    Asked,
     Progress,
     begun,
     keep_small,
     replicated,
 )
-from precompute.store.disk.record import FORMAT, replace
-from precompute.store.errors import ConflictError, OnlineStoreError
+from precompute.store.disk.record import FORMAT, read_record, replace
+from precompute.store.errors import (
+    ConflictError,
+    OnlineStoreError,
+    RowsLostError,
+)
 from precompute.store.feature_view import NAME
 from precompute.store.online import kernels
 from precompute.store.online.codec import HEADER_BYTES
-from precompute.store.online.found_rows import FoundRows, overlaid
-from precompute.store.online.kernels import Rows
+from precompute.store.online.found_rows import FoundRows, PackedKeys
+from precompute.store.online.kernels import U8, Buffer, Rows
+from precompute.store.online.key_hashes import KeyHashes, packed, unpacked
 from precompute.store.online.online_store import (
-    Generation,
+    KeysOf,
     OnlineStore,
     Pointer,
+    Segment,
     ServerReport,
-    Terms,
     foreign_view,
     still_live,
 )
@@ -95,19 +103,21 @@ class RedisStore(OnlineStore):
     """The online store of several machines, in Redis or Valkey, 6.2 and later, a single server or a
     cluster.
 
-    A read is one round trip: what overlays and base last seen have for the keys, then the pointer's
-    version; only when that is another one is it all repeated. Narrow rows lie in buckets: small
-    hashes, a third of the memory. So a request never mixes versions and never trusts a stale
-    pointer. MSET cannot set an expiry; freshness is in the row's header, and memory comes back by
-    dropping generations.
+    A read is one round trip: each key of the one segment that has it, by the key hashes of the
+    upper ones, which are read once; then the pointer's version: only when that is another one is it
+    all repeated. So a request never mixes versions and never trusts a stale pointer, and a row that
+    was evicted is missing, never an older one. Narrow rows lie in buckets: small hashes, a third of
+    the memory. MSET cannot set an expiry; freshness is in the row's header, and memory comes back
+    by dropping segments.
 
     Who caches rows that were read learns from :meth:`known` what a read of the last 100 ms found to
     be live: no flip need be announced, no connection need stand for it, and of a server that falls
     silent nothing is known any more.
 
-    A load that was killed or cut off leaves its rows, and how many of them the server acknowledged:
-    the next one of the same rows goes on from there. What is to be dropped is marked before the
-    first key goes, and unmarked after the last, so that the next one finishes it.
+    A load has a counter, which its keys bear, and which is its token: who loads the same segment
+    meanwhile joins, a drop takes the token away, and each note of progress compares it. A load that
+    was killed or cut off leaves its rows, and how many of them the server acknowledged: the next
+    one of the same segment goes on from there, and whoever publishes another one sweeps them.
 
     Args:
         url: as :meth:`RedisOptions.of` has it.
@@ -126,7 +136,7 @@ class RedisStore(OnlineStore):
         self._seeing = threading.Lock()
         self._hashes = ViewHashes(self._servers, self._names)
         self._removal = Removal(self._servers, self._names, self._hashes)
-        self._plans: dict[tuple[str, int], _Plan] = {}
+        self._plans: dict[tuple[str, str], _Plan] = {}
 
     # ---- reading
 
@@ -135,26 +145,59 @@ class RedisStore(OnlineStore):
         # one for all that it takes
         budget = Budget.of(None, self._options.budget_s)
         seen = self._seen.get(view) or self._load_pointer(view, budget)
-        hashes = None
         while seen is not None:
-            if (
-                hashes is None
-                and len(keys) > FEW
-                and any(layout.buckets is not None for layout in seen.layouts)
-            ):
-                hashes = kernels.pack(keys)[1]
             requested_s = time.monotonic()
-            now, found = self._servers.read(
-                self._names.meta(view), seen.layouts, keys, hashes, doing, budget
-            )
+            now, found = self._found(self._names.meta(view), seen.over, keys, doing, budget)
             if now == seen.version:
                 seen.requested_s = max(seen.requested_s, requested_s)
-                return seen.pointer, reduce(overlaid, found[::-1])
+                return seen.pointer, found
             seen = self._load_pointer(view, budget)
         return None
 
+    def _found(
+        self,
+        meta: str | None,
+        over: _Layers,
+        keys: Sequence[bytes],
+        doing: str,
+        budget: Budget | float,
+    ) -> tuple[object, FoundRows]:
+        """The version of a view's pointer, and the keys' rows, each of the segment that has it."""
+        hashes, one = None, 0
+        if over.keys is not None and len(keys) == 1:
+            one = over.keys.segment(kernels.hash_of(keys[0]))
+        elif over.keys is not None or (len(keys) > FEW and over.in_buckets):
+            hashes = keys.hashes if isinstance(keys, PackedKeys) else kernels.pack(keys)[1]
+        if over.keys is None or hashes is None:
+            asked = [Asked(over.layouts[one], keys, hashes)]
+            now, (found,) = self._servers.read(meta, asked, doing, budget)
+            return now, found
+        of, strings = over.keys.segments(hashes), list(keys)
+        there = [(n, np.flatnonzero(of == n)) for n in range(len(over.layouts))]
+        places = [(n, at) for n, at in there if len(at)]
+        asked = [
+            Asked(over.layouts[n], [strings[i] for i in at.tolist()], hashes[at])
+            for n, at in places
+        ]
+        now, parts = self._servers.read(meta, asked, doing, budget)
+        values: list[Buffer | None] = [None] * len(keys)
+        for (_, at), part in zip(places, parts, strict=True):
+            for i, value in zip(at.tolist(), part.values, strict=True):
+                values[i] = value
+        return now, FoundRows(keys, values, hashes=hashes)
+
     def live(self, view: str) -> Pointer | None:
-        seen = self._load_pointer(view, _look())
+        try:
+            seen = self._load_pointer(view, _look())
+        except RowsLostError:
+            # what its segments are is not to be read, and it can be mended
+            meta, doing = self._names.meta(view), f"read the pointer of {view!r}"
+            (found,) = self._servers.call(
+                meta, [("HMGET", meta, "version", "pointer")], doing, _look()
+            )
+            version, body = found
+            where = self._servers.where
+            return None if None in found else read_pointer(version, body, view, where)
         return None if seen is None else seen.pointer
 
     def known(self, view: str) -> Pointer | None:
@@ -164,6 +207,14 @@ class RedisStore(OnlineStore):
             if seen is not None and time.monotonic() < seen.requested_s + KNOWN_S
             else None
         )
+
+    def is_read_in(self, pointer: Pointer, segment: str, key: bytes) -> bool:
+        seen = self._seen.get(pointer.view.name)
+        if seen is None or seen.pointer is not pointer:
+            return False
+        keys = seen.over.keys
+        of = 0 if keys is None else keys.segment(kernels.hash_of(key))
+        return pointer.segments[of] == segment
 
     def warm(self) -> None:
         for link in self._servers.masters():
@@ -177,18 +228,23 @@ class RedisStore(OnlineStore):
             return None
         doing = f"read the pointer of {view!r}"
         meta, requested_s = self._names.meta(view), time.monotonic()
-        (found,) = self._servers.call(meta, [("HMGET", meta, "version", "pointer")], doing, budget)
-        assert isinstance(found, list)
-        version, body = found
+        (found,) = self._servers.call(meta, [("HMGET", meta, *VERSION, "pointer")], doing, budget)
+        *version, body = found
         seen = self._seen.get(view)
-        if version is None or body is None:
+        if version[0] is None or body is None:
             seen = None
         elif seen is None or seen.version != version:
-            pointer = read_pointer(version, body, view, self._servers.where)
-            # the highest overlay's first
-            seen = _Seen(
-                version, pointer, self._layouts(view, pointer.generations[::-1], doing, budget)
+            known = {} if seen is None else seen.over.hashes
+            pointer = (
+                seen.pointer
+                if seen is not None and seen.version[0] == version[0]
+                else read_pointer(version[0], body, view, self._servers.where)
             )
+            over = self._layers(view, pointer.segments, doing, budget, known, version)
+            if over is None:
+                # another one is live by now
+                return self._load_pointer(view, budget)
+            seen = _Seen(version, pointer, over)
         with self._seeing:
             last = self._seen.get(view)
             # an earlier request that was answered later puts back nothing that is known better
@@ -200,42 +256,65 @@ class RedisStore(OnlineStore):
                     self._seen[view] = seen
         return seen
 
-    def _layouts(
-        self, view: str, numbers: Sequence[int], doing: str, budget: Budget | float
-    ) -> list[Layout]:
-        """How generations lie in Redis. One that is gone by now was another pointer's, which the
-        reader finds out."""
-        meta = self._names.meta(view)
-        (records_,) = self._servers.call(
-            meta, [("HMGET", meta, *[f"rows:{number}" for number in numbers])], doing, budget
-        )
-        return [
-            Layout(self._names.rows(view, number), buckets_of(record, view, number))
-            for number, record in zip(numbers, records_, strict=True)
-        ]
+    def _layers(
+        self,
+        view: str,
+        names: Sequence[str],
+        doing: str,
+        budget: Budget | float,
+        known: Mapping[str, U8],
+        version: Sequence[bytes | None],
+    ) -> _Layers | None:
+        """How segments lie in Redis, the lowest first, and the hashes of the keys of all but it,
+        but for those that are known; None where another version of the pointer is live.
 
-    def read_generation(self, view: str, number: int, keys: Sequence[bytes]) -> FoundRows:
-        doing = f"read generation {number} of {view!r}"
-        layouts = self._layouts(view, [number], doing, ADMIN_S)
-        _, (found,) = self._servers.read(None, layouts, keys, None, doing, ADMIN_S)
-        return found
+        Raises:
+            RowsLostError: a segment, or its key hashes, are gone or damaged.
+        """
+        meta, new = self._names.meta(view), [name for name in names[1:] if name not in known]
+        fields = [f"segment:{name}" for name in names] + [f"hashes:{name}" for name in new]
+        (found,) = self._servers.call(meta, [("HMGET", meta, *VERSION, *fields)], doing, budget)
+        now, found = found[: len(VERSION)], found[len(VERSION) :]
+        if version and now != version:
+            return None
+        layouts, hashes = [], {name: known[name] for name in names[1:] if name in known}
+        try:
+            for name, record in zip(names, found, strict=False):
+                loaded = of_name(
+                    read_record(Loaded, record or b"", f"segment {name} in Redis"), name
+                )
+                prefix = self._names.rows(view, loaded.segment, loaded.counter)
+                layouts.append(Layout(prefix, loaded.buckets))
+            for name, data in zip(new, found[len(names) :], strict=True):
+                hashes[name] = unpacked(data or b"")
+        except ValueError as exc:
+            raise RowsLostError(
+                f"what is noted of segment {name} of view {view!r} is gone or damaged ({exc}):"
+                f" precompute publish {view} --reload"
+            ) from exc
+        uppers = [hashes[name] for name in names[1:]]
+        return _Layers(layouts, KeyHashes.of(uppers) if uppers else None, hashes)
 
-    def generations(self, view: str) -> list[Generation]:
-        return self._hashes.read(view).generations
+    def read_segments(self, view: str, names: Sequence[str], keys: Sequence[bytes]) -> FoundRows:
+        doing = f"read segments {', '.join(names)} of {view!r}"
+        there = [name for name in names if name in {s.name for s in self.loaded(view, names)}]
+        over = self._layers(view, there, doing, ADMIN_S, {}, ()) if there else None
+        if over is None:
+            return FoundRows(keys, [None] * len(keys))
+        return self._found(None, over, keys, doing, ADMIN_S)[1]
 
-    def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
-        meta, fields = self._names.meta(view), [b"rows:%d" % number for number in numbers]
+    def segments(self, view: str) -> list[Segment]:
+        return self._hashes.read(view).segments
+
+    def loaded(self, view: str, names: Collection[str]) -> list[Segment]:
+        meta, fields = self._names.meta(view), [f"segment:{name}".encode() for name in names]
+        if not fields:
+            return []
         (found,) = self._servers.call(
             meta, [("HMGET", meta, *fields)], f"look at {view!r}", _look()
         )
-        return Meta.of(
-            [
-                part
-                for noted in zip(fields, found, strict=True)
-                if None not in noted
-                for part in noted
-            ]
-        ).generations
+        noted = zip(fields, found, strict=True)
+        return Meta.of({name: value for name, value in noted if value is not None}).segments
 
     def views(self) -> list[str]:
         doing, budget = "list the views", _look()
@@ -263,66 +342,64 @@ class RedisStore(OnlineStore):
     def prepare(
         self,
         view: str,
-        generation: Generation,
+        segment: Segment,
         rows: int,
         size_bytes: int,
         owner: str,
         row_bytes: int | None = None,
-    ) -> Terms:
-        doing = f"prepare for {view!r}"
-        states, lossy, meta = self._checked(view, owner, doing)
-        started = {
-            n: loading
-            for n, loading in meta.loading.items()
-            if loading.layout == FORMAT
-            and loading.generation == replace(generation, number=n)
-            # one server holds the note behind the rows it counts; in a cluster another one may have
-            # lost them since
-            and (not self._servers.cluster or loading.server == identity_of(states) != "")
-        }
-        number = max(started, key=lambda n: started[n].done, default=None)
-        unwanted = {
-            str(n) for n in (*meta.loading, *meta.unreadable) if n != number and n not in meta.live
-        } | meta.dropping
-        if unwanted:
-            self._removal.drop(view, unwanted)
-        done, prefix = (
-            0 if number is None else started[number].done,
-            self._names.rows(view, generation.number),
-        )
+    ) -> int:
+        doing, name = f"prepare for {view!r}", segment.name
+        states, meta = self._checked(view, owner, doing)
+        started = meta.loading.get(name)
+        if started is not None and (started.layout, started.segment) != (FORMAT, segment):
+            started = None
+        dropped = bool(meta.loading.keys() - {name} or meta.dropping or meta.unreadable)
+        if dropped or (started is None and name in meta.loading):
+            self._sweep(view, meta, but=None if started is None else name)
+        done = 0
+        # one server holds the note behind the rows it counts; in a cluster another one may have
+        # lost them since. The hashes of all keys of an upper one are wanted
+        if (
+            started is not None
+            and not segment.upper
+            and (not self._servers.cluster or started.server == identity_of(states) != "")
+        ):
+            done = started.done
+        earlier = started or meta.loaded.get(name)
+        prefix = self._names.rows(view, segment, meta.counter + 1)
         buckets = bucket_count(rows, row_bytes, len(prefix)) if self._options.buckets else 0
-        if number is not None:
-            buckets = 0 if (earlier := started[number].buckets) is None else earlier.number
+        if earlier is not None:
+            buckets = 0 if earlier.buckets is None else earlier.buckets.number
         elif buckets and not keep_small(self._servers, self._names.prefix, doing):
             buckets = 0
         # an entity's key is a few bytes of what a row and its key have together
         plain_bytes = key_cost_bytes(len(prefix) + 8, row_bytes or size_bytes / max(1, rows))
         row_cost = bucket_cost_bytes(len(prefix), row_bytes or 0) if buckets else plain_bytes
-        self._check_room(int(max(0, rows - done) * row_cost), bool(unwanted))
-        self._plans[view, generation.number if number is None else number] = _Plan(owner, buckets)
-        return Terms(lossy, number, done)
+        self._check_room(int(max(0, rows - done) * row_cost), dropped)
+        self._plans[view, name] = _Plan(owner, buckets)
+        return done
 
-    def _checked(
-        self, view: str, owner: str, doing: str
-    ) -> tuple[Collection[ServerState], bool, Meta]:
-        """The servers' states, whether rows may be lost there, and the view's meta data; refuses as
-        :meth:`check_writable` does."""
+    def is_lossy(self) -> bool:
+        states = self._servers.states("look whether it drops rows", ADMIN_S).values()
+        return any(state.evicts is not False for state in states)
+
+    def _checked(self, view: str, owner: str, doing: str) -> tuple[Collection[ServerState], Meta]:
+        """The servers' states, and the view's meta data; refuses as :meth:`check_writable`
+        does."""
         states = self._servers.states(doing, ADMIN_S)
-        lossy = [
+        for link, state in states.items():
             check_server(
                 state,
                 link.where,
                 cluster=self._servers.cluster,
                 allow_eviction=self._options.allow_eviction,
             )
-            for link, state in states.items()
-        ]
         self._check_rights(view, states)
         meta = self._hashes.read(view)
         for theirs in (meta.owner, *(loading.owner for loading in meta.loading.values())):
             if theirs and owner and theirs != owner:
                 raise foreign_view(view, theirs, owner)
-        return states.values(), any(lossy), meta
+        return states.values(), meta
 
     def check_writable(self, view: str, owner: str) -> None:
         self._checked(view, owner, f"look whether {view!r} can be published")
@@ -332,13 +409,17 @@ class RedisStore(OnlineStore):
         prefix that no reader uses."""
         servers, names, doing = self._servers, self._names, f"try what publishing {view!r} needs"
         meta, views = names.meta(view), names.views
-        on_meta: list[Command] = [("HSET", meta, "-", ""), *self._hashes.trials(view)]
+        on_meta: list[Command] = [
+            ("HSET", meta, "-", "0"),
+            ("HINCRBY", meta, "-", 1),
+            *self._hashes.trials(view),
+        ]
         # what takes away is tried first, so that nothing stays of what is put there
-        away: list[Command] = [("HDEL", meta, "-", "dropping:0")]
+        away: list[Command] = [("HDEL", meta, "-")]
         look: list[Command] = [
             ("HGET", meta, "-"),
             ("HMGET", meta, "-"),
-            ("HGETALL", meta),
+            ("HKEYS", meta),
             ("HEXISTS", meta, "-"),
         ]
         servers.try_all(meta, away + look, doing)
@@ -376,7 +457,7 @@ class RedisStore(OnlineStore):
         doing, found = "look at it", list[ServerReport]()
         for link, state in self._servers.states(doing, ADMIN_S).items():
             sent = time.time()
-            (at,) = link.replies(packed(("TIME",)), 1, doing, ADMIN_S)
+            (at,) = link.replies(connection.packed(("TIME",)), 1, doing, ADMIN_S)
             ahead_s = (
                 None
                 if isinstance(at, Refused)
@@ -385,99 +466,99 @@ class RedisStore(OnlineStore):
             found.append(ServerReport("Redis", link.where, _told(state), ahead_s))
         return found
 
-    def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
-        number, doing = generation.number, f"load generation {generation.number} of {view!r}"
+    def load(self, view: str, segment: Segment, rows: Rows, rows_done: int = 0) -> int:
+        name, doing = segment.name, f"load segment {segment.name} of {view!r}"
         meta = self._hashes.read(view)
         if EVERYTHING in meta.dropping:
-            self._removal.drop(view, {EVERYTHING})
-        if not rows_done and (
-            number in meta.loaded or number in meta.loading or str(number) in meta.dropping
-        ):
-            self._removal.drop(view, {str(number)})
-        plan = self._plans.pop((view, number), None) or _Plan(meta.owner)
+            self._removal.finish_end(view)
+        plan = self._plans.pop((view, name), None) or _Plan(meta.owner)
         states = self._servers.states(doing, ADMIN_S).values()
-        server, evicted, buckets = identity_of(states), evicted_of(states), None
-        if rows_done:
-            earlier = meta.loading.get(number)
-            if earlier is None or earlier.done < rows_done:
-                raise _taken_over(view, number)
-            if self._servers.cluster and (not server or earlier.server != server):
-                raise OnlineStoreError(
-                    f"a server of Redis at {self._servers.where} was restarted, or another one took"
-                    f" its place, since {rows_done} rows of generation {number} of {view!r} were"
-                    " loaded: some of them may be gone. Do it again"
-                )
-            # what was evicted while the first rows came is among what was lost
-            evicted, buckets = earlier.evicted, earlier.buckets
+        server, buckets = identity_of(states), None
+        earlier = meta.loading.get(name) or meta.loaded.get(name)
+        if earlier is not None:
+            # where rows lie stays as it is
+            buckets = earlier.buckets
         elif plan.buckets:
             rows, first = begun(rows)
             buckets = Buckets.of(plan.buckets, first)
-        loading = Loading(
-            generation,
+        wanted = Loading(
+            segment,
             FORMAT,
             plan.owner,
-            secrets.token_hex(8),
-            rows_done,
-            server,
-            evicted=evicted,
+            server=server,
+            evicted=evicted_of(states),
             buckets=buckets,
         )
         self._servers.call(self._names.views, [("SADD", self._names.views, view)], doing, ADMIN_S)
-        self._hashes.begin_loading(view, loading)
-        return self._send(view, loading, rows, doing)
+        loading = self._hashes.begin_loading(view, wanted)
+        if loading is None or (loading.layout, loading.segment) != (FORMAT, segment):
+            # of what cannot be read nothing is kept
+            self._hashes.begin_dropping(view, name, whole=False)
+            self._removal.finish(view)
+            loading = self._hashes.begin_loading(view, wanted)
+        if loading is None or loading.done < rows_done:
+            raise _taken_over(view, name)
+        if not rows_done:
+            loading = replace(loading, done=0, server=server)
+        elif self._servers.cluster and (not server or loading.server != server):
+            raise OnlineStoreError(
+                f"a server of Redis at {self._servers.where} was restarted, or another one took its"
+                f" place, since {rows_done} rows of segment {name} of {view!r} were loaded: some"
+                " of them may be gone. Do it again"
+            )
+        count = self._send(view, replace(loading, done=rows_done), rows, doing)
+        if name in meta.live and name not in meta.loaded:
+            # nobody knows where its rows were
+            self._removal.finish(view, strays=True)
+        return count
 
     def _send(self, view: str, loading: Loading, rows: Rows, doing: str) -> int:
         """What is left of a load once it is noted."""
-        number = loading.generation.number
+        segment, hashes = loading.segment, list[U8]()
 
         def note(done: int) -> None:
             nonlocal loading
-            after = replace(loading, done=done)
-            if not self._hashes.note_loading(view, loading, after):
-                raise _taken_over(view, number)
-            loading = after
+            loading = replace(loading, done=done)
+            if not self._hashes.note_loading(view, loading):
+                raise _taken_over(view, segment.name)
+
+        def hashed() -> Rows:
+            for batch in rows:
+                hashes.append(batch.hashes)
+                yield batch
 
         progress = Progress(loading.done, note, self._options.max_load_mb_s)
-        layout, listed = Layout(self._names.rows(view, number), loading.buckets), None
-        if loading.generation.base is not None and loading.buckets is None and not loading.done:
-            # what a killed load had listed is not known: such a one is looked for among all keys
-            listed = KeyList(layout.prefix, lambda key, part: self._write(key, part, doing))
-            rows = listed.noting(rows)
+        layout = Layout(self._names.rows(view, segment, loading.counter), loading.buckets)
         try:
-            whole = self._servers.load(rows, layout, progress, loading.server, doing)
-        except (ConflictError, Full):
-            self._clean_up(view, number, loading.token)
+            whole = self._servers.load(
+                hashed() if segment.upper else rows, layout, progress, loading.server, doing
+            )
+            states = self._servers.states(doing, ADMIN_S)
+            for link, state in states.items():
+                replicated(self._servers, link, self._names.prefix, state.replicas, doing)
+            # in a cluster the note may be there and rows not: of one server it comes after them all
+            server = whole if self._servers.cluster else identity_of(states.values())
+            loaded = Loaded(
+                segment,
+                loading.counter,
+                progress.done,
+                server,
+                loading.evicted or 0,
+                loading.buckets,
+            )
+            if not self._hashes.end_loading(view, loaded, packed(hashes) if segment.upper else b""):
+                raise _taken_over(view, segment.name)
+        except ConflictError:
+            # who dropped it may be through: what was on its way then is ours to remove
+            with contextlib.suppress(OnlineStoreError):
+                self._removal.finish(view, strays=True)
             raise
-        states = self._servers.states(doing, ADMIN_S)
-        for link, state in states.items():
-            replicated(self._servers, link, self._names.prefix, state.replicas, doing)
-        # in a cluster the note may be there and rows not: of one server it comes after all of them
-        server = whole if self._servers.cluster else identity_of(states.values())
-        parts = None if listed is None else listed.parts
-        loaded = Loaded(
-            loading.generation,
-            progress.done,
-            server,
-            loading.evicted or 0,
-            loading.buckets,
-            parts,
-        )
-        if not self._hashes.note_loading(view, loading, loaded):
-            self._clean_up(view, number, loading.token)
-            raise _taken_over(view, number)
+        except Full:
+            with contextlib.suppress(OnlineStoreError):
+                self._hashes.begin_dropping(view, segment.name, whole=False)
+                self._removal.finish(view)
+            raise
         return progress.done
-
-    def _write(self, key: bytes, value: bytes, doing: str) -> None:
-        self._servers.call(key, [("SET", key, value)], doing, ADMIN_S)
-
-    def _clean_up(self, view: str, number: int, token: str) -> None:
-        """Drop what this process loaded, unless another one has gone on with it. What stays after
-        an error is dropped by the next load."""
-        with contextlib.suppress(OnlineStoreError, ConflictError):
-            meta = self._hashes.read(view)
-            theirs = meta.loading.get(number)
-            if number not in meta.loaded and (theirs is None or theirs.token == token):
-                self._removal.drop(view, {str(number)})
 
     # ---- moving the pointer, dropping
 
@@ -499,11 +580,40 @@ class RedisStore(OnlineStore):
             for name, (damaged, right) in self._hashes.damaged_beside(view).items()
         ]
 
-    def drop(self, view: str, number: int) -> None:
+    def drop(self, view: str, name: str, keys: KeysOf | None = None) -> None:
         meta = self._hashes.read(view)
-        if number in meta.live:
-            raise still_live(view, number)
-        self._removal.drop(view, {str(number)} | meta.dropping - {EVERYTHING})
+        if EVERYTHING in meta.dropping:
+            self._removal.finish_end(view)
+            return
+        if name in meta.live:
+            raise still_live(view, name)
+        self._hashes.begin_dropping(view, name)
+        self._removal.finish(view, name, keys)
+
+    def unfinished(self, view: str) -> list[str]:
+        meta, at = self._hashes.read(view), self._servers.where
+        lost = meta.unreadable - {*meta.live}
+        return [
+            *(f"a load of segment {name} in Redis at {at} was begun" for name in meta.loading),
+            *(f"what is noted of segment {name} in Redis at {at} is damaged" for name in lost),
+            *(f"{mark} in Redis at {at} is to be dropped" for mark in meta.dropping),
+        ]
+
+    def sweep(self, view: str) -> None:
+        meta = self._hashes.read(view)
+        if meta.loading or meta.unreadable or meta.dropping:
+            self._sweep(view, meta, but=None)
+
+    def _sweep(self, view: str, meta: Meta, but: str | None) -> None:
+        """Remove what killed loads and drops left, but for a load of that name."""
+        if EVERYTHING in meta.dropping:
+            self._removal.finish_end(view)
+            return
+        for name in {*meta.loading, *meta.unreadable} - {but}:
+            if name not in meta.live or name in meta.loading:
+                whole = name not in meta.loaded and name not in meta.live
+                self._hashes.begin_dropping(view, name, whole=whole)
+        self._removal.finish(view)
 
     def forget(self, view: str) -> None:
         if not NAME.match(view):
@@ -521,15 +631,30 @@ def _look() -> Budget:
     return Budget.of(None, LOOK_S)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """How a list of segments lies in Redis, the lowest first; which of the upper ones has a key,
+    None where there are none; and the hashes of the keys of each of them."""
+
+    layouts: list[Layout]
+    keys: KeyHashes | None
+    hashes: Mapping[str, U8]
+
+    @property
+    def in_buckets(self) -> bool:
+        """Whether any lies in buckets."""
+        return any(layout.buckets is not None for layout in self.layouts)
+
+
 @dataclass(slots=True)
 class _Seen:
-    """A pointer as it was last seen, its version, and how the generations it names lie in Redis,
-    the highest first; ``requested_s``: when the last request that found it live was sent, by the
-    monotonic clock."""
+    """A pointer as it was last seen, its version, and how the segments that it names lie in Redis;
+    ``requested_s``: when the last request that found it live was sent, by the monotonic clock."""
 
-    version: bytes
+    version: list[bytes | None]
+    """What :data:`VERSION` names."""
     pointer: Pointer
-    layouts: list[Layout]
+    over: _Layers
     requested_s: float = 0.0
 
 
@@ -556,15 +681,14 @@ def _gb(size_bytes: float) -> str:
     return f"{size_bytes / 1e9:,.1f} GB"
 
 
-def _taken_over(view: str, number: int) -> ConflictError:
+def _taken_over(view: str, name: str) -> ConflictError:
     return ConflictError(
-        f"generation {number} of view {view!r} was dropped, or is loaded by another process:"
-        " nothing of it went live"
+        f"segment {name} of view {view!r} was dropped while it was loaded: nothing of it went live"
     )
 
 
 def bucket_count(rows: int, row_bytes: int | None, prefix_bytes: int) -> int:
-    """How many buckets a generation is laid out in; 0 where each row has a key of its own.
+    """How many buckets a segment is laid out in; 0 where each row has a key of its own.
 
     Bytes of Redis 7.0 (jemalloc) and 6.2 (libc) a row, keys of 8 bytes in a view called
     ``numbers``, 40,000 rows:
@@ -581,7 +705,7 @@ def bucket_count(rows: int, row_bytes: int | None, prefix_bytes: int) -> int:
         rows: how many there will be, about.
         row_bytes: of each, header included; None where they are not all of one width: a single one
             that is too wide would undo its bucket.
-        prefix_bytes: of a generation's keys.
+        prefix_bytes: of a segment's keys.
     """
     if (
         not rows

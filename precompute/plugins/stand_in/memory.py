@@ -115,7 +115,7 @@ class MemoryIndex(VectorIndex):
 # ---- Rows of a view: checked and packed.
 
 
-GENERATION = 1
+SNAPSHOT = 1
 
 
 Model = Callable[[str, Mapping[str, Any] | None], Mapping[str, Any] | None]
@@ -194,7 +194,7 @@ class RowsOfAView:
             raise ConfigError(f"view {view.name!r}, key {list(rows)[misfit[0]]!r}: {misfit[1]}")
         hashes = kernels.hashes(Packed.of([key.encode() for key in rows]))
         packed = (codec or self.codec).encode(
-            batch, hashes, np.full(len(rows), at_us, np.int64), GENERATION
+            batch, hashes, np.full(len(rows), at_us, np.int64), SNAPSHOT
         )
         return dict(zip(rows, map(bytes, packed.strings()), strict=True))
 

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 import msgspec
 
 from precompute.plugins.stand_in.memory import (
-    GENERATION,
+    SNAPSHOT,
     MemoryIndex,
     Model,
     RowsOfAView,
@@ -51,7 +51,7 @@ from precompute.store.http.messages import problem
 from precompute.store.keys import key_text, parts_hint
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.memory_store import MemoryStore
-from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.online.online_store import Pointer, Segment
 from precompute.store.times import Reason, as_datetime, iso
 from precompute.store.vectors.vector_index import VectorIndex
 
@@ -402,10 +402,11 @@ class StandIn(Fallback):
         self._views[name] = of
         before = self._store.live(name)
         epoch = 1 if before is None else before.epoch + 1
-        self._store.load(name, Generation(epoch, GENERATION), [of.batch()])
+        segment = Segment(epoch, f"{epoch:064x}", SNAPSHOT)
+        self._store.load(name, segment, [of.batch()])
         pointer = Pointer(
             view=of.view,
-            snapshot=GENERATION,
+            snapshot=SNAPSHOT,
             epoch=epoch,
             model="stand-in",
             rows=len(of.rows),
@@ -414,11 +415,12 @@ class StandIn(Fallback):
             computed_at_min=min((of.computed_at_us[key] for key in of.rows), default=None),
             input_columns=inputs,
             index=None if of.view.index is None else f"{name}/index",
+            segments=(segment.name,),
             substitute=of.substitute,
         )
         self._store.flip(pointer)
         if before is not None:
-            self._store.drop(name, before.generation)
+            self._store.drop(name, before.segments[0])
 
     def _serve(self, call: Call[Any], headers: list[tuple[bytes, bytes]]) -> Future[Outcome]:
         body = None if call.body is None else msgspec.json.decode(call.body)

@@ -71,6 +71,12 @@ def tail_json(plan: AnswerPlan, value: Buffer, model: str | None = None) -> byte
     return b"%b%b}" % (_common(plan, model), features_json(plan, value))
 
 
+def tail_under(plan: AnswerPlan, tail: bytes) -> bytes:
+    """As :func:`tail_json`, of a row whose tail under another plan of the same features is
+    known."""
+    return _common(plan) + tail.partition(b',"features":')[2]
+
+
 def features_json(plan: AnswerPlan, value: Buffer) -> bytes:
     """The features of a packed row."""
     features = plan.codec.arrays_one(value, plan.features)[1]

@@ -18,10 +18,16 @@ from precompute.store.answers.answer import Answer
 from precompute.store.answers.plan import AnswerPlan
 from precompute.store.errors import RequestError
 from precompute.store.feature_view import FeatureView
-from precompute.store.http.encoding.answer_bodies import head_json, key_json, tail_json, time_json
+from precompute.store.http.encoding.answer_bodies import (
+    head_json,
+    key_json,
+    tail_json,
+    tail_under,
+    time_json,
+)
 from precompute.store.online.codec import CHECKSUM_BYTES
 from precompute.store.online.kernels import Buffer
-from precompute.store.online.online_store import Pointer
+from precompute.store.online.online_store import Pointer, number_of
 from precompute.store.times import AnswerSource, Reason, Status
 from precompute.store.wire.lookup_options import CacheControl
 
@@ -246,14 +252,18 @@ CacheKey = tuple[str, bytes, tuple[str, ...] | None, str]
 """View, key as the URL has it, features, their encoding."""
 
 
+_NUMBER = slice(16, 20)
+"""Of a packed row, its segment's number (:data:`precompute.store.online.kernels.ROW_HEADER`)."""
 _STATUSES = {status: status.encode() for status in Status}
 _STATUS_LETTERS = {status: text[:1] for status, text in _STATUSES.items()}
 
 
 class CachedRow(NamedTuple):
-    """A row under the pointer it was read under; the times are µs since 1970."""
+    """A row under the pointer it was read under, and the name of the segment that it was read in;
+    the times are µs since 1970."""
 
     pointer: Pointer
+    segment: str
     computed_at_us: int
     before_status: bytes
     before_age: bytes
@@ -277,6 +287,17 @@ class CachedRow(NamedTuple):
             age_us // 1_000_000,
             age_us % 1_000_000,
             self.after_age,
+        )
+
+    def under(self, plan: AnswerPlan) -> CachedRow:
+        """The same row under the pointer of another plan of the same features and model."""
+        pointer, _, etag_before, etag_after, version = _shared(plan)
+        checksum = self.etag[0][-2 * CHECKSUM_BYTES - 1 :]
+        return self._replace(
+            pointer=pointer,
+            after_age=tail_under(plan, self.after_age),
+            etag=(etag_before + checksum, etag_after),
+            version=version,
         )
 
     def headers_now(self, status: Status, age_us: int, caching: Caching) -> tuple[Headers, bytes]:
@@ -312,8 +333,10 @@ def cached_row(answer: Answer) -> CachedRow | None:
 def encoded_row(plan: AnswerPlan, key: str, value: Buffer, computed_at_us: int) -> CachedRow:
     """A whole row of the store, encoded as an answer."""
     pointer, before_key, etag_before, etag_after, version = _shared(plan)
+    number = int.from_bytes(value[_NUMBER], "little")
     return CachedRow(
         pointer,
+        next((name for name in pointer.segments if number_of(name) == number), ""),
         computed_at_us,
         b'%b%b,"status":"' % (before_key, key_json(key)),
         b'","source":"store","computed_at":%b,"age_s":' % time_json(computed_at_us),

@@ -45,11 +45,12 @@ from precompute.store.errors import (
 )
 from precompute.store.http.app import create_app
 from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE
-from precompute.store.online.online_store import OnlineStore
+from precompute.store.online.online_store import OnlineStore, number_of
 from tests.asgi import call
 from tests.fixtures import MakeProject, write_project
 from tests.memory_store import MemoryStore
 from tests.object_store import ObjectStore
+from tests.online import of_number
 from tests.scene import Scene
 from tests.server import Server
 
@@ -78,7 +79,7 @@ def test_a_replica_serves_what_is_published_and_what_it_has_when_cut_off(
         project = project_on(bucket, make_project, [(i, i * 10 + 1) for i in range(40)])
         project.run()
         bucket.fault = lambda _: "refuse"
-        with pytest.raises(UnreadableError, match="gave no answer"):
+        with pytest.raises(UnreadableError, match="refuses these credentials"):
             replica.follow()
         assert other.served([1, 39]) == (1, [20.0, 780.0])
         bucket.fault = lambda _: None
@@ -186,7 +187,7 @@ ROWS = 40
 def following(
     object_server: ObjectStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Host]:
-    """Of a view that is live as a base with an overlay, with an index of both."""
+    """Of a view that is live as two segments, with an index of both."""
     folder = tmp_path_factory.mktemp("following")
     object_server.prefix = folder.name
     for changed in (0, 2):
@@ -202,7 +203,7 @@ def following(
     with scene.online_store() as online, scene.lookup() as lookup:
         replica = Replica(scene.store, online)
         replica.follow()
-        assert scene.pointer().overlays == ((2, 2),)
+        assert scene.pointer().numbers == (1, 2)
         yield Host(scene, replica, online, lookup, object_server)
     unmount_all()
 
@@ -219,7 +220,7 @@ def damaged_host(following: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[H
 
 
 ROW = 4096 + 600
-"""Of a table: within a row that no overlay replaces."""
+"""Of a table: within a row that no upper segment replaces."""
 
 
 def flip(path: Path, at: float) -> None:
@@ -245,11 +246,11 @@ def copied(path: Path) -> None:
 
 
 def table(scene: Scene, number: int) -> Path:
-    return scene.folder / "online" / "numbers" / f"{number:020d}.table"
+    return of_number(scene.folder / "online" / "numbers", number, ".table")
 
 
 def index(scene: Scene, number: int, name: str) -> Path:
-    return scene.store.index_folder(number) / name
+    return of_number(scene.root / "numbers" / "index", number) / name
 
 
 def answers(lookup: Lookup) -> tuple[list[Any], list[Any]]:
@@ -269,7 +270,7 @@ def check_whole(following: Host) -> tuple[list[Any], list[Any]]:
 
 DAMAGE: dict[str, tuple[Callable[[Scene], object], int]] = {
     "a bit of a row": (lambda s: flip(table(s, 1), ROW), 1),
-    "a bit of the overlay": (lambda s: flip(table(s, 2), 0.99), 1),
+    "a bit of the upper segment": (lambda s: flip(table(s, 2), 0.99), 1),
     "the table": (lambda s: table(s, 1).unlink(), 0),
     "more at the table's end": (lambda s: append(table(s, 1)), 1),
     "a bit of a copy on another disk": (lambda s: copied(table(s, 1)), 0),
@@ -278,7 +279,7 @@ DAMAGE: dict[str, tuple[Callable[[Scene], object], int]] = {
     "a bit of the online pointer": (lambda s: flip(table(s, 1).with_name("live.json"), 0.5), 0),
     "a bit of the index's vectors": (lambda s: flip(index(s, 1, "vectors.faiss"), 0.5), 1),
     "a bit of the overlay's index": (lambda s: flip(index(s, 2, "rows.arrow"), 0.5), 1),
-    "the index": (lambda s: shutil.rmtree(s.store.index_folder(1)), 4),
+    "the index": (lambda s: shutil.rmtree(index(s, 1, ".")), 4),
 }
 
 
@@ -364,7 +365,7 @@ def test_damage_in_the_root_too_is_not_served_and_reported(damaged_host: Host) -
     try:
         with pytest.raises(
             SnapshotError,
-            match=r"index/0+1/vectors\.faiss differs from its checksum .* --reload sends it again",
+            match=r"index/1-[0-9a-f]+/vectors\.faiss differs from its checksum .* --reload sends it again",
         ):
             replica.follow(again=True)
         assert check_live(scene.store, online, here=True).trouble != []
@@ -558,15 +559,16 @@ def test_a_late_publisher_removes_nothing_of_a_newer_publishing(
 
     def numbers() -> list[int]:
         time.sleep(storage_module.FRESH_S)
-        return sorted(int(name.removesuffix(".table")) for name in storage.names(folder))
+        return sorted(number_of(name.removesuffix(".table")) for name in storage.names(folder))
 
     with project.online_store() as online:
         replica = Replica(project.store, online)
         assert numbers() == [1, 2]
+        first, second = (segment.name for segment in online.segments("numbers"))
         # the publisher of 1 goes on only now
-        replica.drop_all_but({1}, 1)
+        replica.drop_all_but({first})
         assert numbers() == [1, 2]
-        replica.drop_all_but({2}, 2)
+        replica.drop_all_but({second})
         assert numbers() == [2]
 
 
@@ -577,9 +579,9 @@ def test_a_file_of_equal_size_that_lay_there_before_is_not_believed(
     project.run()
     other = host(project, tmp_path / "other")
     cached = other.store.folder / "online" / table(project, 1).name
-    own = table(other, 1)
+    own = other.folder / "online" / "numbers" / cached.name
     # and one of a later number, which somebody who publishes here is loading
-    later = table(other, 9)
+    later = own.with_name("9-00000000.table")
     for path in (cached, own, later):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(table(project, 1).stat().st_size))

@@ -23,7 +23,7 @@ OpenStore = Callable[[str], redis_store.RedisStore]
 
 def in_buckets(monkeypatch: pytest.MonkeyPatch, *counts: int) -> None:
     """Have Redis stores lay out what they load in so many buckets, in turns, whatever the rows'
-    width; 0: a key for each row. Bases and overlays come to differ."""
+    width; 0: a key for each row. The segments of a list come to differ."""
     turns, plan = itertools.cycle(counts or (3, 1, 0, 50)), redis_store._Plan
     monkeypatch.setattr(redis_store, "_Plan", lambda owner, _=0: plan(owner, next(turns)))
 
@@ -53,15 +53,15 @@ def connected(url: str) -> contextlib.closing[redis.Redis]:
 # ---- damage
 
 
-def keys(project: Scene, generation: int) -> list[bytes]:
+def keys(project: Scene, number: int) -> list[bytes]:
     with connected(project.online) as server:
-        return sorted(server.scan_iter(f"precompute:{{}}numbers:{generation}:*"))
+        return sorted(server.scan_iter(f"precompute:{{}}numbers:{number}.*:*"))
 
 
-def garble(project: Scene, generation: int) -> None:
+def garble(project: Scene, number: int) -> None:
     """A bit of one row, which lies under a key of its own, or with others in a bucket."""
     with connected(project.online) as server:
-        key = keys(project, generation)[0]
+        key = keys(project, number)[0]
         bucket = server.type(key) == b"hash"
         field, row = (
             sorted(server.hgetall(key).items())[0] if bucket else (b"", server.get(key) or b"")
@@ -89,8 +89,15 @@ def on_meta(change: Callable[[redis.Redis, str], object]) -> Callable[[Scene], N
     return damage
 
 
-def flip_field(name: str) -> Callable[[redis.Redis, str], object]:
+def flip_field(kind: str) -> Callable[[redis.Redis, str], object]:
+    """A bit of the first field whose name begins so."""
+
     def change(server: redis.Redis, meta: str) -> None:
+        name = min(
+            field
+            for field in map(bytes, server.hkeys(meta))  # type: ignore[arg-type]
+            if field.startswith(kind.encode())
+        )
         value = server.hget(meta, name)
         assert isinstance(value, bytes)
         at = len(value) // 2
@@ -106,11 +113,19 @@ def delete_rows(project: Scene) -> None:
 
 DAMAGES: dict[str, Callable[[Scene], object]] = {
     "a bit of a row": lambda p: garble(p, 1),
-    "a bit of the overlay": lambda p: garble(p, 2),
+    "a bit of an upper row": lambda p: garble(p, 2),
     "rows": delete_rows,
     "a row's type": retype,
     "a bit of the pointer": on_meta(flip_field("pointer")),
-    "a bit of what is noted of the base": on_meta(flip_field("rows:1")),
+    "a bit of what is noted of a segment": on_meta(flip_field("segment:1-")),
+    "a bit of the key hashes": on_meta(flip_field("hashes:2-")),
+    "the key hashes": on_meta(
+        lambda server, meta: [
+            server.hdel(meta, field.decode())
+            for field in map(bytes, server.hkeys(meta))  # type: ignore[arg-type]
+            if field.startswith(b"hashes:")
+        ]
+    ),
     "the pointer": on_meta(lambda server, meta: server.hdel(meta, "pointer", "version")),
     "all": on_meta(lambda server, _: server.flushall()),
 }
@@ -155,12 +170,15 @@ class RedisRig(OnlineRig):
     def lose(self, url: str, view: str, number: int) -> None:
         """As :class:`OnlineRig`'s."""
         with connected(url) as client:
-            client.delete(*client.scan_iter(f"precompute:{{}}{view}:{number}:*"))
+            client.delete(*client.scan_iter(f"precompute:{{}}{view}:{number}.*:*"))
 
     def put(self, url: str, view: str, number: int, key: bytes, row: bytes | None) -> None:
         """As :class:`OnlineRig`'s, wherever it lies."""
         with contextlib.closing(redis_store.RedisStore(url)) as store, connected(url) as client:
-            (layout,) = store._layouts(view, [number], "change a row", 5.0)
+            names = [s.name for s in store.segments(view) if s.number == number]
+            over = store._layers(view, names, "change a row", 5.0, {}, ())
+            assert over is not None
+            (layout,) = over.layouts
             (get,) = layout.gets([key])
             if row is None:
                 (_, *where) = commands_in(get)[0]
@@ -175,14 +193,16 @@ class RedisRig(OnlineRig):
         """As :class:`OnlineRig`'s."""
         with connected(url) as client:
             of = {
-                key.decode().split(":")[2]
+                key.decode(errors="replace").split(":")[2].partition(".")[0]
                 for key in client.scan_iter(match=f"precompute:{{}}{view}:*", count=5000)
             }
             assert of <= {str(number) for number in numbers}, (
-                f"left in Redis: generations {sorted(of)}"
+                f"left in Redis: segments {sorted(of)}"
             )
             fields: list[Any] = client.hkeys(f"precompute:{{{view}}}:meta")
-            assert [name for name in fields if name.startswith((b"loading:", b"dropping:"))] == []
+            assert [
+                name for name in fields if name.startswith((b"loading:", b"token:", b"dropping:"))
+            ] == []
 
 
 RIG = RedisRig()

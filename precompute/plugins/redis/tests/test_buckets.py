@@ -36,18 +36,18 @@ from precompute.plugins.redis.tests.processes import (
 )
 from precompute.plugins.redis.tests.rig import OpenStore, commands_in
 from precompute.plugins.redis.tests.test_cluster import migrate
-from precompute.store.errors import ConflictError, DamagedPointerError, OnlineStoreError
+from precompute.store.errors import ConflictError, OnlineStoreError, RowsLostError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online import kernels
 from precompute.store.online.codec import RowCodec, State
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.kernels import Packed, RowBatch, Rows
-from precompute.store.online.online_store import Generation, Pointer
-from tests.online import Stopped, plain, values
+from precompute.store.online.online_store import Pointer
+from tests.online import Stopped, named, plain, segment, values
 
 BINARIES = redis_binaries()
 META = "precompute:{scores}:meta"
-PREFIX = b"precompute:{}scores:1:"
+PREFIX = b"precompute:{}scores:1.1:"
 AT_US = 1_790_000_000_000_000
 
 
@@ -112,7 +112,7 @@ def store(shared_server: RedisProcess, raw: redis.Redis, open_store: OpenStore) 
     return open_store(shared_server.url())
 
 
-def pointer(epoch: int, generation: int | None = None, overlay: int | None = None) -> Pointer:
+def pointer(epoch: int, *numbers: int) -> Pointer:
     return Pointer(
         VIEW,
         epoch,
@@ -122,15 +122,14 @@ def pointer(epoch: int, generation: int | None = None, overlay: int | None = Non
         4,
         f"at {epoch}",
         None,
-        generation=generation or epoch,
-        overlays=() if overlay is None else ((overlay, overlay),),
+        segments=tuple(map(named, numbers or (epoch,))),
     )
 
 
 def publish(store: RedisStore, number: int, keys: list[bytes]) -> None:
-    generation = Generation(number, number)
-    store.prepare("scores", generation, len(keys), 50 * len(keys), "us", CODEC.fixed_bytes)
-    assert store.load("scores", generation, batches(keys, number)) == len(keys)
+    loaded = segment(number)
+    store.prepare("scores", loaded, len(keys), 50 * len(keys), "us", CODEC.fixed_bytes)
+    assert store.load("scores", loaded, batches(keys, number)) == len(keys)
     store.flip(pointer(number))
 
 
@@ -138,9 +137,16 @@ def read(store: RedisStore, keys: list[bytes]) -> list[bytes | None]:
     return values(store.read("scores", keys))
 
 
+def layouts_of(store: RedisStore, *numbers: int) -> list[Layout]:
+    """How segments lie in Redis."""
+    over = store._layers("scores", list(map(named, numbers)), "look", 5.0, {}, ())
+    assert over is not None
+    return over.layouts
+
+
 def hashes_of(raw: redis.Redis, number: int = 1) -> list[bytes]:
-    """Keys of a generation."""
-    return sorted(raw.scan_iter(match=f"precompute:{{}}scores:{number}:*", count=10_000))
+    """Keys of a segment."""
+    return sorted(raw.scan_iter(match=f"precompute:{{}}scores:{number}.*:*", count=10_000))
 
 
 # ---- rows as fields
@@ -257,43 +263,45 @@ def test_narrow_rows_lie_in_small_hashes_and_come_back_whole(
     assert len(held) == 100
     assert {raw.object("encoding", key) for key in held} <= {b"listpack", b"ziplist"}
     assert sum(raw.hlen(key) for key in held) == 6400
-    (layout,) = store._layouts("scores", [1], "count", 5.0)
+    (layout,) = layouts_of(store, 1)
     assert removal.counted(store._servers.masters(), layout, "count") == 6400
     reader = open_store(shared_server.url())
     assert [
         row for at in range(0, 6400, 800) for row in read(reader, keys[at : at + 800])
     ] == expected(keys)
     # keys for each row instead, where the rows' width is not known
-    store.prepare("scores", Generation(3, 1), 10, 500, "us")
-    store.load("scores", Generation(3, 1), batches(keys))
+    store.prepare("scores", segment(3), 10, 500, "us")
+    store.load("scores", segment(3), batches(keys))
     assert (len(hashes_of(raw, 3)), store.doubts("scores")) == (6400, [])
     store.forget("scores")
     assert list(raw.scan_iter()) == []
 
 
-def test_a_flipped_bit_in_a_generations_note_is_never_a_missing_row(
+def test_a_flipped_bit_in_a_segments_note_is_never_a_missing_row(
     store: RedisStore, raw: redis.Redis, open_store: OpenStore, shared_server: RedisProcess
 ) -> None:
     """Without it nobody would know in which of how many buckets to look."""
     publish(store, 1, ids(640))
-    note = raw.hget(META, "rows:1")
+    field = f"segment:{named(1)}"
+    note = raw.hget(META, field)
     assert isinstance(note, bytes)
     for bit in range(0, 8 * len(note), 11):
         flipped = bytearray(note)
         flipped[bit // 8] ^= 1 << bit % 8
-        raw.hset(META, "rows:1", bytes(flipped))
+        raw.hset(META, field, bytes(flipped))
         with contextlib.closing(RedisStore(shared_server.url())) as reader:
             with pytest.raises(
-                DamagedPointerError, match="what is noted of generation 1 of 'scores' is damaged"
+                RowsLostError,
+                match=r"what is noted of segment 1-.* of view 'scores' is gone or damaged",
             ):
                 reader.read("scores", ids(1))
-            assert reader.generations("scores") == []
-    raw.hset(META, "rows:1", note)
+            assert reader.segments("scores") == []
+    raw.hset(META, field, note)
     # none of what is live is dropped, and all else goes on
     nonsense: dict[Any, Any] = {
         "live": "q",
         "epoch": "q",
-        "rows:q": note,
+        "segment:q": note,
         "loading:": "",
         "dropping:q": "1",
         b"\xff": "",
@@ -304,13 +312,13 @@ def test_a_flipped_bit_in_a_generations_note_is_never_a_missing_row(
     assert read(reader, ids(20)) == expected(ids(20))
     # whose it is the pointer says, which has a seal
     assert (
-        reader.prepare("scores", Generation(2, 2), 20, 1000, "us").number,
+        reader.prepare("scores", segment(2), 20, 1000, "us"),
         reader.doubts("scores"),
-    ) == (None, [])
-    with pytest.raises(ConflictError, match="generation 1 of view 'scores' is live"):
-        reader.drop("scores", 1)
+    ) == (0, [])
+    with pytest.raises(ConflictError, match=f"segment {named(1)} of view 'scores' is live"):
+        reader.drop("scores", named(1))
     reader.flip(pointer(1))
-    assert raw.hget(META, "live") == b"1"
+    assert raw.hget(META, "live") == named(1).encode()
     raw.sadd("precompute:views", b"\xff")
     assert reader.views() == ["scores"]
 
@@ -350,22 +358,20 @@ def test_an_interrupted_load_goes_on_in_the_same_buckets(
 ) -> None:
     monkeypatch.setattr(servers, "NOTE_EVERY_S", 0.0)
     monkeypatch.setattr(layouts, "BUCKETS_SLICE_ROWS", 2000)
-    keys, generation = ids(20_000), Generation(1, 1)
+    keys, loading = ids(20_000), segment(1)
 
     def torn() -> Rows:
         yield from itertools.islice(batches(keys), 9)
         raise Stopped
 
-    store.prepare("scores", generation, 20_000, 10**6, "us", CODEC.fixed_bytes)
+    store.prepare("scores", loading, 20_000, 10**6, "us", CODEC.fixed_bytes)
     with pytest.raises(Stopped):
-        store.load("scores", generation, torn())
+        store.load("scores", loading, torn())
     other = open_store(shared_server.url())
-    terms = other.prepare("scores", Generation(2, 1), 3, 100, "us")
-    assert terms.number == 1
-    assert 0 < terms.rows_done <= 8000
-    assert terms.rows_done % 2000 == 0
-    rest = batches(keys[terms.rows_done :])
-    assert other.load("scores", generation, rest, terms.rows_done) == 20_000
+    done = other.prepare("scores", loading, 3, 100, "us")
+    assert 0 < done <= 8000
+    assert done % 2000 == 0
+    assert other.load("scores", loading, batches(keys[done:]), done) == 20_000
     other.flip(pointer(1))
     assert len(hashes_of(raw)) == 20_000 // FIELDS
     assert [bytes(row or b"")[16:] for row in read(other, keys)] == [
@@ -386,12 +392,12 @@ def test_buckets_in_a_cluster_follow_slots_that_move_and_masters_that_go(
     keys = ids(30_000)
     with RedisCluster(newest_redis(), tmp_path) as cluster:
         store = open_store(cluster.url())
-        generation = Generation(1, 1)
-        store.prepare("scores", generation, len(keys), 50 * len(keys), "", CODEC.fixed_bytes)
+        loading = segment(1)
+        store.prepare("scores", loading, len(keys), 50 * len(keys), "", CODEC.fixed_bytes)
         monkeypatch.setattr(layouts, "BUCKETS_SLICE_ROWS", 3000)
         monkeypatch.setattr("precompute.plugins.redis.removal.SCANNED_KEYS", 100)
         victim = cluster.masters[1]
-        name = "precompute:{}scores:1:00000000"
+        name = "precompute:{}scores:1.1:00000000"
         source = cluster.master_of(name)
         to = next(master for master in cluster.masters if master not in (source, victim))
 
@@ -409,16 +415,12 @@ def test_buckets_in_a_cluster_follow_slots_that_move_and_masters_that_go(
                 yield part
 
         with contextlib.suppress(OnlineStoreError):
-            store.load("scores", generation, killing())
-        if not store.generations("scores"):
+            store.load("scores", loading, killing())
+        if not store.segments("scores"):
             # acknowledged, and not handed on: counted by the fields, and not gone on with
-            assert (
-                store.prepare(
-                    "scores", generation, len(keys), 50 * len(keys), "", CODEC.fixed_bytes
-                ).rows_done
-                == 0
-            )
-            assert store.load("scores", generation, batches(keys)) == len(keys)
+            args = ("scores", loading, len(keys), 50 * len(keys), "", CODEC.fixed_bytes)
+            assert store.prepare(*args) == 0
+            assert store.load("scores", loading, batches(keys)) == len(keys)
         store.flip(pointer(1))
         assert [
             row for at in range(0, 30_000, 1000) for row in read(store, keys[at : at + 1000])
@@ -433,16 +435,17 @@ def test_a_bucket_that_moves_while_rows_are_counted_counts_once(
     keys = ids(3000)
     with RedisCluster(newest_redis(), tmp_path, replicas=False) as cluster:
         store = open_store(cluster.url())
-        store.prepare("scores", Generation(1, 1), len(keys), 50 * len(keys), "", CODEC.fixed_bytes)
-        store.load("scores", Generation(1, 1), batches(keys))
+        store.prepare("scores", segment(1), len(keys), 50 * len(keys), "", CODEC.fixed_bytes)
+        store.load("scores", segment(1), batches(keys))
         (layout,), name = (
-            store._layouts("scores", [1], "count", 5.0),
-            "precompute:{}scores:1:00000000",
+            layouts_of(store, 1),
+            "precompute:{}scores:1.1:00000000",
         )
         source = cluster.master_of(name)
         to = next(master for master in cluster.masters if master is not source)
         links = sorted(
-            store._servers.masters(), key=lambda link: str(source.port) not in link.where
+            store._servers.masters(),
+            key=lambda link: str(source.port) not in link.where.partition(" ")[0],
         )
         scanned, moved = removal.scanned, list[str]()
 
@@ -470,12 +473,14 @@ def test_buckets_are_chosen_by_the_rows_width(store: RedisStore, raw: redis.Redi
         "of many widths; of unknown number"
     )
     assert bucket_count(5, 33, len(PREFIX)) == 1
-    for row_bytes, keys in ((None, 20), (57, 20), (33, 1)):
-        store.prepare("scores", Generation(1, 1), 20, 1000, "us", row_bytes)
-        store.load("scores", Generation(1, 1), batches(ids(20)))
-        assert len(hashes_of(raw)) == keys
+    for number, (row_bytes, keys) in enumerate(((None, 20), (57, 20), (33, 1)), 1):
+        for again in (row_bytes, 33, None):
+            store.prepare("scores", segment(number), 20, 1000, "us", again)
+            store.load("scores", segment(number), batches(ids(20)))
+            store.sweep("scores")
+            assert len(hashes_of(raw, number)) == keys, "loaded again, they lie as they lay"
     # of few rows some buckets may have none
-    few = [Loaded(Generation(1, 1), rows, buckets=Buckets(10, "")) for rows in (0, 319, 320)]
+    few = [Loaded(segment(1), 1, rows, buckets=Buckets(10, "")) for rows in (0, 319, 320)]
     assert [loaded.keys for loaded in few] == [0, 1, 10]
 
 
@@ -486,12 +491,12 @@ def test_buckets_take_a_third_of_the_memory(
     codec, count = RowCodec(view_of(columns)), 16_000
     keys = [b"%08d" % i for i in range(count)]
     rows = [batch(keys[at : at + 4000], 1, codec) for at in range(0, count, 4000)]
-    store.load("scores", Generation(9, 9), rows[:0])
+    store.load("scores", segment(9), rows[:0])
     memory, used = raw.info("memory"), []
     for number, row_bytes in ((1, None), (2, codec.fixed_bytes)):
         before = raw.info("memory")["used_memory"]
-        store.prepare("scores", Generation(number, number), count, 50 * count, "us", row_bytes)
-        store.load("scores", Generation(number, number), rows)
+        store.prepare("scores", segment(number), count, 50 * count, "us", row_bytes)
+        store.load("scores", segment(number), rows)
         used.append((raw.info("memory")["used_memory"] - before) / count)
     estimated = (
         key_cost_bytes(len(PREFIX) + 8, codec.fixed_bytes),

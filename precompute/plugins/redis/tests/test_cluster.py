@@ -29,8 +29,7 @@ from precompute.plugins.redis.tests.processes import (
 from precompute.plugins.redis.tests.rig import OpenStore
 from precompute.store.errors import OnlineStoreError
 from precompute.store.online.kernels import Packed, Rows
-from precompute.store.online.online_store import Generation, Terms
-from tests.online import TABLE, back_to, many, numbers, pointer, rows_of, values
+from tests.online import TABLE, back_to, many, named, numbers, pointer, rows_of, segment, values
 
 BINARIES = redis_binaries()
 NEWEST = newest_redis()
@@ -59,12 +58,9 @@ def own_cluster(tmp_path: Path) -> Iterator[RedisCluster]:
 
 
 def load(store: RedisStore, number: int, table: dict[bytes, bytes]) -> None:
-    generation = Generation(number, number)
-    assert (
-        store.prepare("numbers", generation, len(table), sum(map(len, table.values())), "")
-        == Terms()
-    )
-    assert store.load("numbers", generation, rows_of(table, 1000)) == len(table)
+    loaded = segment(number)
+    assert store.prepare("numbers", loaded, len(table), sum(map(len, table.values())), "") == 0
+    assert store.load("numbers", loaded, rows_of(table, 1000)) == len(table)
 
 
 def publish(store: RedisStore, number: int, table: dict[bytes, bytes]) -> None:
@@ -107,14 +103,14 @@ def test_slots_are_those_that_the_server_computes(cluster: RedisCluster) -> None
         "é😀",
         "x" * 500,
         "precompute:{numbers}:meta",
-        "precompute:{}numbers:1:{a}",
+        "precompute:{}numbers:1.1:{a}",
     ]
     with cluster.masters[0].client() as client:
         assert [slot_of(key) for key in keys] == [
             client.execute_command("CLUSTER", "KEYSLOT", key) for key in keys
         ]
         prefix, ids = (
-            b"precompute:{}numbers:1:",
+            b"precompute:{}numbers:1.1:",
             [b"1", b"{user}", b"a{b}c", b"}{", bytes(range(1, 256))],
         )
         expected = [client.execute_command("CLUSTER", "KEYSLOT", prefix + key) for key in ids]
@@ -132,7 +128,7 @@ def test_rows_are_spread_over_all_masters_whatever_their_keys_hold(
     assert sum(map(len, held.values())) == 3000
     assert all(900 < len(keys) < 1100 for keys in held.values())
     publish(store, 2, TABLE)
-    store.drop("numbers", 1)
+    store.drop("numbers", named(1))
     assert sum(map(len, keys_held(cluster).values())) == len(TABLE)
     store.forget("numbers")
     for master in cluster.masters:
@@ -159,7 +155,7 @@ def test_a_server_of_a_cluster_is_no_single_server_nor_the_other_way_round(
     cluster: RedisCluster, open_store: OpenStore, tmp_path: Path
 ) -> None:
     with pytest.raises(OnlineStoreError, match=r"part of a cluster: write redis\+cluster://"):
-        open_store(cluster.masters[0].url()).prepare("numbers", Generation(1, 1), 4, 100, "")
+        open_store(cluster.masters[0].url()).prepare("numbers", segment(1), 4, 100, "")
     elsewhere = next(
         name
         for name in "abcdef"
@@ -171,7 +167,7 @@ def test_a_server_of_a_cluster_is_no_single_server_nor_the_other_way_round(
         open_store(cluster.masters[0].url()).read(elsewhere, [b"a"])
     with RedisProcess(NEWEST, tmp_path) as single, pytest.raises(OnlineStoreError, match="cluster"):
         open_store(f"redis+cluster://127.0.0.1:{single.port}").prepare(
-            "numbers", Generation(1, 1), 4, 100, ""
+            "numbers", segment(1), 4, 100, ""
         )
 
 
@@ -221,8 +217,8 @@ def settle(cluster: RedisCluster, slot: int, to: RedisProcess, name: str) -> Non
 
 
 def in_one_slot(count: int) -> dict[bytes, bytes]:
-    """Rows of generation 1 that share a slot, the one of ``0``."""
-    prefix = b"precompute:{}numbers:1:"
+    """Rows of segment 1 that share a slot, the one of ``0``."""
+    prefix = b"precompute:{}numbers:1.1:"
     ids = [b"%d" % i for i in range(600_000)]
     found = np.flatnonzero(row_slots(prefix, ids) == row_slots(prefix, [b"0"])[0])[:count].tolist()
     return {ids[i]: b"row %d" % i for i in found}
@@ -251,8 +247,8 @@ def test_a_load_follows_slots_that_move_under_it(
 ) -> None:
     store = open_store(cluster.url())
     table = many(20_000) | in_one_slot(30)
-    slot = int(row_slots(b"precompute:{}numbers:1:", [b"0"])[0])
-    source = cluster.master_of("precompute:{}numbers:1:0")
+    slot = int(row_slots(b"precompute:{}numbers:1.1:", [b"0"])[0])
+    source = cluster.master_of("precompute:{}numbers:1.1:0")
     to = next(master for master in cluster.masters if master is not source)
 
     def moving() -> Rows:
@@ -263,7 +259,7 @@ def test_a_load_follows_slots_that_move_under_it(
         migrate(cluster, slot, source, to)
         yield from parts[6:]
 
-    assert store.load("numbers", Generation(1, 1), moving()) == len(table)
+    assert store.load("numbers", segment(1), moving()) == len(table)
     store.flip(pointer(1))
     assert read_all(store, table) == list(table.values())
     assert sum(map(len, keys_held(cluster).values())) == len(table)
@@ -306,7 +302,7 @@ def test_rows_that_a_master_took_with_it_are_counted_missing(
 ) -> None:
     """Its replica stood still meanwhile, and there is more than lies between the two."""
     store, table = open_store(own_cluster.url()), many(20_000, 5000)
-    victim = own_cluster.master_of("precompute:{}numbers:1:0")
+    victim = own_cluster.master_of("precompute:{}numbers:1.1:0")
     replica = own_cluster.replicas[own_cluster.masters.index(victim)]
 
     def killing() -> Rows:
@@ -322,7 +318,7 @@ def test_rows_that_a_master_took_with_it_are_counted_missing(
         OnlineStoreError,
         match=r"took its place, while this was to load.*of 20000 rows \d+ are there. Do it again",
     ):
-        store.load("numbers", Generation(1, 1), killing())
+        store.load("numbers", segment(1), killing())
     assert numbers(store) == []
     publish(store, 1, table)
     assert read_all(store, table) == list(table.values())
@@ -405,7 +401,7 @@ def test_a_master_that_hangs_is_given_up_once_its_replica_has_taken_over(
     """Power loss and a dropped network look like this: nobody says that the connection is gone."""
     store, table = open_store(own_cluster.url("?budget_ms=400")), many(300)
     publish(store, 1, table)
-    victim = own_cluster.master_of("precompute:{}numbers:1:0")
+    victim = own_cluster.master_of("precompute:{}numbers:1.1:0")
     victim.stop()
     try:
         eventually(lambda: answers(store, table), within_s=20)
@@ -430,13 +426,11 @@ def test_a_cluster_whose_replicas_lag_is_not_made_live(
     with pytest.raises(
         OnlineStoreError, match=r"of 1 replicas of Redis at .* only 0 have what was loaded"
     ):
-        store.load("numbers", Generation(1, 1), rows_of(many(2000), 1000))
+        store.load("numbers", segment(1), rows_of(many(2000), 1000))
     own_cluster.replicas[0].go_on()
     assert numbers(store) == []
-    assert store.prepare("numbers", Generation(2, 1), 2000, 10**5, "") == Terms(
-        number=1, rows_done=2000
-    )
-    assert store.load("numbers", Generation(1, 1), [], 2000) == 2000
+    assert store.prepare("numbers", segment(1), 2000, 10**5, "") == 2000
+    assert store.load("numbers", segment(1), [], 2000) == 2000
     for replica in own_cluster.replicas:
         replica.stop()
     with pytest.raises(OnlineStoreError, match=r"only 0 have the pointer of .*, and do it again"):

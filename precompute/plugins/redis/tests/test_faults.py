@@ -32,15 +32,16 @@ from precompute.plugins.redis.tests.rig import OpenStore
 from precompute.plugins.redis.tests.test_cluster import in_one_slot, migrate, read_all
 from precompute.store.errors import ConflictError, OnlineStoreError
 from precompute.store.online.kernels import Rows
-from precompute.store.online.online_store import Generation, Pointer, Terms
 from tests.online import (
     TABLE,
     Stopped,
     is_refused,
     many,
+    named,
     pointer,
     publish,
     rows_of,
+    segment,
     values,
 )
 
@@ -104,11 +105,11 @@ def moving(
 
 
 def of_master(cluster: RedisCluster, master: RedisProcess) -> bytes:
-    """A key of generation 1 that a master has."""
+    """A key of segment 1 that a master has."""
     return next(
         key
         for key in many(100)
-        if cluster.master_of(f"precompute:{{}}numbers:1:{key.decode()}") is master
+        if cluster.master_of(f"precompute:{{}}numbers:1.1:{key.decode()}") is master
     )
 
 
@@ -120,7 +121,7 @@ def test_a_node_that_is_behind_does_not_keep_the_map_wrong(
         store = open_store(f"redis+cluster://127.0.0.1:{behind.port}")
         assert read_all(store, many(100)) == list(many(100).values())
         with moving(
-            cluster, f"precompute:{{}}numbers:1:{of_master(cluster, cluster.masters[1]).decode()}"
+            cluster, f"precompute:{{}}numbers:1.1:{of_master(cluster, cluster.masters[1]).decode()}"
         ):
             for _ in range(3):
                 assert read_all(store, many(100)) == list(many(100).values())
@@ -137,7 +138,7 @@ def test_what_is_elsewhere_is_read_there_at_once(
     store = open_store(cluster.url())
     publish(store, 1, together)
     for finish, keys in ((False, 10), (True, None)):
-        with moving(cluster, "precompute:{}numbers:1:0", finish=finish, keys=keys):
+        with moving(cluster, "precompute:{}numbers:1.1:0", finish=finish, keys=keys):
             assert values(store.read("numbers", [b"nothing", *together])) == [
                 None,
                 *together.values(),
@@ -256,7 +257,7 @@ def test_masters_that_change_between_looks_are_each_queried(
     looks = itertools.cycle([all_of_them, all_of_them[:2], all_of_them[1:]])
     monkeypatch.setattr(Cluster, "masters", lambda _: next(looks))
     for _ in range(3):
-        assert store.prepare("numbers", Generation(1, 1), 4, 100, "") == Terms()
+        assert store.prepare("numbers", segment(1), 4, 100, "") == 0
 
 
 def test_a_failover_between_preflight_and_load_is_no_load_to_go_on_with(
@@ -271,20 +272,17 @@ def test_a_failover_between_preflight_and_load_is_no_load_to_go_on_with(
             raise Stopped
 
         with pytest.raises(Stopped):
-            store.load("numbers", Generation(1, 1), torn())
-        terms = store.prepare("numbers", Generation(2, 1), 5000, 10**5, "")
-        assert terms.rows_done > 0
-        cluster.master_of("precompute:{}numbers:1:0").kill()
-        eventually(
-            lambda: not is_refused(lambda: store.read_generation("numbers", 1, list(table)[:100])),
-            within_s=20,
-        )
+            store.load("numbers", segment(1), torn())
+        done = store.prepare("numbers", segment(1), 5000, 10**5, "")
+        assert done > 0
+        cluster.master_of("precompute:{}numbers:1.1:0").kill()
+        eventually(lambda: not is_refused(lambda: store._servers.states("look", 1.0)), within_s=20)
         with pytest.raises(
             OnlineStoreError,
-            match=rf"took its place, since {terms.rows_done} rows .* were loaded.*Do it again",
+            match=rf"took its place, since {done} rows .* were loaded.*Do it again",
         ):
-            store.load("numbers", Generation(1, 1), [], terms.rows_done)
-        assert store.prepare("numbers", Generation(3, 1), 5000, 10**5, "").rows_done == 0
+            store.load("numbers", segment(1), [], done)
+        assert store.prepare("numbers", segment(1), 5000, 10**5, "") == 0
         publish(store, 3, table)
         assert read_all(store, table) == list(table.values())
 
@@ -303,7 +301,9 @@ def test_a_master_restarted_when_all_was_acknowledged_ends_the_load(
             other.kill()
             other.start()
             eventually(
-                lambda: not is_refused(lambda: store.read_generation("numbers", 1, list(table)))
+                lambda: (
+                    not is_refused(lambda: store.read_segments("numbers", [named(1)], list(table)))
+                )
             )
             return whole
 
@@ -377,14 +377,14 @@ def test_what_is_evicted_while_rows_are_loaded_is_doubted(
             raise Stopped
 
         with pytest.raises(Stopped):
-            store.load("numbers", Generation(1, 1), evicting())
-        done = store.prepare("numbers", Generation(1, 1), 20_000, 10**6, "").rows_done
+            store.load("numbers", segment(1), evicting())
+        done = store.prepare("numbers", segment(1), 20_000, 10**6, "")
         rest = dict(list(many(20_000).items())[done:])
         assert 0 < len(rest) < 20_000
-        store.load("numbers", Generation(1, 1), rows_of(rest, 1000), done)
+        store.load("numbers", segment(1), rows_of(rest, 1000), done)
         store.flip(pointer(1))
         (doubt, *_) = store.doubts("numbers")
-        assert "keys were evicted since generation 1 was loaded" in doubt
+        assert f"keys were evicted since segment {named(1)} was loaded" in doubt
 
 
 def test_an_end_that_outlives_its_lease_leaves_a_new_beginning_alone(
@@ -422,12 +422,12 @@ def test_a_drop_that_outlives_its_lease_leaves_a_new_load_alone(
 
     def sleeping(*arguments: object, **named: object) -> None:
         if next(slept, False):
-            other.load("numbers", Generation(1, 3), rows_of(TABLE))
+            other.load("numbers", segment(1), rows_of(TABLE))
         sweep(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(removal, "sweep", sleeping)
-    store.drop("numbers", 1)
-    other.flip(Pointer(pointer(1).view, 3, 3, "model", 4, 4, "at 3", None, generation=1))
+    store.drop("numbers", named(1))
+    other.flip(pointer(3, segments=(named(1),)))
     assert values(other.read("numbers", list(TABLE))) == list(TABLE.values())
 
 
@@ -450,13 +450,13 @@ def test_a_master_that_becomes_a_replica_in_mid_load_ends_it(
 
         with pytest.raises(
             OnlineStoreError,
-            match=r"is a read-only replica, could not load generation 2.*name its master",
+            match=r"is a read-only replica, could not load segment 2-.*name its master",
         ):
-            store.load("numbers", Generation(2, 2), demoted())
+            store.load("numbers", segment(2), demoted())
         for use in (
-            lambda: store.prepare("numbers", Generation(2, 2), 4, 100, "us"),
+            lambda: store.prepare("numbers", segment(2), 4, 100, "us"),
             lambda: store.flip(pointer(1)),
-            lambda: store.drop("numbers", 7),
+            lambda: store.drop("numbers", named(7)),
             lambda: store.forget("numbers"),
         ):
             with pytest.raises(OnlineStoreError, match="read-only replica"):
@@ -482,7 +482,7 @@ def test_a_redis_killed_inside_the_flip_has_old_or_new_whole(
     ):
         store = open_store(f"redis://127.0.0.1:{proxy.port}/0")
         publish(store, 1, TABLE)
-        store.load("numbers", Generation(2, 2), rows_of({b"a": b"new"}))
+        store.load("numbers", segment(2), rows_of({b"a": b"new"}))
         endless = "local i = 0 while i < 1 do i = i * 1 end\n"
         before, line = meta._FLIP.partition("redis.call('HDEL', KEYS[1], '-')\n")[::2]
         texts = {

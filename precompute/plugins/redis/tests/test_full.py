@@ -33,7 +33,7 @@ def test_a_redis_that_runs_full_keeps_what_is_live(
     make_project([(i, 2.0) for i in range(2_000)], **make).run()
     assert project.served([1]) == (3, [4.0])
     held = list(client.scan_iter("precompute:{}numbers:*", count=5000))
-    # the live generation and the last; nothing of the failed one
+    # the live segment and the last; nothing of the failed one
     assert sum(client.hlen(key) for key in held) == 2_001
     client.close()
 

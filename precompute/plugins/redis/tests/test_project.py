@@ -6,7 +6,6 @@ from typing import Any
 
 import redis
 
-from precompute.store.offline.log import Place
 from tests.fixtures import MakeProject
 from tests.scene import Scene
 
@@ -45,7 +44,7 @@ def test_runs_deltas_rollback_loss_and_end(make_project: MakeProject, cluster_ur
     table[7] = 70.0
     del table[299]
     project = published()
-    assert project.live().place == Place(1, 1, ((2, 2),))
+    assert project.pointer().numbers == (1, 2)
     assert served(project, [0, 7, 299]) == [0.0, 140.0, None]
     with project.lookup() as lookup:
         assert len(lookup.search("numbers", key=7, k=2)["rows"]) == 2
@@ -59,4 +58,4 @@ def test_runs_deltas_rollback_loss_and_end(make_project: MakeProject, cluster_ur
     assert project.faults() == []
     assert project.cli("drop", "numbers", "--yes") == 0
     with project.online_store() as store:
-        assert (store.views(), store.generations("numbers")) == ([], [])
+        assert (store.views(), store.segments("numbers")) == ([], [])

@@ -23,12 +23,12 @@ from precompute.plugins.redis.tests.processes import (
 )
 from precompute.plugins.redis.tests.rig import OpenStore
 from precompute.store.answers.lookup import Lookup
-from precompute.store.disk.record import replace
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.http.app import create_app
 from precompute.store.online.codec import RowCodec
-from precompute.store.online.online_store import Generation, Pointer
+from precompute.store.online.online_store import Pointer
 from tests.asgi import call, exchange, samples, scope_of
+from tests.online import named, segment
 
 VIEW = FeatureView(
     "numbers",
@@ -48,7 +48,7 @@ def url(request: pytest.FixtureRequest) -> str:
 
 
 def publish(store: RedisStore, number: int, over: Pointer | None = None) -> Pointer:
-    """All keys, x = number, as a base or an overlay of this number, and live."""
+    """All keys, x = number, as a segment of this number, alone or over others, and live."""
     columns = {
         "id": pa.array([str(i) for i in range(KEYS)]),
         "x": pa.array([float(number)] * KEYS),
@@ -60,17 +60,13 @@ def publish(store: RedisStore, number: int, over: Pointer | None = None) -> Poin
     batch = RowCodec(VIEW).row_batch(pa.record_batch(columns), ("id",), number)
     store.load(
         "numbers",
-        Generation(number, number, None if over is None else over.generation),
+        segment(number, upper=over is not None),
         iter([batch]),
     )
-    pointer = Pointer(VIEW, number, number, f"m{number}", KEYS, KEYS, f"at {number}", None)
-    if over is not None:
-        pointer = replace(
-            pointer,
-            generation=over.generation,
-            base_snapshot=over.base_snapshot,
-            overlays=((number, number),),
-        )
+    segments = (*(() if over is None else over.segments[:1]), named(number))
+    pointer = Pointer(
+        VIEW, number, number, f"m{number}", KEYS, KEYS, f"at {number}", None, segments=segments
+    )
     store.flip(pointer)
     return pointer
 
@@ -198,7 +194,7 @@ def test_a_reader_that_began_before_and_ended_later_puts_back_nothing(
     with RedisProcess(newest_redis(), tmp_path) as server:
         writer, reader = open_store(server.url()), open_store(server.url())
         publish(writer, 1)
-        held, go_on, layouts = threading.Event(), threading.Event(), reader._layouts
+        held, go_on, layouts = threading.Event(), threading.Event(), reader._layers
 
         def slow(*args: Any) -> Any:
             found = layouts(*args)
@@ -207,7 +203,7 @@ def test_a_reader_that_began_before_and_ended_later_puts_back_nothing(
                 assert go_on.wait(10)
             return found
 
-        monkeypatch.setattr(reader, "_layouts", slow)
+        monkeypatch.setattr(reader, "_layers", slow)
         first: list[Pointer | None] = []
         thread = threading.Thread(target=lambda: first.append(reader.live("numbers")))
         thread.start()

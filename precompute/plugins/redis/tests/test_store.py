@@ -28,17 +28,19 @@ from precompute.plugins.redis.tests.processes import (
     redis_binaries,
 )
 from precompute.plugins.redis.tests.rig import OpenStore, commands_in
-from precompute.store.disk.record import FORMAT, sealed
+from precompute.store.disk.record import FORMAT, replace, sealed
 from precompute.store.errors import (
     ConfigError,
     ConflictError,
     DamagedPointerError,
     OnlineStoreError,
     OtherFormatError,
+    RowsLostError,
+    SnapshotError,
 )
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online.kernels import Packed, Rows
-from precompute.store.online.online_store import Generation, Pointer, Terms
+from precompute.store.online.online_store import Pointer
 from precompute.store.online.url import open_online_store, shown_url
 from tests.formats import CHANGES, Change, resealed
 from tests.online import (
@@ -47,7 +49,9 @@ from tests.online import (
     Stopped,
     is_refused,
     many,
+    named,
     rows_of,
+    segment,
     values,
 )
 from tests.server import free_port
@@ -105,9 +109,8 @@ def store(server: RedisProcess, open_store: OpenStore) -> RedisStore:
     return open_store(server.url())
 
 
-def pointer(
-    epoch: int, *, generation: int | None = None, owner: str = "us", **more: Any
-) -> Pointer:
+def pointer(epoch: int, *numbers: int, owner: str = "us", **more: Any) -> Pointer:
+    """To the segments of these numbers, by default that of the epoch's."""
     return Pointer(
         VIEW,
         epoch,
@@ -117,7 +120,7 @@ def pointer(
         4,
         f"at {epoch}",
         None,
-        generation=generation or epoch,
+        segments=tuple(map(named, numbers or (epoch,))),
         owner=owner,
         **more,
     )
@@ -131,10 +134,9 @@ def load(
     owner: str = "us",
     snapshot: int | None = None,
 ) -> None:
-    generation = Generation(number, number if snapshot is None else snapshot)
-    terms = store.prepare("numbers", generation, len(table), sum(map(len, table.values())), owner)
-    assert (terms.number, terms.rows_done) == (None, 0)
-    assert store.load("numbers", generation, rows_of(table, 1000)) == len(table)
+    loaded, size_bytes = segment(number, snapshot), sum(map(len, table.values()))
+    assert store.prepare("numbers", loaded, len(table), size_bytes, owner) == 0
+    assert store.load("numbers", loaded, rows_of(table, 1000)) == len(table)
 
 
 def publish(store: RedisStore, number: int, table: dict[bytes, bytes]) -> None:
@@ -156,7 +158,7 @@ def fields_of(raw: redis.Redis) -> list[str]:
 
 
 def data_keys(raw: redis.Redis, number: int | str = "*") -> list[bytes]:
-    return sorted(set(raw.scan_iter(match=f"precompute:{{}}numbers:{number}:*", count=10_000)))
+    return sorted(set(raw.scan_iter(match=f"precompute:{{}}numbers:{number}.*:*", count=10_000)))
 
 
 # ---- rows laid out as RESP
@@ -204,24 +206,29 @@ def test_every_row_is_laid_out_once_under_its_key(table: dict[bytes, bytes], tog
 # ---- loading
 
 
-def test_an_overlay_is_read_with_its_base_in_one_round_trip(
-    store: RedisStore, server: RedisProcess, open_store: OpenStore
+def test_segments_are_read_in_one_round_trip_each_key_of_one(
+    store: RedisStore, server: RedisProcess, open_store: OpenStore, raw: redis.Redis
 ) -> None:
     publish(store, 1, TABLE)
-    store.load("numbers", Generation(2, 2, 1), rows_of({b"b": b"changed", b"new": b"row"}))
-    store.flip(pointer(2, generation=1, overlays=((2, 2),), base_snapshot=1))
+    store.load("numbers", segment(2, upper=True), rows_of({b"b": b"changed", b"new": b"row"}))
+    store.flip(pointer(2, 1, 2))
     with Proxy(server.port) as proxy:
         reader = open_store(f"redis://127.0.0.1:{proxy.port}/0")
         assert read(reader, [b"a", b"b", b"new", b"x"]) == [b"1", b"changed", b"row", None]
         before = proxy.requests
         assert read(reader, [b"b", b"c"]) == [b"changed", b"3"]
         assert proxy.requests == before + 1
+        # of 100 keys of either, 100 are asked for
+        served = raw.info("stats")["keyspace_hits"] + raw.info("stats")["keyspace_misses"]
+        assert read(reader, [b"b", b"c", b"x"] * 100) == [b"changed", b"3", None] * 100
+        looked = raw.info("stats")["keyspace_hits"] + raw.info("stats")["keyspace_misses"] - served
+        assert looked == 300 + 1, "and the view's hash"
 
 
 def test_a_load_is_held_to_its_limit(server: RedisProcess, open_store: OpenStore) -> None:
     store = open_store(server.url("?max_load_mb_s=4"))
     started = time.monotonic()
-    store.load("numbers", Generation(1, 1), rows_of(many(3000, 1000), 1000))
+    store.load("numbers", segment(1), rows_of(many(3000, 1000), 1000))
     assert time.monotonic() - started > 0.4
 
 
@@ -254,37 +261,37 @@ def test_an_interrupted_load_goes_on_where_the_server_had_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(servers, "NOTE_EVERY_S", 0.03)
-    table = many(20_000)
-    generation = Generation(1, 7)
+    table, loading = many(20_000), segment(1)
     with pytest.raises(Stopped):
-        store.load("numbers", generation, torn(rows_of(table, 2000), 8))
-    assert store.generations("numbers") == []
+        store.load("numbers", loading, torn(rows_of(table, 2000), 8))
+    assert store.segments("numbers") == []
     other = open_store(server.url())
-    assert other.prepare("numbers", Generation(2, 8), 10, 10, "us") == Terms(), "other rows"
+    assert other.prepare("numbers", segment(2), 10, 10, "us") == 0, "other rows"
     assert data_keys(raw) == [], "those are dropped"
     with pytest.raises(Stopped):
-        store.load("numbers", generation, torn(rows_of(table, 2000), 8))
-    terms = other.prepare("numbers", Generation(3, 7), 20_000, 10**6, "us")
-    assert (terms.number, terms.lossy) == (1, False)
-    assert 0 < terms.rows_done < 20_000
-    assert terms.rows_done % 2000 == 0
-    rest = dict(list(table.items())[terms.rows_done :])
-    assert other.load("numbers", Generation(1, 7), rows_of(rest, 1000), terms.rows_done) == 20_000
-    other.flip(pointer(3, generation=1))
+        store.load("numbers", loading, torn(rows_of(table, 2000), 8))
+    done = other.prepare("numbers", loading, 20_000, 10**6, "us")
+    assert 0 < done < 20_000
+    assert done % 2000 == 0
+    rest = dict(list(table.items())[done:])
+    assert other.load("numbers", loading, rows_of(rest, 1000), done) == 20_000
+    other.flip(pointer(3, 1))
     keys = list(table)
     assert [v for s in range(0, 20_000, 10_000) for v in read(other, keys[s : s + 10_000])] == list(
         table.values()
     )
 
 
-def test_rows_of_another_base_or_snapshot_are_not_gone_on_with(store: RedisStore) -> None:
+def test_an_upper_segment_is_loaded_from_the_first_row_on(store: RedisStore) -> None:
+    """The hashes of all its keys are wanted, and it is small."""
+    publish(store, 1, TABLE)
+    loading = segment(2, upper=True)
     with pytest.raises(Stopped):
-        store.load("numbers", Generation(5, 7, base=3), torn(rows_of(TABLE), 1))
-    assert store.prepare("numbers", Generation(6, 7, base=3), 4, 100, "us").number == 5
-    assert store.prepare("numbers", Generation(6, 7, base=4), 4, 100, "us") == Terms()
-    assert store.prepare("numbers", Generation(6, 7, base=3), 4, 100, "us") == Terms(), (
-        "it was dropped"
-    )
+        store.load("numbers", loading, torn(rows_of(TABLE), 1))
+    assert store.prepare("numbers", loading, 4, 100, "us") == 0
+    assert store.load("numbers", loading, rows_of(dict.fromkeys(TABLE, b"new"))) == 4
+    store.flip(pointer(2, 1, 2))
+    assert read(store, [*TABLE, b"x"]) == [b"new"] * 4 + [None]
 
 
 def test_a_process_that_slept_through_anothers_load_cannot_spoil_it(
@@ -296,34 +303,134 @@ def test_a_process_that_slept_through_anothers_load_cannot_spoil_it(
 
     def sleeping() -> Rows:
         yield from rows_of(many(2000), 1000)
-        assert woken.prepare("numbers", Generation(2, 2), 4, 100, "us") == Terms()
+        assert woken.prepare("numbers", segment(2), 4, 100, "us") == 0
         publish(woken, 2, TABLE)
         yield from rows_of({b"late": b"row"})
 
-    with pytest.raises(ConflictError, match="was dropped, or is loaded by another"):
-        store.load("numbers", Generation(1, 1), sleeping())
+    with pytest.raises(ConflictError, match="was dropped while it was loaded"):
+        store.load("numbers", segment(1), sleeping())
     assert [key.rpartition(b":")[2] for key in data_keys(raw)] == list(TABLE)
-    assert (read(woken, [b"a", b"late"]), woken.generations("numbers")) == (
+    assert (read(woken, [b"a", b"late"]), woken.segments("numbers")) == (
         [b"1", None],
-        [Generation(2, 2)],
+        [segment(2)],
     )
 
 
-def test_a_process_that_slept_leaves_alone_what_another_one_goes_on_with(
-    store: RedisStore, server: RedisProcess, open_store: OpenStore
+def test_a_process_that_slept_joins_who_goes_on_with_its_load(
+    store: RedisStore, server: RedisProcess, open_store: OpenStore, raw: redis.Redis
 ) -> None:
-    other = open_store(server.url())
+    """Both send the same rows under the same counter; the second that ends it finds it whole."""
+    other, table = open_store(server.url()), many(2000)
 
     def sleeping() -> Rows:
-        yield from rows_of(many(2000), 1000)
-        assert other.prepare("numbers", Generation(2, 1), 2000, 10**5, "us").number == 1
-        assert other.load("numbers", Generation(1, 1), rows_of(many(2000), 1000)) == 2000
-        yield from rows_of({b"0": many(1)[b"0"]})
+        yield from rows_of(table, 1000)
+        assert other.prepare("numbers", segment(1), 2000, 10**5, "us") <= 2000
+        assert other.load("numbers", segment(1), rows_of(table, 1000)) == 2000
 
-    with pytest.raises(ConflictError, match="was dropped, or is loaded by another"):
-        store.load("numbers", Generation(1, 1), sleeping())
-    other.flip(pointer(2, generation=1))
-    assert read(other, list(many(2000))) == list(many(2000).values())
+    assert store.load("numbers", segment(1), sleeping()) == 2000
+    other.flip(pointer(2, 1))
+    assert read(other, list(table)) == list(table.values())
+    assert len(data_keys(raw)) == 2000
+    assert store.unfinished("numbers") == []
+
+
+def test_a_segment_of_another_digest_takes_nothing_over(
+    store: RedisStore, raw: redis.Redis
+) -> None:
+    """The first 8 digits are equal: what was begun is dropped, and begun anew."""
+    one = segment(1)
+    other = replace(one, digest=one.digest[:8] + "0" * 56)
+    with pytest.raises(Stopped):
+        store.load("numbers", one, torn(rows_of({b"old": b"row"}), 1))
+    assert store.load("numbers", other, rows_of(TABLE)) == 4
+    assert store.segments("numbers") == [other]
+    assert [key.rpartition(b":")[2] for key in data_keys(raw)] == list(TABLE)
+
+
+def test_a_dropper_that_sleeps_takes_nothing_of_what_is_loaded_again(
+    store: RedisStore, server: RedisProcess, open_store: OpenStore, raw: redis.Redis
+) -> None:
+    """It wakes with its list of keys in hand; the same segment lies under another counter by
+    now."""
+    publish(store, 1, TABLE)
+    table, other = many(3000), open_store(server.url())
+    load(store, 2, table)
+
+    def keys() -> Iterator[Packed]:
+        load(other, 2, table)
+        other.flip(pointer(3, 2))
+        yield Packed.of(list(table))
+
+    store.drop("numbers", named(2), keys)
+    assert read(other, list(table)) == list(table.values())
+    assert len(data_keys(raw, 2)) == 3000
+    assert store.unfinished("numbers") == []
+
+
+def test_a_live_segment_is_loaded_again_beside_its_readers(
+    store: RedisStore, server: RedisProcess, open_store: OpenStore, raw: redis.Redis
+) -> None:
+    """Rows are gone, and are there again under the same name; a reader that knows where they lay
+    finds them without a flip."""
+    table, reader = many(3000), open_store(server.url())
+    publish(store, 1, table)
+    assert read(reader, list(table)) == list(table.values())
+    raw.unlink(*data_keys(raw)[:100])
+    assert read(reader, list(table)).count(None) == 100
+    load(store, 1, table)
+    assert read(reader, list(table)) == list(table.values())
+    assert store.unfinished("numbers") != [], "what it was before is to be dropped"
+    store.sweep("numbers")
+    assert read(reader, list(table)) == list(table.values())
+    assert (len(data_keys(raw)), store.unfinished("numbers")) == (3000, [])
+
+
+def test_a_record_or_key_hashes_that_are_lost_are_told_and_loaded_again(
+    store: RedisStore, server: RedisProcess, open_store: OpenStore, raw: redis.Redis
+) -> None:
+    publish(store, 1, TABLE)
+    store.load("numbers", segment(2, upper=True), rows_of({b"a": b"new"}))
+    store.flip(pointer(2, 1, 2))
+    for field in (f"segment:{named(1)}", f"segment:{named(2)}", f"hashes:{named(2)}"):
+        held = raw.hget("precompute:{numbers}:meta", field)
+        assert isinstance(held, bytes)
+        for damage in (None, held[:-1], held[:9] + bytes([held[9] ^ 1]) + held[10:]):
+            if damage is None:
+                raw.hdel("precompute:{numbers}:meta", field)
+            else:
+                raw.hset("precompute:{numbers}:meta", field, damage)
+            with pytest.raises(
+                RowsLostError, match=r"is gone or damaged.*publish numbers --reload"
+            ):
+                read(open_store(server.url()), [b"a"])
+        number = 1 if named(1) in field else 2
+        table = TABLE if number == 1 else {b"a": b"new"}
+        store.load("numbers", segment(number, upper=number == 2), rows_of(table))
+        assert read(open_store(server.url()), [b"a", b"b"]) == [b"new", b"22"]
+        store.sweep("numbers")
+    assert (len(data_keys(raw)), store.unfinished("numbers")) == (5, [])
+
+
+@pytest.mark.parametrize("lost", [b"a", b"b", b"new"])
+def test_a_row_that_was_evicted_is_missing_and_never_an_older_one(
+    store: RedisStore, raw: redis.Redis, lost: bytes
+) -> None:
+    publish(store, 1, TABLE)
+    over = {b"a": b"changed", b"new": b"came"}
+    store.load("numbers", segment(2, upper=True), rows_of(over))
+    store.flip(pointer(2, 1, 2))
+    raw.unlink(
+        *(
+            key
+            for key in data_keys(raw)
+            if key.endswith(b":" + lost) and (lost == b"b" or b":2." in key)
+        )
+    )
+    found = {key: value for key, value in {**TABLE, **over}.items() if key != lost}
+    keys = [*TABLE, b"new", b"x"]
+    assert read(store, keys) == [found.get(key) for key in keys]
+    assert [read(store, [key]) for key in keys] == [[found.get(key)] for key in keys]
+    assert read(store, keys * 10) == [found.get(key) for key in keys] * 10
 
 
 # ---- a server that fails
@@ -337,7 +444,7 @@ def test_what_has_no_reply_in_mid_load_is_sent_again(
         with Proxy(server.port) as proxy:
             store = open_store(f"redis://127.0.0.1:{proxy.port}/0")
             proxy.cut_after = cut_after
-            assert store.load("numbers", Generation(cut_after, 1), rows_of(table, 1000)) == 30_000
+            assert store.load("numbers", segment(cut_after), rows_of(table, 1000)) == 30_000
             assert proxy.cuts == 1
             assert len(data_keys(raw, cut_after)) == 30_000
 
@@ -357,7 +464,7 @@ def test_a_server_that_is_another_one_after_a_cut_ends_the_load(
     with pytest.raises(
         OnlineStoreError, match=r"restarted, or another one took its place.*Do it again"
     ):
-        store.load("numbers", Generation(1, 1), killing())
+        store.load("numbers", segment(1), killing())
     publish(store, 1, TABLE)
     assert read(store, [b"a"]) == [b"1"]
 
@@ -373,8 +480,8 @@ def test_a_server_that_is_gone_for_good_in_mid_load_is_an_error(
         own_server.kill()
         yield from rows_of(many(20_000, 1000), 1000)
 
-    with pytest.raises(OnlineStoreError, match="does not answer, could not load generation 1"):
-        store.load("numbers", Generation(1, 1), killing())
+    with pytest.raises(OnlineStoreError, match="does not answer, could not load segment 1-"):
+        store.load("numbers", segment(1), killing())
 
 
 def test_a_server_that_comes_back_empty_takes_the_view_again(
@@ -459,7 +566,7 @@ def test_the_connection_of_a_short_read_waits_as_long_as_its_next_call_may(
     own_server.stop()
     later = threading.Timer(0.5, own_server.go_on)
     later.start()
-    assert store.generations("numbers") == [Generation(1, 1)]
+    assert store.segments("numbers") == [segment(1)]
     later.join()
 
 
@@ -582,8 +689,8 @@ def test_a_full_server_refuses_the_load_before_it_begins(
         OnlineStoreError,
         match=r"has no room: it uses .* of .* maxmemory.*raise maxmemory or drop data",
     ):
-        store.prepare("numbers", Generation(2, 2), 20_000, 2_000_000, "us")
-    assert store.prepare("numbers", Generation(2, 2), 1000, 100_000, "us") == Terms()
+        store.prepare("numbers", segment(2), 20_000, 2_000_000, "us")
+    assert store.prepare("numbers", segment(2), 1000, 100_000, "us") == 0
 
 
 def test_a_server_full_in_mid_load_holds_on_to_what_is_live(
@@ -593,18 +700,18 @@ def test_a_server_full_in_mid_load_holds_on_to_what_is_live(
         publish(store, number, dict.fromkeys(TABLE, b"%d" % number))
     raw.config_set("maxmemory", raw.info("memory")["used_memory"] + 1_000_000)
     with pytest.raises(
-        OnlineStoreError, match=r"is full, could not load generation 3.*raise maxmemory"
+        OnlineStoreError, match=r"is full, could not load segment 3-.*raise maxmemory"
     ):
-        store.load("numbers", Generation(3, 3), rows_of(many(50_000), 1000))
+        store.load("numbers", segment(3), rows_of(many(50_000), 1000))
     assert data_keys(raw, 3) == [], "what it had taken is gone"
     raw.config_set("maxmemory", "1")
     with pytest.raises(redis.exceptions.OutOfMemoryError):
         raw.set("other", "x")
     assert read(store, [b"a"]) == [b"2"]
-    store.flip(pointer(4, generation=1))
+    store.flip(pointer(4, 1))
     assert read(store, [b"a"]) == [b"1"]
-    store.drop("numbers", 2)
-    assert store.generations("numbers") == [Generation(1, 1)]
+    store.drop("numbers", named(2))
+    assert store.segments("numbers") == [segment(1)]
     store.forget("numbers")
     assert list(raw.scan_iter()) == []
 
@@ -616,11 +723,11 @@ def test_a_server_that_evicts_is_refused_unless_that_is_allowed(
     with pytest.raises(
         OnlineStoreError, match=r"drops rows by itself.*allkeys-lru.*noeviction.*allow_eviction=yes"
     ):
-        store.prepare("numbers", Generation(1, 1), 4, 100, "us")
+        store.prepare("numbers", segment(1), 4, 100, "us")
     lossy = open_store(server.url("?allow_eviction=yes"))
-    assert lossy.prepare("numbers", Generation(1, 1), 4, 100, "us") == Terms(lossy=True)
+    assert lossy.prepare("numbers", segment(1), 4, 100, "us") == 0
     raw.config_set("maxmemory-policy", "volatile-lru")
-    assert store.prepare("numbers", Generation(1, 1), 4, 100, "us") == Terms(), (
+    assert store.prepare("numbers", segment(1), 4, 100, "us") == 0, (
         "it drops what expires, and ours does not"
     )
 
@@ -639,7 +746,9 @@ def test_a_server_that_was_restarted_or_emptied_is_doubted(
             raw.restore(key, 0, value)
         eventually(lambda: not is_refused(lambda: store.doubts("numbers")))
         assert store.doubts("numbers") == [
-            "the server was restarted, or another one took its place, since generation 1 was loaded"
+            "the server was restarted, or another one took its place, since segment "
+            + named(1)
+            + " was loaded"
         ]
         raw.unlink(data_keys(raw)[0])
         assert store.doubts("numbers")[1:] == [
@@ -651,7 +760,7 @@ def test_a_server_that_was_restarted_or_emptied_is_doubted(
 
 
 NEEDED = [
-    "mset", "set", "mget", "get", "unlink", "eval", "hget", "hset", "hdel", "hmget", "hgetall", "hexists", "sadd", "srem", "smembers", "scan", "wait",
+    "mset", "set", "mget", "get", "unlink", "eval", "hget", "hset", "hdel", "hmget", "hincrby", "hkeys", "hexists", "sadd", "srem", "smembers", "scan", "wait",
 ]  # fmt: skip
 """What docs/redis.md lists for who publishes."""
 READERS = ["mget", "hget", "hmget", "hexists", "smembers"]
@@ -675,16 +784,16 @@ def test_a_user_with_no_more_than_the_rights_that_are_listed_can_do_it_all(
     """INFO is not among them: what it would say is then not known, whether rows are lost too, and
     that is said."""
     publisher = open_store(server.url(credentials=user(raw, "publisher", *NEEDED)))
-    assert publisher.prepare("numbers", Generation(1, 1), 4, 100, "us") == Terms(lossy=True)
+    assert publisher.prepare("numbers", segment(1), 4, 100, "us") == 0
     assert "does not let this user see INFO" in caplog.text
-    publisher.load("numbers", Generation(1, 1), rows_of(TABLE))
+    publisher.load("numbers", segment(1), rows_of(TABLE))
     publisher.flip(pointer(1))
     reader = open_store(server.url(credentials=user(raw, "reader", *READERS)))
     assert (read(reader, [b"a"]), reader.views()) == ([b"1"], ["numbers"])
     assert publisher.doubts("numbers") == []
-    publisher.load("numbers", Generation(2, 2), rows_of(TABLE))
+    publisher.load("numbers", segment(2), rows_of(TABLE))
     publisher.flip(pointer(2))
-    publisher.drop("numbers", 1)
+    publisher.drop("numbers", named(1))
     publisher.forget("numbers")
     assert list(raw.scan_iter()) == []
 
@@ -699,7 +808,7 @@ def test_a_right_that_lacks_is_found_before_anything_moves(
         )
     )
     with pytest.raises(OnlineStoreError, match=r"does not let this user .*redis\.md") as refused:
-        store.prepare("numbers", Generation(1, 1), 4, 100, "us")
+        store.prepare("numbers", segment(1), 4, 100, "us")
     assert lacking in str(refused.value).lower()
     assert list(raw.scan_iter()) == []
 
@@ -707,11 +816,11 @@ def test_a_right_that_lacks_is_found_before_anything_moves(
 def test_a_load_of_another_project_that_is_on_its_way_is_not_dropped(
     store: RedisStore, server: RedisProcess, open_store: OpenStore
 ) -> None:
-    store.prepare("numbers", Generation(1, 1), 4, 100, "us")
+    store.prepare("numbers", segment(1), 4, 100, "us")
     with pytest.raises(Stopped):
-        store.load("numbers", Generation(1, 1), torn(rows_of(TABLE), 1))
+        store.load("numbers", segment(1), torn(rows_of(TABLE), 1))
     with pytest.raises(ConflictError, match="another project"):
-        open_store(server.url()).prepare("numbers", Generation(1, 1), 4, 100, "them")
+        open_store(server.url()).prepare("numbers", segment(1), 4, 100, "them")
 
 
 def test_two_prefixes_in_one_redis_do_not_see_each_other(
@@ -760,13 +869,11 @@ def test_a_drop_that_was_interrupted_is_finished_by_the_next_publish(
     with monkeypatch.context() as patch:
         patch.setattr(removal, "sweep", _interrupted)
         with pytest.raises(Stopped):
-            store.drop("numbers", 1)
-    assert (store.generations("numbers"), len(data_keys(raw, 1))) == ([Generation(2, 2)], 3000)
-    with pytest.raises(
-        OnlineStoreError, match="generation 1 of view 'numbers' is not loaded whole"
-    ):
-        store.flip(pointer(3, generation=1))
-    store.prepare("numbers", Generation(3, 3), 1, 1, "us")
+            store.drop("numbers", named(1))
+    assert (store.segments("numbers"), len(data_keys(raw, 1))) == ([segment(2)], 3000)
+    with pytest.raises(OnlineStoreError, match=f"segment {named(1)} of view 'numbers' is missing"):
+        store.flip(pointer(3, 1))
+    store.prepare("numbers", segment(3), 1, 1, "us")
     assert (data_keys(raw, 1), len(data_keys(raw, 2))) == ([], 3000)
     assert not [field for field in fields_of(raw) if field.startswith("dropping")]
 
@@ -779,7 +886,7 @@ def test_an_end_of_a_view_that_was_interrupted_is_finished_by_the_next(
         patch.setattr(removal, "sweep", _interrupted)
         with pytest.raises(Stopped):
             store.forget("numbers")
-    assert (store.read("numbers", [b"1"]), store.views(), store.generations("numbers")) == (
+    assert (store.read("numbers", [b"1"]), store.views(), store.segments("numbers")) == (
         None,
         [],
         [],
@@ -791,9 +898,9 @@ def test_an_end_of_a_view_that_was_interrupted_is_finished_by_the_next(
         patch.setattr(removal, "sweep", _interrupted)
         with pytest.raises(Stopped):
             store.forget("numbers")
-    assert store.load("numbers", Generation(2, 2), rows_of(TABLE)) == len(TABLE)
+    assert store.load("numbers", segment(2), rows_of(TABLE)) == len(TABLE)
     store.flip(pointer(2))
-    store.drop("numbers", 7)
+    store.drop("numbers", named(7))
     assert (len(data_keys(raw)), read(store, [b"a"])) == (len(TABLE), [b"1"])
     ended = meta.ViewHashes.ended
 
@@ -813,41 +920,20 @@ def _interrupted(*_: object, **__: object) -> None:
 def test_a_drop_among_many_keys_of_others_takes_only_its_own(
     store: RedisStore, raw: redis.Redis
 ) -> None:
+    publish(store, 1, many(3000))
+    publish(store, 12, TABLE)
     others = {b"other:%d" % i: b"x" for i in range(20_000)}
     others |= {
-        b"precompute:{}numbers_2:1:a": b"y",
-        b"precompute:{}numbers:11:a": b"loading",
+        b"precompute:{}numbers_2:1.1:a": b"y",
+        b"precompute:{}numbers:11.9:a": b"begins only now, its counter is larger",
         b"precompute:{}numbers:x:1:": b"z",
     }
     raw.mset(others)
-    publish(store, 1, many(3000))
-    publish(store, 12, TABLE)
-    store.drop("numbers", 1)
-    assert data_keys(raw, 1) == []
+    raw.set("precompute:{}numbers:7.1:late", "row")
+    store.drop("numbers", named(1))
+    assert (data_keys(raw, 1), data_keys(raw, 7)) == ([], []), "somebody slept"
     assert raw.exists(*others) == len(others)
-    raw.set("precompute:{}numbers:7:late", "row")
-    store.drop("numbers", 11)
-    assert data_keys(raw, "7") == [], (
-        "nobody knows of it, and it is older than what is known: somebody slept"
-    )
-
-
-@pytest.mark.parametrize("base", [None, 2], ids=["a base", "an overlay"])
-def test_a_drop_ends_once_another_process_took_its_mark_away(
-    store: RedisStore, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch, base: int | None
-) -> None:
-    """It has finished it, or loads that generation again."""
-    store.load("numbers", Generation(1, 1, base), rows_of(many(3000)))
-    publish(store, 2, TABLE)
-    left = list[int]()
-
-    def taken(_: float) -> None:
-        raw.hdel("precompute:{numbers}:meta", "dropping:1")
-        left.append(len(data_keys(raw, 1)))
-
-    monkeypatch.setattr("time.sleep", taken)
-    store.drop("numbers", 1)
-    assert len(data_keys(raw, 1)) == left[0] > 0
+    assert read(store, list(TABLE)) == list(TABLE.values())
 
 
 def scans(raw: redis.Redis) -> int:
@@ -855,48 +941,52 @@ def scans(raw: redis.Redis) -> int:
     return int(raw.info("commandstats").get("cmdstat_scan", {}).get("calls", 0))
 
 
-@pytest.mark.parametrize(("wide", "rows"), [(True, 12_000), (False, 30_000)])
-def test_to_drop_an_overlay_no_other_key_is_looked_at(
-    store: RedisStore, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch, wide: bool, rows: int
+@pytest.mark.parametrize("how", ["by its keys", "in buckets", "keys not known", "not all known"])
+def test_what_was_loaded_is_dropped_by_its_keys_and_else_looked_for(
+    store: RedisStore, raw: redis.Redis, how: str
 ) -> None:
-    monkeypatch.setattr(removal, "PART_BYTES", 2**16)  # the list of keys has several parts
     publish(store, 1, TABLE)
-    overlay = Generation(2, 2, base=1)
-    if not wide:
-        store.prepare("numbers", overlay, rows, 6, "us")
-    before, meta, looked = (
-        set(raw.scan_iter()),
-        raw.hgetall("precompute:{numbers}:meta"),
-        scans(raw),
-    )
-    store.load("numbers", overlay, rows_of(many(rows, 100 if wide else 40)))
-    assert len(set(raw.scan_iter()) - before) > rows // 100
+    table = many(3000, 40 if how == "in buckets" else 100)
+    if how == "in buckets":
+        store.prepare("numbers", segment(2, upper=True), 3000, 6, "us", 40)
+    before, fields = set(raw.scan_iter()), set(fields_of(raw))
+    store.load("numbers", segment(2, upper=True), rows_of(table, 1000))
+    assert len(set(raw.scan_iter()) - before) > 30
+
+    def keys() -> Iterator[Packed]:
+        if how == "keys not known":
+            raise SnapshotError("its files are gone")
+        names = list(table)
+        yield Packed.of(names[:1500])
+        if how == "by its keys":
+            yield Packed.of([*names[1500:], b"never there"])
+
     looked = scans(raw)
-    store.drop("numbers", 2)
-    assert scans(raw) == looked
-    assert (set(raw.scan_iter()), raw.hgetall("precompute:{numbers}:meta")) == (before, meta)
+    store.drop("numbers", named(2), None if how == "in buckets" else keys)
+    assert (scans(raw) == looked) == (how in ("by its keys", "in buckets"))
+    assert (set(raw.scan_iter()), set(fields_of(raw)) - {"counter"}) == (
+        before,
+        fields - {"counter"},
+    )
 
 
-@pytest.mark.parametrize("harm", ["flipped", "gone", "interrupted"])
-def test_an_overlay_whose_list_of_keys_is_not_whole_is_looked_for(
-    store: RedisStore, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch, harm: str
+def test_a_load_that_was_killed_is_swept_by_whoever_comes_next(
+    store: RedisStore, raw: redis.Redis
 ) -> None:
     publish(store, 1, TABLE)
     before = set(raw.scan_iter())
-    store.load("numbers", Generation(2, 2, base=1), rows_of(many(3000)))
-    listed = "precompute:{}numbers:2:\xff0".encode("latin-1")
-    if harm == "flipped":
-        raw.setbit(listed, 200, 1 - raw.getbit(listed, 200))
-    elif harm == "gone":
-        raw.unlink(listed)
-    else:
-        with monkeypatch.context() as patch:
-            patch.setattr(removal.Removal, "_removed_by_list", _interrupted)
-            with pytest.raises(Stopped):
-                store.drop("numbers", 2)
-    store.drop("numbers", 2)
-    assert set(raw.scan_iter()) == before
-    assert not [field for field in fields_of(raw) if field.startswith("dropping")]
+    with pytest.raises(Stopped):
+        store.load("numbers", segment(2), torn(rows_of(many(3000), 1000), 2))
+    with pytest.raises(Stopped):
+        # of what is live, too
+        store.load("numbers", segment(1), torn(rows_of(TABLE), 1))
+    assert [text.partition(" in Redis")[0] for text in sorted(store.unfinished("numbers"))] == [
+        f"a load of segment {named(1)}",
+        f"a load of segment {named(2)}",
+    ]
+    store.sweep("numbers")
+    assert (set(raw.scan_iter()), store.unfinished("numbers")) == (before, [])
+    assert read(store, list(TABLE)) == list(TABLE.values())
 
 
 # ---- damage
@@ -906,8 +996,8 @@ def test_a_value_of_another_kind_is_no_row_of_its_key_alone(
     store: RedisStore, raw: redis.Redis
 ) -> None:
     publish(store, 1, TABLE)
-    raw.unlink("precompute:{}numbers:1:b")
-    raw.lpush("precompute:{}numbers:1:b", "a list")
+    raw.unlink("precompute:{}numbers:1.1:b")
+    raw.lpush("precompute:{}numbers:1.1:b", "a list")
     assert read(store, list(TABLE)) == [b"1", None, b"3", TABLE[b"d"]]
 
 
@@ -936,7 +1026,7 @@ def test_a_damaged_pointer_is_refused_and_mended_by_publishing(
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("field", ["pointer", "rows:1", "loading:2"])
+@pytest.mark.parametrize("field", ["pointer", f"segment:{named(1)}", f"loading:{named(2)}"])
 def test_what_is_of_another_format_is_neither_read_nor_replaced(
     field: str,
     change: Change,
@@ -947,7 +1037,11 @@ def test_what_is_of_another_format_is_neither_read_nor_replaced(
 ) -> None:
     publish(store, 1, TABLE)
     key = "precompute:{numbers}:meta"
-    raw.hset(key, "loading:2", sealed(meta.Loading(Generation(2, 2), FORMAT, "", "")))
+    begun: dict[Any, Any] = {
+        f"loading:{named(2)}": sealed(meta.Loading(segment(2), FORMAT, "")),
+        f"token:{named(2)}": "2",
+    }
+    raw.hset(key, mapping=begun)
     whole = raw.hget(key, field)
     assert isinstance(whole, bytes)
     body = resealed(whole, change)
@@ -957,16 +1051,20 @@ def test_what_is_of_another_format_is_neither_read_nor_replaced(
     before = raw.hgetall(key), data_keys(raw)
     store = open_store(server.url())
     uses: list[Callable[[], Any]] = [
-        lambda: store.prepare("numbers", Generation(2, 2), 4, 100, "me"),
+        lambda: store.prepare("numbers", segment(2), 4, 100, "me"),
         lambda: load(store, 2, TABLE),
-        lambda: store.generations("numbers"),
-        lambda: store.drop("numbers", 1),
+        lambda: store.segments("numbers"),
+        lambda: store.sweep("numbers"),
+        lambda: store.drop("numbers", named(1)),
         lambda: store.forget("numbers"),
     ]
     if field == "pointer":
         uses += [lambda: store.live("numbers"), lambda: store.read("numbers", [b"a"])]
-    elif field == "rows:1":
-        uses += [lambda: store.read("numbers", [b"a"]), lambda: store.loaded("numbers", [1])]
+    elif field.startswith("segment:"):
+        uses += [
+            lambda: store.read("numbers", [b"a"]),
+            lambda: store.loaded("numbers", [named(1)]),
+        ]
     for use in uses:
         with pytest.raises(OtherFormatError, match="whole, and left as it is"):
             use()
@@ -1007,14 +1105,14 @@ def test_a_redis_that_does_not_answer_is_named_without_the_password(
     calls: list[Callable[[RedisStore], Any]] = [
         lambda store: store.read("numbers", [b"a"]),
         lambda store: store.live("numbers"),
-        lambda store: store.read_generation("numbers", 1, [b"a"]),
-        lambda store: store.generations("numbers"),
+        lambda store: store.read_segments("numbers", [named(1)], [b"a"]),
+        lambda store: store.segments("numbers"),
         lambda store: store.views(),
         lambda store: store.doubts("numbers"),
-        lambda store: store.prepare("numbers", Generation(1, 1), 4, 100, "us"),
-        lambda store: store.load("numbers", Generation(1, 1), rows_of(TABLE)),
+        lambda store: store.prepare("numbers", segment(1), 4, 100, "us"),
+        lambda store: store.load("numbers", segment(1), rows_of(TABLE)),
         lambda store: store.flip(pointer(1)),
-        lambda store: store.drop("numbers", 1),
+        lambda store: store.drop("numbers", named(1)),
         lambda store: store.forget("numbers"),
     ]
     for call in calls:
@@ -1069,7 +1167,7 @@ def test_a_password_of_any_characters_opens_redis_a_wrong_one_does_not(
     for intruder in (open_store(form.format("hunter2", server.port)), open_store(server.url())):
         for use in (
             lambda s: s.live("numbers"),
-            lambda s: s.prepare("numbers", Generation(1, 1), 4, 100, "us"),
+            lambda s: s.prepare("numbers", segment(1), 4, 100, "us"),
         ):
             with pytest.raises(
                 OnlineStoreError, match=r"refuses this user or password.*PRECOMPUTE_ONLINE"

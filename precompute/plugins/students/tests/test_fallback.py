@@ -419,7 +419,7 @@ def test_another_student_goes_live_and_no_row_is_computed(scene: Scene, make: Ma
     assert second.substitute.fingerprint != first.substitute.fingerprint
     assert second.substitute.agreement["vector"] > first.substitute.agreement["vector"]
     # what was loaded stays: the rows, and what they are cached under, are the model's
-    assert (second.generations, second.model) == (first.generations, first.model)
+    assert (second.segments, second.model) == (first.segments, first.model)
     scene = make()
     scene.run()
     assert scene.pointer().substitute is None
