@@ -159,7 +159,7 @@ def test_every_declared_point_stands_in_the_code_and_vice_versa() -> None:
         for path in (REPOSITORY / room).rglob("*.py")
     )
     created = ("write", "link", "dirsync")
-    steps = {"segment": created, "manifest": created, "live": ("write", "cas")}
+    steps = {"segment": created, "manifest": created, "log": created}
     assert set(re.findall(r'point="(\w+)"', text)) == steps.keys()
     assert set(re.findall(r'crashpoint\(f"\{point\}\.(\w+)"', text)) == {
         step for names in steps.values() for step in names
