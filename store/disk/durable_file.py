@@ -82,21 +82,16 @@ def replacing_durably(path: Path) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
-def replace_durably(path: Path, data: bytes, *, point: str | None = None) -> None:
+def replace_durably(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data``: a reader sees the old or the new bytes, also after a crash or
     power loss.
 
     Args:
         path: the file.
         data: its new content.
-        point: prefix of the crash points ``<point>.write`` and ``<point>.cas``.
     """
     with replacing_durably(path) as temporary:
         write_durably(temporary, data)
-        if point is not None:
-            crashpoint(f"{point}.write", temporary)
-    if point is not None:
-        crashpoint(f"{point}.cas")
 
 
 def replace_undurably(path: Path, data: bytes) -> None:

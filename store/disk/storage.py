@@ -108,7 +108,6 @@ class Storage(Protocol):
         path: Path,
         change: Callable[[bytes | None], bytes | None],
         *,
-        point: str | None = None,
         durably: bool = True,
     ) -> None:
         """Compare and swap: what ``change`` makes of a record takes its place, unless another
@@ -118,7 +117,6 @@ class Storage(Protocol):
             path: of the record.
             change: given its bytes, None where there is none; returns those to be, None to remove
                 it. What it raises leaves the record as it was.
-            point: prefix of the crash points ``<point>.write`` and ``.cas``.
             durably: False lets a loss of power lose the change.
         """
 
@@ -216,7 +214,6 @@ class LocalStorage:
         path: Path,
         change: Callable[[bytes | None], bytes | None],
         *,
-        point: str | None = None,
         durably: bool = True,
     ) -> None:
         make_folder(path.parent)
@@ -231,7 +228,7 @@ class LocalStorage:
                 sync_folder(path.parent)
             elif data != before:
                 if durably:
-                    replace_durably(path, data, point=point)
+                    replace_durably(path, data)
                 elif before and data.startswith(before):
                     # what was durable stays so: a loss of power takes no more than what is new
                     with path.open("ab") as file:

@@ -152,7 +152,6 @@ class ObjectStorage:
         path: Path,
         change: Callable[[bytes | None], bytes | None],
         *,
-        point: str | None = None,
         durably: bool = True,
     ) -> None:
         self.check_writable(self._folder)
@@ -182,14 +181,10 @@ class ObjectStorage:
                 continue
             if before is not None and data == _without_nonce(before):
                 return None
-            if point is not None:
-                crashpoint(f"{point}.write")
             ours = _NONCE % uuid.uuid4().hex.encode()
             if self._put(path, ours + data, token):
                 break
             fresh_s = 0.0
-        if point is not None:
-            crashpoint(f"{point}.cas")
         return None
 
     @contextlib.contextmanager
