@@ -27,7 +27,6 @@ from precompute.store.disk.durable_file import (
     make_folder,
     replace_durably,
     replace_undurably,
-    sync_folder,
 )
 from precompute.store.disk.record import Record, read_record, sealed
 from precompute.store.errors import SnapshotError, UnreadableError
@@ -106,7 +105,7 @@ class Storage(Protocol):
     def update(
         self,
         path: Path,
-        change: Callable[[bytes | None], bytes | None],
+        change: Callable[[bytes | None], bytes],
         *,
         durably: bool = True,
     ) -> None:
@@ -115,8 +114,8 @@ class Storage(Protocol):
 
         Args:
             path: of the record.
-            change: given its bytes, None where there is none; returns those to be, None to remove
-                it. What it raises leaves the record as it was.
+            change: given its bytes, None where there is none; returns those to be. What it raises
+                leaves the record as it was.
             durably: False lets a loss of power lose the change.
         """
 
@@ -212,7 +211,7 @@ class LocalStorage:
     def update(
         self,
         path: Path,
-        change: Callable[[bytes | None], bytes | None],
+        change: Callable[[bytes | None], bytes],
         *,
         durably: bool = True,
     ) -> None:
@@ -223,10 +222,7 @@ class LocalStorage:
             except FileNotFoundError:
                 before = None
             data = change(before)
-            if data is None:
-                path.unlink(missing_ok=True)
-                sync_folder(path.parent)
-            elif data != before:
+            if data != before:
                 if durably:
                     replace_durably(path, data)
                 elif before and data.startswith(before):

@@ -426,9 +426,7 @@ FILES = (
     *(f"var/numbers/{name}" for name in ("data", "manifests", "refs", "log", "runs", "index")),
 )
 LEASES = ("refs/lease-run.json", "refs/lease-publish.json")
-FOLDERS = tuple(
-    f"var/numbers/{name}" for name in (*LEASES, "refs/.lock", "log/.lock", f"log/{2:020d}.json")
-)
+FOLDERS = tuple(f"var/numbers/{name}" for name in (*LEASES, "refs/.lock", f"log/{2:020d}.json"))
 BLOCKS = [
     *((name, blocked_by_a_file) for name in (*FILES, "online", "online/numbers")),
     *(

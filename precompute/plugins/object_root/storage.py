@@ -150,7 +150,7 @@ class ObjectStorage:
     def update(
         self,
         path: Path,
-        change: Callable[[bytes | None], bytes | None],
+        change: Callable[[bytes | None], bytes],
         *,
         durably: bool = True,
     ) -> None:
@@ -171,12 +171,6 @@ class ObjectStorage:
                 if not fresh_s:
                     raise
                 # it may be another by now
-                fresh_s = 0.0
-                continue
-            if data is None:
-                if not fresh_s:
-                    return self.delete(path)
-                # nothing that came meanwhile is removed
                 fresh_s = 0.0
                 continue
             if before is not None and data == _without_nonce(before):
