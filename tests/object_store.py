@@ -94,8 +94,10 @@ def object_store() -> Iterator[ObjectStore]:
             if isinstance(fault, float):
                 time.sleep(fault)
             if fault in ("refuse", "forbid"):
-                status = 503 if fault == "refuse" else 403
-                self._reply(status, {}, b"<Error><Code>AccessDenied</Code></Error>")
+                busy = fault == "refuse"
+                code = b"ServiceUnavailable" if busy else b"AccessDenied"
+                body = b"<Error><Code>%s</Code></Error>" % code
+                self._reply(503 if busy else 403, {}, body)
                 return
             for header in conditions if fault == "unconditional" else ():
                 del headers[header]

@@ -78,10 +78,10 @@ for name in ("append appended changed_ns check_writable create delete delete_all
 class Diary:
     def __init__(self, store, online): self.store = store
     def say(self, *words): tell(self.store.offline.root, *words)
-    def publish(self, pointer): self.say("publish", pointer.view.name, pointer.snapshot)
+    def publish(self, pointer, *, again=False): self.say("publish", pointer.view.name, pointer.snapshot)
     def is_behind(self, epoch): return False
     def follow(self, *, again=False): return False
-    def drop_all_but(self, keep, epoch): self.say("keep", *keep)
+    def drop_all_but(self, keep): self.say("keep", *(n.split("-")[0] for n in sorted(keep)))
     def end(self): self.say("end")
     @staticmethod
     def follower(offline, online, names): return Reader(offline.root, names)
