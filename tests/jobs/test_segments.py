@@ -29,7 +29,7 @@ from precompute.store.offline.segment import KILLS, Part, Segment, kills_table
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.view_store import OfflineStore
 
-SNAPSHOTS = int(os.environ.get("RANDOM_SNAPSHOTS", "160"))
+SNAPSHOTS = int(os.environ.get("RANDOM_SNAPSHOTS", "60"))
 VIEW = FeatureView("made", ("id",), (Feature("x", "float64"),), ttl_s=1.0, stale_for_s=1.0)
 PARTITIONS = [f"2026-01-0{day}T00:00:00Z/2026-01-0{day + 1}T00:00:00Z" for day in (1, 2, 3)]
 KEYS = 40

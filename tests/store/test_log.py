@@ -483,7 +483,11 @@ def test_one_bit_in_any_file_is_found_and_never_believed(tmp_path: Path) -> None
     published(log, 9)
     state, events = log_in(tmp_path).state(), log.events()
     assert log.damage() == log_in(tmp_path).damage(newest=True) == {}
-    for path in sorted(tmp_path.glob("*.json*")):
+    last = log.path(state.number)
+    for number, path in enumerate(sorted(tmp_path.glob("*.json*"))):
+        # of the events each eighth one: they are alike
+        if path.stem.isdigit() and number % 8 and path != last:
+            continue
         whole = path.read_bytes()
         for part in (0.01, 0.3, 0.7, 0.99):
             flip(path, part)
@@ -497,7 +501,7 @@ def test_one_bit_in_any_file_is_found_and_never_believed(tmp_path: Path) -> None
             after = [event for event in other.events() if event.kind != "lost"]
             assert after == [event for event in events if event in after], "none is another"
             # all but the last one are vouched for by what was written down
-            if path == log.path(state.number):
+            if path == last:
                 assert path.name in other.state().unknown
             else:
                 assert other.state() == state
