@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from precompute.store.disk.durable_file import replace_undurably
+from precompute.store.disk.durable_file import make_folder, replace_undurably
 from precompute.store.disk.record import Record, field, read_record, replace, sealed
 from precompute.store.disk.storage import storage_of
 from precompute.store.errors import OtherFormatError, UnreadableError
@@ -190,6 +190,7 @@ def write_account(refs: Path, account: Account) -> None:
     """Write an account, not durably: what is lost is looked at once more. Where it cannot be
     written, the caller has it, and a warning is logged."""
     try:
+        make_folder(refs)
         replace_undurably(refs / NAME, sealed(account))
     except OSError as exc:
         log.warning(

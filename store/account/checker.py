@@ -129,7 +129,8 @@ def check_live(
         UnreadableError: pointer or manifest cannot be read now: likewise.
     """
     refs = store.leases
-    if not refs.is_dir():
+    # what is live is told elsewhere: it is looked at without a folder for what is found, too
+    if not store.folder.is_dir():
         return Account(store.name)
     with _alone(refs, wait=share >= 1.0) as alone:
         if not alone or not (publishing or here or not is_held(store.leases, PUBLISH_LEASE)):

@@ -178,6 +178,25 @@ def test_a_bit_of_any_file_of_the_log_is_told(project: Scene) -> None:
         assert project.status()["attention"] == []
 
 
+@pytest.mark.parametrize("online", ["table"], indirect=True)
+def test_what_is_live_is_looked_at_without_the_folder_of_what_was_found(
+    project: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log says what is live; the folder of leases and of the account does not."""
+    shutil.rmtree(project.store.leases)
+    assert project.cli("verify", "numbers") == 0
+    assert "nothing is live" not in capsys.readouterr().out
+    shutil.rmtree(project.store.leases)
+    flip(newest_event(project).with_name(f"{1:020d}.json"))
+    with project.online_store() as store:
+        (found,) = check_live(project.store, store, share=1.0).trouble
+    assert f"{1:020d}.json is damaged" in found
+    shutil.rmtree(project.store.leases)
+    project.store.leases.write_bytes(b"")
+    assert project.cli("verify", "numbers") == 1
+    assert "cannot be read: Not a directory" in capsys.readouterr().out
+
+
 RECORDS: dict[str, Callable[[Scene], Path]] = {
     "the lease of publishings": lambda p: p.store.leases / "lease-publish.json",
     "the lease of runs": lambda p: p.store.leases / "lease-run.json",
