@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 ROWS = 100_000
 DIM = 384
 
-SEGMENT = Segment(1, "0" * 64, 1)
+SEGMENT = Segment(1, "0" * 64)
 VIEW = FeatureView(
     "vectors", ("id",), (Feature("vector", "float32", DIM),), ttl_s=86400, stale_for_s=86400
 )

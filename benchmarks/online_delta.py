@@ -55,6 +55,14 @@ def configured(
     return settle(folder, online=online)
 
 
+def live_names(project: Project) -> tuple[str, ...]:
+    """Names of the segments that are live."""
+    store = project.offline.view("items")
+    live = store.refs.live()
+    assert live is not None
+    return store.snapshot(live.snapshot).names
+
+
 def publish(folder: str) -> None:
     """Publish, and print what it took."""
     project = Project(folder)
@@ -69,9 +77,7 @@ def publish(folder: str) -> None:
         "cpu_s": cpu_s() - before,
         "stages_s": done.stages_s,
     }
-    live = project.offline.view("items").refs.live()
-    assert live is not None
-    overlay = bool(live.segments[1:])
+    overlay = bool(live_names(project)[1:])
     # not getrusage's, which begins with what the parent had
     peak_kb = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
     print(json.dumps(figures | {"peak_mb": peak_kb // 1024, "overlay": overlay}))
@@ -131,9 +137,7 @@ def chained(case: str, rows: int, share: float) -> dict[str, Any]:
             project = configured(folder, rows, share if step else 0.0, case, online, step)
             parts = [run(project, "items", name) for name in ("materialize", "publish")]
             took.append((parts[0].seconds, parts[1].seconds))
-            live = project.offline.view("items").refs.live()
-            assert live is not None
-            overlays = max(overlays, len(live.segments[1:]))
+            overlays = max(overlays, len(live_names(project)[1:]))
             for part in parts if step else ():
                 for name, seconds in part.stages_s.items():
                     stages[f"{part.command} {name}"] = (

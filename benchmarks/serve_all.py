@@ -69,10 +69,11 @@ def measured(rows: int) -> dict[str, Any]:
             run(project, "documents", "materialize", partition=partition)
         first = timed(project, "publish")
         new = timed(project, partition=containing("day", TODAY - timedelta(days=1)))
-        ref = project.offline.view("documents").refs.live()
+        store = project.offline.view("documents")
+        ref = store.refs.live()
         assert ref is not None
-        assert ref.segments[1:]
-        assert project.offline.view("documents").snapshot(ref.snapshot).rows == DAYS * rows
+        assert store.snapshot(ref.snapshot).names[1:]
+        assert store.snapshot(ref.snapshot).rows == DAYS * rows
         every = timed(documents(Path(folder) / "all", rows, False))
     return {
         "days": DAYS,

@@ -103,7 +103,12 @@ class DamagedPointerError(OnlineStoreError):
 
 class RowsLostError(OnlineStoreError):
     """The online store answers, and does not have what was loaded into it: rows, or a segment,
-    are gone or damaged."""
+    are gone or damaged. ``segments`` are the names of those at fault; None where that is not
+    known."""
+
+    def __init__(self, message: str, segments: frozenset[str] | None = None) -> None:
+        super().__init__(message)
+        self.segments = segments
 
 
 class NoAnswerError(OnlineStoreError):

@@ -18,17 +18,9 @@ from precompute.store.online.kernels import Packed, RowBatch, Rows
 from precompute.store.online.online_store import OnlineStore, Pointer, Segment
 
 
-def segment(
-    number: int,
-    snapshot: int | None = None,
-    *,
-    upper: bool = False,
-    run: str = "",
-    schema: int | None = None,
-) -> Segment:
-    """The segment of that number, of the snapshot of the same by default."""
-    digest = hashlib.sha256(b"%d" % number).hexdigest()
-    return Segment(number, digest, number if snapshot is None else snapshot, run, upper, schema)
+def segment(number: int, *, upper: bool = False, of: bytes = b"") -> Segment:
+    """The segment of that number, whose rows are of any kind."""
+    return Segment(number, hashlib.sha256(b"%d" % number + of).hexdigest(), upper)
 
 
 def named(number: int) -> str:
@@ -89,7 +81,7 @@ def load(
     view: str = "numbers",
     upper: bool = False,
 ) -> int:
-    return store.load(view, segment(number, upper=upper, run=f"run-{number}"), rows_of(table))
+    return store.load(view, segment(number, upper=upper), rows_of(table))
 
 
 def publish(

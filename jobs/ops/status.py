@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.retention import partitions_in_words, partitions_served
+from precompute.jobs.run.loader import indexed_by
 from precompute.jobs.run.report import COMPUTING, PUBLISHING, with_real_status
 from precompute.jobs.run.rows.open_view import REPORTS, known_source_at
 from precompute.jobs.schedule.due import outlook
@@ -252,7 +253,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         line |= _live(snapshot, ref) | {
             "online": pointer is not None and pointer.epoch == ref.epoch if answers else None
         }
-        line["index"] = _index(store, snapshot, ref)
+        line["index"] = _index(store, snapshot)
         line |= _source(known_source_at(snapshot, reports))
         line["partitions"] = (
             None
@@ -381,11 +382,11 @@ def notes(line: Mapping[str, Any]) -> list[str]:
     return [text for text in details if text and text not in line["attention"]]
 
 
-def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> dict[str, Any] | None:
+def _index(store: ViewStore, snapshot: Snapshot) -> dict[str, Any] | None:
     """What was measured of the vector index that is searched."""
-    found = (
-        None if snapshot.view.index is None else index_figures(store.index_folder(ref.segments[0]))
-    )
+    if snapshot.view.index is None:
+        return None
+    found = index_figures(store.index_folder(indexed_by(snapshot)[0]))
     return None if found is None else plain(found)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from precompute.jobs.config.project import Project
+from precompute.jobs.run.loader import indexed_by
 from precompute.store.account.checker import check_live
 from precompute.store.account.rows import check_served
 from precompute.store.disk.lease import is_held
@@ -89,10 +90,10 @@ def _checks(project: Project, store: ViewStore) -> list[Check]:
     except PrecomputeError as exc:
         return [*checks, Check("online", False, str(exc))]
     with contextlib.closing(online):
-        if check("online pointer", lambda: _pointer(store, online, ref)):
+        if check("online pointer", lambda: _pointer(store, online, live, ref)):
             check("online rows", lambda: _online_rows(store, online, live))
         if live.view.index is not None:
-            check("index", lambda: _index(store, live, ref))
+            check("index", lambda: _index(store, live))
         if all(check.ok for check in checks):
             check("account", lambda: _account(store, online))
     return checks
@@ -133,12 +134,12 @@ def _rows(store: ViewStore, snapshot: Snapshot) -> str:
     return f"{rows:,} rows, as the manifest says"
 
 
-def _pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> str:
+def _pointer(store: ViewStore, online: OnlineStore, snapshot: Snapshot, ref: LiveRef) -> str:
     name, ends_s = store.name, time.monotonic() + FLIP_S
     while True:
         pointer = online.live(name)
         served = None if pointer is None else (pointer.snapshot, pointer.epoch, pointer.segments)
-        right = served == (ref.snapshot, ref.epoch, ref.segments)
+        right = served == (ref.snapshot, ref.epoch, snapshot.names)
         # a publisher moves one pointer after the other
         if right or not is_held(store.leases, PUBLISH_LEASE) or time.monotonic() > ends_s:
             break
@@ -150,7 +151,7 @@ def _pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> str:
             f" live is snapshot {ref.snapshot}, epoch {ref.epoch}: precompute publish {name}"
             f" --snapshot {ref.snapshot}"
         )
-    return f"snapshot {ref.snapshot}, epoch {ref.epoch}, segments {', '.join(ref.segments)}"
+    return f"snapshot {ref.snapshot}, epoch {ref.epoch}, segments {', '.join(snapshot.names)}"
 
 
 def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot) -> str:
@@ -163,11 +164,13 @@ def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot) -> s
     )
 
 
-def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> str:
+def _index(store: ViewStore, snapshot: Snapshot) -> str:
     view = snapshot.view
     assert view.index is not None
-    lowest, *upper = map(store.index_folder, ref.segments)
-    index = VectorIndex(lowest, upper[-1] if upper else None)
+    base, changed = indexed_by(snapshot)
+    index = VectorIndex(
+        store.index_folder(base), None if changed is None else store.index_folder(changed)
+    )
     vectors = snapshot.rows - int(snapshot.quality.get("nulls", 0))
     if len(index) != vectors:
         raise VectorIndexError(

@@ -1,10 +1,11 @@
-"""Loader: loads one segment into the online store, in large batches, reads some of it back, and
-builds the vector index beside it."""
+"""Loader: loads one segment into the online store, in large batches, and reads some of it back;
+builds the vector index of a list of them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -12,21 +13,26 @@ import numpy as np
 from precompute.engine.ahead import Ahead, StageTime
 from precompute.jobs.run.command_process import Progress
 from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.record import plain
-from precompute.store.errors import OnlineStoreError, PrecomputeError
+from precompute.store.disk.lease import Lease
+from precompute.store.disk.record import plain, replace
+from precompute.store.errors import OnlineStoreError, PrecomputeError, VectorIndexError
 from precompute.store.history.changes import Changes
 from precompute.store.offline.runs import Report
+from precompute.store.offline.segment import Segment
 from precompute.store.offline.selection import reading_file
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.online import online_store
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import RowBatch, Rows, hash_of, hashes
-from precompute.store.online.online_store import OnlineStore, Segment, number_of
+from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.row_values import is_variable
-from precompute.store.times import microseconds
 from precompute.store.vectors.index_build import build_index, build_overlay
 from precompute.store.vectors.index_choice import Limits
 from precompute.store.vectors.index_rows import index_columns
+from precompute.store.vectors.vector_index import VectorIndex, is_there
+
+log = logging.getLogger(__name__)
 
 LOAD_BATCH_ROWS = 8192
 """Rows that are read from Parquet and encoded at a time, at most: see
@@ -38,6 +44,10 @@ VERIFY_BYTES = 8 * 2**20
 """Bytes of those that are read back at a time, about; one row may have more."""
 KEY_BYTES = 16
 """Bytes of an entity key, for the estimate of a load's size."""
+MOST_SEARCHED = 0.2
+"""Weight of the segments that a search reads beside an index, as a share of the lowest one's,
+beyond which all rows are indexed: it compares with every vector that changed since. A row that is
+replaced weighs two."""
 AHEAD_BYTES = 64 * 2**20
 """Encoded rows that may be ready while the store takes those before them: an eighth of
 ``memory_mb``, where that is less."""
@@ -62,6 +72,7 @@ class Loader:
         progress: called with every batch.
         owner: identity of the root that the view is loaded for; empty where another one is taken
             over.
+        lease: held by the publisher; checked before rows are sent.
         memory_mb: what the vector index may keep in memory; an eighth of it, at most, the rows that
             are encoded ahead.
     """
@@ -73,8 +84,10 @@ class Loader:
         report: Report,
         progress: Progress,
         owner: str,
+        lease: Lease,
         memory_mb: int = 1024,
     ) -> None:
+        self._lease = lease
         self._store = store
         self._online = online
         self._report = report
@@ -83,31 +96,56 @@ class Loader:
         self._limits = Limits(memory_mb=memory_mb)
         self._ahead_bytes = min(AHEAD_BYTES, memory_mb * 2**20 // 8)
 
-    def prepare(self, segment: Segment, snapshot: Snapshot, rows: int) -> int:
-        """Ask the store before anything moves; returns how many of the first rows an unfinished
-        load has left there.
+    def load(self, snapshot: Snapshot, at: int) -> None:
+        """Load the segment of a snapshot whose place in its list is ``at``, beside what is live;
+        its files are compared with their checksums first, and some of its rows are read back.
 
         Raises:
-            OnlineStoreError, ConflictError: as :meth:`OnlineStore.prepare`.
+            SnapshotError: a file is damaged.
+            OnlineStoreError: the store refused, or returned other bytes than were loaded.
+            ConflictError: as :meth:`OnlineStore.prepare`.
+            FencedError: the lease was lost.
         """
-        row_bytes = RowCodec(snapshot.view).fixed_bytes
-        size_bytes = int(rows * (row_bytes + KEY_BYTES + self._variable_bytes(snapshot)))
+        report, store, segment = self._report, self._store, snapshot.segments[at]
+        into = online_segment(snapshot, at)
+        with report.stage("check"):
+            store.check_parts(snapshot, [segment])
+        done = self._prepare(into, snapshot, segment)
+        self._lease.check()
+        with report.stage("load"):
+            sample = self._load_rows(into, snapshot, segment, done)
+            crashpoint("online.load")
+        try:
+            with report.stage("verify"):
+                self._verify(into, sample)
+                crashpoint("online.verify")
+        except PrecomputeError:
+            # a segment that was not verified must not be there for a later run to use
+            with contextlib.suppress(PrecomputeError):
+                self._online.drop(store.name, into.name)
+            raise
+
+    def _prepare(self, into: online_store.Segment, snapshot: Snapshot, segment: Segment) -> int:
+        """Ask the store before anything moves; returns how many of the first rows an unfinished
+        load has left there."""
+        row_bytes, rows = RowCodec(snapshot.view).fixed_bytes, segment.entries
+        size_bytes = int(rows * (row_bytes + KEY_BYTES + self._variable_bytes(snapshot, segment)))
         of_one_width = not any(map(is_variable, snapshot.view.features))
         return self._online.prepare(
             self._store.name,
-            segment,
+            into,
             rows,
             size_bytes,
             self._owner,
             row_bytes if of_one_width else None,
         )
 
-    def _variable_bytes(self, snapshot: Snapshot) -> float:
+    def _variable_bytes(self, snapshot: Snapshot, segment: Segment) -> float:
         """Bytes that the strings and lists of a row take, about, from the footers of the parts."""
         names = {f.name for f in snapshot.view.features if is_variable(f)}
         size_bytes = rows = 0
-        for path in self._store.part_paths(snapshot) if names else ():
-            with reading_file(path) as opened:
+        for part in segment.parts if names else ():
+            with reading_file(self._store.checked_path(snapshot, part)) as opened:
                 metadata = opened.metadata
                 rows += metadata.num_rows
                 for group in map(metadata.row_group, range(metadata.num_row_groups)):
@@ -119,60 +157,23 @@ class Loader:
                     )
         return size_bytes / max(1, rows)
 
-    def load(
-        self,
-        segment: Segment,
-        snapshot: Snapshot,
-        changes: Changes | None,
-        rows_done: int = 0,
-        below: Sequence[str] = (),
-    ) -> None:
-        """Load rows and index of a whole snapshot, or with ``changes``, whose files were checked,
-        of what changed since the segments ``below``; beside what is live, and read back.
-
-        Raises:
-            SnapshotError: a file is damaged.
-            OnlineStoreError: the store refused, or returned other bytes than were loaded.
-        """
-        report, store = self._report, self._store
-        if changes is None:
-            with report.stage("check"):
-                store.check_parts(snapshot)
-        with report.stage("load"):
-            sample = self._load_rows(segment, snapshot, changes, rows_done)
-            crashpoint("online.load")
-        try:
-            with report.stage("verify"):
-                self._verify(segment, sample)
-                crashpoint("online.verify")
-            if snapshot.view.index is not None:
-                with report.stage("index"):
-                    self._build(segment, snapshot, below)
-                    crashpoint("index.build")
-        except PrecomputeError:
-            # a segment that was not verified must not be there for a later run to use
-            with contextlib.suppress(PrecomputeError):
-                self._online.drop(store.name, segment.name)
-            raise
-
     def _load_rows(
-        self, segment: Segment, snapshot: Snapshot, changes: Changes | None, rows_done: int
+        self, into: online_store.Segment, snapshot: Snapshot, segment: Segment, rows_done: int
     ) -> list[_Sampled]:
         """Load all rows; returns some of them, to be read back."""
-        name, online = self._store.name, self._online
-        total = snapshot.rows if changes is None else changes.rows + len(changes.removed)
+        name, online, total = self._store.name, self._online, segment.entries
         sample = list[_Sampled]()
         step = max(1, total // VERIFY_ROWS)
 
         def sampled() -> Iterator[RowBatch]:
             # rows that an interrupted load had loaded are sampled, too
-            for batch in self._row_batches(segment, snapshot, changes):
+            for batch in self._row_batches(snapshot, segment):
                 for i in range(0, len(batch), step):
                     row = batch.rows.at(i)
                     sample.append(_Sampled(batch.keys.at(i), len(row), hash_of(row)))
                 yield batch
 
-        batches = _from_row(sampled(), rows_done)
+        batches, sent_bytes = _from_row(sampled(), rows_done), 0
         ahead = Ahead(
             "publish",
             batches,
@@ -181,50 +182,42 @@ class Loader:
             self._ahead_bytes,
         )
 
-        usage = self._report.usage
-
         def with_progress() -> Rows:
+            nonlocal sent_bytes
             for batch in ahead:
                 yield batch
-                usage.loaded_bytes += batch.keys.size_bytes + batch.rows.size_bytes
+                sent_bytes += batch.keys.size_bytes + batch.rows.size_bytes
                 self._progress.advance(len(batch))
 
         self._progress.begin(f"publish {name}", total)
         try:
-            count = online.load(name, segment, with_progress(), rows_done)
+            count = online.load(name, into, with_progress(), rows_done)
         finally:
             ahead.close()
             self._progress.end()
         if count != total:
             with contextlib.suppress(PrecomputeError):
-                online.drop(name, segment.name)
+                online.drop(name, into.name)
             raise OnlineStoreError(
                 f"the online store holds {count} of {total} rows of view {name!r} after loading; is"
                 " it evicting keys? Nothing was published"
             )
-        usage.loaded_rows, usage.overlay = total, changes is not None
-        if files := online.file_checks(name, [segment.name]):
-            usage.loaded_bytes = sum(file.size_bytes for file in files)
+        usage, files = self._report.usage, online.file_checks(name, [into.name])
+        usage.overlay = into.upper and (usage.overlay or not usage.loaded_rows)
+        usage.loaded_rows += total
+        usage.loaded_bytes += sum(file.size_bytes for file in files) or sent_bytes
         return sample
 
-    def _row_batches(
-        self, segment: Segment, snapshot: Snapshot, changes: Changes | None
-    ) -> Iterator[RowBatch]:
-        view, codec = snapshot.view, RowCodec(snapshot.view)
-        if changes is not None and len(changes.removed):
-            # not the time now: a load that is resumed sends the same bytes
-            yield codec.tombstones(
-                changes.removed, microseconds(snapshot.created_at) or 0, segment.number
-            )
-        source = (
-            self._store.batches(snapshot, batch_rows=LOAD_BATCH_ROWS)
-            if changes is None
-            else changes.batches(None, LOAD_BATCH_ROWS)
-        )
-        for batch in source:
-            yield codec.row_batch(batch, view.entity, segment.number)
+    def _row_batches(self, snapshot: Snapshot, segment: Segment) -> Iterator[RowBatch]:
+        codec, removed = RowCodec(snapshot.view), self._store.removed_keys(snapshot, segment)
+        if len(removed):
+            # of no time, so that whoever loads it sends the same bytes
+            yield codec.tombstones(removed, 0, segment.number)
+        batches = self._store.segment_batches(snapshot, segment, batch_rows=LOAD_BATCH_ROWS)
+        for batch in batches:
+            yield codec.row_batch(batch, snapshot.view.entity, segment.number)
 
-    def _verify(self, segment: Segment, sample: list[_Sampled]) -> None:
+    def _verify(self, into: online_store.Segment, sample: list[_Sampled]) -> None:
         view = self._store.name
         ends = np.cumsum([row.size_bytes for row in sample])
         start = 0
@@ -232,7 +225,7 @@ class Loader:
             before = int(ends[start - 1]) if start else 0
             stop = max(start + 1, int(np.searchsorted(ends, before + VERIFY_BYTES, side="right")))
             part = sample[start : min(stop, start + 1000)]
-            found = self._online.read_segments(view, [segment.name], [row.key for row in part])
+            found = self._online.read_segments(view, [into.name], [row.key for row in part])
             same = (found.packed.sizes == [row.size_bytes for row in part]) & (
                 hashes(found.packed) == np.array([row.hash for row in part], np.uint64)
             )
@@ -244,23 +237,63 @@ class Loader:
                 )
             start += len(part)
 
-    def _build(self, segment: Segment, snapshot: Snapshot, below: Sequence[str]) -> None:
+    def build(self, snapshot: Snapshot, *, again: bool) -> frozenset[str]:
+        """Build what cannot be opened of the vector index of a snapshot, or all of it ``again``;
+        returns what its folders are called."""
+        store, (base, changed) = self._store, indexed_by(snapshot)
+        names = [name for name in (base, changed) if name is not None]
+        due = [name for name in names if again or not is_there(store.index_folder(name))]
+        if not due:
+            try:
+                VectorIndex(*map(store.index_folder, names))
+            except VectorIndexError as exc:
+                log.warning("%s; it is built again", exc)
+                due = names
+        for name in due:
+            with self._report.stage("index"):
+                self._build(snapshot, base, name)
+                crashpoint("index.build")
+        return frozenset(due)
+
+    def _build(self, snapshot: Snapshot, base: str, name: str) -> None:
         store, view = self._store, snapshot.view
-        folder, columns = store.index_folder(segment.name), index_columns(view)
-        if not below:
-            batches = store.batches(snapshot, columns=columns, batch_rows=LOAD_BATCH_ROWS)
+        folder, columns = store.index_folder(name), index_columns(view)
+        under = replace(snapshot, segments=snapshot.segments[: snapshot.names.index(base) + 1])
+        if name == base:
+            batches = store.batches(under, columns=columns, batch_rows=LOAD_BATCH_ROWS)
             figures = build_index(folder, batches, view, model=snapshot.model, limits=self._limits)
         else:
             # one index for all upper segments, since a search reads each: for 1 % of the rows it
             # takes 0.0014 of the lowest one's time
-            changes = Changes(store, store.snapshot(number_of(below[0])), snapshot)
-            base = store.index_folder(below[0])
+            changes = Changes(store, under, snapshot)
             batches = changes.batches(columns, LOAD_BATCH_ROWS)
             figures = build_overlay(
-                folder, base, batches, [changes.removed], view, model=snapshot.model
+                folder,
+                store.index_folder(base),
+                batches,
+                [changes.removed],
+                view,
+                model=snapshot.model,
             )
         self._report.index = plain(figures)
         self._report.usage.written_bytes += figures.size_bytes
+
+
+def online_segment(snapshot: Snapshot, at: int) -> online_store.Segment:
+    """The segment of a snapshot as the online store has it."""
+    segment = snapshot.segments[at]
+    return online_store.Segment(segment.number, segment.sha256, at > 0)
+
+
+def indexed_by(snapshot: Snapshot) -> tuple[str, str | None]:
+    """What the folders of a snapshot's vector index are called: that of the rows of its lower
+    segments, and that of what changed since, None where nothing did."""
+    base, weights = 0, [segment.weight for segment in snapshot.segments]
+    for top in range(1, len(weights)):
+        if sum(weights[base + 1 : top + 1]) > MOST_SEARCHED * weights[0]:
+            base = top
+    names = snapshot.names
+    return names[base], None if base + 1 == len(names) else names[-1]
 
 
 def _from_row(batches: Iterator[RowBatch], first: int) -> Iterator[RowBatch]:

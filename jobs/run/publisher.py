@@ -1,27 +1,24 @@
 """Publisher: makes a snapshot live: loads it into the online store and the vector index, verifies
 it, and moves the live pointer; renews, repairs and degrades that pointer, too.
 
-Order: segment and index beside what is live → read back → an event of the log → the online
+Order: segments and index beside what is live → read back → an event of the log → the online
 pointer. A reader follows only the online pointer, so it sees rows and index of one snapshot.
-Of a snapshot that builds on what is live only the rows that changed are loaded, as a segment over
-those of what is live; upper segments are merged as deltas are, so that readers have few to read.
+What is read online is the snapshot's own list of segments; only those are loaded that are not
+there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise, takewhile
 from typing import Any
 
 from precompute.jobs.run.command_process import Progress
-from precompute.jobs.run.loader import Loader
-from precompute.store.account.account import Act
+from precompute.jobs.run.loader import Loader, indexed_by, online_segment
+from precompute.store.account.account import Account, Act, Finding
 from precompute.store.account.checker import check_live
 from precompute.store.account.followers import followers
 from precompute.store.account.rows import DOUBTED_ROWS, check_served
@@ -34,16 +31,14 @@ from precompute.store.errors import (
     DamagedPointerError,
     OnlineStoreError,
     OtherFormatError,
+    PrecomputeError,
     RowsLostError,
     SnapshotError,
     UnreadableError,
-    VectorIndexError,
 )
-from precompute.store.history.changes import Changes, shared_segments
 from precompute.store.keys import key_column
 from precompute.store.offline import hooks
 from precompute.store.offline.log import BadMark, Hold, LiveRef
-from precompute.store.offline.part_file import layers_that_stay
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Standing
@@ -56,10 +51,9 @@ from precompute.store.online.online_store import (
     Pointer,
     Segment,
     check_owner,
-    number_of,
 )
 from precompute.store.online.row_values import packed_strings
-from precompute.store.vectors.vector_index import VectorIndex, is_there
+from precompute.store.vectors.vector_index import is_there
 
 log = logging.getLogger(__name__)
 
@@ -71,22 +65,10 @@ CURRENT_LOOK_S = 0.3
 account and the sampled rows are checked."""
 KEYS_ROWS = 65_536
 """Keys that are read at a time of what is dropped."""
-MOST_CHANGED = 0.5
-"""Share of the lowest segment's rows beyond which all rows are loaded: those that upper segments
-replace lie in the store twice."""
-MOST_SEARCHED = 0.1
-"""The same for a view with a vector index: a search compares with every vector that changed since
-the lowest segment."""
 
 
-def segment_of(snapshot: Snapshot, below: str = "") -> Segment:
-    """The segment that is loaded of a snapshot: all of its rows, or those that changed since the
-    segment ``below`` and those under it. Its digest is of all that its rows follow from; a run
-    makes a snapshot once."""
-    tag = schema_tag(snapshot.view)
-    made = {"snapshot": snapshot.number, "run": snapshot.run, "below": below, "schema": tag}
-    digest = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
-    return Segment(snapshot.number, digest, snapshot.number, snapshot.run, bool(below), tag)
+NOT_LIVE = LiveRef(1, 0, None, "", "")
+"""Of what is not live yet: a pointer is made to read its rows."""
 
 
 class Publisher:
@@ -117,7 +99,7 @@ class Publisher:
         self._owner, self._take_over = identity_of(store.offline.root), take_over
         self._followers = followers(store, online)
         self._loader = Loader(
-            store, online, report, progress, "" if take_over else self._owner, memory_mb
+            store, online, report, progress, "" if take_over else self._owner, lease, memory_mb
         )
 
     def publish(
@@ -127,6 +109,7 @@ class Publisher:
         reason: str = "publish",
         held: Hold | None = None,
         reload: bool = False,
+        found: Account | None = None,
         run: str | None = None,
         marks: Mapping[int, BadMark] | None = None,
     ) -> Pointer:
@@ -136,7 +119,8 @@ class Publisher:
             number: which snapshot; by default the newest usable one of the newest partition.
             reason: stored in the live pointer.
             held: since when and why runs publish nothing after this; None: they publish.
-            reload: load it again, though the online store seems to hold it.
+            reload: load all of it again, though the online store seems to hold it.
+            found: load what was found not to be whole, too, whatever is found now.
             run: id that the publishing bears; by default the report's.
             marks: numbers of the snapshots that are bad from the move on → why.
 
@@ -164,31 +148,32 @@ class Publisher:
         epoch = 0 if current is None else current.epoch
         live = ref if ref is not None and ref.snapshot == number else None
         unchanged = live is not None and not reload
-        act = check_live(
+        account = check_live(
             store, online, budget_s=CURRENT_LOOK_S if unchanged else 0.0, publishing=True
-        ).act
-        damaged = act is Act.LOAD
-        if live is not None and not reload and not damaged and live.epoch >= epoch:
-            pointer = self._keep_current(snapshot, live, repaired or act is Act.POINT)
-            if pointer is not None:
+        )
+        damage = _to_load(account) + ([] if found is None else _to_load(found))
+        lost = _lost(damage, snapshot)
+        if live is not None and not (reload or damage) and live.epoch >= epoch:
+            pointer = self._pointer(snapshot, live)
+            rows = DOUBTED_ROWS if pointer.degraded else BASE_ROWS
+            lost = self._lost_of(pointer, snapshot, rows)
+            if not lost and self._has_index(snapshot):
                 report.snapshot, report.model = number, snapshot.model
+                pointer, again = replace(pointer, degraded=False), account.act is Act.POINT
+                self._keep_current(pointer, current, again=repaired or again)
+                self._tidy(snapshot, live, current)
                 return pointer
         standing.check_publishable(snapshot)
         report.snapshot, report.model = number, snapshot.model
-        expected = 0 if ref is None else ref.epoch
-        reload = reload or (damaged and live is not None)
-        segments = None if reload else self._retained(snapshot, ref)
-        loads = segments is None
-        if segments is None:
-            # what failed publishings had loaded
-            self._drop_unused(ref, current)
-            segments = self._load(snapshot, ref, reload or damaged)
+        # what failed publishings had loaded, and may never have been read back
+        self._drop_unused(snapshot, ref, current)
+        again = reload or not all(finding.segments for finding in damage)
+        loaded = self._load(snapshot, frozenset(snapshot.names) if reload else lost, current, again)
         move: dict[str, Any] = {"reason": reason, "held": held, "run": run or report.run}
-        move |= {"expected_epoch": expected, "above": epoch, "segments": segments, "marks": marks}
-        unused = set(segments) - self._in_use(ref, current)
-        ref = self._make_live(snapshot, move, unused, again=loads)
-        self._tidy(ref, current)
-        if damaged:
+        move |= {"expected_epoch": 0 if ref is None else ref.epoch, "above": epoch, "marks": marks}
+        ref = self._make_live(snapshot, current, move, loaded)
+        self._tidy(snapshot, ref, current)
+        if damage:
             check_live(store, online, budget_s=0.0, publishing=True)
         report.status, report.epoch = "published", ref.epoch
         return self._pointer(snapshot, ref)
@@ -203,21 +188,12 @@ class Publisher:
             # what is not here is loaded
             log.warning("%s", exc)
 
-    def _keep_current(self, snapshot: Snapshot, ref: LiveRef, again: bool) -> Pointer | None:
-        """The pointer of what is live already and stays so; None where it has to be loaded again.
-        ``again``: flip it even if it is the same."""
-        current, pointer = self._current(), self._pointer(snapshot, ref)
-        if not self._can_be_read(
-            pointer, snapshot, rows=DOUBTED_ROWS if pointer.degraded else BASE_ROWS
-        ):
-            return None
-        pointer = replace(pointer, degraded=False)
+    def _keep_current(self, pointer: Pointer, current: Pointer | None, *, again: bool) -> None:
+        """Have what is live stay so; ``again``: flip its pointer even if it is the same."""
         if again or current != pointer:
             self._flip_online(pointer)
-        self._tidy(ref, current)
         self._report.status = "published" if again or current != pointer else "current"
-        self._report.epoch = ref.epoch
-        return pointer
+        self._report.epoch = pointer.epoch
 
     def repair_pointer(self) -> bool:
         """Flip the online pointer to what the log says, where a crash between the two left it
@@ -235,7 +211,7 @@ class Publisher:
             log.warning("%s", exc)
             return False
         pointer = self._pointer(snapshot, ref)
-        if not self._can_be_read(pointer, snapshot):
+        if self._lost_of(pointer, snapshot) or not self._has_index(snapshot):
             return False
         self._flip_online(pointer)
         self.sweep()
@@ -264,92 +240,52 @@ class Publisher:
         ref = self._store.refs.renew_live(ref, renewed_at_us, self._lease)
         self._flip_online(self._pointer(self._store.snapshot(ref.snapshot), ref))
 
-    def _load(self, snapshot: Snapshot, ref: LiveRef | None, reload: bool) -> tuple[str, ...]:
-        """Load a snapshot: what changed over what is live, or over its lower segments, where it
-        builds on them and little changed since; else all of it. Nothing is loaded if no row
-        changed. Returns the names of its segments, the lowest first."""
-        under = None if reload or ref is None else self._segments_below(snapshot, ref)
-        if under is None:
-            segment = segment_of(snapshot)
-            done = self._prepare(segment, snapshot, snapshot.rows)
-            self._loader.load(segment, snapshot, None, done)
-            return (segment.name,)
-        below, changes = under
-        rows = changes.rows + len(changes.removed)
-        if not rows:
-            return below
-        segment = segment_of(snapshot, below[-1])
-        done = self._prepare(segment, snapshot, rows)
-        self._loader.load(segment, snapshot, changes, done, below)
-        return (*below, segment.name)
+    def _load(
+        self, snapshot: Snapshot, lost: frozenset[str], current: Pointer | None, again: bool
+    ) -> frozenset[str]:
+        """Load those segments of a snapshot that the online store lacks, or that lost rows, the
+        lowest first, and build what is not there of its index, or all of that ``again``; a few rows
+        of each segment are read. Returns the names of those that are new."""
+        _check_tags(snapshot)
+        names, loaded = snapshot.names, frozenset[str]()
+        there, pointer = self._online.segments(self._store.name), self._pointer(snapshot, NOT_LIVE)
+        lost |= {name for at, name in enumerate(names) if online_segment(snapshot, at) not in there}
+        rows = DOUBTED_ROWS if current is not None and current.degraded else BASE_ROWS
+        try:
+            while True:
+                for at, name in enumerate(names):
+                    if name in lost - loaded:
+                        self._loader.load(snapshot, at)
+                        loaded |= {name}
+                if loaded.issuperset(names):
+                    break
+                lost = self._lost_of(pointer, snapshot, rows, values=not loaded)
+                if not lost - loaded:
+                    break
+            if snapshot.view.index is not None:
+                again |= current is not None and current.view.index != snapshot.view.index
+                loaded |= self._loader.build(snapshot, again=again)
+        except PrecomputeError:
+            self._give_up(loaded, current)
+            raise
+        return loaded
 
-    def _prepare(self, segment: Segment, snapshot: Snapshot, rows: int) -> int:
-        done = self._loader.prepare(segment, snapshot, rows)
-        self._lease.check()
-        return done
-
-    def _segments_below(
-        self, snapshot: Snapshot, ref: LiveRef
-    ) -> tuple[tuple[str, ...], Changes] | None:
-        """The segments of what is live that one of the snapshot would lie over, and how the
-        snapshot differs from them; None where all of it is due, or they are not whole."""
-        store, current = self._store, self._current()
-        if current is not None and current.degraded:
-            return None
-        loaded = self._loaded(ref, snapshot)
-        if not loaded or (loaded[0].view.features, loaded[0].view.index) != (
-            snapshot.view.features,
-            snapshot.view.index,
-        ):
-            return None
-        base, shared = loaded[0], [shared_segments(layer, snapshot) for layer in loaded]
-        # the layers that the snapshot's list continues, and the base in any case; others were
-        # merged since, or are of a snapshot that was rolled back from
-        whole = (n == len(one.segments) for n, one in zip(shared, loaded, strict=True))
-        under_it = shared[: max(1, sum(takewhile(bool, whole)))]
-        weights = [max(one.rows, one.weight - one.rows) for one in snapshot.segments]
-        most = MOST_CHANGED if snapshot.view.index is None else MOST_SEARCHED
-        if not shared[0] or sum(weights[shared[0] :]) > most * base.rows:
-            return None
-        new = sum(weights[under_it[-1] :])
-        stay = (
-            layers_that_stay([sum(weights[i:j]) for i, j in pairwise(under_it)], new)
-            if new
-            else len(under_it) - 1
-        )
-        top, below = loaded[stay], ref.segments[: stay + 1]
-        changes = Changes(store, top, snapshot)
-        with self._report.stage("check"):
-            changes.check_parts()
-        pointer = self._pointer(top, replace(ref, snapshot=top.number, segments=below))
-        return (
-            (below, changes)
-            if self._can_be_read(pointer, top, ok_if_unreadable=False, values=False)
-            else None
-        )
-
-    def _loaded(self, ref: LiveRef, snapshot: Snapshot) -> list[Snapshot]:
-        """The snapshots that the live segments make, the lowest first, as far as they are loaded as
-        recorded, and of one model with the snapshot."""
-        loaded = {segment.name: segment for segment in self._online.segments(self._store.name)}
-        layers, below = list[Snapshot](), ""
-        for name in ref.segments:
-            try:
-                layer = self._store.snapshot(number_of(name))
-            except SnapshotError as exc:
-                log.warning("%s", exc)
-                break
-            if layer.model != snapshot.model or loaded.get(name) != segment_of(layer, below):
-                break
-            layers.append(layer)
-            below = name
-        return layers
+    def _give_up(self, loaded: Collection[str], current: Pointer | None) -> None:
+        """Drop what was loaded and will not go live, unless it is read."""
+        for name in set(loaded) - self._in_use(self._store.refs.readable_live(), current):
+            with contextlib.suppress(OnlineStoreError, ConflictError):
+                self._online.drop(self._store.name, name)
+            shutil.rmtree(self._store.index_folder(name), ignore_errors=True)
 
     def _make_live(
-        self, snapshot: Snapshot, move: Mapping[str, Any], unused: set[str], *, again: bool
+        self,
+        snapshot: Snapshot,
+        current: Pointer | None,
+        move: Mapping[str, Any],
+        loaded: frozenset[str],
     ) -> LiveRef:
-        """Move the live pointer, and the online one; ``unused`` are the segments that were loaded
-        for it, and ``again`` whether any was."""
+        """Move the live pointer, and the online one; ``loaded`` are the segments that were loaded
+        for it."""
         refs = self._store.refs
         with self._report.stage("flip"):
             try:
@@ -357,54 +293,19 @@ class Publisher:
             except ConflictError:
                 # another run was first: what was loaded here will never be read, unless the reply
                 # to the move was lost and a later pointer names it as what was before
-                for name in unused - self._in_use(refs.readable_live(), None):
-                    with contextlib.suppress(OnlineStoreError, ConflictError):
-                        self._online.drop(self._store.name, name)
-                    shutil.rmtree(self._store.index_folder(name), ignore_errors=True)
+                self._give_up(loaded, current)
                 raise
-            self._flip_online(self._pointer(snapshot, ref), again=again)
+            self._flip_online(replace(self._pointer(snapshot, ref), degraded=False), loaded)
             crashpoint("online.flip")
         hooks.published(self._store)
         return ref
 
-    def _flip_online(self, pointer: Pointer, *, again: bool = False) -> None:
-        """Move the online pointer, here and for all that follow the root; ``again``: what it names
-        may have been loaded again."""
+    def _flip_online(self, pointer: Pointer, loaded: Collection[str] = ()) -> None:
+        """Move the online pointer, here and for all that follow the root; files of the segments
+        that were ``loaded`` may be others than before."""
         self._online.flip(pointer)
         for each in self._followers:
-            each.publish(pointer, again=again)
-
-    def _retained(self, snapshot: Snapshot, ref: LiveRef | None) -> tuple[str, ...] | None:
-        """The segments of a snapshot that the online store still holds, if it was live before the
-        last publishing: a rollback to it loads nothing."""
-        # any others are of publishings that failed, and may never have been read back
-        loaded = {segment.name: segment for segment in self._online.segments(self._store.name)}
-        for whole in () if ref is None else (ref.segments, ref.previous_segments):
-            for count in range(len(whole), 0, -1):
-                segments = whole[:count]
-                top = loaded.get(segments[-1])
-                if top is None or (top.snapshot, top.run) != (snapshot.number, snapshot.run):
-                    continue
-                pointer = self._pointer(
-                    snapshot, LiveRef(1, snapshot.number, None, "", "", segments=segments)
-                )
-                if (
-                    loaded.keys() >= set(segments)
-                    and self._can_be_read(pointer, snapshot)
-                    and self._index_opens(pointer)
-                ):
-                    return segments
-        return None
-
-    def _index_opens(self, pointer: Pointer) -> bool:
-        if pointer.index is not None:
-            try:
-                root, overlay = self._store.offline.root, pointer.overlay_index
-                VectorIndex(root / pointer.index, None if overlay is None else root / overlay)
-            except VectorIndexError as exc:
-                log.warning("%s; it is built again", exc)
-                return False
-        return True
+            each.publish(pointer, loaded)
 
     def _current(self) -> Pointer | None:
         """The online pointer; None when there is none, or it is damaged and about to be
@@ -415,48 +316,48 @@ class Publisher:
             log.warning("%s; it is rewritten", exc)
             return None
 
-    def _can_be_read(
-        self,
-        pointer: Pointer,
-        snapshot: Snapshot,
-        *,
-        ok_if_unreadable: bool = True,
-        rows: int = BASE_ROWS,
-        values: bool = True,
-    ) -> bool:
-        """Whether segments and index are there and their rows are right; the caller loads again
-        what is not."""
-        for index in (pointer.index, pointer.overlay_index):
-            if index is not None and not is_there(self._store.offline.root / index):
-                log.warning(
-                    "view %r: the vector index %s is gone; it is built again",
-                    pointer.view.name,
-                    index,
-                )
-                return False
+    def _lost_of(
+        self, pointer: Pointer, snapshot: Snapshot, rows: int = BASE_ROWS, *, values: bool = True
+    ) -> frozenset[str]:
+        """Names of those segments of a pointer whose rows are not there, or not right, by a
+        sample; their ``values`` are compared with Parquet where nothing is loaded beside them: they
+        vouch for themselves where that cannot be read."""
+        store = self._store
         try:
-            check_served(self._store, self._online, pointer, snapshot, rows, values=values)
+            check_served(store, self._online, pointer, snapshot, rows, values=values)
         except RowsLostError as exc:
-            log.warning("%s; all rows are loaded", exc)
-            return False
+            log.warning("%s; it is loaded again", exc)
+            return frozenset(pointer.segments) if exc.segments is None else exc.segments
         except SnapshotError as exc:
             log.warning("%s", exc)
-            return ok_if_unreadable
+            if not values:
+                store.check_parts(snapshot)
+        return frozenset()
+
+    def _has_index(self, snapshot: Snapshot) -> bool:
+        """Whether the vector index of a snapshot is there, where it has one."""
+        for name in () if snapshot.view.index is None else indexed_by(snapshot):
+            if name is not None and not is_there(self._store.index_folder(name)):
+                log.warning("view %r: vector index %s is gone: it is built", self._store.name, name)
+                return False
         return True
 
-    def _drop_unused(self, ref: LiveRef | None, current: Pointer | None) -> None:
+    def _drop_unused(
+        self, snapshot: Snapshot, ref: LiveRef | None, current: Pointer | None
+    ) -> None:
         """Remove segments and indexes except the live ones, the ones before (for a rollback), and
         those that the online pointer named until now, which requests that began before the flip
-        still read."""
+        still read. ``snapshot`` is any of the view."""
         self._lease.check()
         store, online, view = self._store, self._online, self._store.name
         keep = self._in_use(ref, current)
+        if ref is not None and not keep:
+            # something is read, and nobody says what
+            return
         try:
-            segments = online.segments(view)
-            # the keys of an upper one follow from what is below
-            for segment in reversed(segments):
+            for segment in online.segments(view):
                 if segment.name not in keep:
-                    online.drop(view, segment.name, self._keys_of(segment, segments))
+                    online.drop(view, segment.name, self._keys_of(segment, snapshot))
         except OnlineStoreError as exc:
             # what is live is whole; the next publishing drops the rest
             log.warning("view %r: old segments stay for now: %s", view, exc)
@@ -470,8 +371,8 @@ class Publisher:
         for each in self._followers:
             each.drop_all_but(keep)
 
-    def _tidy(self, ref: LiveRef, current: Pointer | None) -> None:
-        self._drop_unused(ref, current)
+    def _tidy(self, snapshot: Snapshot, ref: LiveRef | None, current: Pointer | None) -> None:
+        self._drop_unused(snapshot, ref, current)
         self.sweep()
 
     def sweep(self) -> None:
@@ -483,41 +384,37 @@ class Publisher:
             # what is live is whole; who publishes next sweeps it
             log.warning("view %r: what killed loads left stays for now: %s", self._store.name, exc)
 
-    def _keys_of(self, segment: Segment, segments: Sequence[Segment]) -> KeysOf:
-        """What keys a segment was loaded with, by the snapshots' files."""
+    def _keys_of(self, segment: Segment, snapshot: Snapshot) -> KeysOf:
+        """What keys a segment has, by its files, as long as they are there; ``snapshot`` is any of
+        the view."""
 
         def keys() -> Iterator[Packed]:
-            store, below = self._store, ""
-            snapshot = store.snapshot(segment.snapshot)
-            names = [each.name for each in segments] if segment.upper else [""]
-            with contextlib.suppress(StopIteration):
-                below = next(name for name in names if segment_of(snapshot, name) == segment)
-            entity = snapshot.view.entity
-            batches = store.batches(snapshot, entity, KEYS_ROWS)
-            if segment.upper:
-                if not below:
-                    raise SnapshotError(f"what segment {segment.name} lay over is gone")
-                changes = Changes(store, store.snapshot(number_of(below)), snapshot)
-                yield packed_strings(changes.removed)
-                batches = changes.batches(entity, KEYS_ROWS)
-            for batch in batches:
+            store, entity = self._store, snapshot.view.entity
+            of = store.segment(segment.name, segment.digest)
+            yield packed_strings(store.removed_keys(snapshot, of))
+            for batch in store.segment_batches(snapshot, of, entity, KEYS_ROWS):
                 yield packed_strings(key_column(batch, entity))
 
         return keys
 
-    @staticmethod
-    def _in_use(ref: LiveRef | None, current: Pointer | None) -> set[str]:
-        """Segments that the live pointer, the one to go back to and the online one have."""
-        names = () if ref is None else (*ref.segments, *ref.previous_segments)
-        return {*names, *(() if current is None else current.segments)}
+    def _in_use(self, ref: LiveRef | None, current: Pointer | None) -> set[str]:
+        """Segments that the live snapshot, the one to go back to and the online pointer have; where
+        a manifest is damaged, that pointer still tells what is read."""
+        names = set(() if current is None else current.segments)
+        for number in () if ref is None else (ref.snapshot, ref.previous):
+            try:
+                names.update(() if number is None else self._store.snapshot(number).names)
+            except SnapshotError as exc:
+                log.warning("%s", exc)
+        return names
 
     def _pointer(self, snapshot: Snapshot, ref: LiveRef) -> Pointer:
         """The online pointer, made of the manifest, the live pointer and the online pointer before,
         so that it can be made again at any time."""
         current = self._current()
         renewed = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None]
-        lowest, *upper = ref.segments
-        folder = None if snapshot.view.index is None else f"{snapshot.view.name}/index"
+        base, changed = (None, None) if snapshot.view.index is None else indexed_by(snapshot)
+        folder = f"{snapshot.view.name}/index"
         return Pointer(
             view=snapshot.view,
             snapshot=snapshot.number,
@@ -529,19 +426,19 @@ class Publisher:
             computed_at_min=snapshot.computed_at_min,
             input_columns=dict(snapshot.input_columns),
             inputs=dict(snapshot.inputs),
-            index=None if folder is None else f"{folder}/{lowest}",
-            segments=ref.segments,
+            index=None if base is None else f"{folder}/{base}",
+            segments=snapshot.names,
             # misses of a snapshot of all partitions are computed from the newest partition's source
             partition=snapshot.partition or max(snapshot.members, default=None),
             renewed_at_us=max(renewed, default=0),
-            overlay_index=None if folder is None or not upper else f"{folder}/{upper[-1]}",
+            overlay_index=None if changed is None else f"{folder}/{changed}",
             owner=self._owner,
             lossy=self._is_lossy,
             took_over=self._owner_before(current),
             # rows are known to be lost, until they are loaded again
             degraded=current is not None
             and current.degraded
-            and not set(ref.segments).isdisjoint(current.segments),
+            and not set(snapshot.names).isdisjoint(current.segments),
             substitute=snapshot.substitute,
         )
 
@@ -554,3 +451,28 @@ class Publisher:
         if current is None or current.owner == self._owner:
             return "" if current is None else current.took_over
         return current.owner if self._take_over else ""
+
+
+def _to_load(account: Account) -> list[Finding]:
+    """What was found that rows, or an index, have to be loaded again for."""
+    return [finding for finding in account.findings if finding.act is Act.LOAD]
+
+
+def _lost(damage: Sequence[Finding], snapshot: Snapshot) -> frozenset[str]:
+    """The segments at fault; all of a snapshot's where one of the findings does not say."""
+    named = (snapshot.names if each.segments is None else each.segments for each in damage)
+    return frozenset(name for names in named for name in names)
+
+
+def _check_tags(snapshot: Snapshot) -> None:
+    """Raises:
+    SnapshotError: a segment has rows of other features than the snapshot's view.
+    """
+    tag, view = schema_tag(snapshot.view), snapshot.view.name
+    for segment in snapshot.segments:
+        if segment.schema_tag != tag:
+            raise SnapshotError(
+                f"segment {segment.name} of snapshot {snapshot.number} of view {view!r} has rows of"
+                f" other features than the view (schema {segment.schema_tag}, and not {tag}):"
+                f" precompute run {view} --full makes all rows anew"
+            )

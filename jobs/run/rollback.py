@@ -332,14 +332,13 @@ def reconcile(
             if ref is None:
                 # what readers are served
                 held = store.refs.held()
-                publisher.publish(account.snapshot, reason="reconcile", held=held, reload=True)
+                publisher.publish(account.snapshot, reason="reconcile", held=held, found=account)
             elif publisher.repair_pointer():
                 report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
             else:
                 if any(finding.what == ROWS for finding in account.findings):
                     publisher.degrade()
-                load = account.act is Act.LOAD
-                publisher.publish(ref.snapshot, reason="reconcile", held=ref.held, reload=load)
+                publisher.publish(ref.snapshot, reason="reconcile", held=ref.held, found=account)
             check_live(store, online, publishing=True)
         notify(project.settings.notify, report, project.home)
     return report

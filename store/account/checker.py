@@ -23,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 
 from precompute.store.account.account import (
-    ROWS,
     Account,
     Act,
     Finding,
@@ -39,8 +38,10 @@ from precompute.store.account.rows import (
     SAMPLE_ROWS,
     MovedError,
     check_served,
+    lost_rows,
     not_whole,
     read_on,
+    segments_of,
     served_pointer,
 )
 from precompute.store.disk.lease import is_held
@@ -220,7 +221,7 @@ class _Look:
         account = replace(
             before, epoch=ref.epoch, snapshot=ref.snapshot, rows=snapshot.rows, doubts=()
         )
-        pointer = served_pointer(self._store, self._online, ref)
+        pointer = served_pointer(self._store, self._online, ref, snapshot.names)
         if isinstance(pointer, Finding):
             self._findings.append(pointer)
             pointer = None
@@ -237,7 +238,7 @@ class _Look:
             with contextlib.suppress(MovedError):
                 account = self._rows(account, pointer, snapshot)
         checks = [
-            *self._online_checks(ref.segments, pointer),
+            *self._online_checks(snapshot.names, pointer),
             *self._part_checks(snapshot),
             *self._log_checks(),
         ]
@@ -263,7 +264,7 @@ class _Look:
         try:
             check_own_rows(pointer, self._online.loaded(name, pointer.segments))
         except RowsLostError as exc:
-            self._add(ROWS, State.MISSING, Act.LOAD, str(exc))
+            self._findings.append(lost_rows(State.MISSING, str(exc), exc.segments))
         else:
             self._met(pointer)
         checks = self._online_checks(pointer.segments, pointer)
@@ -280,7 +281,7 @@ class _Look:
         # one that is not there may be of what was live before
         wrong = [keys[i] for i in np.flatnonzero(states == RowState.DAMAGED).tolist()]
         if wrong:
-            self._add_rows(pointer.rows, wrong, [])
+            self._add_rows(pointer.rows, wrong, [], None)
         if {key.decode() for key in wrong} - known:
             self._sighted_files += (".table",)
 
@@ -363,9 +364,14 @@ class _Look:
         return replace(account, at_us=self._now_us, findings=tuple(self._findings))
 
     def _add(
-        self, what: str, state: State, act: Act, found: str, keys: tuple[str, ...] = ()
+        self,
+        what: str,
+        state: State,
+        act: Act,
+        found: str,
+        segments: tuple[str, ...] | None = None,
     ) -> None:
-        self._findings.append(Finding(what, state, act, found, keys))
+        self._findings.append(Finding(what, state, act, found, segments=segments))
 
     # ---- rows
 
@@ -390,25 +396,30 @@ class _Look:
             wrong = list(dict.fromkeys([*wrong, *more]))
         except RowsLostError as exc:
             self._check_moved(pointer)
-            self._add(ROWS, State.DAMAGED, Act.LOAD, "; ".join([str(exc), *doubts]))
+            said = "; ".join([str(exc), *doubts])
+            self._findings.append(lost_rows(State.DAMAGED, said, exc.segments))
             return account
         except SnapshotError as exc:
             self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
             return account
         if wrong:
-            self._add_rows(account.rows, wrong, doubts)
+            of = segments_of(self._store, snapshot, wrong)
+            self._add_rows(account.rows, wrong, doubts, of)
         elif pointer.degraded:
             self._add("online pointer", State.DAMAGED, Act.POINT, DEGRADED)
         return replace(account, turn=turn, doubts=tuple(doubts))
 
-    def _add_rows(self, rows: int, wrong: list[bytes], doubts: list[str]) -> None:
+    def _add_rows(
+        self, rows: int, wrong: list[bytes], doubts: list[str], of: frozenset[str] | None
+    ) -> None:
         name, keys = self._store.name, tuple(key.decode() for key in wrong[:MOST_KEYS])
         found = (
             f"{len(wrong):,} of {rows:,} rows of view {name!r} are missing or damaged in"
             f" the online store, that of key {keys[0]!r} for one: precompute publish {name}"
             " --reload"
         )
-        self._add(ROWS, State.DAMAGED, Act.LOAD, "; ".join([found, *doubts]), keys)
+        said = "; ".join([found, *doubts])
+        self._findings.append(lost_rows(State.DAMAGED, said, of, keys))
 
     def _check_moved(self, pointer: Pointer) -> None:
         now = self._online.live(pointer.view.name)
@@ -489,7 +500,8 @@ class _Look:
                 continue
             files[check.path] = self._now_us if damage is None else 0
             if damage is not None:
-                self._add(check.path, State.DAMAGED, act, damage)
+                of = () if check.segment is None else (check.segment,)
+                self._add(check.path, State.DAMAGED, act, damage, of)
         seen = {path: at_us for path, at_us in files.items() if at_us}
         return replace(account, files=seen, files_bytes=total)
 
@@ -552,7 +564,7 @@ class _Look:
                 f"the vector index {folder} of view {name!r} cannot be opened ({exc}): precompute"
                 f" publish {name} --reload builds it again"
             )
-            self._add("index", State.DAMAGED, Act.LOAD, found)
+            self._add("index", State.DAMAGED, Act.LOAD, found, ())
 
 
 def _act_of(path: Path) -> Act:

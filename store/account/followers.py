@@ -3,7 +3,7 @@ them hear of it and fetch it. Beside a root in a folder there are none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from precompute.store.disk.storage import storage_of
@@ -38,9 +38,9 @@ class Followers(Protocol):
         here."""
         ...
 
-    def publish(self, pointer: Pointer, *, again: bool = False) -> None:
-        """Have all hosts serve what a pointer says; ``again``: files that they have may be others
-        by now, under the same names.
+    def publish(self, pointer: Pointer, loaded: Collection[str] = ()) -> None:
+        """Have all hosts serve what a pointer says; files that they have of the segments of the
+        names in ``loaded`` may be others by now, under the same names.
 
         Raises:
             SnapshotError: they cannot hear of it.

@@ -4,6 +4,7 @@ sample or one after the other."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,11 @@ from precompute.store.errors import (
     OnlineStoreError,
     OtherFormatError,
     RowsLostError,
+    SnapshotError,
 )
 from precompute.store.keys import key_column
 from precompute.store.offline.log import LiveRef
-from precompute.store.offline.selection import CLUSTERS, Selection
+from precompute.store.offline.selection import CLUSTERS, Selection, all_rows
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import HEADER_BYTES, RowCodec, State
@@ -41,6 +43,8 @@ are read in about 10 ms."""
 DOUBTED_ROWS = 20_000
 """Rows that are compared where the store itself doubts that it has all: of 1 in 4,000 that are
 lost, they see one with a probability of 99 %."""
+MOST_KEYS = 100_000
+"""Keys whose segments are looked up, at most: of more, all are taken to be at fault."""
 KEY_PLACES = 16
 """Places of the files that keys alone are drawn from: what an online store loses by itself is
 spread over all keys, and of what was loaded one after the other a sixteenth is seen for sure. They
@@ -53,7 +57,9 @@ _BATCH_BYTES = 8 * 2**20
 Times = npt.NDArray[np.int64]
 
 
-def served_pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> Pointer | Finding | None:
+def served_pointer(
+    store: ViewStore, online: OnlineStore, ref: LiveRef, names: tuple[str, ...]
+) -> Pointer | Finding | None:
     """The online pointer of a view, where it is the root's and names what was loaded; else what is
     wrong with it. None where the root is older than what is served: nothing was lost online.
 
@@ -61,6 +67,7 @@ def served_pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> Point
         store: of the view.
         online: where it is served from.
         ref: what the root says is live.
+        names: of the segments of its snapshot.
 
     Raises:
         OnlineStoreError: the store does not answer.
@@ -78,7 +85,7 @@ def served_pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> Point
         check_owner(pointer, name, known_identity(store.offline.root))
         if pointer.epoch > ref.epoch:
             return None
-        if (pointer.epoch, pointer.segments) != (ref.epoch, ref.segments):
+        if (pointer.epoch, pointer.segments) != (ref.epoch, names):
             found = (
                 f"the online store serves snapshot {pointer.snapshot} of view {name!r}, and"
                 f" {ref.snapshot} is live"
@@ -92,7 +99,7 @@ def served_pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> Point
     except ConflictError as exc:
         return Finding(what, AccountState.FOREIGN, Act.PERSON, str(exc))
     except RowsLostError as exc:
-        return Finding(ROWS, AccountState.MISSING, Act.LOAD, str(exc))
+        return lost_rows(AccountState.MISSING, str(exc), exc.segments)
     return pointer
 
 
@@ -140,10 +147,12 @@ def check_served(
     ):
         keys = list(map(bytes, packed_strings(key_column(batch, view.entity)).strings()))
         wrong = _wrong(online, pointer, snapshot, keys, batch if values else None)
-        if wrong is not None:
+        if wrong:
+            at, what = next(iter(wrong.items()))
             raise RowsLostError(
-                f"key {keys[wrong[0]].decode()!r} of view {name!r} {wrong[1]} in the online store:"
-                f" precompute publish {name} --reload"
+                f"key {keys[at].decode()!r} of view {name!r} {what} in the online store:"
+                f" precompute publish {name} --reload",
+                segments_of(store, snapshot, [keys[at] for at in wrong]),
             )
         compared += len(keys)
     return compared
@@ -155,21 +164,57 @@ def _wrong(
     snapshot: Snapshot,
     keys: list[bytes],
     batch: pa.RecordBatch | None,
-) -> tuple[int, str] | None:
-    """Which of the keys has another row than ``batch``, or none that is whole, and in words what it
-    has; None when all is right."""
+) -> dict[int, str]:
+    """Which of the keys have another row than ``batch``, or none that is whole, and in words what
+    each has."""
     codec, found = RowCodec(snapshot.view), _read(online, pointer, keys)
     states, computed_at = found.verified(codec, pointer.numbers)
-    for i in np.flatnonzero(states != State.WHOLE).tolist():
-        return i, "is missing" if states[i] == State.ABSENT else "has other bytes than in Parquet"
-    if batch is not None:
+    other = "has other bytes than in Parquet"
+    wrong = {
+        i: "is missing" if states[i] == State.ABSENT else other
+        for i in np.flatnonzero(states != State.WHOLE).tolist()
+    }
+    if batch is not None and not wrong:
         expected = codec.row_batch(batch, snapshot.view.entity, snapshot.number)
         for i, row in enumerate(expected.rows.strings()):
             # but for checksum and number, which are those of the segment that has it
             same_time = int(computed_at[i]) == int.from_bytes(row[8:16], "little", signed=True)
             if not same_time or bytes(found.values[i] or b"")[HEADER_BYTES:] != row[HEADER_BYTES:]:
-                return i, "has other bytes than in Parquet"
-    return None
+                wrong[i] = other
+    return wrong
+
+
+def segments_of(
+    store: ViewStore, snapshot: Snapshot, keys: Sequence[bytes]
+) -> frozenset[str] | None:
+    """Names of the segments of a snapshot that have the rows of some keys, which are read of all
+    its files; None where these cannot be read, or the keys are too many.
+
+    Raises:
+        UnreadableError: a file cannot be read now.
+    """
+    if len(keys) > MOST_KEYS:
+        return None
+    try:
+        layers = store.layers(snapshot)
+        texts = pa.array([key.decode() for key in keys])
+        _, rows, _ = all_rows(layers).find(texts, snapshot.view.entity)
+    except SnapshotError:
+        return None
+    paths = {file.path for file in rows.files if file.count}
+    of = [one.name for one in snapshot.segments for _ in one.parts]
+    return frozenset(name for name, path in zip(of, layers.paths, strict=True) if path in paths)
+
+
+def lost_rows(
+    state: AccountState,
+    found: str,
+    segments: frozenset[str] | None,
+    keys: tuple[str, ...] = (),
+) -> Finding:
+    """What is told of rows that are not whole, of segments where those are known."""
+    names = None if segments is None else tuple(sorted(segments))
+    return Finding(ROWS, state, Act.LOAD, found, keys, names)
 
 
 def not_whole(

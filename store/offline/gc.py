@@ -239,8 +239,6 @@ def _reachable(
     ref = store.refs.readable_live()
     if ref is not None:
         roots |= {ref.snapshot} | ({ref.previous} if ref.previous is not None else set())
-        # those of the segments online, over which the next one is loaded
-        roots |= ref.loaded
     else:
         # Without a pointer it is not known what is in use.
         roots |= set(manifests)

@@ -118,9 +118,8 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
     """Which snapshot is live. ``epoch`` is the number of the event that made it so, and fences late
     writers; 0 means never published.
 
-    ``segments`` are the names of the online store's segments that it is, the lowest first;
-    ``previous`` and ``previous_segments`` what was live before. ``run`` is the id of the command
-    that published it; a backfill has one for all its publishings.
+    ``previous`` was live before. ``run`` is the id of the command that published it; a backfill has
+    one for all its publishings.
     """
 
     epoch: int
@@ -128,8 +127,6 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
     previous: int | None
     reason: str
     at: str
-    segments: tuple[str, ...]
-    previous_segments: tuple[str, ...] = ()
     renewed_at: int | None = None
     """When a later run found nothing changed, µs since 1970."""
     renewal_noted_at: str | None = None
@@ -137,13 +134,6 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
     held: Hold | None = None
     """Since when, by whom and why runs publish nothing for now; None when they do."""
     run: str = ""
-
-    @property
-    def loaded(self) -> frozenset[int]:
-        """Numbers of the snapshots that its segments online were loaded of, and those before: the
-        number in each one's name."""
-        names = (*self.segments, *self.previous_segments)
-        return frozenset(int(name.partition("-")[0]) for name in names)
 
     def publishing(self) -> Publishing:
         """What it says of what readers are served."""
@@ -161,8 +151,8 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
 class Event(Record, frozen=True, omit_defaults=True):
     """One thing that happened. ``kind`` says what, and which of the other fields count:
 
-    publish   ``snapshot`` is live, by ``segments``; ``held``: why runs publish nothing after it
-              (None: they do); ``marks``: what it leaves that is bad from then on
+    publish   ``snapshot`` is live; ``held``: why runs publish nothing after it (None: they do);
+              ``marks``: what it leaves that is bad from then on
     renew     a run found nothing changed, at ``renewed_at`` (µs since 1970)
     drop      nothing is live any more
     resume    runs publish again
@@ -187,8 +177,6 @@ class Event(Record, frozen=True, omit_defaults=True):
     """Who did it."""
     reason: str = ""
     snapshot: int | None = None
-    segments: tuple[str, ...] = ()
-    """Names of the online store's segments that it is, the lowest first."""
     held: Hold | None = None
     renewed_at: int | None = None
     marks: dict[int, BadMark] = field(default_factory=dict)
@@ -267,18 +255,16 @@ def _published(state: State, event: Event) -> State:
         None,
         event.reason,
         event.at,
-        event.segments,
         run=event.run,
     )
     if before is not None and before.snapshot != snapshot:
-        live = replace(live, previous=before.snapshot, previous_segments=before.segments)
+        live = replace(live, previous=before.snapshot)
     elif before is not None:
         # Loaded again: what was before it is still what to go back to, its rows are as they were
         # found to be, and the command that brought them is the same.
         live = replace(
             live,
             previous=before.previous,
-            previous_segments=before.previous_segments,
             renewed_at=before.renewed_at,
             run=before.run,
         )
@@ -807,7 +793,6 @@ class Log:
         *,
         expected_epoch: int,
         reason: str,
-        segments: Sequence[str] = (),
         held: Hold | None = None,
         marks: Mapping[int, BadMark] | None = None,
         lease: Lease | None = None,
@@ -820,8 +805,6 @@ class Log:
             snapshot: number of a committed snapshot.
             expected_epoch: the epoch the caller saw, 0 for none.
             reason: one phrase for the operator.
-            segments: names of those of the online store that it is, the lowest first; none where it
-                is in no online store.
             held: since when and why runs are to publish nothing after this.
             marks: numbers of the snapshots that are bad from then on → why.
             lease: held by the writer.
@@ -845,7 +828,6 @@ class Log:
             return Event(
                 kind="publish",
                 snapshot=snapshot,
-                segments=tuple(segments),
                 held=held,
                 marks=dict(marks or {}),
                 reason=reason,

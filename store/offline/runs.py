@@ -270,9 +270,9 @@ class Usage(Record):
     loaded_rows: int = 0
     """Rows and tombstones that were loaded into the online store."""
     loaded_bytes: int = 0
-    """Size of the table file that was loaded; elsewhere, of keys and packed rows."""
+    """Size of the table files that were loaded; elsewhere, of keys and packed rows."""
     overlay: bool = False
-    """Whether these were loaded over what is live, and not as a base."""
+    """Whether all of these were loaded over a segment that was there."""
     idle: float | None = None
     """Share of the machine's CPU time that no process used while the run lasted."""
     steal: float | None = None

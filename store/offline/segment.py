@@ -116,6 +116,12 @@ class Segment(Record, frozen=True):
         return sum(part.rows for part in self.parts)
 
     @property
+    def entries(self) -> int:
+        """How many keys it has: of the rows that were its own when it was made, and those that it
+        removes."""
+        return self.rows - self.own_kills + self.removed
+
+    @property
     def weight(self) -> int:
         """What it weighs among others when they are merged: rows and kills."""
         return self.rows + (0 if self.kills is None else self.kills.rows)

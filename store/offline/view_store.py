@@ -44,6 +44,7 @@ from precompute.store.offline.segment import (
     dead_rows,
     read_kills,
     record_path,
+    removed_keys,
 )
 from precompute.store.offline.selection import CLUSTERS, Selection, all_rows, seed_of
 from precompute.store.offline.snapshot import Catalog, Snapshot, add_to_catalog, read_catalog
@@ -402,6 +403,42 @@ class ViewStore:
         layers = self.layers(snapshot)
         for number in range(first, len(layers.paths)):
             yield from self._file_batches(snapshot, layers, number, columns, batch_rows)
+
+    def segment_batches(
+        self,
+        snapshot: Snapshot,
+        segment: Segment,
+        columns: Sequence[str] | None = None,
+        batch_rows: int = 8192,
+    ) -> Iterator[pa.RecordBatch]:
+        """As :meth:`batches`, the rows of one segment of a snapshot as they were when it was made:
+        but for its own kills, whatever lies over it.
+
+        Raises:
+            SnapshotError: a file is missing or damaged.
+        """
+        own = {part.path for part in segment.parts}
+        kills = [] if segment.kills is None else [self.whole_path(snapshot, segment.kills)]
+
+        def own_kills(path: Path) -> Kills:
+            return {name: rows for name, rows in read_kills(path).items() if name in own}
+
+        paths = [self.checked_path(snapshot, part) for part in segment.parts]
+        dead = dead_rows(segment.parts, kills, own_kills)
+        layers = Layers(paths, [part.rows for part in segment.parts], dead)
+        for number in range(len(paths)):
+            yield from self._file_batches(snapshot, layers, number, columns, batch_rows)
+
+    def removed_keys(self, snapshot: Snapshot, segment: Segment) -> pa.Array:
+        """Key texts of the entities that one segment of a snapshot removes, string [n], in the
+        order of its kills.
+
+        Raises:
+            SnapshotError: the file is missing or damaged.
+        """
+        if segment.kills is None or not segment.removed:
+            return pa.array([], pa.string())
+        return removed_keys(self.whole_path(snapshot, segment.kills), snapshot.view.entity)
 
     def _file_batches(
         self,

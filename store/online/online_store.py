@@ -1,9 +1,9 @@
 """Online store: the contract of an online store: entity key → packed row, by view and segment.
 
-What is loaded in one go is a **segment**: immutable, and named by its number and the first digits
-of its digest, so that equal names have equal rows. The lowest of a list holds all rows of a
-snapshot, each one over it those that changed since, and a tombstone for each that left. A pointer
-per view names the list that is live.
+What is loaded in one go is a **segment** of the offline store, under its own name: its rows as they
+were when it was made, and a tombstone for each key that it removes. A segment lies over the same
+segments in every list that names it, and never changes; so equal names have equal rows, whenever
+they are loaded. A pointer per view names the list that is live, which is that of its snapshot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from precompute.store.errors import (
     RowsLostError,
 )
 from precompute.store.feature_view import FeatureView, Substitute
-from precompute.store.online.codec import schema_tag
 from precompute.store.online.found_rows import FoundRows
 from precompute.store.online.kernels import Packed, Rows
 
@@ -33,18 +32,13 @@ _NAME = re.compile(r"([1-9][0-9]{0,19})-[0-9a-f]{8}")
 
 
 class Segment(Record, frozen=True):
-    """What is loaded in one go: rows of ``snapshot``, which ``run`` made; each row's header has the
-    segment's ``number``. ``digest`` (hex) is of the record that says what its rows are: segments of
-    one digest have equal rows. ``upper``: it is read over other segments, so readers know which
-    keys it has. ``schema`` is the tag of its rows
-    (:func:`precompute.store.online.codec.schema_tag`); None where it is not known."""
+    """What is loaded in one go; each row's header has its ``number``. ``digest`` is the SHA-256
+    (hex) of its record in the offline store, which fixes its rows. ``upper``: it is read over other
+    segments, so readers know which keys it has."""
 
     number: int
     digest: str
-    snapshot: int
-    run: str = ""
     upper: bool = False
-    schema: int | None = None
 
     @property
     def name(self) -> str:
@@ -64,11 +58,12 @@ def number_of(name: str) -> int:
 
 class FileCheck(NamedTuple):
     """A file by its path, of so many bytes; ``damage`` reads it and says what differs from its
-    checksums, None where nothing does."""
+    checksums, None where nothing does. ``segment`` is the name of the one whose rows it has."""
 
     path: str
     size_bytes: int
     damage: Callable[[], str | None]
+    segment: str | None = None
 
 
 class ServerReport(NamedTuple):
@@ -414,21 +409,15 @@ def check_loaded(pointer: Pointer, names: Collection[str]) -> None:
 
 def check_own_rows(pointer: Pointer, loaded: Sequence[Segment]) -> None:
     """Raises:
-    RowsLostError: the pointer names a segment that is not among those loaded, or whose rows are of
-        another schema, none of which would be taken for its own.
+    RowsLostError: the pointer names segments that are not among those loaded.
     """
-    view, found = pointer.view.name, {segment.name: segment for segment in loaded}
-    tag = schema_tag(pointer.view)
-    for name in pointer.segments:
-        segment = found.get(name)
-        if segment is None:
-            what = "is not in the online store"
-        elif (segment.schema or tag) != tag:
-            what = "has other rows in the online store than its pointer says"
-        else:
-            continue
+    view, there = pointer.view.name, {segment.name for segment in loaded}
+    lost = [name for name in pointer.segments if name not in there]
+    if lost:
         raise RowsLostError(
-            f"segment {name} of view {view!r} {what}: precompute publish {view} --reload"
+            f"segment {lost[0]} of view {view!r} is not in the online store: precompute publish"
+            f" {view} --reload",
+            frozenset(lost),
         )
 
 

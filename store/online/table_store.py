@@ -249,18 +249,19 @@ class TableStore(OnlineStore):
 
     def _segment(self, view: str, name: str) -> Segment:
         """What a file says it is; of a damaged one no more than its name, so that it can be dropped
-        and is never taken for a snapshot."""
+        and is never taken for what was loaded."""
         try:
             return record_of(Segment, _table(self._path(view, name)).meta)
         except (OSError, OnlineStoreError, ValueError):
-            return Segment(number_of(name), name.partition("-")[2], 0)
+            return Segment(number_of(name), name.partition("-")[2])
 
     def file_checks(self, view: str, names: Collection[str]) -> list[FileCheck]:
         checks = []
         for path in (self._path(view, name) for name in sorted(names, key=_in_order)):
             # another publishing may drop one meanwhile
             with contextlib.suppress(FileNotFoundError):
-                checks.append(FileCheck(str(path), path.stat().st_size, partial(_damage, path)))
+                size_bytes = path.stat().st_size
+                checks.append(FileCheck(str(path), size_bytes, partial(_damage, path), path.stem))
         return checks
 
     def views(self) -> list[str]:

@@ -593,8 +593,10 @@ def check_online_is_tidy(scene: FaultScene) -> None:
         assert left == [], f"left in the online store: {left}"
         ref = scene.store.refs.live()
         assert ref is not None
-        in_use = {*ref.segments, *ref.previous_segments}
-        assert {*ref.segments} <= set(names) <= in_use
+        live = scene.store.snapshot(ref.snapshot).names
+        before = () if ref.previous is None else scene.store.snapshot(ref.previous).names
+        in_use = {*live, *before}
+        assert {*live} <= set(names) <= in_use
         indexes = {path.name for path in (scene.view_folder / "index").iterdir()}
         assert indexes <= in_use
     if scene.online.startswith("table:"):

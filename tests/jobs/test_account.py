@@ -233,7 +233,7 @@ def test_another_segments_file_is_not_believed(project: Scene, what: str) -> Non
     if what == "the upper rows":
         shutil.copy(table(project, 1), table(project, 2))
     else:
-        lowest, upper = map(project.store.index_folder, project.live().segments)
+        lowest, upper = map(project.store.index_folder, project.live_snapshot().names)
         shutil.rmtree(lowest)
         shutil.copytree(upper, lowest)
     assert project.cli("status") == 1
@@ -291,7 +291,7 @@ def test_nothing_is_loaded_over_a_segment_that_lost_rows(
         rig.damages["rows"](project)
     project = make_project(rows(3), project={"online": project.online}, view=INDEXED)
     assert project.run().status == "published"
-    assert len(project.live().segments) == 1
+    assert len(project.live_snapshot().names) == 1
     assert project.served(range(ROWS)) == (3, [2 * x for _, x in rows(3)])
 
 

@@ -738,7 +738,7 @@ def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
     project = daily((1, 2))
     compute(project, 1, "run")
     refs = project.store.refs
-    held: dict[str, Any] = {"reason": "test", "segments": project.live().segments}
+    held: dict[str, Any] = {"reason": "test"}
     held["held"] = Hold("2026-01-05T03:12:00Z", "rollback (ann@host)", "a bad model")
     refs.move_live(1, expected_epoch=project.live().epoch, **held)
     done = run_backfill(project, "numbers", options(2, 2))

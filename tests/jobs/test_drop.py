@@ -267,7 +267,6 @@ def test_no_command_of_another_project_changes_what_is_served(
                 expected_epoch=0,
                 above=online.live("numbers").epoch + 2,  # type: ignore[union-attr]
                 reason="publish",
-                segments=["1-00000000"],
             )
     before = everything(first)
     said = []

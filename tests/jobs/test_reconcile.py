@@ -182,7 +182,6 @@ def test_a_pointer_left_behind_is_moved_and_nothing_loaded(project: Scene) -> No
         2,
         expected_epoch=project.live().epoch,
         reason="a crash between the two pointers",
-        segments=project.live().segments,
     )
     assert said(project) == "the online store serves snapshot 2 of view 'numbers', and 2 is live"
     report = reconcile(project, "numbers", Silent())

@@ -196,7 +196,7 @@ class World:
             empty = self.store.write_part(name, "part-00000.parquet", self.table({}))
             draft = replace(draft, segments=(replace(segment, parts=(empty,)),))
         if parent is not None:
-            draft = merged(self.store, draft, segments_that_stay(below, segment.weight))
+            draft = merged(self.store, draft, segments_that_stay(below, segment.weight, 7))
             if draft.figures is not None:
                 batches = self.store.batches(draft)
                 assert draft.figures == count(batches, VIEW)

@@ -100,16 +100,15 @@ def test_the_state_is_what_the_events_come_to(tmp_path: Path) -> None:
     assert (log.state(), log.live(), log.bad(), log.pins()) == (State(), None, {}, set())
     log.end_live()
     assert names(tmp_path) == [], "nothing ends where nothing is live"
-    segments = ("4-0123abcd", "5-4567abcd")
-    first = log.move_live(4, expected_epoch=0, reason="run", segments=segments, run="r1")
-    assert first == LiveRef(1, 4, None, "run", at(0), segments, run="r1")
+    first = log.move_live(4, expected_epoch=0, reason="run", run="r1")
+    assert first == LiveRef(1, 4, None, "run", at(0), run="r1")
     second = log.move_live(5, expected_epoch=1, reason="run")
-    assert second == LiveRef(2, 5, 4, "run", at(1), (), segments)
+    assert second == LiveRef(2, 5, 4, "run", at(1))
     renewed = log.renew_live(second, 77)
     assert (renewed.renewed_at, renewed.renewal_noted_at, renewed.epoch) == (77, at(2), 2)
     # loaded again: what was before it stays what to go back to
     again = log.move_live(5, expected_epoch=2, reason="reload")
-    assert again == LiveRef(4, 5, 4, "reload", at(3), (), segments, renewed_at=77)
+    assert again == LiveRef(4, 5, 4, "reload", at(3), renewed_at=77)
     mark, hold = BadMark("rolled back from", at(9), "digest"), Hold(at(4), "rollback", "why")
     back = log.move_live(4, expected_epoch=4, reason="rollback from 5", held=hold, marks={5: mark})
     assert (back.snapshot, back.held, log.held(), log.bad()) == (4, hold, hold, {5: mark})
@@ -573,8 +572,6 @@ def test_ten_thousand_events_cost_a_first_look_no_more_than_ten(
         10_002,
         "run",
         log.events()[-1].at,
-        (),
-        (),
     )
     assert max(path.stat().st_size for path in tmp_path.glob("state-*")) < 500
     now_s = time.time() + 40 * DAY_S

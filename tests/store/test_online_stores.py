@@ -169,9 +169,9 @@ def test_a_key_is_its_bytes_and_no_pattern(store: OnlineStore) -> None:
 def test_a_segment_says_what_it_is(open_store: OpenStore) -> None:
     store, reader = open_store(), open_store()
     loaded = [
-        segment(3, 2, run="run-x"),
-        segment(7, 9, upper=True, run="run-y", schema=2**32 - 1),
-        segment(13, 10),
+        segment(3),
+        segment(7, upper=True),
+        segment(13),
     ]
     for one in reversed(loaded):
         store.load("numbers", one, rows_of(TABLE))
@@ -340,7 +340,7 @@ def test_an_unfinished_load_is_not_seen_and_can_be_done_again(open_store: OpenSt
     with pytest.raises(Stopped):
         store.load(
             "numbers",
-            segment(2, run="run-2"),
+            segment(2),
             torn({b"a": b"whole", b"b": b"whole"}, Stopped()),
         )
     assert numbers(reader) == [1]

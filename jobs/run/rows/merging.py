@@ -258,7 +258,8 @@ def written(
     rejected: Part | None,
     run: str,
 ) -> Segment | None:
-    """The segment of a run, its file of kills written; None where it has no row and kills none.
+    """The segment of a run, its file of kills written; None where it has no row and kills none, and
+    those of the parent stay as they are.
 
     Args:
         store: of the view.
@@ -276,7 +277,9 @@ def written(
     if plan.parent is not None or plan.diff.resumed:
         segment = _with_kills(store, opened, plan, segment, rejected)
     nothing = not segment.parts and segment.kills is None
-    return None if nothing and plan.parent is not None else segment
+    # where the online store is to have the same rows in another layout, they are written again
+    same = plan.parent is not None and plan.parent.segments[0].schema_tag == tag
+    return None if nothing and same else segment
 
 
 def _with_kills(

@@ -34,17 +34,17 @@ from precompute.store.offline.segment import Part, Segment
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.standing import Bad, Refused, Standing
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.online.codec import schema_tag
 from precompute.store.times import Partition
 
 log = logging.getLogger(__name__)
 
 MOST_SHARE = 1.0
 """Weight of all segments over the lowest one, as a share of its rows, beyond which all are made
-one: a row that is replaced weighs two, so that half of the rows are; about as often a new base is
-loaded online (:mod:`precompute.jobs.run.publisher`)."""
+one: a row that is replaced weighs two, so that half of the rows are. The online store holds the
+same segments, the replaced rows too."""
 MOST_DELTAS = MOST_OVER_BASE
-"""Segments over the lowest one at most: as many as there may be overlays, so that both are merged
-alike."""
+"""Segments over the lowest one at most: a reader looks at each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class Planner:
         if parent is not None:
             # rows, and kills
             new = diff.compute + diff.resumed + diff.changed + diff.expired + diff.removed
-            stay = segments_that_stay(parent.segments, new)
+            stay = segments_that_stay(parent.segments, new, schema_tag(view))
             reason = f"builds on snapshot {parent.number}" + (
                 "" if parent.view == view else ", whose view was defined otherwise"
             )
@@ -348,11 +348,11 @@ def _are_same(before: Substitute | None, now: Substitute | None) -> bool:
     return dataclasses.replace(before, agreement={}) == dataclasses.replace(now, agreement={})
 
 
-def segments_that_stay(segments: Sequence[Segment], new: int) -> int:
-    """How many of a snapshot's segments stay as they are under one that weighs ``new``; those over
-    them are merged with it."""
+def segments_that_stay(segments: Sequence[Segment], new: int, tag: int) -> int:
+    """How many of a snapshot's segments stay as they are under one that weighs ``new`` and has rows
+    of a schema; those over them are merged with it."""
     weights = [segment.weight for segment in segments[1:]]
-    if sum(weights) + new > MOST_SHARE * segments[0].rows:
+    if segments[0].schema_tag != tag or sum(weights) + new > MOST_SHARE * segments[0].rows:
         return 0
     return 1 + layers_that_stay(weights, new, MOST_DELTAS)
 

@@ -98,14 +98,14 @@ class Replica:
 
     # ---- the publishing side
 
-    def send(self, pointer: Pointer, *, again: bool = False) -> list[_ServedFile]:
-        """Send the files of what is about to be live, those that are not in the root yet, or all
-        ``again``."""
+    def send(self, pointer: Pointer, loaded: Collection[str] = ()) -> list[_ServedFile]:
+        """Send the files of what is about to be live, those that are not in the root yet, and those
+        of the segments that were ``loaded``."""
         known: dict[str, _ServedFile] = {}
         # of a damaged one nothing is believed: all is sent
         with contextlib.suppress(ValueError):
-            if not again and (served := self._live_files()) is not None:
-                known = {file.path: file for file in served.files}
+            if (served := self._live_files()) is not None:
+                known = {file.path: file for file in served.files if _of(file.path) not in loaded}
         files = {
             f"online/{Path(check.path).name}": Path(check.path)
             for check in self._online.file_checks(self._store.name, pointer.segments)
@@ -117,7 +117,7 @@ class Replica:
             if name not in known:
                 size_bytes, sha256 = path.stat().st_size, sha256_of(path)
                 sent_before = self._store.folder / name
-                if again and sent_before.exists() and not sent_before.samefile(path):
+                if _of(name) in loaded and sent_before.exists() and not sent_before.samefile(path):
                     sent_before.unlink()
                 _linked(path, sent_before)
                 self._store.storage.put([self._store.folder / name])
@@ -125,8 +125,8 @@ class Replica:
             sent.append(known[name])
         return sent
 
-    def publish(self, pointer: Pointer, *, again: bool = False) -> None:
-        """Have all hosts serve what a pointer says; of files that were loaded ``again``, too.
+    def publish(self, pointer: Pointer, loaded: Collection[str] = ()) -> None:
+        """Have all hosts serve what a pointer says, of segments that were ``loaded`` the new files.
 
         Raises:
             SnapshotError: the object store failed.
@@ -142,7 +142,7 @@ class Replica:
             return new
 
         try:
-            files = tuple(self.send(pointer, again=again))
+            files = tuple(self.send(pointer, loaded))
             new = sealed(_LiveFiles(pointer.to_bytes().decode(), files))
             self._store.storage.update(self._path, moved)
         except OSError as exc:
@@ -335,6 +335,11 @@ def _removable(names: Iterable[str], keep: Collection[str]) -> list[str]:
         for name in names
         if name not in keep and not (is_segment(name) and number_of(name) > newest)
     ]
+
+
+def _of(path: str) -> str:
+    """The segment that a file is of, by its path from the view's folder."""
+    return _stem(path.split("/")[1])
 
 
 def _stem(name: str) -> str:

@@ -402,7 +402,7 @@ class StandIn(Fallback):
         self._views[name] = of
         before = self._store.live(name)
         epoch = 1 if before is None else before.epoch + 1
-        segment = Segment(epoch, f"{epoch:064x}", SNAPSHOT)
+        segment = Segment(epoch, f"{epoch:064x}")
         self._store.load(name, segment, [of.batch()])
         pointer = Pointer(
             view=of.view,
