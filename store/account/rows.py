@@ -293,6 +293,6 @@ def _read(online: OnlineStore, pointer: Pointer, keys: list[bytes]) -> FoundRows
         return online.read_segments(pointer.view.name, pointer.segments, keys)
     except OnlineStoreError as exc:
         # what a network does not bring may be there; a file that cannot be read is as good as gone
-        if online.blocking:
+        if online.blocking or isinstance(exc, RowsLostError):
             raise
         raise RowsLostError(str(exc)) from exc

@@ -167,18 +167,19 @@ class TableStore(OnlineStore):
             if opened is None:
                 return None
             identity, pointer, file = opened
+            tables, name = list[TableFile](), ""
             try:
-                tables = tuple(
-                    _table(self._path(view, name)) for name in reversed(pointer.segments)
-                )
+                for name in reversed(pointer.segments):
+                    tables.append(_table(self._path(view, name)))
             except (OSError, OnlineStoreError) as exc:
                 # The pointer moved twice between the two reads and the old segment is gone.
                 if attempt == 1:
                     continue
                 raise RowsLostError(
-                    f"cannot open what is live of view {view!r}: {exc}; publish the view again"
+                    f"cannot open what is live of view {view!r}: {exc}; publish the view again",
+                    frozenset([name]),
                 ) from exc
-            seen = self._live[view] = _Live(identity, pointer, tables, file)
+            seen = self._live[view] = _Live(identity, pointer, tuple(tables), file)
             return seen
         return None
 
@@ -221,11 +222,14 @@ class TableStore(OnlineStore):
 
     def read_segments(self, view: str, names: Sequence[str], keys: Sequence[bytes]) -> FoundRows:
         tables = []
-        for path in (self._path(view, name) for name in reversed(names)):
+        for name in reversed(names):
+            path = self._path(view, name)
             try:
                 tables.append(_table(path))
             except FileNotFoundError:
                 pass
+            except OnlineStoreError as exc:
+                raise RowsLostError(str(exc), frozenset([name])) from exc
             except OSError as exc:
                 raise OnlineStoreError(
                     f"cannot read {path}: {exc.strerror or exc};"

@@ -1,7 +1,7 @@
 """Random histories of segments against dictionaries: runs, removals, rows that come back, merges,
 going back to an earlier list, all partitions assembled, lost records. Of every snapshot the rows
 are right, however they are read: by our reader, by one statement of DuckDB, by a few lines of
-Python, and segment over segment as an online store does.
+Python, segment over segment, and by an online store that loads what it lacks of each list.
 
 ``RANDOM_SNAPSHOTS=2500 pytest --timeout=0 tests/jobs/test_segments.py`` makes 10⁴.
 """
@@ -10,27 +10,38 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from precompute.jobs.run.command_process import Silent
+from precompute.jobs.run.publisher import Publisher
+from precompute.jobs.run.report import reporting_run
 from precompute.jobs.run.rows import plan
 from precompute.jobs.run.rows.merging import assembled_draft, merged
 from precompute.jobs.run.rows.plan import segments_that_stay
+from precompute.store.account.checker import check_live
+from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.history.changes import Changes
+from precompute.store.offline.log import PUBLISH_LEASE
 from precompute.store.offline.row_figures import count
 from precompute.store.offline.segment import KILLS, Part, Segment, kills_table
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.view_store import OfflineStore
+from precompute.store.online.codec import HEADER_BYTES, RowCodec, schema_tag
+from precompute.store.online.online_store import OnlineStore
+from precompute.store.online.table_store import TableStore
 
 SNAPSHOTS = int(os.environ.get("RANDOM_SNAPSHOTS", "60"))
 VIEW = FeatureView("made", ("id",), (Feature("x", "float64"),), ttl_s=1.0, stale_for_s=1.0)
+TAG = schema_tag(VIEW)
 PARTITIONS = [f"2026-01-0{day}T00:00:00Z/2026-01-0{day + 1}T00:00:00Z" for day in (1, 2, 3)]
 KEYS = 40
 
@@ -181,7 +192,7 @@ class World:
         own_kills = len(lines)
         lines += [(*places[key], key in left, key) for key in (*new, *left) if key in places]
         segment = Segment(
-            0, name, "recipe", 7, tuple(parts), own_kills=own_kills, removed=len(left)
+            0, name, "recipe", TAG, tuple(parts), own_kills=own_kills, removed=len(left)
         )
         if lines:
             segment = replace(segment, kills=self.store.write_part(name, KILLS, self.lines(lines)))
@@ -196,7 +207,7 @@ class World:
             empty = self.store.write_part(name, "part-00000.parquet", self.table({}))
             draft = replace(draft, segments=(replace(segment, parts=(empty,)),))
         if parent is not None:
-            draft = merged(self.store, draft, segments_that_stay(below, segment.weight, 7))
+            draft = merged(self.store, draft, segments_that_stay(below, segment.weight, TAG))
             if draft.figures is not None:
                 batches = self.store.batches(draft)
                 assert draft.figures == count(batches, VIEW)
@@ -248,14 +259,120 @@ class World:
         return kills_table(pa.array(part), pa.array(row, pa.int64()), pa.array(removed), keys)
 
 
+class Served:
+    """A world's snapshots in an online store: published, gone back to, lost, loaded again.
+
+    Args:
+        world: whose they are.
+        online: where they are served from.
+        lose: loses, or damages, rows of a segment.
+        contents: what the store holds of a segment.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        online: OnlineStore,
+        lose: Callable[[str], None],
+        contents: Callable[[str], bytes],
+    ) -> None:
+        self._world, self._online, self._lose, self._contents = world, online, lose, contents
+        self.bytes: dict[str, bytes] = {}
+        # another than the world's, whose history is what it is whoever reads
+        self.random = random.Random(len(world.rows))
+        self.loaded: list[str] = []
+        """Names of the segments, each as often as it was loaded."""
+        self.most = 0
+        load = online.load
+
+        def noted(view: str, segment: Any, *rows: Any) -> int:
+            self.loaded.append(segment.name)
+            return load(view, segment, *rows)
+
+        online.load = noted  # type: ignore[method-assign]
+
+    def publish(self, snapshot: Snapshot, *, reload: bool = False) -> None:
+        """Publish a snapshot; every key is answered as it says, by segments whose bytes are what
+        they ever were."""
+        store, before = self._world.store, self._online.live("made")
+        there = {segment.name for segment in self._online.segments("made")}
+        shared = [] if before is None else [n for n in before.segments if n in snapshot.names]
+        lost = self.random.choice([*shared, *[""] * 12])
+        if lost:
+            self._lose(lost)
+        first = len(self.loaded)
+        with (
+            take(store.leases, PUBLISH_LEASE, "publish") as lease,
+            reporting_run(store, "publish") as report,
+        ):
+            found = check_live(store, self._online, share=1.0, publishing=True) if lost else None
+            publisher = Publisher(store, self._online, report, Silent(), lease)
+            publisher.publish(snapshot.number, reload=reload, found=found)
+        wanted = {*snapshot.names} - (set() if reload else there - {lost})
+        assert sorted(self.loaded[first:]) == sorted(wanted)
+        pointer = self._online.live("made")
+        assert pointer is not None
+        assert (pointer.snapshot, pointer.segments) == (snapshot.number, snapshot.names)
+        keys = [b"%d" % key for key in range(KEYS)]
+        read = self._online.read("made", keys)
+        assert read is not None
+        codec = RowCodec(VIEW)
+        rows = {
+            key: codec.decode_one(value)[1]["x"]
+            for key, value in enumerate(read[1].values)
+            if value is not None and len(value) > HEADER_BYTES
+        }
+        assert rows == self._world.rows[snapshot.number]
+        for name in snapshot.names:
+            contents = self._contents(name)
+            assert self.bytes.setdefault(name, contents) == contents
+        self.most = max(self.most, len(self._online.segments("made")))
+
+    def step(self, snapshot: Snapshot) -> None:
+        """Publish a new snapshot, or any earlier one, or what is live again."""
+        random, world = self.random, self._world
+        if random.random() < 0.2:
+            snapshot = world.store.snapshot(random.choice(sorted(world.rows)))
+        self.publish(snapshot, reload=random.random() < 0.1)
+
+    def check(self) -> None:
+        """Most segments were loaded once, and some again."""
+        again = len(self.loaded) - len(set(self.loaded))
+        assert 0 < again < len(self.loaded) / 2
+        assert self.most > 5
+
+
+def served_from_tables(world: World, folder: Path) -> Served:
+    """From table files, which are gone at times, or have another bit."""
+    store, chance = TableStore(folder), random.Random(7)
+
+    def path(name: str) -> Path:
+        return folder / "made" / f"{name}.table"
+
+    def lose(name: str) -> None:
+        if chance.random() < 0.5:
+            path(name).unlink()
+            return
+        data = bytearray(path(name).read_bytes())
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        # open files stay as they are
+        path(name).unlink()
+        path(name).write_bytes(data)
+
+    return Served(world, store, lose, lambda name: path(name).read_bytes())
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_a_view_without_partitions(tmp_path: Path, seed: int) -> None:
     world = World(tmp_path, seed)
-    lists = set()
-    for _ in range(SNAPSHOTS):
+    lists, served = set(), served_from_tables(world, tmp_path / "online")
+    for number in range(SNAPSHOTS):
         snapshot = world.run(None)
         world.check(snapshot)
         lists.add(len(snapshot.segments))
+        if number % 3 == 0:
+            served.step(snapshot)
+    served.check()
     for number in world.rows:
         world.check(world.store.snapshot(number))
     assert lists == {1, 2, 3, 4, 5}
@@ -264,11 +381,14 @@ def test_a_view_without_partitions(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_partitions_and_all_of_them_assembled(tmp_path: Path, seed: int) -> None:
     world, lists, removed = World(tmp_path, seed), set(), 0
+    served = served_from_tables(world, tmp_path / "online")
     for _ in range(SNAPSHOTS // 2):
         world.check(world.run(world.random.choice(PARTITIONS)))
         assembled = world.assemble()
         if assembled is not None:
             world.check(assembled)
+            if assembled.number % 3 == 0:
+                served.step(assembled)
             lists.add(len(assembled.segments))
             removed += sum(segment.removed for segment in assembled.segments)
     assert lists >= {1, 2, 3}

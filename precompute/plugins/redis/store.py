@@ -290,7 +290,8 @@ class RedisStore(OnlineStore):
         except ValueError as exc:
             raise RowsLostError(
                 f"what is noted of segment {name} of view {view!r} is gone or damaged ({exc}):"
-                f" precompute publish {view} --reload"
+                f" precompute publish {view} --reload",
+                frozenset([name]),
             ) from exc
         uppers = [hashes[name] for name in names[1:]]
         return _Layers(layouts, KeyHashes.of(uppers) if uppers else None, hashes)
@@ -366,7 +367,8 @@ class RedisStore(OnlineStore):
         ):
             done = started.done
         earlier = started or meta.loaded.get(name)
-        prefix = self._names.rows(view, segment, meta.counter + 1)
+        # not the counter that it will have: a segment lies alike whenever it is loaded
+        prefix = self._names.rows(view, segment, 0)
         buckets = bucket_count(rows, row_bytes, len(prefix)) if self._options.buckets else 0
         if earlier is not None:
             buckets = 0 if earlier.buckets is None else earlier.buckets.number
