@@ -252,7 +252,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         line |= _live(snapshot, ref) | {
             "online": pointer is not None and pointer.epoch == ref.epoch if answers else None
         }
-        line["index"] = _index(store, snapshot, ref)
+        line["index"] = _index(store, ref)
         line |= _source(known_source_at(snapshot, reports))
         line["partitions"] = (
             None
@@ -381,11 +381,9 @@ def notes(line: Mapping[str, Any]) -> list[str]:
     return [text for text in details if text and text not in line["attention"]]
 
 
-def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> dict[str, Any] | None:
+def _index(store: ViewStore, ref: LiveRef) -> dict[str, Any] | None:
     """What was measured of the vector index that is searched."""
-    found = (
-        None if snapshot.view.index is None else index_figures(store.index_folder(ref.segments[0]))
-    )
+    found = index_figures(store.index_folder(ref.indexes[0])) if ref.indexes else None
     return None if found is None else plain(found)
 
 

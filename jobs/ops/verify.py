@@ -166,8 +166,9 @@ def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot) -> s
 def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> str:
     view = snapshot.view
     assert view.index is not None
-    lowest, *upper = map(store.index_folder, ref.segments)
-    index = VectorIndex(lowest, upper[-1] if upper else None)
+    if not ref.indexes:
+        raise VectorIndexError(f"it was published without one: precompute publish {view.name}")
+    index = VectorIndex(*map(store.index_folder, ref.indexes))
     vectors = snapshot.rows - int(snapshot.quality.get("nulls", 0))
     if len(index) != vectors:
         raise VectorIndexError(

@@ -1,10 +1,9 @@
-"""Loader: loads one segment into the online store, in large batches, reads some of it back, and
-builds the vector index beside it."""
+"""Loader: loads one segment into the online store, in large batches, and reads some of it back."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,6 @@ import numpy as np
 from precompute.engine.ahead import Ahead, StageTime
 from precompute.jobs.run.command_process import Progress
 from precompute.store.disk.crashpoint import crashpoint
-from precompute.store.disk.record import plain
 from precompute.store.errors import OnlineStoreError, PrecomputeError
 from precompute.store.history.changes import Changes
 from precompute.store.offline.runs import Report
@@ -21,12 +19,9 @@ from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import RowBatch, Rows, hash_of, hashes
-from precompute.store.online.online_store import OnlineStore, Segment, number_of
+from precompute.store.online.online_store import OnlineStore, Segment
 from precompute.store.online.row_values import is_variable
 from precompute.store.times import microseconds
-from precompute.store.vectors.index_build import build_index, build_overlay
-from precompute.store.vectors.index_choice import Limits
-from precompute.store.vectors.index_rows import index_columns
 
 LOAD_BATCH_ROWS = 8192
 """Rows that are read from Parquet and encoded at a time, at most: see
@@ -62,8 +57,7 @@ class Loader:
         progress: called with every batch.
         owner: identity of the root that the view is loaded for; empty where another one is taken
             over.
-        memory_mb: what the vector index may keep in memory; an eighth of it, at most, the rows that
-            are encoded ahead.
+        memory_mb: an eighth of it, at most, is kept of rows that are encoded ahead.
     """
 
     def __init__(
@@ -80,7 +74,6 @@ class Loader:
         self._report = report
         self._progress = progress
         self._owner = owner
-        self._limits = Limits(memory_mb=memory_mb)
         self._ahead_bytes = min(AHEAD_BYTES, memory_mb * 2**20 // 8)
 
     def prepare(self, segment: Segment, snapshot: Snapshot, rows: int) -> int:
@@ -125,10 +118,9 @@ class Loader:
         snapshot: Snapshot,
         changes: Changes | None,
         rows_done: int = 0,
-        below: Sequence[str] = (),
     ) -> None:
-        """Load rows and index of a whole snapshot, or with ``changes``, whose files were checked,
-        of what changed since the segments ``below``; beside what is live, and read back.
+        """Load the rows of a whole snapshot, or with ``changes``, whose files were checked, what
+        changed; beside what is live, and read back.
 
         Raises:
             SnapshotError: a file is damaged.
@@ -145,10 +137,6 @@ class Loader:
             with report.stage("verify"):
                 self._verify(segment, sample)
                 crashpoint("online.verify")
-            if snapshot.view.index is not None:
-                with report.stage("index"):
-                    self._build(segment, snapshot, below)
-                    crashpoint("index.build")
         except PrecomputeError:
             # a segment that was not verified must not be there for a later run to use
             with contextlib.suppress(PrecomputeError):
@@ -243,24 +231,6 @@ class Loader:
                     f" {view!r} {what}; nothing was published"
                 )
             start += len(part)
-
-    def _build(self, segment: Segment, snapshot: Snapshot, below: Sequence[str]) -> None:
-        store, view = self._store, snapshot.view
-        folder, columns = store.index_folder(segment.name), index_columns(view)
-        if not below:
-            batches = store.batches(snapshot, columns=columns, batch_rows=LOAD_BATCH_ROWS)
-            figures = build_index(folder, batches, view, model=snapshot.model, limits=self._limits)
-        else:
-            # one index for all upper segments, since a search reads each: for 1 % of the rows it
-            # takes 0.0014 of the lowest one's time
-            changes = Changes(store, store.snapshot(number_of(below[0])), snapshot)
-            base = store.index_folder(below[0])
-            batches = changes.batches(columns, LOAD_BATCH_ROWS)
-            figures = build_overlay(
-                folder, base, batches, [changes.removed], view, model=snapshot.model
-            )
-        self._report.index = plain(figures)
-        self._report.usage.written_bytes += figures.size_bytes
 
 
 def _from_row(batches: Iterator[RowBatch], first: int) -> Iterator[RowBatch]:

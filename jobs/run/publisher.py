@@ -13,13 +13,13 @@ import contextlib
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Any
 
 from precompute.jobs.run.command_process import Progress
+from precompute.jobs.run.index_publisher import IndexPublisher
 from precompute.jobs.run.loader import Loader
 from precompute.store.account.account import Act
 from precompute.store.account.checker import check_live
@@ -33,11 +33,9 @@ from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
     OnlineStoreError,
-    OtherFormatError,
     RowsLostError,
     SnapshotError,
     UnreadableError,
-    VectorIndexError,
 )
 from precompute.store.history.changes import Changes, shared_segments
 from precompute.store.keys import key_column
@@ -59,7 +57,6 @@ from precompute.store.online.online_store import (
     number_of,
 )
 from precompute.store.online.row_values import packed_strings
-from precompute.store.vectors.vector_index import VectorIndex, is_there
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +71,6 @@ KEYS_ROWS = 65_536
 MOST_CHANGED = 0.5
 """Share of the lowest segment's rows beyond which all rows are loaded: those that upper segments
 replace lie in the store twice."""
-MOST_SEARCHED = 0.1
-"""The same for a view with a vector index: a search compares with every vector that changed since
-the lowest segment."""
 
 
 def segment_of(snapshot: Snapshot, below: str = "") -> Segment:
@@ -119,6 +113,7 @@ class Publisher:
         self._loader = Loader(
             store, online, report, progress, "" if take_over else self._owner, memory_mb
         )
+        self._indexes = IndexPublisher(store, report, memory_mb)
 
     def publish(
         self,
@@ -167,8 +162,8 @@ class Publisher:
         act = check_live(
             store, online, budget_s=CURRENT_LOOK_S if unchanged else 0.0, publishing=True
         ).act
-        damaged = act is Act.LOAD
-        if live is not None and not reload and not damaged and live.epoch >= epoch:
+        damaged, doubted = act is Act.LOAD, act in (Act.INDEX, Act.LOAD)
+        if live is not None and not reload and not doubted and live.epoch >= epoch:
             pointer = self._keep_current(snapshot, live, repaired or act is Act.POINT)
             if pointer is not None:
                 report.snapshot, report.model = number, snapshot.model
@@ -183,12 +178,14 @@ class Publisher:
             # what failed publishings had loaded
             self._drop_unused(ref, current)
             segments = self._load(snapshot, ref, reload or damaged)
+        indexes, built = self._indexes.ready(snapshot, ref, doubted=doubted, again=reload)
         move: dict[str, Any] = {"reason": reason, "held": held, "run": run or report.run}
         move |= {"expected_epoch": expected, "above": epoch, "segments": segments, "marks": marks}
+        move |= {"indexes": indexes}
         unused = set(segments) - self._in_use(ref, current)
-        ref = self._make_live(snapshot, move, unused, again=loads)
+        ref = self._make_live(snapshot, move, unused, again=loads or built)
         self._tidy(ref, current)
-        if damaged:
+        if doubted:
             check_live(store, online, budget_s=0.0, publishing=True)
         report.status, report.epoch = "published", ref.epoch
         return self._pointer(snapshot, ref)
@@ -207,8 +204,9 @@ class Publisher:
         """The pointer of what is live already and stays so; None where it has to be loaded again.
         ``again``: flip it even if it is the same."""
         current, pointer = self._current(), self._pointer(snapshot, ref)
-        if not self._can_be_read(
-            pointer, snapshot, rows=DOUBTED_ROWS if pointer.degraded else BASE_ROWS
+        rows = DOUBTED_ROWS if pointer.degraded else BASE_ROWS
+        if not (
+            self._indexes.are_there(ref.indexes) and self._can_be_read(pointer, snapshot, rows=rows)
         ):
             return None
         pointer = replace(pointer, degraded=False)
@@ -235,7 +233,7 @@ class Publisher:
             log.warning("%s", exc)
             return False
         pointer = self._pointer(snapshot, ref)
-        if not self._can_be_read(pointer, snapshot):
+        if not (self._indexes.are_there(ref.indexes) and self._can_be_read(pointer, snapshot)):
             return False
         self._flip_online(pointer)
         self.sweep()
@@ -280,7 +278,7 @@ class Publisher:
             return below
         segment = segment_of(snapshot, below[-1])
         done = self._prepare(segment, snapshot, rows)
-        self._loader.load(segment, snapshot, changes, done, below)
+        self._loader.load(segment, snapshot, changes, done)
         return (*below, segment.name)
 
     def _prepare(self, segment: Segment, snapshot: Snapshot, rows: int) -> int:
@@ -297,10 +295,7 @@ class Publisher:
         if current is not None and current.degraded:
             return None
         loaded = self._loaded(ref, snapshot)
-        if not loaded or (loaded[0].view.features, loaded[0].view.index) != (
-            snapshot.view.features,
-            snapshot.view.index,
-        ):
+        if not loaded or loaded[0].view.features != snapshot.view.features:
             return None
         base, shared = loaded[0], [shared_segments(layer, snapshot) for layer in loaded]
         # the layers that the snapshot's list continues, and the base in any case; others were
@@ -308,8 +303,7 @@ class Publisher:
         whole = (n == len(one.segments) for n, one in zip(shared, loaded, strict=True))
         under_it = shared[: max(1, sum(takewhile(bool, whole)))]
         weights = [max(one.rows, one.weight - one.rows) for one in snapshot.segments]
-        most = MOST_CHANGED if snapshot.view.index is None else MOST_SEARCHED
-        if not shared[0] or sum(weights[shared[0] :]) > most * base.rows:
+        if not shared[0] or sum(weights[shared[0] :]) > MOST_CHANGED * base.rows:
             return None
         new = sum(weights[under_it[-1] :])
         stay = (
@@ -360,7 +354,6 @@ class Publisher:
                 for name in unused - self._in_use(refs.readable_live(), None):
                     with contextlib.suppress(OnlineStoreError, ConflictError):
                         self._online.drop(self._store.name, name)
-                    shutil.rmtree(self._store.index_folder(name), ignore_errors=True)
                 raise
             self._flip_online(self._pointer(snapshot, ref), again=again)
             crashpoint("online.flip")
@@ -388,23 +381,9 @@ class Publisher:
                 pointer = self._pointer(
                     snapshot, LiveRef(1, snapshot.number, None, "", "", segments=segments)
                 )
-                if (
-                    loaded.keys() >= set(segments)
-                    and self._can_be_read(pointer, snapshot)
-                    and self._index_opens(pointer)
-                ):
+                if loaded.keys() >= set(segments) and self._can_be_read(pointer, snapshot):
                     return segments
         return None
-
-    def _index_opens(self, pointer: Pointer) -> bool:
-        if pointer.index is not None:
-            try:
-                root, overlay = self._store.offline.root, pointer.overlay_index
-                VectorIndex(root / pointer.index, None if overlay is None else root / overlay)
-            except VectorIndexError as exc:
-                log.warning("%s; it is built again", exc)
-                return False
-        return True
 
     def _current(self) -> Pointer | None:
         """The online pointer; None when there is none, or it is damaged and about to be
@@ -424,16 +403,8 @@ class Publisher:
         rows: int = BASE_ROWS,
         values: bool = True,
     ) -> bool:
-        """Whether segments and index are there and their rows are right; the caller loads again
-        what is not."""
-        for index in (pointer.index, pointer.overlay_index):
-            if index is not None and not is_there(self._store.offline.root / index):
-                log.warning(
-                    "view %r: the vector index %s is gone; it is built again",
-                    pointer.view.name,
-                    index,
-                )
-                return False
+        """Whether segments are there and their rows are right; the caller loads again what is
+        not."""
         try:
             check_served(self._store, self._online, pointer, snapshot, rows, values=values)
         except RowsLostError as exc:
@@ -445,11 +416,11 @@ class Publisher:
         return True
 
     def _drop_unused(self, ref: LiveRef | None, current: Pointer | None) -> None:
-        """Remove segments and indexes except the live ones, the ones before (for a rollback), and
+        """Remove segments except the live ones, the ones before (for a rollback), and
         those that the online pointer named until now, which requests that began before the flip
         still read."""
         self._lease.check()
-        store, online, view = self._store, self._online, self._store.name
+        online, view = self._online, self._store.name
         keep = self._in_use(ref, current)
         try:
             segments = online.segments(view)
@@ -460,18 +431,12 @@ class Publisher:
         except OnlineStoreError as exc:
             # what is live is whole; the next publishing drops the rest
             log.warning("view %r: old segments stay for now: %s", view, exc)
-        for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
-            if path.name in keep:
-                continue
-            # one of another format is another version's, and stays
-            with contextlib.suppress(OtherFormatError):
-                is_there(path)
-                shutil.rmtree(path, ignore_errors=True)
         for each in self._followers:
             each.drop_all_but(keep)
 
     def _tidy(self, ref: LiveRef, current: Pointer | None) -> None:
         self._drop_unused(ref, current)
+        self._indexes.drop_all_but(self._in_use(ref, current))
         self.sweep()
 
     def sweep(self) -> None:
@@ -507,17 +472,20 @@ class Publisher:
 
     @staticmethod
     def _in_use(ref: LiveRef | None, current: Pointer | None) -> set[str]:
-        """Segments that the live pointer, the one to go back to and the online one have."""
-        names = () if ref is None else (*ref.segments, *ref.previous_segments)
-        return {*names, *(() if current is None else current.segments)}
+        """Segments and indexes that the live pointer, the one to go back to and the online one
+        have."""
+        names = set[str]()
+        if ref is not None:
+            names |= {*ref.segments, *ref.previous_segments, *ref.indexes, *ref.previous_indexes}
+        return names if current is None else names | {*current.segments, *current.indexes}
 
     def _pointer(self, snapshot: Snapshot, ref: LiveRef) -> Pointer:
         """The online pointer, made of the manifest, the live pointer and the online pointer before,
         so that it can be made again at any time."""
         current = self._current()
         renewed = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None]
-        lowest, *upper = ref.segments
-        folder = None if snapshot.view.index is None else f"{snapshot.view.name}/index"
+        folders = [f"{snapshot.view.name}/index/{name}" for name in ref.indexes]
+        index, changed = (*folders, None, None)[:2]
         return Pointer(
             view=snapshot.view,
             snapshot=snapshot.number,
@@ -529,12 +497,12 @@ class Publisher:
             computed_at_min=snapshot.computed_at_min,
             input_columns=dict(snapshot.input_columns),
             inputs=dict(snapshot.inputs),
-            index=None if folder is None else f"{folder}/{lowest}",
+            index=index,
             segments=ref.segments,
             # misses of a snapshot of all partitions are computed from the newest partition's source
             partition=snapshot.partition or max(snapshot.members, default=None),
             renewed_at_us=max(renewed, default=0),
-            overlay_index=None if folder is None or not upper else f"{folder}/{upper[-1]}",
+            changed_index=changed,
             owner=self._owner,
             lossy=self._is_lossy,
             took_over=self._owner_before(current),

@@ -78,7 +78,8 @@ def served_pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> Point
         check_owner(pointer, name, known_identity(store.offline.root))
         if pointer.epoch > ref.epoch:
             return None
-        if (pointer.epoch, pointer.segments) != (ref.epoch, ref.segments):
+        served = (pointer.epoch, pointer.segments, pointer.indexes)
+        if served != (ref.epoch, ref.segments, ref.indexes):
             found = (
                 f"the online store serves snapshot {pointer.snapshot} of view {name!r}, and"
                 f" {ref.snapshot} is live"

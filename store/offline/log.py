@@ -118,8 +118,10 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
     """Which snapshot is live. ``epoch`` is the number of the event that made it so, and fences late
     writers; 0 means never published.
 
-    ``segments`` are the names of the online store's segments that it is, the lowest first;
-    ``previous`` and ``previous_segments`` what was live before. ``run`` is the id of the command
+    ``segments`` are the names of the online store's segments that it is, the lowest first, and
+    ``indexes`` those of the folders of its vector index: the base's, and that of the rows that
+    changed since, if any; ``previous``, ``previous_segments`` and ``previous_indexes`` are what was
+    live before. ``run`` is the id of the command
     that published it; a backfill has one for all its publishings.
     """
 
@@ -130,6 +132,8 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
     at: str
     segments: tuple[str, ...]
     previous_segments: tuple[str, ...] = ()
+    indexes: tuple[str, ...] = ()
+    previous_indexes: tuple[str, ...] = ()
     renewed_at: int | None = None
     """When a later run found nothing changed, µs since 1970."""
     renewal_noted_at: str | None = None
@@ -161,8 +165,8 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
 class Event(Record, frozen=True, omit_defaults=True):
     """One thing that happened. ``kind`` says what, and which of the other fields count:
 
-    publish   ``snapshot`` is live, by ``segments``; ``held``: why runs publish nothing after it
-              (None: they do); ``marks``: what it leaves that is bad from then on
+    publish   ``snapshot`` is live, by ``segments`` and ``indexes``; ``held``: why runs publish
+              nothing after it (None: they do); ``marks``: what it leaves that is bad from then on
     renew     a run found nothing changed, at ``renewed_at`` (µs since 1970)
     drop      nothing is live any more
     resume    runs publish again
@@ -189,6 +193,8 @@ class Event(Record, frozen=True, omit_defaults=True):
     snapshot: int | None = None
     segments: tuple[str, ...] = ()
     """Names of the online store's segments that it is, the lowest first."""
+    indexes: tuple[str, ...] = ()
+    """Names of the folders of its vector index: the base's, and that of the changed rows."""
     held: Hold | None = None
     renewed_at: int | None = None
     marks: dict[int, BadMark] = field(default_factory=dict)
@@ -268,10 +274,16 @@ def _published(state: State, event: Event) -> State:
         event.reason,
         event.at,
         event.segments,
+        indexes=event.indexes,
         run=event.run,
     )
     if before is not None and before.snapshot != snapshot:
-        live = replace(live, previous=before.snapshot, previous_segments=before.segments)
+        live = replace(
+            live,
+            previous=before.snapshot,
+            previous_segments=before.segments,
+            previous_indexes=before.indexes,
+        )
     elif before is not None:
         # Loaded again: what was before it is still what to go back to, its rows are as they were
         # found to be, and the command that brought them is the same.
@@ -279,6 +291,7 @@ def _published(state: State, event: Event) -> State:
             live,
             previous=before.previous,
             previous_segments=before.previous_segments,
+            previous_indexes=before.previous_indexes,
             renewed_at=before.renewed_at,
             run=before.run,
         )
@@ -808,6 +821,7 @@ class Log:
         expected_epoch: int,
         reason: str,
         segments: Sequence[str] = (),
+        indexes: Sequence[str] = (),
         held: Hold | None = None,
         marks: Mapping[int, BadMark] | None = None,
         lease: Lease | None = None,
@@ -822,6 +836,7 @@ class Log:
             reason: one phrase for the operator.
             segments: names of those of the online store that it is, the lowest first; none where it
                 is in no online store.
+            indexes: names of the folders of its vector index, the base's first; none without one.
             held: since when and why runs are to publish nothing after this.
             marks: numbers of the snapshots that are bad from then on → why.
             lease: held by the writer.
@@ -846,6 +861,7 @@ class Log:
                 kind="publish",
                 snapshot=snapshot,
                 segments=tuple(segments),
+                indexes=tuple(indexes),
                 held=held,
                 marks=dict(marks or {}),
                 reason=reason,

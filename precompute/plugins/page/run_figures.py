@@ -337,9 +337,10 @@ def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[
         or snapshot.view.index is None
         or ref is None
         or ref.snapshot != snapshot.number
+        or not ref.indexes
     ):
         return None
-    found = index_figures(store.index_folder(ref.segments[0]))
+    found = index_figures(store.index_folder(ref.indexes[0]))
     return None if found is None else dict(plain(found))
 
 
