@@ -264,15 +264,11 @@ def test_many_deltas_end_where_one_full_run_does(published: Any) -> None:
                 del table[key]
             else:
                 table[key] = random_number.random()
-        project = published(table, **(indexed if step > 8 else {}))
-        lowest, *upper = project.live().segments
-        bases.add(lowest)
-        most = max(most, len(upper))
-        if step > 8:
-            index = VectorIndex(
-                project.store.index_folder(lowest),
-                project.store.index_folder(upper[-1]) if upper else None,
-            )
+        project = published(table, **(indexed if step > 6 else {}))
+        most = max(most, len(project.live().segments) - 1)
+        if step > 6:
+            bases.add(project.live().indexes[0])
+            index = VectorIndex(*map(project.store.index_folder, project.live().indexes))
             assert {key for key in range(-1, 2 * ROWS) if index.find(str(key)) is not None} == set(
                 table
             )
