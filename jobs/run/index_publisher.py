@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +18,11 @@ from precompute.store.errors import OtherFormatError, SnapshotError, VectorIndex
 from precompute.store.offline.log import LiveRef
 from precompute.store.offline.part_file import Layers
 from precompute.store.offline.runs import Report
+from precompute.store.offline.segment import COPIED
 from precompute.store.offline.selection import Selection, rows_beside
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.vectors.index_build import build_changed, build_index
+from precompute.store.vectors.index_build import build_changed, build_index, without_copies
 from precompute.store.vectors.index_choice import Limits
 from precompute.store.vectors.index_files import (
     PARTS,
@@ -60,6 +61,8 @@ class _Over(NamedTuple):
 
     base: str
     """Name of its folder."""
+    rows: int
+    """How many it has."""
     changed: Selection
     """Rows of the list that the base has not."""
     gone: RowNumbers
@@ -69,6 +72,19 @@ class _Over(NamedTuple):
     def distance(self) -> tuple[int, int, str]:
         """The smaller, the less is searched in vain."""
         return self.changed.count, len(self.gone), self.base
+
+    def lacks_little(self, rows: int, copies: int = 0) -> bool:
+        """Whether it may be searched for a list of so many rows, where so many of the changed ones
+        may be copies of those that are gone, or have no vector."""
+        return (
+            self.changed.count - copies <= MOST_CHANGED * rows
+            and len(self.gone) - copies <= MOST_GONE * self.rows
+        )
+
+    def copies(self, parts: Iterable[IndexedPart]) -> int:
+        """How many rows may be copies, at most, where its base has these ``parts``."""
+        changed = sum(file.count for file in self.changed.files if _is_copied(file.path.name))
+        return changed + sum(part.living for part in parts if _is_copied(Path(part.path).name))
 
 
 class IndexPublisher:
@@ -197,22 +213,30 @@ class IndexPublisher:
     ) -> _Over | None:
         """Of the bases that are there and whole the one that lacks the fewest rows; None where each
         lacks too many. Of those that are ``trusted`` only the sizes are looked at."""
-        found = []
+        near, far = list[_Over](), list[_Over]()
         for path in self._folders():
             parts = self._parts_of(path, listed) if is_base(path.name) else None
-            if parts is None:
-                continue
-            over = self._over(path.name, parts, listed)
-            rows = sum(part.living - len(part.null) for part in parts)
-            if (
-                over.changed.count <= MOST_CHANGED * snapshot.rows
-                and len(over.gone) <= MOST_GONE * rows
-            ):
-                found.append(over)
-        for over in sorted(found, key=lambda over: over.distance):
+            over = None if parts is None else self._over(path.name, parts, listed)
+            if over is not None and over.lacks_little(snapshot.rows):
+                near.append(over)
+            elif over is not None and over.lacks_little(snapshot.rows, over.copies(parts or ())):
+                far.append(over)
+        for over in sorted(near, key=lambda over: over.distance):
             if over.base in trusted or self._is_whole(over.base):
                 return over
-        return None
+        # to read what may be copied takes a hundredth of building a base
+        closer = [self._without_copies(snapshot, over) for over in far if self._is_whole(over.base)]
+        few = [over for over in closer if over.lacks_little(snapshot.rows)]
+        return min(few, key=lambda over: over.distance, default=None)
+
+    def _without_copies(self, snapshot: Snapshot, over: _Over) -> _Over:
+        """The same without the rows that were copied, as they are, from one file to another."""
+        self._compare(snapshot, over.changed)
+        view = snapshot.view
+        rows = over.changed.batches(index_columns(view))
+        folder = self._store.index_folder(over.base)
+        others, gone = without_copies(folder, _in_batches(rows), over.gone, view)
+        return over._replace(changed=over.changed.at(others), gone=gone)
 
     def _parts_of(self, folder: Path, listed: IndexedList) -> list[IndexedPart] | None:
         """The parts of a base that may be searched for the list; None of others."""
@@ -244,14 +268,15 @@ class IndexPublisher:
             for number, file in enumerate(rows_beside(had, has).files)
             if file.count
         }
-        return _Over(base, rows_beside(has, had), index_rows(parts, gone))
+        rows = sum(part.living - len(part.null) for part in parts)
+        return _Over(base, rows, rows_beside(has, had), index_rows(parts, gone))
 
     # ---- building
 
     def _build_base(self, snapshot: Snapshot, listed: IndexedList, name: str) -> None:
         store, view = self._store, snapshot.view
         folder = store.index_folder(name)
-        self._comparing(snapshot, lambda: store.compare_parts(snapshot))
+        self._compare(snapshot)
         rows = store.batches(snapshot, index_columns(view), BATCH_ROWS)
         self._note(
             build_index(
@@ -263,14 +288,7 @@ class IndexPublisher:
         self, snapshot: Snapshot, listed: IndexedList, over: _Over, name: str
     ) -> None:
         store, view = self._store, snapshot.view
-        read = {file.path for file in over.changed.files if file.count}
-
-        def compare() -> None:
-            for part in snapshot.parts:
-                if (store.folder / part.path).absolute() in read:
-                    store.whole_path(snapshot, part)
-
-        self._comparing(snapshot, compare)
+        self._compare(snapshot, over.changed)
         self._note(
             build_changed(
                 store.index_folder(name),
@@ -283,13 +301,20 @@ class IndexPublisher:
             )
         )
 
-    def _comparing(self, snapshot: Snapshot, compare: Callable[[], None]) -> None:
-        """Compare files before they are parsed; one that is damaged is marked, so that the next run
-        builds on what is whole."""
+    def _compare(self, snapshot: Snapshot, rows: Selection | None = None) -> None:
+        """Compare the files of a snapshot, or those that some rows are read of, with their
+        checksums; what is damaged is marked, so that the next run builds on what is whole."""
+        store = self._store
         try:
-            compare()
+            if rows is None:
+                store.compare_parts(snapshot)
+                return
+            read = {file.path for file in rows.files if file.count}
+            for part in snapshot.parts:
+                if part.in_folder(store.folder).path in read:
+                    store.whole_path(snapshot, part)
         except SnapshotError:
-            self._store.check_parts(snapshot)
+            store.check_parts(snapshot)
             raise
 
     def _note(self, figures: IndexFigures) -> None:
@@ -310,6 +335,10 @@ def _layers(parts: Sequence[IndexedPart], paths: Sequence[Path]) -> Layers:
         [part.rows for part in parts],
         {number: part.dead for number, part in enumerate(parts)},
     )
+
+
+def _is_copied(name: str) -> bool:
+    return name.startswith(COPIED)
 
 
 def _in_batches(rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

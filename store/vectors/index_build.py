@@ -20,9 +20,11 @@ from precompute.store.disk.durable_file import disk_message, make_folder, sync_f
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError, VectorIndexError
 from precompute.store.feature_view import FeatureView
+from precompute.store.keys import key_column
 from precompute.store.vectors.index_choice import Choice, Chooser, Limits
 from precompute.store.vectors.index_files import (
     CODES,
+    DTYPES,
     GONE,
     HASHES,
     LARGEST_FLOAT16,
@@ -44,7 +46,13 @@ from precompute.store.vectors.index_files import (
     write_codes,
     write_index_record,
 )
-from precompute.store.vectors.index_rows import RowsWriter, read_table, write_table
+from precompute.store.vectors.index_rows import (
+    IndexRows,
+    RowsWriter,
+    filterable,
+    read_table,
+    write_table,
+)
 from precompute.store.vectors.indexed_parts import IndexedList, write_parts
 
 NOTHING = IndexedList()
@@ -198,6 +206,53 @@ def build_changed(
         )
 
 
+def without_copies(
+    base_folder: Path, rows: Iterable[pa.RecordBatch], gone: RowNumbers, view: FeatureView
+) -> tuple[RowNumbers, RowNumbers]:
+    """Of rows that a base has not and such that it has and that count no more, those that are no
+    copies of each other: merging segments puts a row into another file as it is.
+
+    Args:
+        base_folder: of the base, whose files were compared with their checksums.
+        rows: as for :func:`build_index`.
+        gone: numbers of the base's rows.
+        view: of both.
+
+    Returns:
+        which of ``rows`` that have a vector, from 0 and ascending, and which of ``gone``.
+    """
+    spec, (record, _) = view.index, read_index_record(base_folder)
+    assert spec is not None
+    base, left = IndexRows(base_folder), np.zeros(record.rows, np.bool_)
+    left[gone] = True
+    others, came = [np.zeros(0, np.int64)], 0
+    for batch in rows:
+        here = np.flatnonzero(batch.column(spec.on).is_valid()) + came
+        came += batch.num_rows
+        batch = batch.filter(batch.column(spec.on).is_valid())
+        found = base.same(
+            key_column(batch, view.entity),
+            np.asarray(batch.column("computed_at").cast(pa.int64())),
+            _numbers(batch.column(spec.on), view).astype(DTYPES[record.dtype]),
+            [batch.column(name).cast(kind) for name, kind in filterable(view).items()],
+        )
+        copied = (found >= 0) & left[found]
+        left[found[copied]] = False
+        others.append(here[~copied])
+    return np.concatenate(others), np.flatnonzero(left)
+
+
+def _numbers(vectors: pa.Array, view: FeatureView) -> Floats:
+    """Vectors, none of them null, as they are compared: float32 [n, dim], of length 1 for
+    cosine."""
+    assert view.index is not None
+    dim = view.feature(view.index.on).dim
+    # the configuration refuses an index on anything but a vector
+    assert dim is not None
+    values = np.asarray(vectors.flatten()).astype(np.float32).reshape(-1, dim)
+    return _normalised(values) if view.index.metric == "cosine" else values
+
+
 def _write_rows(
     folder: Path, rows: Iterable[pa.RecordBatch], view: FeatureView
 ) -> tuple[RowsWriter, int, str, RowNumbers]:
@@ -210,7 +265,6 @@ def _write_rows(
     spec = view.index
     assert spec is not None
     dim = view.feature(spec.on).dim
-    # The configuration refuses an index on anything but a vector.
     assert dim is not None
     flat = FlatFile(folder / _EXACT_VECTORS, dim, "float32", l2=spec.metric == "l2")
     writer = RowsWriter(folder, view)
@@ -223,8 +277,7 @@ def _write_rows(
                 null.append(np.flatnonzero(vectors.is_null()) + came - batch.num_rows)
                 batch = batch.filter(vectors.is_valid())
                 vectors = batch.column(spec.on)
-            values = np.asarray(vectors.flatten()).astype(np.float32).reshape(-1, dim)
-            values = _normalised(values) if spec.metric == "cosine" else values
+            values = _numbers(vectors, view)
             largest = max(largest, float(np.abs(values).max(initial=0.0)))
             flat.add(values)
             writer.add(batch)

@@ -246,6 +246,33 @@ class IndexRows:
                 place += 1
         return np.array(found, np.int64)
 
+    def same(
+        self,
+        keys: pa.Array,
+        computed_at_us: npt.NDArray[np.int64],
+        vectors: npt.NDArray[Any],
+        scalars: list[pa.Array],
+    ) -> RowNumbers:
+        """For each of some rows the number of the one here that is the very same, by its hashes; -1
+        where there is none, or two keys of its hash.
+
+        Args:
+            keys: their texts [n].
+            computed_at_us: when they were computed, µs since 1970.
+            vectors: [n, dim], as they are stored here.
+            scalars: the columns of :func:`filterable`.
+        """
+        if not len(self):
+            return np.full(len(keys), -1, np.int64)
+        hashed = hashes_of(keys)
+        at = np.minimum(np.searchsorted(self._hashes, hashed), len(self) - 1)
+        checks = hashed ^ computed_at_us.view(np.uint64) ^ _hashes_of_vectors(vectors)
+        equal = (self._hashes[at] == hashed) & (self._checks[at] == checks)
+        if self._scalars is not None:
+            equal &= self._scalars[at] == hashed ^ _hashes_of_scalars(scalars)
+        found: RowNumbers = np.where(equal, self._row_of[at], -1)
+        return found
+
 
 def hashes_of(keys: pa.Array) -> npt.NDArray[np.uint64]:
     """xxh3_64 of each key text, uint64 [n]."""

@@ -17,6 +17,7 @@ import pytest
 
 from precompute.jobs.run import index_publisher
 from precompute.jobs.run.index_publisher import MOST_CHANGED, IndexPublisher
+from precompute.jobs.run.rows.merging import merged
 from precompute.store.disk.record import replace
 from precompute.store.errors import OtherFormatError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView, IndexSpec
@@ -25,7 +26,7 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.segment import Segment
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.vectors.indexed_parts import is_base
-from precompute.store.vectors.vector_index import VectorIndex
+from precompute.store.vectors.vector_index import IndexLayer, VectorIndex
 from tests.formats import make_other
 from tests.jobs.test_segments import KEYS, PARTITIONS, SNAPSHOTS, Rows, World
 
@@ -75,7 +76,7 @@ class Searched(World):
         )
         assert not any(name.endswith(".tmp") for name in self.folders())
         self.publisher.drop_all_but({*ref.indexes, *ref.previous_indexes})
-        assert self.folders() == {*ref.indexes, *ref.previous_indexes}
+        assert {*ref.indexes} <= self.folders() <= {*ref.indexes, *ref.previous_indexes}
         return built
 
     def live(self) -> LiveRef:
@@ -148,8 +149,9 @@ def world(tmp_path: Path) -> Searched:
     return Searched(tmp_path, 0)
 
 
-def change(world: Searched, changed: Rows) -> Snapshot:
-    """A snapshot in which some rows of the last one are others, or of all rows."""
+def change(world: Searched, changed: Rows, stay: int | None = None) -> Snapshot:
+    """A snapshot in which some rows of the last one are others, or of all rows; all segments but
+    ``stay`` of them are merged."""
     last = world.last.get(None, [])
     parent = last[-1] if last else None
     world.clock += 1
@@ -165,6 +167,8 @@ def change(world: Searched, changed: Rows) -> Snapshot:
     counts = Counts(len(rows), len(changed), unchanged=len(rows) - len(changed))
     below = () if parent is None else parent.segments
     draft = world.draft(run, counts, (*below, segment), None)
+    if stay is not None:
+        draft = merged(world.store, draft, stay)
     return world.noted(world.store.commit(draft), rows, None)
 
 
@@ -235,6 +239,40 @@ def test_rows_that_live_again_are_found(world: Searched) -> None:
     world.publish(first)
     assert world.live().indexes[0] == base
     world.search(first)
+
+
+def test_rows_that_merging_copied_are_the_bases_own(world: Searched) -> None:
+    change(world, MANY)
+    second = change(world, {1: 100.0, 3: 200.0})
+    world.publish(second)
+    (base,) = world.live().indexes
+    third = change(world, {5: 100.5}, stay=0)
+    assert len(third.segments) == 1
+    world.publish(third)
+    # all of it lies in other files, and one row is another
+    assert world.live().indexes == (base, *world.built)
+    (changed,) = world.built
+    assert len(IndexLayer(world.store.index_folder(changed)).rows) == 1
+    world.search(third)
+    # and back, from a base that has the copies
+    shutil.rmtree(world.store.indexes)
+    world.publish(third, again=True)
+    (base,) = world.live().indexes
+    world.publish(second)
+    assert world.live().indexes == (base, *world.built)
+    world.search(second)
+    # the same rows in another file are the same
+    fourth = world.noted(
+        world.store.commit(
+            merged(world.store, world.draft("r9", second.counts, second.segments, None), 0)
+        ),
+        world.rows[second.number],
+        None,
+    )
+    world.publish(second, again=True)
+    names = world.live().indexes
+    assert (world.publish(fourth), world.live().indexes) == (False, names)
+    world.search(fourth)
 
 
 @pytest.mark.parametrize("which", [0, 1])
