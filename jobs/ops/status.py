@@ -12,7 +12,6 @@ from typing import Any, Literal, TypedDict
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.retention import partitions_in_words, partitions_served
-from precompute.jobs.run.loader import indexed_by
 from precompute.jobs.run.report import COMPUTING, PUBLISHING, with_real_status
 from precompute.jobs.run.rows.open_view import REPORTS, known_source_at
 from precompute.jobs.schedule.due import outlook
@@ -253,7 +252,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         line |= _live(snapshot, ref) | {
             "online": pointer is not None and pointer.epoch == ref.epoch if answers else None
         }
-        line["index"] = _index(store, snapshot)
+        line["index"] = _index(store, ref)
         line |= _source(known_source_at(snapshot, reports))
         line["partitions"] = (
             None
@@ -382,11 +381,9 @@ def notes(line: Mapping[str, Any]) -> list[str]:
     return [text for text in details if text and text not in line["attention"]]
 
 
-def _index(store: ViewStore, snapshot: Snapshot) -> dict[str, Any] | None:
+def _index(store: ViewStore, ref: LiveRef) -> dict[str, Any] | None:
     """What was measured of the vector index that is searched."""
-    if snapshot.view.index is None:
-        return None
-    found = index_figures(store.index_folder(indexed_by(snapshot)[0]))
+    found = index_figures(store.index_folder(ref.indexes[0])) if ref.indexes else None
     return None if found is None else plain(found)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from precompute.jobs.config.project import Project
-from precompute.jobs.run.loader import indexed_by
 from precompute.store.account.checker import check_live
 from precompute.store.account.rows import check_served
 from precompute.store.disk.lease import is_held
@@ -93,7 +92,7 @@ def _checks(project: Project, store: ViewStore) -> list[Check]:
         if check("online pointer", lambda: _pointer(store, online, live, ref)):
             check("online rows", lambda: _online_rows(store, online, live))
         if live.view.index is not None:
-            check("index", lambda: _index(store, live))
+            check("index", lambda: _index(store, live, ref))
         if all(check.ok for check in checks):
             check("account", lambda: _account(store, online))
     return checks
@@ -164,13 +163,12 @@ def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot) -> s
     )
 
 
-def _index(store: ViewStore, snapshot: Snapshot) -> str:
+def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> str:
     view = snapshot.view
     assert view.index is not None
-    base, changed = indexed_by(snapshot)
-    index = VectorIndex(
-        store.index_folder(base), None if changed is None else store.index_folder(changed)
-    )
+    if not ref.indexes:
+        raise VectorIndexError(f"it was published without one: precompute publish {view.name}")
+    index = VectorIndex(*map(store.index_folder, ref.indexes))
     vectors = snapshot.rows - int(snapshot.quality.get("nulls", 0))
     if len(index) != vectors:
         raise VectorIndexError(

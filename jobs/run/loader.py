@@ -1,10 +1,8 @@
-"""Loader: loads one segment into the online store, in large batches, and reads some of it back;
-builds the vector index of a list of them."""
+"""Loader: loads one segment into the online store, in large batches, and reads some of it back."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,9 +12,7 @@ from precompute.engine.ahead import Ahead, StageTime
 from precompute.jobs.run.command_process import Progress
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.lease import Lease
-from precompute.store.disk.record import plain, replace
-from precompute.store.errors import OnlineStoreError, PrecomputeError, VectorIndexError
-from precompute.store.history.changes import Changes
+from precompute.store.errors import OnlineStoreError, PrecomputeError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.segment import Segment
 from precompute.store.offline.selection import reading_file
@@ -27,12 +23,6 @@ from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import RowBatch, Rows, hash_of, hashes
 from precompute.store.online.online_store import OnlineStore
 from precompute.store.online.row_values import is_variable
-from precompute.store.vectors.index_build import build_index, build_overlay
-from precompute.store.vectors.index_choice import Limits
-from precompute.store.vectors.index_rows import index_columns
-from precompute.store.vectors.vector_index import VectorIndex, is_there
-
-log = logging.getLogger(__name__)
 
 LOAD_BATCH_ROWS = 8192
 """Rows that are read from Parquet and encoded at a time, at most: see
@@ -44,10 +34,6 @@ VERIFY_BYTES = 8 * 2**20
 """Bytes of those that are read back at a time, about; one row may have more."""
 KEY_BYTES = 16
 """Bytes of an entity key, for the estimate of a load's size."""
-MOST_SEARCHED = 0.2
-"""Weight of the segments that a search reads beside an index, as a share of the lowest one's,
-beyond which all rows are indexed: it compares with every vector that changed since. A row that is
-replaced weighs two."""
 AHEAD_BYTES = 64 * 2**20
 """Encoded rows that may be ready while the store takes those before them: an eighth of
 ``memory_mb``, where that is less."""
@@ -73,8 +59,7 @@ class Loader:
         owner: identity of the root that the view is loaded for; empty where another one is taken
             over.
         lease: held by the publisher; checked before rows are sent.
-        memory_mb: what the vector index may keep in memory; an eighth of it, at most, the rows that
-            are encoded ahead.
+        memory_mb: an eighth of it, at most, is kept of rows that are encoded ahead.
     """
 
     def __init__(
@@ -93,7 +78,6 @@ class Loader:
         self._report = report
         self._progress = progress
         self._owner = owner
-        self._limits = Limits(memory_mb=memory_mb)
         self._ahead_bytes = min(AHEAD_BYTES, memory_mb * 2**20 // 8)
 
     def load(self, snapshot: Snapshot, at: int) -> None:
@@ -237,63 +221,11 @@ class Loader:
                 )
             start += len(part)
 
-    def build(self, snapshot: Snapshot, *, again: bool) -> frozenset[str]:
-        """Build what cannot be opened of the vector index of a snapshot, or all of it ``again``;
-        returns what its folders are called."""
-        store, (base, changed) = self._store, indexed_by(snapshot)
-        names = [name for name in (base, changed) if name is not None]
-        due = [name for name in names if again or not is_there(store.index_folder(name))]
-        if not due:
-            try:
-                VectorIndex(*map(store.index_folder, names))
-            except VectorIndexError as exc:
-                log.warning("%s; it is built again", exc)
-                due = names
-        for name in due:
-            with self._report.stage("index"):
-                self._build(snapshot, base, name)
-                crashpoint("index.build")
-        return frozenset(due)
-
-    def _build(self, snapshot: Snapshot, base: str, name: str) -> None:
-        store, view = self._store, snapshot.view
-        folder, columns = store.index_folder(name), index_columns(view)
-        under = replace(snapshot, segments=snapshot.segments[: snapshot.names.index(base) + 1])
-        if name == base:
-            batches = store.batches(under, columns=columns, batch_rows=LOAD_BATCH_ROWS)
-            figures = build_index(folder, batches, view, model=snapshot.model, limits=self._limits)
-        else:
-            # one index for all upper segments, since a search reads each: for 1 % of the rows it
-            # takes 0.0014 of the lowest one's time
-            changes = Changes(store, under, snapshot)
-            batches = changes.batches(columns, LOAD_BATCH_ROWS)
-            figures = build_overlay(
-                folder,
-                store.index_folder(base),
-                batches,
-                [changes.removed],
-                view,
-                model=snapshot.model,
-            )
-        self._report.index = plain(figures)
-        self._report.usage.written_bytes += figures.size_bytes
-
 
 def online_segment(snapshot: Snapshot, at: int) -> online_store.Segment:
     """The segment of a snapshot as the online store has it."""
     segment = snapshot.segments[at]
     return online_store.Segment(segment.number, segment.sha256, at > 0)
-
-
-def indexed_by(snapshot: Snapshot) -> tuple[str, str | None]:
-    """What the folders of a snapshot's vector index are called: that of the rows of its lower
-    segments, and that of what changed since, None where nothing did."""
-    base, weights = 0, [segment.weight for segment in snapshot.segments]
-    for top in range(1, len(weights)):
-        if sum(weights[base + 1 : top + 1]) > MOST_SEARCHED * weights[0]:
-            base = top
-    names = snapshot.names
-    return names[base], None if base + 1 == len(names) else names[-1]
 
 
 def _from_row(batches: Iterator[RowBatch], first: int) -> Iterator[RowBatch]:

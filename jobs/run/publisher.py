@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from precompute.jobs.run.command_process import Progress
-from precompute.jobs.run.loader import Loader, indexed_by, online_segment
+from precompute.jobs.run.index_publisher import IndexPublisher
+from precompute.jobs.run.loader import Loader, online_segment
 from precompute.store.account.account import Account, Act, Finding
 from precompute.store.account.checker import check_live
 from precompute.store.account.followers import followers
@@ -30,7 +30,6 @@ from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
     OnlineStoreError,
-    OtherFormatError,
     PrecomputeError,
     RowsLostError,
     SnapshotError,
@@ -53,7 +52,6 @@ from precompute.store.online.online_store import (
     check_owner,
 )
 from precompute.store.online.row_values import packed_strings
-from precompute.store.vectors.vector_index import is_there
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +99,7 @@ class Publisher:
         self._loader = Loader(
             store, online, report, progress, "" if take_over else self._owner, lease, memory_mb
         )
+        self._indexes = IndexPublisher(store, report, memory_mb)
 
     def publish(
         self,
@@ -151,13 +150,14 @@ class Publisher:
         account = check_live(
             store, online, budget_s=CURRENT_LOOK_S if unchanged else 0.0, publishing=True
         )
-        damage = _to_load(account) + ([] if found is None else _to_load(found))
-        lost = _lost(damage, snapshot)
-        if live is not None and not (reload or damage) and live.epoch >= epoch:
+        findings = (*account.findings, *(() if found is None else found.findings))
+        lost = _lost(findings, snapshot)
+        doubted = any(finding.act in (Act.INDEX, Act.LOAD) for finding in findings)
+        if live is not None and not (reload or doubted) and live.epoch >= epoch:
             pointer = self._pointer(snapshot, live)
             rows = DOUBTED_ROWS if pointer.degraded else BASE_ROWS
             lost = self._lost_of(pointer, snapshot, rows)
-            if not lost and self._has_index(snapshot):
+            if not lost and self._indexes.are_there(live.indexes):
                 report.snapshot, report.model = number, snapshot.model
                 pointer, again = replace(pointer, degraded=False), account.act is Act.POINT
                 self._keep_current(pointer, current, again=repaired or again)
@@ -167,13 +167,17 @@ class Publisher:
         report.snapshot, report.model = number, snapshot.model
         # what failed publishings had loaded, and may never have been read back
         self._drop_unused(snapshot, ref, current)
-        again = reload or not all(finding.segments for finding in damage)
-        loaded = self._load(snapshot, frozenset(snapshot.names) if reload else lost, current, again)
+        loaded = self._load(snapshot, frozenset(snapshot.names) if reload else lost, current)
+        try:
+            indexes, built = self._indexes.ready(snapshot, ref, doubted=doubted, again=reload)
+        except PrecomputeError:
+            self._give_up(loaded, current)
+            raise
         move: dict[str, Any] = {"reason": reason, "held": held, "run": run or report.run}
         move |= {"expected_epoch": 0 if ref is None else ref.epoch, "above": epoch, "marks": marks}
-        ref = self._make_live(snapshot, current, move, loaded)
+        ref = self._make_live(snapshot, current, move | {"indexes": indexes}, loaded, built)
         self._tidy(snapshot, ref, current)
-        if damage:
+        if doubted:
             check_live(store, online, budget_s=0.0, publishing=True)
         report.status, report.epoch = "published", ref.epoch
         return self._pointer(snapshot, ref)
@@ -211,7 +215,7 @@ class Publisher:
             log.warning("%s", exc)
             return False
         pointer = self._pointer(snapshot, ref)
-        if self._lost_of(pointer, snapshot) or not self._has_index(snapshot):
+        if self._lost_of(pointer, snapshot) or not self._indexes.are_there(ref.indexes):
             return False
         self._flip_online(pointer)
         self.sweep()
@@ -241,11 +245,11 @@ class Publisher:
         self._flip_online(self._pointer(self._store.snapshot(ref.snapshot), ref))
 
     def _load(
-        self, snapshot: Snapshot, lost: frozenset[str], current: Pointer | None, again: bool
+        self, snapshot: Snapshot, lost: frozenset[str], current: Pointer | None
     ) -> frozenset[str]:
         """Load those segments of a snapshot that the online store lacks, or that lost rows, the
-        lowest first, and build what is not there of its index, or all of that ``again``; a few rows
-        of each segment are read. Returns the names of those that are new."""
+        lowest first; a few rows of each segment are read. Returns the names of those that are
+        new."""
         _check_tags(snapshot)
         names, loaded = snapshot.names, frozenset[str]()
         there, pointer = self._online.segments(self._store.name), self._pointer(snapshot, NOT_LIVE)
@@ -262,9 +266,6 @@ class Publisher:
                 lost = self._lost_of(pointer, snapshot, rows, values=not loaded)
                 if not lost - loaded:
                     break
-            if snapshot.view.index is not None:
-                again |= current is not None and current.view.index != snapshot.view.index
-                loaded |= self._loader.build(snapshot, again=again)
         except PrecomputeError:
             self._give_up(loaded, current)
             raise
@@ -275,7 +276,6 @@ class Publisher:
         for name in set(loaded) - self._in_use(self._store.refs.readable_live(), current):
             with contextlib.suppress(OnlineStoreError, ConflictError):
                 self._online.drop(self._store.name, name)
-            shutil.rmtree(self._store.index_folder(name), ignore_errors=True)
 
     def _make_live(
         self,
@@ -283,9 +283,10 @@ class Publisher:
         current: Pointer | None,
         move: Mapping[str, Any],
         loaded: frozenset[str],
+        built: frozenset[str],
     ) -> LiveRef:
         """Move the live pointer, and the online one; ``loaded`` are the segments that were loaded
-        for it."""
+        for it, and ``built`` the indexes."""
         refs = self._store.refs
         with self._report.stage("flip"):
             try:
@@ -295,14 +296,15 @@ class Publisher:
                 # to the move was lost and a later pointer names it as what was before
                 self._give_up(loaded, current)
                 raise
-            self._flip_online(replace(self._pointer(snapshot, ref), degraded=False), loaded)
+            pointer = replace(self._pointer(snapshot, ref), degraded=False)
+            self._flip_online(pointer, loaded | built)
             crashpoint("online.flip")
         hooks.published(self._store)
         return ref
 
     def _flip_online(self, pointer: Pointer, loaded: Collection[str] = ()) -> None:
         """Move the online pointer, here and for all that follow the root; files of the segments
-        that were ``loaded`` may be others than before."""
+        and indexes that were ``loaded`` may be others than before."""
         self._online.flip(pointer)
         for each in self._followers:
             each.publish(pointer, loaded)
@@ -334,22 +336,14 @@ class Publisher:
                 store.check_parts(snapshot)
         return frozenset()
 
-    def _has_index(self, snapshot: Snapshot) -> bool:
-        """Whether the vector index of a snapshot is there, where it has one."""
-        for name in () if snapshot.view.index is None else indexed_by(snapshot):
-            if name is not None and not is_there(self._store.index_folder(name)):
-                log.warning("view %r: vector index %s is gone: it is built", self._store.name, name)
-                return False
-        return True
-
     def _drop_unused(
         self, snapshot: Snapshot, ref: LiveRef | None, current: Pointer | None
     ) -> None:
-        """Remove segments and indexes except the live ones, the ones before (for a rollback), and
+        """Remove segments except the live ones, the ones before (for a rollback), and
         those that the online pointer named until now, which requests that began before the flip
         still read. ``snapshot`` is any of the view."""
         self._lease.check()
-        store, online, view = self._store, self._online, self._store.name
+        online, view = self._online, self._store.name
         keep = self._in_use(ref, current)
         if ref is not None and not keep:
             # something is read, and nobody says what
@@ -361,18 +355,12 @@ class Publisher:
         except OnlineStoreError as exc:
             # what is live is whole; the next publishing drops the rest
             log.warning("view %r: old segments stay for now: %s", view, exc)
-        for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
-            if path.name in keep:
-                continue
-            # one of another format is another version's, and stays
-            with contextlib.suppress(OtherFormatError):
-                is_there(path)
-                shutil.rmtree(path, ignore_errors=True)
         for each in self._followers:
             each.drop_all_but(keep)
 
     def _tidy(self, snapshot: Snapshot, ref: LiveRef | None, current: Pointer | None) -> None:
         self._drop_unused(snapshot, ref, current)
+        self._indexes.drop_all_but(self._in_use(ref, current))
         self.sweep()
 
     def sweep(self) -> None:
@@ -398,9 +386,11 @@ class Publisher:
         return keys
 
     def _in_use(self, ref: LiveRef | None, current: Pointer | None) -> set[str]:
-        """Segments that the live snapshot, the one to go back to and the online pointer have; where
-        a manifest is damaged, that pointer still tells what is read."""
-        names = set(() if current is None else current.segments)
+        """Segments and indexes that the live snapshot, the one to go back to and the online pointer
+        have; where a manifest is damaged, that pointer still tells what is read."""
+        names = set(() if current is None else (*current.segments, *current.indexes))
+        if ref is not None:
+            names |= {*ref.indexes, *ref.previous_indexes}
         for number in () if ref is None else (ref.snapshot, ref.previous):
             try:
                 names.update(() if number is None else self._store.snapshot(number).names)
@@ -413,8 +403,8 @@ class Publisher:
         so that it can be made again at any time."""
         current = self._current()
         renewed = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None]
-        base, changed = (None, None) if snapshot.view.index is None else indexed_by(snapshot)
-        folder = f"{snapshot.view.name}/index"
+        folders = [f"{snapshot.view.name}/index/{name}" for name in ref.indexes]
+        index, changed = (*folders, None, None)[:2]
         return Pointer(
             view=snapshot.view,
             snapshot=snapshot.number,
@@ -426,12 +416,12 @@ class Publisher:
             computed_at_min=snapshot.computed_at_min,
             input_columns=dict(snapshot.input_columns),
             inputs=dict(snapshot.inputs),
-            index=None if base is None else f"{folder}/{base}",
+            index=index,
             segments=snapshot.names,
             # misses of a snapshot of all partitions are computed from the newest partition's source
             partition=snapshot.partition or max(snapshot.members, default=None),
             renewed_at_us=max(renewed, default=0),
-            overlay_index=None if changed is None else f"{folder}/{changed}",
+            changed_index=changed,
             owner=self._owner,
             lossy=self._is_lossy,
             took_over=self._owner_before(current),
@@ -453,15 +443,15 @@ class Publisher:
         return current.owner if self._take_over else ""
 
 
-def _to_load(account: Account) -> list[Finding]:
-    """What was found that rows, or an index, have to be loaded again for."""
-    return [finding for finding in account.findings if finding.act is Act.LOAD]
-
-
-def _lost(damage: Sequence[Finding], snapshot: Snapshot) -> frozenset[str]:
-    """The segments at fault; all of a snapshot's where one of the findings does not say."""
-    named = (snapshot.names if each.segments is None else each.segments for each in damage)
-    return frozenset(name for names in named for name in names)
+def _lost(findings: Sequence[Finding], snapshot: Snapshot) -> frozenset[str]:
+    """The segments whose rows are to be loaded again; all of a snapshot's where a finding does not
+    say which."""
+    return frozenset(
+        name
+        for finding in findings
+        if finding.act is Act.LOAD
+        for name in (snapshot.names if finding.segments is None else finding.segments)
+    )
 
 
 def _check_tags(snapshot: Snapshot) -> None:

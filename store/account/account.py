@@ -50,12 +50,13 @@ class Act(StrEnum):
     NOTHING = "nothing"
     REMOVE = "remove it"
     POINT = "move the pointer"
+    INDEX = "build the index again"
     LOAD = "load again"
     RUN = "run the view"
     PERSON = "a person decides"
 
 
-HEALING = (Act.REMOVE, Act.POINT, Act.LOAD)
+HEALING = (Act.REMOVE, Act.POINT, Act.INDEX, Act.LOAD)
 """Acts that ``reconcile`` does, the largest last. What is removed is made again on next use."""
 
 

@@ -510,9 +510,8 @@ class _Look:
     ) -> Iterator[tuple[FileCheck, Act]]:
         for check in self._online.file_checks(self._store.name, segments):
             yield check, Act.LOAD
-        for folder in () if pointer is None else (pointer.index, pointer.overlay_index):
-            if folder is not None:
-                yield from self._index_checks(self._store.offline.root / folder)
+        for folder in () if pointer is None else pointer.index_folders:
+            yield from self._index_checks(self._store.offline.root / folder)
 
     def _part_checks(self, snapshot: Snapshot) -> Iterator[tuple[FileCheck, Act]]:
         """The checks of the files that a snapshot is made of, and the next one would be built on:
@@ -556,7 +555,7 @@ class _Look:
         name = self._store.name
         try:
             for check in index_checks(folder, name):
-                yield check, Act.LOAD
+                yield check, Act.INDEX
         except OtherFormatError as exc:
             self._add("index", State.OTHER_FORMAT, Act.PERSON, str(exc))
         except (OSError, ValueError) as exc:
@@ -564,7 +563,7 @@ class _Look:
                 f"the vector index {folder} of view {name!r} cannot be opened ({exc}): precompute"
                 f" publish {name} --reload builds it again"
             )
-            self._add("index", State.DAMAGED, Act.LOAD, found, ())
+            self._add("index", State.DAMAGED, Act.INDEX, found)
 
 
 def _act_of(path: Path) -> Act:

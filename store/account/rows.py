@@ -85,7 +85,8 @@ def served_pointer(
         check_owner(pointer, name, known_identity(store.offline.root))
         if pointer.epoch > ref.epoch:
             return None
-        if (pointer.epoch, pointer.segments) != (ref.epoch, names):
+        served = (pointer.epoch, pointer.segments, pointer.indexes)
+        if served != (ref.epoch, names, ref.indexes):
             found = (
                 f"the online store serves snapshot {pointer.snapshot} of view {name!r}, and"
                 f" {ref.snapshot} is live"

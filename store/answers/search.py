@@ -153,8 +153,8 @@ class Searches:
         return pointer.view, about | {"rows": rows}
 
     def index_of(self, pointer: Pointer) -> VectorIndex:
-        """The index that was published with a pointer. A base that stays under a new overlay is not
-        opened again.
+        """The index that was published with a pointer. A base that stays under other changed rows
+        is not opened again.
 
         Raises:
             RequestError: the view has none.
@@ -173,13 +173,9 @@ class Searches:
         with self._locks[pointer.view.name]:
             publishing, index = self._opened.get(pointer.view.name, (None, None))
             if index is None or publishing != pointer.publishing:
-                overlay = pointer.overlay_index
+                folders = (self.root / folder for folder in pointer.index_folders)
                 try:
-                    index = VectorIndex(
-                        self.root / pointer.index,
-                        None if overlay is None else self.root / overlay,
-                        index,
-                    )
+                    index = VectorIndex(*folders, opened=index)
                 except VectorIndexError:
                     self._note(pointer.view.name)
                     raise

@@ -118,8 +118,9 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
     """Which snapshot is live. ``epoch`` is the number of the event that made it so, and fences late
     writers; 0 means never published.
 
-    ``previous`` was live before. ``run`` is the id of the command that published it; a backfill has
-    one for all its publishings.
+    ``indexes`` are the names of the folders of its vector index: the base's, and that of the rows
+    that changed since, if any. ``previous`` and ``previous_indexes`` are what was live before.
+    ``run`` is the id of the command that published it; a backfill has one for all its publishings.
     """
 
     epoch: int
@@ -127,6 +128,8 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
     previous: int | None
     reason: str
     at: str
+    indexes: tuple[str, ...] = ()
+    previous_indexes: tuple[str, ...] = ()
     renewed_at: int | None = None
     """When a later run found nothing changed, µs since 1970."""
     renewal_noted_at: str | None = None
@@ -151,8 +154,8 @@ class LiveRef(Record, frozen=True, omit_defaults=True):
 class Event(Record, frozen=True, omit_defaults=True):
     """One thing that happened. ``kind`` says what, and which of the other fields count:
 
-    publish   ``snapshot`` is live; ``held``: why runs publish nothing after it (None: they do);
-              ``marks``: what it leaves that is bad from then on
+    publish   ``snapshot`` is live, searched by ``indexes``; ``held``: why runs publish nothing
+              after it (None: they do); ``marks``: what it leaves that is bad from then on
     renew     a run found nothing changed, at ``renewed_at`` (µs since 1970)
     drop      nothing is live any more
     resume    runs publish again
@@ -177,6 +180,8 @@ class Event(Record, frozen=True, omit_defaults=True):
     """Who did it."""
     reason: str = ""
     snapshot: int | None = None
+    indexes: tuple[str, ...] = ()
+    """Names of the folders of its vector index: the base's, and that of the changed rows."""
     held: Hold | None = None
     renewed_at: int | None = None
     marks: dict[int, BadMark] = field(default_factory=dict)
@@ -255,16 +260,18 @@ def _published(state: State, event: Event) -> State:
         None,
         event.reason,
         event.at,
+        indexes=event.indexes,
         run=event.run,
     )
     if before is not None and before.snapshot != snapshot:
-        live = replace(live, previous=before.snapshot)
+        live = replace(live, previous=before.snapshot, previous_indexes=before.indexes)
     elif before is not None:
         # Loaded again: what was before it is still what to go back to, its rows are as they were
         # found to be, and the command that brought them is the same.
         live = replace(
             live,
             previous=before.previous,
+            previous_indexes=before.previous_indexes,
             renewed_at=before.renewed_at,
             run=before.run,
         )
@@ -793,6 +800,7 @@ class Log:
         *,
         expected_epoch: int,
         reason: str,
+        indexes: Sequence[str] = (),
         held: Hold | None = None,
         marks: Mapping[int, BadMark] | None = None,
         lease: Lease | None = None,
@@ -805,6 +813,7 @@ class Log:
             snapshot: number of a committed snapshot.
             expected_epoch: the epoch the caller saw, 0 for none.
             reason: one phrase for the operator.
+            indexes: names of the folders of its vector index, the base's first; none without one.
             held: since when and why runs are to publish nothing after this.
             marks: numbers of the snapshots that are bad from then on → why.
             lease: held by the writer.
@@ -828,6 +837,7 @@ class Log:
             return Event(
                 kind="publish",
                 snapshot=snapshot,
+                indexes=tuple(indexes),
                 held=held,
                 marks=dict(marks or {}),
                 reason=reason,

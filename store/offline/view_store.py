@@ -124,7 +124,7 @@ class ViewStore:
 
     @property
     def indexes(self) -> Path:
-        """Folder of the vector indexes, each under its segment's name."""
+        """Folder of the vector indexes, each under its own name."""
         return self.folder / "index"
 
     @property
@@ -146,10 +146,9 @@ class ViewStore:
         """The file that is the commit of a snapshot."""
         return self.folder / "manifests" / f"{number:020d}.json"
 
-    def index_folder(self, segment: str) -> Path:
-        """Folder of the vector index of one segment: of its rows, or, of one that lies over others,
-        of all rows that changed since the lowest."""
-        return self.indexes / segment
+    def index_folder(self, name: str) -> Path:
+        """Folder of a vector index, by its name as the log has it."""
+        return self.indexes / name
 
     # ---- reading
 

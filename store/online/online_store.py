@@ -84,9 +84,10 @@ class Pointer(Record, frozen=True):
     are the names of the segments that are read, the lowest first: together they are what
     ``snapshot`` is. ``rows`` is the snapshot's row count, ``input_columns`` maps the model's inputs
     to Arrow type names, ``inputs`` the views the snapshot was computed from to their snapshot's
-    number, ``index`` and ``overlay_index`` are the vector indexes' folders relative to the offline
-    store's root, ``partition`` the interval of data time, ``renewed_at_us`` (µs since 1970) when
-    all rows were last found to be what the model would answer: no row's age counts from earlier.
+    number, ``index`` and ``changed_index`` are the folders, relative to the offline store's root,
+    of the vector index and of that of the rows that changed since, ``partition`` the interval of
+    data time, ``renewed_at_us`` (µs since 1970) when all rows were last found to be what the model
+    would answer: no row's age counts from earlier.
     ``substitute`` is what computes misses in the model's stead, ``owner`` is the project that
     publishes the view, and ``took_over`` the one that did before, if it was taken from it;
     ``lossy`` says that the store may drop rows by itself, ``degraded`` that it was seen to have
@@ -107,7 +108,7 @@ class Pointer(Record, frozen=True):
     segments: tuple[str, ...] = ()
     partition: str | None = None
     renewed_at_us: int = 0
-    overlay_index: str | None = None
+    changed_index: str | None = None
     owner: str = ""
     lossy: bool = False
     took_over: str = ""
@@ -118,6 +119,16 @@ class Pointer(Record, frozen=True):
     def numbers(self) -> tuple[int, ...]:
         """The number of each of ``segments``, which its rows have in their headers."""
         return tuple(map(number_of, self.segments))
+
+    @property
+    def index_folders(self) -> tuple[str, ...]:
+        """Those that are searched: the base's, and that of the changed rows."""
+        return tuple(name for name in (self.index, self.changed_index) if name is not None)
+
+    @property
+    def indexes(self) -> tuple[str, ...]:
+        """Names of these folders, as the log has them."""
+        return tuple(folder.rpartition("/")[2] for folder in self.index_folders)
 
     @property
     def publishing(self) -> tuple[int, str]:
@@ -170,8 +181,8 @@ class Pointer(Record, frozen=True):
         pointer = read_record(cls, data, where)
         if view is not None and pointer.view.name != view:
             raise ValueError("it is another view's")
-        for folder in (pointer.index, pointer.overlay_index):
-            if folder is not None and (folder.startswith("/") or ".." in folder.split("/")):
+        for folder in pointer.index_folders:
+            if folder.startswith("/") or ".." in folder.split("/"):
                 raise ValueError("its index is not below the root")
         if not pointer.segments or not all(map(is_segment, pointer.segments)):
             raise ValueError("it names no segments")

@@ -1,5 +1,5 @@
-"""Index build: writes a vector index's folder, whole or not at all, for all rows of a snapshot (a
-base) or for those that changed since (an overlay)."""
+"""Index build: writes a vector index's folder, whole or not at all: of all rows of a list of
+segments (a base), or of those that a base has not (changed rows)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from precompute.store.keys import key_column
 from precompute.store.vectors.index_choice import Choice, Chooser, Limits
 from precompute.store.vectors.index_files import (
     CODES,
+    DTYPES,
+    GONE,
     HASHES,
     LARGEST_FLOAT16,
-    REPLACED,
+    PARTS,
     ROWS,
     VECTORS,
     FileMark,
@@ -47,11 +49,14 @@ from precompute.store.vectors.index_files import (
 from precompute.store.vectors.index_rows import (
     IndexRows,
     RowsWriter,
-    hashes_of,
+    filterable,
     read_table,
     write_table,
 )
+from precompute.store.vectors.indexed_parts import IndexedList, write_parts
 
+NOTHING = IndexedList()
+"""Of no list of segments."""
 _EXACT_VECTORS = "exact.faiss"
 """The float32 vectors, until it is known that another file takes their place."""
 
@@ -63,10 +68,11 @@ def build_index(
     *,
     model: str,
     limits: Limits | None = None,
+    listed: IndexedList = NOTHING,
 ) -> IndexFigures:
-    """Build the index of a snapshot; one that is there already is replaced. Memory holds 32
-    MB of rows without their vectors, a hash or two of each row, for an index with codes also the
-    codes, and, while it is measured, some bits for each row.
+    """Build a base; one that is there already is replaced. Memory holds 32 MB of rows without their
+    vectors, a hash or two of each row, for an index with codes also the codes, and, while it is
+    measured, some bits for each row.
 
     Args:
         folder: where; its parent is created.
@@ -75,6 +81,8 @@ def build_index(
         view: which feature is indexed, by which metric, and what recall is promised.
         model: fingerprint of the model that made the vectors.
         limits: what the index may cost.
+        listed: the list of segments that the rows are of; of none, no other list can be searched
+            through it.
 
     Returns:
         what was chosen and measured.
@@ -84,7 +92,8 @@ def build_index(
     """
     with _built_aside(folder) as temporary:
         began = time.monotonic()
-        writer, dim, dtype = _write_rows(temporary, rows, view)
+        writer, dim, dtype, null = _write_rows(temporary, rows, view)
+        write_parts(temporary / PARTS, listed.parts, null)
         choice = _chosen(temporary, view, dim, dtype, limits or Limits())
         spec = view.index
         assert spec is not None
@@ -106,44 +115,52 @@ def build_index(
             temporary,
             writer,
             IndexRecord(
-                spec.metric, dim, 0, choice.dtype, model, {}, figures, name=name_of(folder)
+                spec.metric,
+                dim,
+                0,
+                choice.dtype,
+                model,
+                {},
+                figures,
+                name=name_of(folder),
+                segments=listed.segments,
+                space=listed.space,
             ),
         )
 
 
-def build_overlay(
+def build_changed(
     folder: Path,
     base_folder: Path,
     rows: Iterable[pa.RecordBatch],
-    removed: Iterable[pa.Array],
+    gone: RowNumbers,
     view: FeatureView,
     *,
     model: str,
+    listed: IndexedList = NOTHING,
 ) -> IndexFigures:
-    """Build the index of an overlay: one without codes, of the rows that changed since the base,
-    in the base's dtype where that holds their numbers; and which of the base's rows count no more.
+    """Build the index of the rows that a base has not: one without codes, in the base's dtype where
+    that holds their numbers; and which of the base's rows count no more.
 
-    It costs what changed: of the base no more is read than its record, the hashes of its keys and
-    the keys that are looked for.
+    It costs what changed: of the base no more is read than its record.
 
     Args:
         folder: where; one that is there already is replaced.
         base_folder: of the index that it lies over.
-        rows: all that changed since the base, as for :func:`build_index`; a null vector takes the
-            base's away.
-        removed: key texts of rows that are no more.
+        rows: as for :func:`build_index`.
+        gone: numbers of the base's rows that count no more.
         view, model: as for :func:`build_index`; both the base's.
+        listed: the list of segments that base and changed rows together are of.
 
     Returns:
-        figures of an index of kind ``exact``, its size and time those of the overlay alone.
+        figures of an index of kind ``exact``, its size and time those of the changed rows alone.
 
     Raises:
         SnapshotError: the disk is full or refuses.
         VectorIndexError: the base is not there, damaged, or of another model, metric or dimension.
     """
     try:
-        base, mark = read_index_record(base_folder)
-        base_rows = IndexRows(base_folder)
+        base, _ = read_index_record(base_folder)
     except (OSError, ValueError, KeyError) as exc:
         raise VectorIndexError(
             f"the vector index {base_folder} cannot be built on ({exc}): publish with --reload"
@@ -153,10 +170,9 @@ def build_overlay(
         raise VectorIndexError(
             f"the vector index {base_folder} is of another model or metric: publish with --reload"
         )
-    replaced = [np.zeros(0, np.int64)]
     with _built_aside(folder) as temporary:
         began = time.monotonic()
-        writer, dim, dtype = _write_rows(temporary, _noting(rows, view, base_rows, replaced), view)
+        writer, dim, dtype, _ = _write_rows(temporary, rows, view)
         if dim != base.dim:
             raise VectorIndexError(
                 f"the vector index {base_folder} is of {base.dim} numbers a vector, these have"
@@ -164,9 +180,7 @@ def build_overlay(
             )
         stored_dtype = base.dtype if dtype == "float16" else "float32"
         _keep_flat(temporary, dim, stored_dtype, l2=spec.metric == "l2")
-        replaced += [base_rows.find_all(hashes_of(keys), keys) for keys in removed]
-        gone = np.unique(np.concatenate(replaced))
-        write_table(temporary / REPLACED, pa.table({"row": gone}))
+        write_table(temporary / GONE, pa.table({"row": np.unique(gone)}))
         # nothing is approximate in it, and what was promised is the base's
         figures = IndexFigures(
             promised=base.figures.promised,
@@ -177,46 +191,93 @@ def build_overlay(
             temporary,
             writer,
             IndexRecord(
-                base.metric, dim, 0, stored_dtype, model, {}, figures, mark, name_of(folder)
+                base.metric,
+                dim,
+                0,
+                stored_dtype,
+                model,
+                {},
+                figures,
+                base_folder.name,
+                name_of(folder),
+                listed.segments,
+                listed.space,
             ),
         )
 
 
-def _noting(
-    rows: Iterable[pa.RecordBatch], view: FeatureView, base: IndexRows, found: list[RowNumbers]
-) -> Iterator[pa.RecordBatch]:
-    """The rows, while the numbers of those that the base has by the same keys are noted."""
+def without_copies(
+    base_folder: Path, rows: Iterable[pa.RecordBatch], gone: RowNumbers, view: FeatureView
+) -> tuple[RowNumbers, RowNumbers]:
+    """Of rows that a base has not and such that it has and that count no more, those that are no
+    copies of each other: merging segments puts a row into another file as it is.
+
+    Args:
+        base_folder: of the base, whose files were compared with their checksums.
+        rows: as for :func:`build_index`.
+        gone: numbers of the base's rows.
+        view: of both.
+
+    Returns:
+        which of ``rows`` that have a vector, from 0 and ascending, and which of ``gone``.
+    """
+    spec, (record, _) = view.index, read_index_record(base_folder)
+    assert spec is not None
+    base, left = IndexRows(base_folder), np.zeros(record.rows, np.bool_)
+    left[gone] = True
+    others, came = [np.zeros(0, np.int64)], 0
     for batch in rows:
-        keys = key_column(batch, view.entity)
-        found.append(base.find_all(hashes_of(keys), keys))
-        yield batch
+        here = np.flatnonzero(batch.column(spec.on).is_valid()) + came
+        came += batch.num_rows
+        batch = batch.filter(batch.column(spec.on).is_valid())
+        found = base.same(
+            key_column(batch, view.entity),
+            np.asarray(batch.column("computed_at").cast(pa.int64())),
+            _numbers(batch.column(spec.on), view).astype(DTYPES[record.dtype]),
+            [batch.column(name).cast(kind) for name, kind in filterable(view).items()],
+        )
+        copied = (found >= 0) & left[found]
+        left[found[copied]] = False
+        others.append(here[~copied])
+    return np.concatenate(others), np.flatnonzero(left)
+
+
+def _numbers(vectors: pa.Array, view: FeatureView) -> Floats:
+    """Vectors, none of them null, as they are compared: float32 [n, dim], of length 1 for
+    cosine."""
+    assert view.index is not None
+    dim = view.feature(view.index.on).dim
+    # the configuration refuses an index on anything but a vector
+    assert dim is not None
+    values = np.asarray(vectors.flatten()).astype(np.float32).reshape(-1, dim)
+    return _normalised(values) if view.index.metric == "cosine" else values
 
 
 def _write_rows(
     folder: Path, rows: Iterable[pa.RecordBatch], view: FeatureView
-) -> tuple[RowsWriter, int, str]:
+) -> tuple[RowsWriter, int, str, RowNumbers]:
     """Vectors and rows of an index, in the order they come.
 
     Returns:
-        what wrote the rows, the dimension, and whether float16 could hold every number
-            (``float16``) or not (``float32``).
+        what wrote the rows, the dimension, whether float16 could hold every number (``float16``) or
+            not (``float32``), and which of the rows that came had no vector, from 0 and ascending.
     """
     spec = view.index
     assert spec is not None
     dim = view.feature(spec.on).dim
-    # The configuration refuses an index on anything but a vector.
     assert dim is not None
     flat = FlatFile(folder / _EXACT_VECTORS, dim, "float32", l2=spec.metric == "l2")
     writer = RowsWriter(folder, view)
-    largest = 0.0
+    largest, came, null = 0.0, 0, [np.zeros(0, np.int64)]
     try:
         for batch in rows:
             vectors = batch.column(spec.on)
+            came += batch.num_rows
             if vectors.null_count:
+                null.append(np.flatnonzero(vectors.is_null()) + came - batch.num_rows)
                 batch = batch.filter(vectors.is_valid())
                 vectors = batch.column(spec.on)
-            values = np.asarray(vectors.flatten()).astype(np.float32).reshape(-1, dim)
-            values = _normalised(values) if spec.metric == "cosine" else values
+            values = _numbers(vectors, view)
             largest = max(largest, float(np.abs(values).max(initial=0.0)))
             flat.add(values)
             writer.add(batch)
@@ -225,7 +286,8 @@ def _write_rows(
     finally:
         flat.abandon()
         writer.abandon()
-    return writer, dim, "float16" if largest <= LARGEST_FLOAT16 else "float32"
+    dtype = "float16" if largest <= LARGEST_FLOAT16 else "float32"
+    return writer, dim, dtype, np.concatenate(null)
 
 
 def _chosen(folder: Path, view: FeatureView, dim: int, dtype: str, limits: Limits) -> Choice:
@@ -289,7 +351,7 @@ def _sealed(folder: Path, writer: RowsWriter, record: IndexRecord) -> IndexFigur
     """Write each row's check, sync every file, and write the record that vouches for them."""
     writer.write_hashes(mapped_vectors(folder / VECTORS, record.dim, record.dtype))
     files: dict[str, FileMark] = {}
-    for name in (VECTORS, CODES, ROWS, HASHES, REPLACED):
+    for name in (VECTORS, CODES, ROWS, HASHES, PARTS, GONE):
         if (folder / name).is_file():
             sync_file(folder / name)
             files[name] = mark_of(folder / name)

@@ -53,12 +53,13 @@ else:
 log = logging.getLogger(__name__)
 
 NAME = "meta.json"
-VECTORS, CODES, ROWS, HASHES, REPLACED = (
+VECTORS, CODES, ROWS, HASHES, PARTS, GONE = (
     "vectors.faiss",
     "codes.faiss",
     "rows.arrow",
     "hashes.arrow",
-    "replaced.arrow",
+    "parts.arrow",
+    "gone.arrow",
 )
 METRICS = ("cosine", "dot", "l2")
 
@@ -108,7 +109,7 @@ class QueryRecall(Record, frozen=True):
 class IndexFigures(Record, frozen=True):
     """What was measured when an index was built; what operators read of it.
 
-    ``kind`` is ``exact`` (every float32 vector is compared with; of an overlay every vector,
+    ``kind`` is ``exact`` (every float32 vector is compared with; of changed rows every vector,
     whatever its dtype), ``float16`` (every vector, rounded), or ``codes`` (the best by a code of 4
     bits for some numbers are compared again). ``by_query`` has each kind of query that was measured
     (:mod:`precompute.store.vectors.index_choice`); ``recall_at_10`` and ``recall_bound`` are the
@@ -145,10 +146,18 @@ class FileMark(Record, frozen=True):
     xxh3: str
 
 
+class ListedSegment(Record, frozen=True):
+    """A segment of a list: its name, and the SHA-256 (hex) of its record."""
+
+    name: str
+    sha256: str
+
+
 class IndexRecord(Record, frozen=True):
-    """What an index folder holds. ``model`` is the fingerprint of the model that made the vectors.
-    ``base`` is, of an overlay, the mark of its base's record: with any other index it answers
-    nothing."""
+    """What an index folder holds. ``model`` is the fingerprint of the model that made the vectors,
+    ``segments`` the list of segments whose rows it has, and ``space`` the digest of what else these
+    follow from. ``base`` is, of an index of changed rows, the name of the base that it lies over:
+    with any other index it answers nothing."""
 
     metric: str
     dim: int
@@ -159,13 +168,15 @@ class IndexRecord(Record, frozen=True):
     figures: IndexFigures = field(default_factory=IndexFigures)
     base: str | None = None
     name: str = ""
-    """Which one it is, as :func:`name_of` has it: in the folder of another view or segment it is
-    refused."""
+    """Which one it is, as :func:`name_of` has it: in another folder it is refused."""
+    segments: tuple[ListedSegment, ...] = ()
+    """The lowest first."""
+    space: str = ""
     format: int = FORMAT
 
 
 def name_of(folder: Path) -> str:
-    """View and segment of an index folder, ``<root>/<view>/index/<segment>``."""
+    """View and name of an index folder, ``<root>/<view>/index/<name>``."""
     return f"{folder.parent.parent.name}/{folder.name}"
 
 
@@ -215,7 +226,7 @@ def read_index_record(folder: Path) -> tuple[IndexRecord, str]:
     wanted = (
         {VECTORS, ROWS, HASHES}
         | ({CODES} if record.figures.quantizers else set())
-        | ({REPLACED} if record.base else set())
+        | {GONE if record.base else PARTS}
     )
     if record.metric not in METRICS or record.dtype not in DTYPES or set(record.files) != wanted:
         raise ValueError(f"{NAME} is not of this version")

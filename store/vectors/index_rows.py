@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate
@@ -247,29 +246,32 @@ class IndexRows:
                 place += 1
         return np.array(found, np.int64)
 
-    def find_all(self, hashed: npt.NDArray[np.uint64], keys: pa.Array) -> RowNumbers:
-        """The rows of those ``keys`` that are here, in any order; for very many keys at once.
+    def same(
+        self,
+        keys: pa.Array,
+        computed_at_us: npt.NDArray[np.int64],
+        vectors: npt.NDArray[Any],
+        scalars: list[pa.Array],
+    ) -> RowNumbers:
+        """For each of some rows the number of the one here that is the very same, by its hashes; -1
+        where there is none, or two keys of its hash.
 
         Args:
-            hashed: xxh3_64 of each key, uint64 [n].
             keys: their texts [n].
-
-        Raises:
-            VectorIndexError: damaged since it was opened.
+            computed_at_us: when they were computed, µs since 1970.
+            vectors: [n, dim], as they are stored here.
+            scalars: the columns of :func:`filterable`.
         """
-        if not len(self) or not len(keys):
-            return np.zeros(0, np.int64)
-        at = np.minimum(np.searchsorted(self._hashes, hashed), len(self._hashes) - 1)
-        here = np.flatnonzero(self._hashes[at] == hashed)
-        rows = self._row_of[at[here]]
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
-            raise self._damaged()
-        texts = map(self._text, rows.tolist())
-        wanted = keys.take(pa.array(here)).to_pylist()
-        whole = np.fromiter(map(operator.eq, texts, wanted), np.bool_, len(rows))
-        # a hash that two keys have: those few are looked for one by one
-        others = keys.take(pa.array(here[~whole])).to_pylist()
-        return np.concatenate([rows[whole], self.find(others)])
+        if not len(self):
+            return np.full(len(keys), -1, np.int64)
+        hashed = hashes_of(keys)
+        at = np.minimum(np.searchsorted(self._hashes, hashed), len(self) - 1)
+        checks = hashed ^ computed_at_us.view(np.uint64) ^ _hashes_of_vectors(vectors)
+        equal = (self._hashes[at] == hashed) & (self._checks[at] == checks)
+        if self._scalars is not None:
+            equal &= self._scalars[at] == hashed ^ _hashes_of_scalars(scalars)
+        found: RowNumbers = np.where(equal, self._row_of[at], -1)
+        return found
 
 
 def hashes_of(keys: pa.Array) -> npt.NDArray[np.uint64]:

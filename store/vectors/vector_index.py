@@ -1,4 +1,4 @@
-"""Vector index: an opened index, base and overlay: the nearest rows of a vector feature, by
+"""Vector index: an opened index, base and changed rows: the nearest rows of a vector feature, by
 comparing with each, or by scanning codes and comparing the best until no other row can be nearer.
 Built from a snapshot, immutable, found through the live pointer."""
 
@@ -16,7 +16,8 @@ import pyarrow as pa
 from precompute.store.errors import RequestError, VectorIndexError
 from precompute.store.vectors.index_files import (
     CODES,
-    REPLACED,
+    GONE,
+    NAME,
     VECTORS,
     Bits,
     Codes,
@@ -189,11 +190,11 @@ class SearchLimits:
 
 
 class IndexLayer:
-    """One layer of an index, a base or an overlay, mapped; opening it compares every file with its
-    checksum.
+    """One layer of an index, a base or the rows that changed since, mapped; opening it compares
+    every file with its checksum.
 
     Args:
-        folder: of a base or of an overlay.
+        folder: of either.
 
     Raises:
         VectorIndexError: it is missing or damaged.
@@ -201,17 +202,18 @@ class IndexLayer:
 
     def __init__(self, folder: Path) -> None:
         try:
-            self.record, self.mark = read_index_record(folder)
+            self.mark = _mark(folder)
+            self.record, _ = read_index_record(folder)
             check_files(folder, self.record)
             self.rows = IndexRows(folder)
             flat: Any = open_flat(folder / VECTORS)
             vectors = mapped_vectors(folder / VECTORS, self.record.dim, self.record.dtype)
             codes = self.record.figures.codes
             coded = None if codes is None else open_codes(folder / CODES)
-            self.replaced: RowNumbers | None = (
+            self.gone: RowNumbers | None = (
                 None
                 if self.record.base is None
-                else read_table(folder / REPLACED).column("row").to_numpy()
+                else read_table(folder / GONE).column("row").to_numpy()
             )
             shape = (flat.d, flat.ntotal, len(self.rows))
             if shape != (self.record.dim, self.record.rows, self.record.rows):
@@ -226,7 +228,7 @@ class IndexLayer:
         )
         self._gone: Bits | None = None
         self._left: Bits | None = None
-        """A bit for each row, lowest first, set where no overlay replaced it; None: all of them.
+        """A bit for each row, lowest first, set where it counts still; None: all of them.
         Made once: of 10 M rows a mask takes 10 ms."""
         self.living = len(self.rows)
 
@@ -238,7 +240,7 @@ class IndexLayer:
         """
         if len(gone) and not 0 <= int(gone.min()) <= int(gone.max()) < len(self.rows):
             raise VectorIndexError(
-                "the overlay of a vector index names rows that its base has not: publish with"
+                "the changed rows of a vector index name rows that its base has not: publish with"
                 " --reload"
             )
         left = object.__new__(IndexLayer)
@@ -253,7 +255,7 @@ class IndexLayer:
         return left
 
     def alive(self, rows: RowNumbers) -> RowNumbers:
-        """Those of ``rows`` that an overlay has not replaced."""
+        """Those of ``rows`` that count still."""
         if self._gone is None or not len(rows):
             return rows
         left: RowNumbers = rows[(self._gone[rows >> 3] >> (rows & 7) & 1) == 0]
@@ -325,25 +327,25 @@ class Found(NamedTuple):
 class VectorIndex:
     """Nearest neighbours over one snapshot's vectors; safe to search from several threads.
 
-        <root>/<view>/index/<segment>/   vectors.faiss · codes.faiss where that pays ·
-                                         rows.arrow · hashes.arrow · meta.json
-                                         an overlay's: replaced.arrow as well
+        <root>/<view>/index/<name>/   vectors.faiss · codes.faiss where that pays ·
+                                      rows.arrow · hashes.arrow · meta.json; a base's: parts.arrow;
+                                      of changed rows: gone.arrow
 
     Which kind it is and what it was measured to find stands in its figures. Everything is mapped
     but the codes and the offsets of text scalars; every file's checksum is compared once, here.
 
     Args:
         folder: what :func:`precompute.store.vectors.index_build.build_index` wrote.
-        overlay: what :func:`precompute.store.vectors.index_build.build_overlay` wrote over it, or
+        changed: what :func:`precompute.store.vectors.index_build.build_changed` wrote over it, or
             None.
         opened: an index already open; its base is used again where it is the very same.
 
     Raises:
-        VectorIndexError: missing, damaged, or an overlay of another base.
+        VectorIndexError: missing, damaged, or changed rows of another base.
     """
 
     def __init__(
-        self, folder: Path, overlay: Path | None = None, opened: VectorIndex | None = None
+        self, folder: Path, changed: Path | None = None, *, opened: VectorIndex | None = None
     ) -> None:
         base = (
             IndexLayer(folder)
@@ -352,18 +354,18 @@ class VectorIndex:
         )
         if base.record.base is not None:
             raise VectorIndexError(
-                f"the vector index {folder} is an overlay, and nothing by itself"
+                f"the vector index {folder} is of changed rows, and nothing by itself"
             )
         self.base: IndexLayer = base
         self._layers = [base]
-        if overlay is not None:
-            over = IndexLayer(overlay)
-            if over.record.base != base.mark or over.replaced is None:
+        if changed is not None:
+            over = IndexLayer(changed)
+            if over.record.base != folder.name or over.gone is None:
                 raise VectorIndexError(
-                    f"the vector index {overlay} lies over another base than {folder}: publish with"
+                    f"the vector index {changed} lies over another base than {folder}: publish with"
                     " --reload"
                 )
-            self._layers = [base.without(over.replaced), over]
+            self._layers = [base.without(over.gone), over]
         self.metric: str = base.record.metric
         self.dim: int = base.record.dim
         self.dtype: str = base.record.dtype
@@ -480,8 +482,11 @@ def is_there(folder: Path) -> bool:
     return _mark(folder) is not None
 
 
-def _mark(folder: Path) -> str | None:
+def _mark(folder: Path) -> tuple[str, int, int] | None:
+    """The mark of its record, and that file's inode and time of change (ns), which are others of
+    one that was built again; None where it is not there."""
     try:
-        return read_index_record(folder)[1]
+        stat = (folder / NAME).stat()
+        return read_index_record(folder)[1], stat.st_ino, stat.st_mtime_ns
     except (OSError, ValueError):
         return None

@@ -527,8 +527,8 @@ def check_readers(scene: FaultScene) -> State:
         if pointer.snapshot in scene.store.numbers():
             assert read_snapshot(scene, pointer.snapshot) == found
         assert pointer.index is not None
-        root, overlay = scene.store.offline.root, pointer.overlay_index
-        index = VectorIndex(root / pointer.index, None if overlay is None else root / overlay)
+        root = scene.store.offline.root
+        index = VectorIndex(*(root / folder for folder in pointer.index_folders))
         assert len(index) == len(found)
         key, (_, vector) = next(iter(found.items()))
         nearest_key, score, _ = index.search(list(vector), 1)

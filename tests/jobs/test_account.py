@@ -83,8 +83,9 @@ FILES: dict[str, Callable[[Scene], object]] = {
     "a bit of the index's vectors": lambda p: flip(index(p, 1, "vectors.faiss")),
     "a bit of the index's rows": lambda p: flip(index(p, 1, "rows.arrow")),
     "a bit of the index's record": lambda p: flip(index(p, 1, "meta.json")),
-    "a bit of the overlay's index": lambda p: flip(index(p, 2, "vectors.faiss")),
-    "a bit of what the overlay's index replaces": lambda p: flip(index(p, 2, "replaced.arrow")),
+    "a bit of the parts of the index": lambda p: flip(index(p, 1, "parts.arrow")),
+    "a bit of the changed rows' index": lambda p: flip(index(p, 2, "vectors.faiss")),
+    "a bit of what is gone of the index": lambda p: flip(index(p, 2, "gone.arrow")),
     "the index": lambda p: shutil.rmtree(of_number(p.root / "numbers" / "index", 1)),
     "the log": lambda p: shutil.rmtree(newest_event(p).parent),
 }
@@ -249,16 +250,16 @@ def test_a_bit_of_a_small_record_is_told_as_damage_and_stops_nobody(
     assert (project.status()["attention"], project.served(range(ROWS))[0]) == ([], 3)
 
 
-@pytest.mark.parametrize("what", ["the upper rows", "the overlay's index"])
+@pytest.mark.parametrize("what", ["the upper rows", "the changed rows' index"])
 @pytest.mark.parametrize("online", ["table"], indirect=True)
 def test_another_segments_file_is_not_believed(project: Scene, what: str) -> None:
     """Whole, and of the same view and model: it says which it is."""
     if what == "the upper rows":
         shutil.copy(table(project, 1), table(project, 2))
     else:
-        lowest, upper = map(project.store.index_folder, project.live_snapshot().names)
-        shutil.rmtree(lowest)
-        shutil.copytree(upper, lowest)
+        base, changed = map(project.store.index_folder, project.live().indexes)
+        shutil.rmtree(base)
+        shutil.copytree(changed, base)
     assert project.cli("status") == 1
     with (
         project.lookup() as lookup,
@@ -336,7 +337,7 @@ def test_what_a_wrong_clock_noted_is_looked_at_again(
         flip(index(project, 1, "vectors.faiss"))
         assert is_due(project.store)
         found = check_live(project.store, online, budget_s=10.0)
-    assert [finding.act for finding in found.findings] == [Act.LOAD]
+    assert [finding.act for finding in found.findings] == [Act.INDEX]
     assert max(found.files.values()) <= found.at_us
     assert not is_due(project.store)
 
@@ -361,4 +362,4 @@ def test_beside_a_server_somebody_looks_every_minute(
     finally:
         beside.stop()
     account = read_account(refs, "numbers")
-    assert ([finding.act for finding in account.findings], project.live().epoch) == ([Act.LOAD], 2)
+    assert ([finding.act for finding in account.findings], project.live().epoch) == ([Act.INDEX], 2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from precompute.jobs.run.loader import indexed_by, online_segment
+from precompute.jobs.run.loader import online_segment
 from precompute.jobs.run.publisher import BASE_ROWS
 from precompute.jobs.run.rows import chunks
 from precompute.store.disk.record import replace
@@ -263,13 +263,11 @@ def test_many_deltas_end_where_one_full_run_does(published: Any) -> None:
                 del table[key]
             else:
                 table[key] = random_number.random()
-        project = published(table, **(indexed if step > 8 else {}))
-        lowest, *upper = project.live_snapshot().names
-        bases.add(lowest)
-        most = max(most, len(upper))
-        if step > 8:
-            names = [name for name in indexed_by(project.live_snapshot()) if name is not None]
-            index = VectorIndex(*map(project.store.index_folder, names))
+        project = published(table, **(indexed if step > 6 else {}))
+        most = max(most, len(project.live_snapshot().names) - 1)
+        if step > 6:
+            bases.add(project.live().indexes[0])
+            index = VectorIndex(*map(project.store.index_folder, project.live().indexes))
             assert {key for key in range(-1, 2 * ROWS) if index.find(str(key)) is not None} == set(
                 table
             )

@@ -156,7 +156,7 @@ def test_a_pointer_leads_nowhere_but_to_its_own(project: Scene, tmp_path: Path) 
     with pytest.raises(ValueError, match="another view's"):
         Pointer.from_bytes(body, "others")
     for index in ("/etc/index", "../../index", "numbers/../../index"):
-        for changes in ({"index": index}, {"overlay_index": index}):
+        for changes in ({"index": index}, {"changed_index": index}):
             forge(project, pointer.view, **changes)
             with (
                 project.online_store() as store,

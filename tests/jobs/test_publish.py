@@ -3,6 +3,7 @@ publish heals."""
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import threading
@@ -30,6 +31,7 @@ from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.kernels import Rows
 from precompute.store.online.online_store import Pointer, Segment
+from precompute.store.vectors import index_build
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.fixtures import MakeProject
 from tests.jobs.test_overlay import UNJUDGED
@@ -95,7 +97,7 @@ def test_the_pointer_tells_what_is_live(make_project: MakeProject) -> None:
     assert (pointer.snapshot, pointer.epoch, pointer.rows, pointer.source_rows) == (1, 1, 1, 2)
     assert pointer.model == snapshot.model == report.model
     assert pointer.computed_at_min == snapshot.computed_at_min
-    assert pointer.index == f"numbers/index/{pointer.segments[0]}"
+    assert pointer.index == f"numbers/index/{project.live().indexes[0]}"
     assert pointer.input_columns == {"x": "double"}
 
 
@@ -248,9 +250,12 @@ def test_old_segments_and_indexes_are_dropped_but_the_last(
         project.run()
         left = [epoch for epoch in (n - 1, n) if epoch > 0]
         assert loaded(project) == left
-        assert sorted(p.name for p in (project.root / "numbers" / "index").iterdir()) == [
-            project.snapshot(number).names[-1] for number in left
-        ]
+        ref = project.live()
+        assert {path.name for path in project.store.indexes.iterdir()} == {
+            *ref.indexes,
+            *ref.previous_indexes,
+        }
+        assert len(ref.indexes) == 1
 
 
 def test_a_reader_sees_one_snapshot_or_the_next_and_never_both(
@@ -524,25 +529,28 @@ def test_a_publish_that_was_overtaken_changes_nothing(make_project: MakeProject)
 
 
 def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(
-    make_project: MakeProject, online: str
+    make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make: dict[str, Any] = {"project": {"online": online}, "view": INDEXED}
     project = make_project([(1, 1.0)], **make)
     project.run()
     project = make_project([(2, 5.0)], **make)
     project.materialize()
-    blocked = project.store.index_folder(project.snapshot(2).names[-1])
-    blocked.write_text("in the way")
-    with pytest.raises(PrecomputeError, match="index"):
-        project.run()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index_build, "write_index_record", full)
+        with pytest.raises(PrecomputeError, match="index"):
+            project.run()
+    assert [path.name for path in project.store.indexes.iterdir()] == [*project.live().indexes]
     assert project.served([1, 2]) == (1, [2.0, None])
     assert project.nearest(5.0) == (1, "1")
-    blocked.unlink()
     report = project.run()
     assert (report.status, report.snapshot, report.counts["written"]) == ("published", 2, 0)
     assert project.served([1, 2]) == (2, [None, 10.0])
     assert project.nearest(5.0) == (2, "2")
-    assert VectorIndex(blocked).dim == 4
 
 
 def test_what_is_loaded_again_is_read_before_and_after_under_its_name(

@@ -210,7 +210,7 @@ class World:
             draft = merged(self.store, draft, segments_that_stay(below, segment.weight, TAG))
             if draft.figures is not None:
                 batches = self.store.batches(draft)
-                assert draft.figures == count(batches, VIEW)
+                assert draft.figures == count(batches, draft.view)
         snapshot = self.store.commit(draft)
         return self.noted(snapshot, rows, partition)
 

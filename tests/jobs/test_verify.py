@@ -298,7 +298,8 @@ def test_a_missing_online_row_is_found_and_named(prepared: Prepared, online: str
 def test_an_online_pointer_that_is_behind_is_found(prepared: Prepared, online: str) -> None:
     project = prepared(chain, online)
     store = project.store
-    store.refs.move_live(2, expected_epoch=3, reason="a crash between the two pointers")
+    ref, reason = project.live(), "a crash between the two pointers"
+    store.refs.move_live(2, expected_epoch=3, reason=reason, indexes=ref.previous_indexes)
     found = bad(project)
     assert found["online pointer"] == (
         "the online store serves snapshot 3, epoch 3, live is snapshot 2, epoch 4: precompute publish numbers --snapshot 2"
@@ -315,7 +316,7 @@ def index_folder(project: Scene, number: int = 3) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["vectors.faiss", "rows.arrow", "hashes.arrow", "replaced.arrow", "meta.json"]
+    "name", ["vectors.faiss", "rows.arrow", "hashes.arrow", "gone.arrow", "meta.json"]
 )
 @pytest.mark.parametrize("damage", [gone, cut, flipped])
 def test_a_damaged_index_is_found(

@@ -772,11 +772,11 @@ def test_an_index_that_opens_slowly_holds_up_no_other_views_search(
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def opened(base: Path, *more: Any) -> VectorIndex:
+    def opened(base: Path, *more: Path, **options: Any) -> VectorIndex:
         if "slow" in base.parts:
             begun.set()
             assert go_on.wait(30)
-        return VectorIndex(base, *more)
+        return VectorIndex(base, *more, **options)
 
     monkeypatch.setattr("precompute.store.answers.search.VectorIndex", opened)
     for name in ("things", "slow"):

@@ -481,7 +481,7 @@ def test_a_pointer_comes_back_equal_from_its_bytes() -> None:
     assert Pointer.from_bytes(bare.to_bytes()) == bare
     whole = back_to(7, 9, partition="2026-01-01T00:00Z/2026-01-02T00:00Z", renewed_at_us=2**53 + 1)
     lists = (named(7), named(8), named(9))
-    whole = replace(whole, segments=lists, overlay_index="i", owner="me", lossy=True)
+    whole = replace(whole, segments=lists, changed_index="i", owner="me", lossy=True)
     assert Pointer.from_bytes(whole.to_bytes()) == whole
     assert (whole.numbers, pointer(3).numbers) == ((7, 8, 9), (3,))
 

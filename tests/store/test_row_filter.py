@@ -16,7 +16,7 @@ import pytest
 from precompute.store.errors import RequestError, VectorIndexError
 from precompute.store.feature_view import SCALAR_TYPES, Feature
 from precompute.store.vectors import vector_index
-from precompute.store.vectors.index_build import build_index, build_overlay
+from precompute.store.vectors.index_build import build_changed, build_index
 from precompute.store.vectors.index_choice import Limits
 from precompute.store.vectors.index_rows import RowFilter
 from precompute.store.vectors.vector_index import VectorIndex
@@ -106,7 +106,8 @@ def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             model="m",
             limits=Limits(small_rows=small, small_numbers=0),
         )
-    build_overlay(folder / "2", folder / "1", rows(1700, ROWS, seed=1), [], VIEW, model="m")
+    gone = np.arange(1700, 1800)
+    build_changed(folder / "2", folder / "1", rows(1700, ROWS, seed=1), gone, VIEW, model="m")
     found = VectorIndex(folder / "1", folder / "2")
     assert found.figures.kind == request.param
     return found
@@ -207,7 +208,8 @@ def test_a_bit_that_changes_under_an_open_index_admits_no_other_row(
 ) -> None:
     """A scalar, or an offset of a text, that is another now leaves its row out or is damage."""
     build_index(tmp_path / "1", rows(0, 100, seed=0), VIEW, model="m")
-    build_overlay(tmp_path / "2", tmp_path / "1", rows(100, 200, seed=0), [], VIEW, model="m")
+    gone = np.empty(0, np.int64)
+    build_changed(tmp_path / "2", tmp_path / "1", rows(100, 200, seed=0), gone, VIEW, model="m")
     index, rng = VectorIndex(tmp_path / "1", tmp_path / "2"), random.Random(4)
     path = tmp_path / layer / "rows.arrow"
     cases = [

@@ -18,8 +18,9 @@ import pytest
 
 from precompute.store.errors import RequestError, SnapshotError, VectorIndexError
 from precompute.store.vectors import index_files
-from precompute.store.vectors.index_build import build_index, build_overlay
+from precompute.store.vectors.index_build import build_changed, build_index
 from precompute.store.vectors.index_files import HASHES, ROWS, VECTORS, index_figures
+from precompute.store.vectors.indexed_parts import IndexedList, IndexedPart
 from precompute.store.vectors.vector_index import Neighbours, VectorIndex, is_there
 from tests.vectors import Vectors, overlapping, rows_of, view_of
 
@@ -148,11 +149,11 @@ def test_an_empty_index_finds_nothing(
     assert index.search([1, 2], 10) == nothing
     assert index.search([1, 2], 10, exclude=["a"]) == nothing
     assert index.search([1, 2], 10, only=["a"]) == nothing
-    build_overlay(
+    build_changed(
         tmp_path / "over",
         tmp_path / "index",
         [rows_of(["b"], np.ones((1, 2), np.float32))],
-        [],
+        np.empty(0, np.int64),
         view_of(2, metric),
         model="m",
     )
@@ -174,7 +175,7 @@ def test_a_vector_of_another_length_or_not_finite_or_none_is_refused(
 # ---- files
 
 
-FILES = ["vectors.faiss", "rows.arrow", "hashes.arrow", "meta.json"]
+FILES = ["vectors.faiss", "rows.arrow", "hashes.arrow", "parts.arrow", "meta.json"]
 
 
 def small(folder: Path, metric: str = "cosine") -> VectorIndex:
@@ -191,6 +192,7 @@ def test_an_index_that_is_built_again_is_replaced_whole(tmp_path: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == [
         "hashes.arrow",
         "meta.json",
+        "parts.arrow",
         "rows.arrow",
         "vectors.faiss",
     ]
@@ -228,7 +230,7 @@ def test_a_missing_or_cut_file_is_refused_at_every_length(tmp_path: Path, name: 
         VectorIndex(tmp_path)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [name for name in FILES if name != "parts.arrow"])
 def test_a_flipped_byte_is_refused_or_changes_no_answer(tmp_path: Path, name: str) -> None:
     index = small(tmp_path)
     expected, figures = index.search([2.0, 7.0], 3), index.figures
@@ -333,9 +335,13 @@ def test_a_gpu_compares_while_an_index_is_built_as_long_as_it_can(
     assert len(calls) == 5
 
 
+LISTED = IndexedList("space", (), [IndexedPart("data/r/part.parquet", "ab", 3)])
+
+
 def test_files_of_two_indexes_do_not_mix(tmp_path: Path) -> None:
     small(tmp_path / "one")
-    build(tmp_path / "two", ["x", "y", "z"], np.ones((3, 2), np.float32), "cosine")
+    rows, listed = rows_of(["x", "y", "z"], np.ones((3, 2), np.float32)), LISTED
+    build_index(tmp_path / "two", [rows], view_of(2, "cosine"), model="m", listed=listed)
     for name in FILES[:-1]:
         own = (tmp_path / "one" / name).read_bytes()
         (tmp_path / "one" / name).write_bytes((tmp_path / "two" / name).read_bytes())

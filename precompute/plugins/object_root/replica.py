@@ -44,6 +44,7 @@ from precompute.store.online.online_store import (
 )
 from precompute.store.online.table_store import TableStore
 from precompute.store.times import duration
+from precompute.store.vectors.indexed_parts import is_index
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class Replica:
             f"online/{Path(check.path).name}": Path(check.path)
             for check in self._online.file_checks(self._store.name, pointer.segments)
         }
-        for folder in _indexes(self._store, pointer):
+        for folder in map(self._store.index_folder, pointer.indexes):
             files |= {f"index/{folder.name}/{path.name}": path for path in folder.iterdir()}
         sent = []
         for name, path in sorted(files.items()):
@@ -164,8 +165,8 @@ class Replica:
         self._store.storage.delete_all(self._store.folder / "online")
 
     def drop_all_but(self, keep: set[str]) -> None:
-        """Remove other segments and their indexes from the root, but for later ones, of larger
-        numbers: they are of a publishing by the lease's next holder."""
+        """Remove other segments and indexes from the root, but for later ones, of larger numbers:
+        they are of a publishing by the lease's next holder."""
         storage, folder = self._store.storage, self._store.folder
         if not self.is_one:
             return
@@ -306,15 +307,16 @@ class Replica:
         """Remove what a request that began before the flip does not read either; what is of a later
         segment is on its way."""
         name, folder = self._store.name, self._store.folder / "online"
-        keep = {*pointer.segments, *(() if before is None else before.segments)}
+        each = [pointer] if before is None else [pointer, before]
+        keep = {name for one in each for name in (*one.segments, *one.indexes)}
         for segment in _removable([s.name for s in self._online.segments(name)], keep):
             with contextlib.suppress(OnlineStoreError):
                 self._online.drop(name, segment)
         for segment in _removable([path.stem for path in folder.glob("*.table")], keep):
             (folder / f"{segment}.table").unlink(missing_ok=True)
         indexes = [path.name for path in self._store.indexes.glob("*")]
-        for segment in _removable(filter(is_segment, indexes), keep):
-            shutil.rmtree(self._store.index_folder(segment), ignore_errors=True)
+        for index in _removable(filter(is_index, indexes), keep):
+            shutil.rmtree(self._store.index_folder(index), ignore_errors=True)
 
 
 def _read(data: bytes, path: Path) -> tuple[Pointer, _LiveFiles]:
@@ -322,18 +324,16 @@ def _read(data: bytes, path: Path) -> tuple[Pointer, _LiveFiles]:
     return Pointer.from_bytes(served.pointer.encode(), where=path), served
 
 
-def _indexes(store: ViewStore, pointer: Pointer) -> list[Path]:
-    root = store.offline.root
-    return [root / name for name in (pointer.index, pointer.overlay_index) if name is not None]
-
-
 def _removable(names: Iterable[str], keep: Collection[str]) -> list[str]:
-    """Those of some names that are none to be kept, and no later segment's."""
+    """Those of some names that are none to be kept, of no later segment, and no index of another
+    format, which is another version's."""
     newest = max(map(number_of, keep), default=0)
     return [
         name
         for name in names
-        if name not in keep and not (is_segment(name) and number_of(name) > newest)
+        if name not in keep
+        and not ((is_segment(name) or is_index(name)) and number_of(name) > newest)
+        and not is_index(name, other=True)
     ]
 
 

@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 
 from precompute.jobs.config.project import Project, read_tuning
 from precompute.jobs.ops.history import find_run, rejections
-from precompute.jobs.run.loader import indexed_by
 from precompute.jobs.run.report import COMPUTING
 from precompute.plugins.page.figures import REPORT, RUNS
 from precompute.plugins.page.page import (
@@ -338,9 +337,10 @@ def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[
         or snapshot.view.index is None
         or ref is None
         or ref.snapshot != snapshot.number
+        or not ref.indexes
     ):
         return None
-    found = index_figures(store.index_folder(indexed_by(snapshot)[0]))
+    found = index_figures(store.index_folder(ref.indexes[0]))
     return None if found is None else dict(plain(found))
 
 

@@ -129,8 +129,7 @@ def _index_of(project: Project, pointer: Pointer) -> VectorIndex:
             f"view {pointer.view.name!r} was published without an index: precompute run"
             f" {pointer.view.name}"
         )
-    overlay = None if pointer.overlay_index is None else project.root / pointer.overlay_index
-    return VectorIndex(project.root / pointer.index, overlay)
+    return VectorIndex(*(project.root / folder for folder in pointer.index_folders))
 
 
 def _sampled(project: Project, pointer: Pointer, rows: int) -> list[str]:

@@ -1,24 +1,25 @@
-"""An overlay over a base finds what an index of the whole would find, and costs what changed."""
+"""Base and changed rows together find what an index of the whole would find, and cost what
+changed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from precompute.store.errors import VectorIndexError
-from precompute.store.vectors import index_build, index_rows, vector_index
+from precompute.store.vectors import index_rows, vector_index
 from precompute.store.vectors import vector_index as index_part
-from precompute.store.vectors.index_build import build_index, build_overlay
+from precompute.store.vectors.index_build import build_changed, build_index
 from precompute.store.vectors.index_choice import Limits
 from precompute.store.vectors.index_files import METRICS
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.vectors import Vectors, nearest, overlapping, rows_of, view_of
 
 ROWS = 3000
-FILES = ["vectors.faiss", "rows.arrow", "hashes.arrow", "replaced.arrow", "meta.json"]
+NONE = np.empty(0, np.int64)
+FILES = ["vectors.faiss", "rows.arrow", "hashes.arrow", "gone.arrow", "meta.json"]
 
 
 class Story:
@@ -36,13 +37,12 @@ class Story:
             model="m",
             limits=limits,
         )
-        removed = [pa.array([f"k{i}" for i in range(60, 80)]), pa.array(["never there"])]
         rows = rows_of(keys, self.changed, range(50, 60))
-        self.figures = build_overlay(
+        self.figures = build_changed(
             folder / "2",
             folder / "1",
             [rows.slice(0, 30), rows.slice(30)],
-            removed,
+            np.arange(80),
             self.view,
             model="m",
         )
@@ -57,7 +57,7 @@ class Story:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_base_and_overlay_are_searched_as_the_index_of_the_whole(
+def test_base_and_changed_rows_are_searched_as_the_index_of_the_whole(
     tmp_path: Path, metric: str
 ) -> None:
     story = Story(tmp_path, metric)
@@ -94,7 +94,7 @@ def test_a_row_is_found_where_it_counts(tmp_path: Path) -> None:
     assert unchanged is not None
     np.testing.assert_allclose(changed.vector, overlapping(60, seed=5)[3])
     np.testing.assert_allclose(unchanged.vector, overlapping(ROWS)[99])
-    # of the overlay, and of the base
+    # of the changed rows, and of the base
     assert (changed.computed_at_us, unchanged.computed_at_us) == (3, 99)
     assert [index.find(key) for key in ("k55", "k65", "never there")] == [None, None, None]
     found = index.search(changed.vector, 2)
@@ -126,7 +126,7 @@ def test_numbers_too_large_for_the_bases_float16_are_float32(tmp_path: Path) -> 
     rows = rows_of([f"k{i}" for i in range(ROWS)], overlapping(ROWS, 4))
     limits = Limits(small_rows=1000, small_numbers=0)
     build_index(tmp_path / "1", [rows], view, model="m", limits=limits)
-    build_overlay(tmp_path / "2", tmp_path / "1", [rows_of(["far"], large)], [], view, model="m")
+    build_changed(tmp_path / "2", tmp_path / "1", [rows_of(["far"], large)], NONE, view, model="m")
     index = VectorIndex(tmp_path / "1", tmp_path / "2")
     assert index.dtype == "float16"
     found = index.find("far")
@@ -139,12 +139,11 @@ def test_keys_of_one_hash_are_distinguished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_rows, "hash_of", lambda _: 7)
-    for module in (index_rows, index_build):
-        monkeypatch.setattr(module, "hashes_of", lambda keys: np.full(len(keys), 7, np.uint64))
+    monkeypatch.setattr(index_rows, "hashes_of", lambda keys: np.full(len(keys), 7, np.uint64))
     view, vectors = view_of(4, "l2"), overlapping(10, 4)
     build_index(tmp_path / "1", [rows_of([*"abcdefghij"], vectors)], view, model="m")
     changed = [rows_of(["c", "new"], vectors[:2] + 9)]
-    build_overlay(tmp_path / "2", tmp_path / "1", changed, [pa.array(["e"])], view, model="m")
+    build_changed(tmp_path / "2", tmp_path / "1", changed, np.array([2, 4]), view, model="m")
     index = VectorIndex(tmp_path / "1", tmp_path / "2")
     assert sorted(index.search(vectors[0], 20).keys) == [*"abcdfghij", "new"]
     for key, vector in (("b", vectors[1]), ("c", vectors[0] + 9), ("new", vectors[1] + 9)):
@@ -164,58 +163,54 @@ def test_only_what_changed_is_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
-def test_an_overlay_of_nothing_but_removals_and_one_of_nothing(tmp_path: Path) -> None:
+def test_changed_rows_of_nothing_but_removals_and_of_nothing(tmp_path: Path) -> None:
     story = Story(tmp_path, "l2")
-    for removed, left in (([pa.array(["k7", "k7", "x"])], ROWS - 1), ([], ROWS)):
-        build_overlay(tmp_path / "3", tmp_path / "1", [], removed, story.view, model="m")
+    for gone, left in ((np.array([7, 7]), ROWS - 1), (NONE, ROWS)):
+        build_changed(tmp_path / "3", tmp_path / "1", [], gone, story.view, model="m")
         index = VectorIndex(tmp_path / "1", tmp_path / "3")
         assert len(index) == left
         assert len(set(index.search(overlapping(1)[0], ROWS).keys)) == left
-    build_overlay(
-        tmp_path / "3",
-        tmp_path / "1",
-        [],
-        [pa.array([f"k{i}" for i in range(ROWS)])],
-        story.view,
-        model="m",
-    )
+    build_changed(tmp_path / "3", tmp_path / "1", [], np.arange(ROWS), story.view, model="m")
     nothing = VectorIndex(tmp_path / "1", tmp_path / "3")
     assert (len(nothing), nothing.search(overlapping(1)[0], 5).keys) == (0, [])
 
 
-def test_an_overlay_lies_over_its_own_base_and_no_other(tmp_path: Path) -> None:
+def test_changed_rows_lie_over_their_own_base_and_no_other(tmp_path: Path) -> None:
     story = Story(tmp_path, "l2")
-    with pytest.raises(VectorIndexError, match="is an overlay, and nothing by itself"):
+    with pytest.raises(VectorIndexError, match="is of changed rows, and nothing by itself"):
         VectorIndex(tmp_path / "2")
-    build_index(tmp_path / "1", [rows_of(["a"], overlapping(1))], story.view, model="m")
-    with pytest.raises(VectorIndexError, match="another base"):
+    rows = [rows_of(["a"], overlapping(1))]
+    build_index(tmp_path / "4", rows, story.view, model="m")
+    for base, changed in (("4", "2"), ("1", "4")):
+        with pytest.raises(VectorIndexError, match="another base"):
+            VectorIndex(tmp_path / base, tmp_path / changed)
+    # of a name that was given to less than it has
+    build_index(tmp_path / "1", rows, story.view, model="m")
+    with pytest.raises(VectorIndexError, match="name rows that its base has not"):
         story.index()
-    build_index(tmp_path / "4", [rows_of(["a"], overlapping(1))], story.view, model="m")
-    with pytest.raises(VectorIndexError, match="another base"):
-        VectorIndex(tmp_path / "1", tmp_path / "4")
 
 
 @pytest.mark.parametrize(
     ("model", "metric", "dim"), [("another", "l2", 32), ("m", "dot", 32), ("m", "l2", 16)]
 )
-def test_no_overlay_is_built_in_another_space(
+def test_no_changed_rows_are_built_in_another_space(
     tmp_path: Path, model: str, metric: str, dim: int
 ) -> None:
     Story(tmp_path, "l2")
     rows = [rows_of(["a"], overlapping(1, dim))]
     with pytest.raises(VectorIndexError, match=r"--reload|numbers a vector"):
-        build_overlay(tmp_path / "3", tmp_path / "1", rows, [], view_of(dim, metric), model=model)
+        build_changed(tmp_path / "3", tmp_path / "1", rows, NONE, view_of(dim, metric), model=model)
     with pytest.raises(VectorIndexError, match="--reload"):
-        build_overlay(tmp_path / "3", tmp_path / "2", rows, [], view_of(dim, metric), model=model)
+        build_changed(tmp_path / "3", tmp_path / "2", rows, NONE, view_of(dim, metric), model=model)
     with pytest.raises(VectorIndexError, match="--reload"):
-        build_overlay(
-            tmp_path / "3", tmp_path / "nowhere", rows, [], view_of(dim, metric), model=model
+        build_changed(
+            tmp_path / "3", tmp_path / "nowhere", rows, NONE, view_of(dim, metric), model=model
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_overlay_is_refused(tmp_path: Path, name: str) -> None:
+def test_damaged_changed_rows_are_refused(tmp_path: Path, name: str) -> None:
     story = Story(tmp_path, "l2")
     path = tmp_path / "2" / name
     whole = path.read_bytes()
@@ -237,10 +232,10 @@ def test_a_damaged_overlay_is_refused(tmp_path: Path, name: str) -> None:
 def test_the_same_base_is_opened_once(tmp_path: Path) -> None:
     story = Story(tmp_path, "l2")
     first = VectorIndex(tmp_path / "1")
-    second = VectorIndex(tmp_path / "1", tmp_path / "2", first)
+    second = VectorIndex(tmp_path / "1", tmp_path / "2", opened=first)
     assert second.base is first.base
-    # what the overlay takes away is there for a reader of the base alone
+    # what the changed rows take away is there for a reader of the base alone
     assert (len(first), len(second)) == (ROWS, len(story.keys))
     assert first.search(overlapping(ROWS)[65], 1).keys == ["k65"]
     build_index(tmp_path / "1", [rows_of(["a"], overlapping(1))], story.view, model="m")
-    assert VectorIndex(tmp_path / "1", None, second).base is not first.base
+    assert VectorIndex(tmp_path / "1", opened=second).base is not first.base
