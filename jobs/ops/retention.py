@@ -366,7 +366,7 @@ def _left_out(
             left_out[
                 (
                     "of another model"
-                    if store.snapshot(entry.number).model != live.model
+                    if store.snapshot(entry.number).made_by != live.made_by
                     else "not published yet"
                 )
             ] += 1
@@ -384,13 +384,18 @@ def _older(config: ViewConfig, store: ViewStore, newest: Mapping[str, Entry]) ->
     from precompute.sources.database import parameters
 
     last = max(newest.values(), key=lambda entry: entry.number)
-    if _made_by(config.feature_view()) != _made_by(store.snapshot(last.number).view):
+    made = store.snapshot(last.number)
+    if _made_by(config.feature_view()) != _made_by(made.view):
         return sorted(newest)
     if any(parameters(sql) for sql in model_queries(config.model.args).values()):
         # each partition has a model of its own
         return []
     return sorted(
-        partition for partition, entry in newest.items() if entry.computation != last.computation
+        partition
+        for partition, entry in newest.items()
+        if entry.computation != last.computation
+        # of views that read none, the model is all that there is
+        or (made.input_models and store.snapshot(entry.number).made_by != made.made_by)
     )
 
 
