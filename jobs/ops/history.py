@@ -78,9 +78,9 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
         | {"seconds": report.seconds or None}
         for report in (with_real_status(store, report) for report in store.runs.reports(limit))
     ]
-    events = [*_in_order(_of_log(store, limit)), *map(_placed, events)]
+    lines = [*map(_placed, events), *_in_order(_of_log(store, limit))]
     # a snapshot that cannot be read has no time: it stands first, where it is seen
-    return [line for _, line in sorted(events, key=lambda item: item[0], reverse=True)[:limit]]
+    return [line for _, line in sorted(lines, key=lambda item: item[0], reverse=True)[:limit]]
 
 
 _ORDER = ("run", "snapshot", "event", "pointer")
