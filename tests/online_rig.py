@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar
@@ -35,6 +36,10 @@ class OnlineRig(ABC):
     """The function by which it removes rows: its module, and its name."""
     known_s: ClassVar[float] = 0.0
     """How long a reader may answer what was live before."""
+
+    @abstractmethod
+    def oldest(self) -> AbstractContextManager[str]:
+        """The URL of an empty store of the oldest version that is promised, while it is open."""
 
     @abstractmethod
     def contents(self, url: str) -> Any:

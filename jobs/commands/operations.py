@@ -199,7 +199,8 @@ def add(commands: Commands) -> None:
     gc.option(
         "--forget",
         ("VIEW", "SNAPSHOT"),
-        "first give up a snapshot whose manifest is damaged: it is never read again",
+        "first give up a snapshot whose manifest is damaged: it is never read again; or, by"
+        " `events`, what damaged events of the log said",
         nargs=2,
     )
     pin = commands.add(

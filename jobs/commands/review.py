@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
     history = commands.add(
         "history",
         _history,
-        "what happened to a view: its snapshots, runs and moves of the live pointer",
+        "what happened to a view: its snapshots, its runs, and what its log says",
         view=True,
         only=True,
         reads=True,
@@ -151,10 +151,28 @@ def _pointer_words(event: Mapping[str, Any]) -> str:
     return (
         f"to {'nothing' if event['snapshot'] is None else event['snapshot']}, epoch"
         f" {event['epoch']}, by {event['reason']} ({event['run']}){times}".replace(" ()", "")
+        + (f"; held: {event['held']}" if event["held"] else "")
+        + (f"; bad: {', '.join(map(str, event['marks']))}" if event["marks"] else "")
     )
 
 
-_EVENTS = {"snapshot": _snapshot_words, "run": _run_words, "pointer": _pointer_words}
+def _event_words(event: Mapping[str, Any]) -> str:
+    words = [event["event"]]
+    words += [] if event["snapshot"] is None else [f"snapshot {event['snapshot']}"]
+    words += [", ".join(event["gates"])] if event["gates"] else []
+    words += [f"not bad any more: {', '.join(map(str, event['unmarked']))}"] * bool(
+        event["unmarked"]
+    )
+    reason = f": {event['reason']}" if event["reason"] else ""
+    return f"{' '.join(words)}, by {event['by']}{reason}"
+
+
+_EVENTS = {
+    "snapshot": _snapshot_words,
+    "run": _run_words,
+    "pointer": _pointer_words,
+    "event": _event_words,
+}
 
 
 def _diff(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
-"""History: what happened to a view, the newest first: its snapshots, its runs, and the moves of its
-live pointer; one run, found by its id; two snapshots compared; one exported without its deltas."""
+"""History: what happened to a view, the newest first: its snapshots, its runs, and what its log
+says; one run, found by its id; two snapshots compared; one exported without its deltas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import heapq
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from precompute.store.errors import ConfigError, SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.history import snapshot_at
 from precompute.store.history.changes import Beside, Joined, beside, joined_rows
+from precompute.store.offline.log import Event
 from precompute.store.offline.runs import Report
 from precompute.store.offline.selection import reading_file
 from precompute.store.offline.snapshot import Snapshot
@@ -53,8 +54,12 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
         known of it: a ``snapshot`` as ``snapshots`` lists it; a ``run`` with id, command, status,
         seconds (None of one that goes on, or was killed), snapshot and error; a ``pointer`` that
         moved to a snapshot (None: the view was dropped, or the log does not say), with epoch,
-        reason, and the ``run`` that moved it; a backfill that moved it several times in a row is
-        one of so many ``publishings``.
+        reason, ``by`` whom, the ``run`` that moved it, why it ``held`` the view and which snapshots
+        it ``marks`` bad; a backfill that moved it several times in a row is one of so many
+        ``publishings``; an ``event`` of the log that is none of these (resume, bad, accept, pin,
+        unpin), with snapshot, ``by``, reason, the ``gates`` it accepts, and the snapshots that are
+        bad no more (``unmarked``). Moves and events are in the order of the log, whatever the
+        clocks said.
 
     Raises:
         ConfigError: no such view, neither configured nor in the offline store.
@@ -73,14 +78,44 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
         | {"seconds": report.seconds or None}
         for report in (with_real_status(store, report) for report in store.runs.reports(limit))
     ]
+    lines = [*map(_placed, events), *_in_order(_of_log(store, limit))]
+    # a snapshot that cannot be read has no time: it stands first, where it is seen
+    return [line for _, line in sorted(lines, key=lambda item: item[0], reverse=True)[:limit]]
+
+
+_ORDER = ("run", "snapshot", "event", "pointer")
+_Placed = tuple[tuple[bool, str, int, int], dict[str, Any]]
+"""What a line is sorted by, and the line."""
+
+
+def _placed(line: dict[str, Any], at: str | None = None) -> _Placed:
+    at = line["at"] if at is None else at
+    order = _ORDER.index(line["kind"])
+    return (at is None, str(parsed_time(at) or ""), order, line.get("epoch", 0)), line
+
+
+def _in_order(lines: Iterable[dict[str, Any]]) -> Iterator[_Placed]:
+    """Lines of the log in its order, whatever the clocks said."""
+    latest = ""
+    for line in lines:
+        latest = max(latest, str(line["at"]))
+        yield _placed(line, latest)
+
+
+def _of_log(store: ViewStore, limit: int) -> list[dict[str, Any]]:
+    """The newest moves of the live pointer, and what else was said of snapshots, in the order of
+    the log."""
+    events = {event.number: event for event in store.refs.events()}
     moves = [
         entry
         for entry in store.refs.publishings()
         if entry.since == entry.published_at or entry.snapshot is None
     ]
+    lines = []
     for _, group in itertools.groupby(moves[-limit:], key=lambda entry: entry.run or entry.epoch):
         *before, entry = group
-        events.append(
+        event = events.get(entry.epoch, Event())
+        lines.append(
             {
                 "at": entry.since,
                 "kind": "pointer",
@@ -88,22 +123,32 @@ def history(project: Project, view: str, limit: int) -> list[dict[str, Any]]:
                 "snapshot": entry.snapshot,
                 "reason": entry.reason or entry.unknown,
                 "run": entry.run,
+                "by": event.by,
+                "held": None if event.held is None else event.held.reason,
+                "marks": sorted(event.marks),
                 "publishings": 1 + len(before),
             }
         )
-    order = ["run", "snapshot", "pointer"]
-    # a snapshot that cannot be read has no time: it stands first, where it is seen
-    events.sort(
-        key=lambda event: (
-            event["at"] is None,
-            str(parsed_time(event["at"])),
-            order.index(event["kind"]),
-        ),
-        reverse=True,
-    )
-    return events[:limit]
+    said = [event for event in events.values() if event.kind in _SAID]
+    lines += [
+        {
+            "at": event.at,
+            "kind": "event",
+            "epoch": event.number,
+            "event": event.kind,
+            "snapshot": event.snapshot,
+            "reason": event.reason,
+            "by": event.by,
+            "unmarked": list(event.unmarked),
+            "gates": list(event.gates),
+        }
+        for event in said[-limit:]
+    ]
+    return sorted(lines, key=lambda line: line["epoch"])
 
 
+_SAID = ("resume", "bad", "accept", "pin", "unpin")
+"""Kinds of events that move no pointer and say something that is worth a line."""
 _OF_RUN = ("run", "command", "status", "seconds", "snapshot", "partition", "error")
 
 

@@ -29,7 +29,7 @@ from precompute.store.errors import (
 )
 from precompute.store.feature_view import NAME, FeatureView
 from precompute.store.offline.gc import Garbage, collect, damage, forget
-from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE
+from precompute.store.offline.log import DROP_LEASE, EVENTS, PUBLISH_LEASE
 from precompute.store.offline.runs import Report
 from precompute.store.offline.snapshot import Entry, Snapshot
 from precompute.store.offline.standing import Bad, Standing
@@ -194,7 +194,8 @@ def gc(
 
     Args:
         project: the configuration; the views need not be in it any more.
-        forgotten: a view's name and the number of a damaged snapshot that is given up first.
+        forgotten: a view's name and the number of a damaged snapshot that is given up first, or
+            ``events``: those of its log that are damaged.
         dry_run: only list it.
 
     Returns:
@@ -202,15 +203,17 @@ def gc(
             that cannot be removed, damage.
 
     Raises:
-        ConfigError: ``forgotten`` names no view and number, or is given with ``dry_run``.
+        ConfigError: ``forgotten`` names no view and nothing of it, or is given with ``dry_run``.
     """
     offline, retention = project.offline, project.settings.retention
     names = offline.views()
     view, number = forgotten or (None, "")
-    if view is not None and (view not in names or not number.isdecimal() or dry_run):
+    if view is not None and (
+        view not in names or not (number.isdecimal() or number == EVENTS) or dry_run
+    ):
         raise ConfigError(
             f"--forget {view} {number}: name a view ({', '.join(names)}) and the number of its"
-            " damaged snapshot, without --dry-run"
+            f" damaged snapshot, or `{EVENTS}`, without --dry-run"
         )
     garbage: list[Garbage] = []
     failures: list[str] = []
@@ -221,7 +224,9 @@ def gc(
                 with take(
                     store.leases, PUBLISH_LEASE, "gc", ttl_s=project.settings.lease, busy=busy
                 ) as lease:
-                    if store.name == view:
+                    if store.name == view and number == EVENTS:
+                        store.refs.give_up(lease)
+                    elif store.name == view:
                         forget(store, int(number), lease)
                     garbage += collect(
                         store,
@@ -361,7 +366,7 @@ def _left_out(
             left_out[
                 (
                     "of another model"
-                    if store.snapshot(entry.number).model != live.model
+                    if store.snapshot(entry.number).made_by != live.made_by
                     else "not published yet"
                 )
             ] += 1
@@ -379,13 +384,18 @@ def _older(config: ViewConfig, store: ViewStore, newest: Mapping[str, Entry]) ->
     from precompute.sources.database import parameters
 
     last = max(newest.values(), key=lambda entry: entry.number)
-    if _made_by(config.feature_view()) != _made_by(store.snapshot(last.number).view):
+    made = store.snapshot(last.number)
+    if _made_by(config.feature_view()) != _made_by(made.view):
         return sorted(newest)
     if any(parameters(sql) for sql in model_queries(config.model.args).values()):
         # each partition has a model of its own
         return []
     return sorted(
-        partition for partition, entry in newest.items() if entry.computation != last.computation
+        partition
+        for partition, entry in newest.items()
+        if entry.computation != last.computation
+        # of views that read none, the model is all that there is
+        or (made.input_models and store.snapshot(entry.number).made_by != made.made_by)
     )
 
 

@@ -540,10 +540,10 @@ def _others(store: ViewStore, config: ViewConfig, made: Snapshot) -> Iterator[tu
     for entry in store.catalog().entries.values():
         if entry.partition is not None and entry.partition != made.partition:
             newest[entry.partition] = entry.number
-    made_by = made.model, view.definition.source, view.entity
+    made_by = made.made_by, view.definition.source, view.entity
     for partition, number in sorted(newest.items(), reverse=True):
         snapshot = store.snapshot(number)
-        if (snapshot.model, snapshot.view.definition.source, snapshot.view.entity) == made_by:
+        if (snapshot.made_by, snapshot.view.definition.source, snapshot.view.entity) == made_by:
             yield partition, snapshot
 
 

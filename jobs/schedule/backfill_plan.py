@@ -368,14 +368,14 @@ class Recipes:
         queries = model_queries(config.model.args).values()
         self._by_partition = any(parameters(sql) for sql in queries)
         self._models: dict[str, LoadedModel] = {}
-        self._recipes: dict[Partition | None, tuple[str, str]] = {}
+        self._recipes: dict[Partition | None, tuple[str, str, Mapping[str, str]]] = {}
 
-    def of(self, partition: Partition) -> tuple[str, str]:
-        """Recipe and model fingerprint."""
+    def of(self, partition: Partition) -> tuple[str, str, Mapping[str, str]]:
+        """Recipe, model fingerprint, and what made the views that are read."""
         key = partition if self._by_partition else None
         if key not in self._recipes:
             with self._open(partition) as opened:
-                self._recipes[key] = recipe_of(opened), opened.fingerprint
+                self._recipes[key] = recipe_of(opened), opened.fingerprint, opened.input_models
         return self._recipes[key]
 
     def content(self, partition: Partition) -> str:
@@ -462,7 +462,7 @@ def why_partition(
     refused_by = past.standing.refused_by(snapshot)
     if refused_by:
         return "refused", f"snapshot {snapshot.number}, {refusal(snapshot, refused_by)}"
-    recipe, model = recipes.of(partition)
+    recipe, model, input_models = recipes.of(partition)
     if snapshot.model != model:
         return (
             "stale model",
@@ -470,6 +470,13 @@ def why_partition(
                 f"snapshot {snapshot.number} is by model {snapshot.model[:12]}, which is"
                 f" {model[:12]} now"
             ),
+        )
+    others = [name for name, of in input_models.items() if snapshot.input_models.get(name) != of]
+    if others:
+        return (
+            "stale model",
+            f"since snapshot {snapshot.number} the model of {', '.join(others)}, which it reads, is"
+            " another one",
         )
     if snapshot.recipe != recipe:
         return (

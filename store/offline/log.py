@@ -16,7 +16,7 @@ import re
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -58,6 +58,8 @@ NEWEST_EVENTS = 100
 """Events that stay, however old: readers go on from them."""
 PAST_EVENTS = 256
 """Events that are worth an archive."""
+EVENTS = "events"
+"""What an operator gives up events of a view by, which cannot be read any more."""
 MOST_ARCHIVES = 16
 """Archives that are left apart; more are made one, without what cannot be read any more."""
 
@@ -160,7 +162,8 @@ class Event(Record, frozen=True, omit_defaults=True):
     drop      nothing is live any more
     resume    runs publish again
     bad       ``marks``: number of a snapshot → why it is not to be used
-    accept    what ``gates`` refused of ``snapshot`` is accepted; those ``unmarked`` are bad no more
+    accept    what ``gates`` refused of ``snapshot`` is accepted; those ``unmarked`` are bad no
+              more; that the events ``given_up`` are lost is accepted
     pin, unpin  ``snapshot`` stays, or not, whatever its age
     skip      the numbers up to ``until`` are given to no event
     lost      of an archive: what happened then cannot be read any more, ``reason`` says why
@@ -187,6 +190,8 @@ class Event(Record, frozen=True, omit_defaults=True):
     marks: dict[int, BadMark] = field(default_factory=dict)
     unmarked: tuple[int, ...] = ()
     gates: tuple[str, ...] = ()
+    given_up: tuple[tuple[int, int], ...] = ()
+    """First and last number of events that cannot be read any more."""
     until: int = 0
 
     @property
@@ -552,7 +557,7 @@ class Log:
 
     def events(self) -> list[Event]:
         """All events, in order; where some are damaged or gone there is one in their place that is
-        ``lost``, and bears the time of the event before them.
+        ``lost``, and bears the time of the event before them, and ``by`` whom it was given up.
 
         Raises:
             UnreadableError: an event or an archive cannot be read now.
@@ -561,7 +566,7 @@ class Log:
         if any(event.kind == "lost" for event in found):
             # they may have gone into an archive since the folder was listed
             found = list(self._all())
-        return found
+        return _known_to_be_lost(found)
 
     def _all(self) -> Iterator[Event]:
         names = self._storage.names(self._folder)
@@ -648,7 +653,8 @@ class Log:
             if len(numbers) < PAST_EVENTS + NEWEST_EVENTS and not left:
                 return
             # what is damaged stays where it can be restored
-            if state.unknown or any(not self._read_archive(path)[1] for path, _, _ in archives):
+            told = {event.number for event in _told(self.events())}
+            if state.unknown or any(first in told for _, first, _ in archives):
                 return
             past = [_noted(event) for event in self._past(names)]
             old = self._old(names, past[-1] if past else Event(), now_s)
@@ -715,18 +721,43 @@ class Log:
             except ValueError as exc:
                 found[path] = f"{path} is damaged ({exc}): it is derived from the events"
         if newest:
-            events = [
-                self._event(number, 0) for number in _numbers(_EVENT, names)[-2 * STATE_EVERY :]
-            ]
+            events = _known_to_be_lost(
+                [self._event(number, 0) for number in _numbers(_EVENT, names)[-2 * STATE_EVERY :]]
+            )
         else:
             events = self.events()
-        for event in events:
-            if event.kind == "lost" and not event.by:
-                found[self.path(event.number)] = (
-                    f"{event.reason}: restore it from a backup; without it nobody knows what view"
-                    f" {self._view!r} served from then until the publishing after it"
-                )
+        for event in _told(events):
+            found[self.path(event.number)] = (
+                f"{event.reason}: restore it from a backup; without it nobody knows what view"
+                f" {self._view!r} served from then until the publishing after it, nor what else it"
+                f" said. Where there is none: precompute gc --forget {self._view} {EVENTS}"
+            )
         return found
+
+    def give_up(self, lease: Lease | None = None) -> None:
+        """Note that events which cannot be read are lost for good. Their files stay where they
+        are, and what others say counts as before.
+
+        Args:
+            lease: held by the writer.
+
+        Raises:
+            SnapshotError: none is, or it is not known what is live: that is said first.
+            UnreadableError: an event cannot be read now.
+        """
+
+        def given_up(state: State) -> Event:
+            self.live()
+            lost = _told(self.events())
+            if not lost:
+                raise SnapshotError(
+                    f"every event of view {self._view!r} can be read: there is nothing to forget"
+                )
+            said = "; ".join(event.reason for event in lost)
+            spans = tuple((event.number, event.until) for event in lost)
+            return Event(kind="accept", given_up=spans, reason=f"given up: {said}")
+
+        self.append(given_up, lease=lease)
 
     def size_bytes(self) -> int:
         """What all files of the log take."""
@@ -783,7 +814,8 @@ class Log:
         for event in self.events():
             state = folded(state, event)
             if event.kind == "lost":
-                log.warning("view %r: what was live is not known: %s", self._view, event.reason)
+                if not event.by:
+                    log.warning("view %r: what was live is not known: %s", self._view, event.reason)
                 if found:
                     found.append(
                         Publishing(event.number, None, event.at, event.at, unknown=event.reason)
@@ -1001,6 +1033,24 @@ def _after(numbers: Sequence[int], number: int) -> int | None:
 def _gap(before: int, number: int, later: int, why: str, at: str = "") -> Event:
     """An event in place of those from ``number`` up to but not with ``later``, which are lost."""
     return Event(number, "lost", at, before=before, reason=why, until=later - 1)
+
+
+def _told(events: Iterable[Event]) -> list[Event]:
+    """Those that are lost, and that nobody gave up."""
+    return [event for event in events if event.kind == "lost" and not event.by]
+
+
+def _known_to_be_lost(events: list[Event]) -> list[Event]:
+    """The events; those that were given up bear who did that."""
+    spans = [(*span, event.by) for event in events for span in event.given_up]
+
+    def known(event: Event) -> Event:
+        if event.kind != "lost" or event.by:
+            return event
+        by = (by for first, last, by in spans if first <= event.number and event.until <= last)
+        return replace(event, by=next(by, ""))
+
+    return list(map(known, events)) if spans else events
 
 
 def _noted(event: Event) -> Event:

@@ -87,9 +87,10 @@ def _if_wrong(snapshot: Snapshot) -> str:
 
 
 def are_alike(one: Snapshot, other: Snapshot) -> bool:
-    """Whether rows of both can be served as one set: of one model, entity and features."""
+    """Whether rows of both can be served as one set: of one model, also of the views that they
+    were computed from, of one entity and the same features."""
     return (
-        one.model == other.model
+        one.made_by == other.made_by
         and one.view.entity == other.view.entity
         and one.view.features == other.view.features
     )

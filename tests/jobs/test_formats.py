@@ -230,7 +230,7 @@ MORE = (
 BESIDE = {"graph", "schema", "completion", "token", "init", "new"}
 """Commands that neither read nor write anything of a view."""
 UNTRIED = {"thresholds"}
-"""It wants a view with a semantic cache before it reads anything."""
+"""It wants a view with a semantic cache before it reads anything: the tests of that try it."""
 OF_LINES = {"validate", "doctor"}
 """Commands that say all that they find, each thing for itself."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -579,6 +580,35 @@ def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(
     assert project.numbers() == [5, 6]
     assert main([*command, "gc"]) == 0
     assert main([*command, "status"]) == 0
+    reads_well(project)
+
+
+def test_a_lost_event_is_told_by_status_until_it_is_given_up(
+    prepared: Prepared, capsys: Captured
+) -> None:
+    project = prepared(published, [1.0, 2.0, 3.0])
+    command = ["-c", str(project.folder)]
+    # a first look reads the newest 16
+    for _ in range(9):
+        project.store.pin(2, "a test")
+        project.store.refs.unpin(2)
+    for number in (2, 20):
+        path = project.store.refs.path(number)
+        path.write_bytes(path.read_bytes()[:-9])
+        for _ in range(2):
+            assert main([*command, "status"]) == 1
+            said = capsys.readouterr().out
+            assert f"{path} is damaged" in said
+            assert "Where there is none: precompute gc --forget numbers events" in said
+        assert main([*command, "gc", "--forget", "numbers", "events"]) == 0
+        assert main([*command, "status"]) == 0
+        assert path.is_file()
+        capsys.readouterr()
+    assert main([*command, "gc", "--forget", "numbers", "events"]) == 1
+    assert "there is nothing to forget" in capsys.readouterr().err
+    assert main([*command, "history", "numbers", "--limit", "99"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"accept, by \S+@\S+: given up: \S+2\.json is damaged", shown)
     reads_well(project)
 
 

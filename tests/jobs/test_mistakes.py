@@ -214,6 +214,7 @@ MISTAKES = {
     "a text for a number": Mistake(says("max_rejected: few"), "books/views/books.yaml:14: max_rejected: 'few': write a number"),
     "a word that none of several takes": Mistake(says("fallback: {enabled: true, spare: maybe}"), "books/views/books.yaml:13: fallback.spare: 'maybe': write true or false, or 'auto'"),
     "a gate's limit that is a word": Mistake(says("gates: {coverage: most}"), "books/views/books.yaml:14: gates.coverage: 'most': write a number, or 'auto'"),
+    "a gate that there is none of": Mistake(says("gates: {rolled_back: null}"), "books/views/books.yaml:14: gates.rolled_back: unknown key (there are: rows, coverage, rejected, contract, empty, constant, shift, mass, agreement, finite, zero, norm, duplicates, drift, moved, moved_by, packed, parity)"),
     "a metric": Mistake(says("index: {on: vector, metric: cosin}"), "books/views/books.yaml:12: index.metric: 'cosin' is not one of cosine, dot, l2; did you mean 'cosine'?"),
     "a dtype": Mistake(swap("{dtype: float32}", "{dtype: float23}"), "books/views/books.yaml:9: features.length.dtype: 'float23' is not one of float16, float32, float64, int8, int16, int32, int64, bool, string; did you mean 'float32'?"),
     "a vector and a list": Mistake(swap("dim: 2", "dim: 2, max_items: 2"), "books/views/books.yaml:10: features.vector: dim (a vector) and max_items (a list) exclude each other"),

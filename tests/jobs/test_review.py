@@ -13,11 +13,14 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.jobs.ops.history import diff, off_by
+from precompute.jobs.ops.history import diff, history, off_by
+from precompute.jobs.run.command_process import operator
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature
 from precompute.store.history import changes
+from precompute.store.offline import log
+from precompute.store.offline.log import BadMark
 from precompute.techniques.row_errors import MOST
 from tests.fixtures import MakeProject
 from tests.models import Doubler
@@ -193,6 +196,51 @@ def test_history_has_snapshots_runs_and_moves(project: Scene, capsys: Captured) 
     capsys.readouterr()
     assert project.cli("history", "numbers") == 0
     assert "pointer   to nothing" in capsys.readouterr().out
+
+
+def test_history_has_what_the_log_says_in_its_order(
+    project: Scene, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a clock that falls, too."""
+    refs, by = project.store.refs, operator()
+    project.rollback()
+    project.store.pin(1, "the audit")
+    with monkeypatch.context() as patched:
+        patched.setattr(log, "utc_now", lambda: "2020-01-01T00:00:00Z")
+        refs.unpin(1)
+        refs.accept(3, ["rows", "drift"], f"publish ({by})", "by --accept")
+    refs.mark_bad(1, BadMark("its manifest was damaged"))
+    refs.resume_live()
+    refs.unmark([1])
+    said = [
+        {name: value for name, value in event.items() if value and name not in ("at", "run")}
+        for event in history(project, "numbers", 100)
+        if event["kind"] in ("pointer", "event")
+    ]
+    one = {"kind": "event", "by": by}
+    assert said[:-3] == [
+        one | {"epoch": 10, "event": "accept", "unmarked": [1]},
+        one | {"epoch": 9, "event": "resume"},
+        one | {"epoch": 8, "event": "bad", "snapshot": 1, "reason": "its manifest was damaged"},
+        one
+        | {"epoch": 7, "event": "accept", "snapshot": 3, "reason": "by --accept"}
+        | {"gates": ["drift", "rows"], "by": f"publish ({by})"},
+        one | {"epoch": 6, "event": "unpin", "snapshot": 1},
+        one | {"epoch": 5, "event": "pin", "snapshot": 1, "reason": "the audit"},
+        {"kind": "pointer", "by": by, "epoch": 4, "snapshot": 2, "reason": "rollback from 3"}
+        | {"held": "went back from 3", "marks": [3], "publishings": 1},
+    ]
+    assert project.cli("history", "numbers", "--limit", "7") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [re.split("  +", line, maxsplit=1)[1] for line in shown[1:8]] == [
+        f"event    accept not bad any more: 1, by {by}",
+        f"event    resume, by {by}",
+        f"event    bad snapshot 1, by {by}: its manifest was damaged",
+        f"event    accept snapshot 3 drift, rows, by publish ({by}): by --accept",
+        f"event    unpin snapshot 1, by {by}",
+        f"event    pin snapshot 1, by {by}: the audit",
+        f"pointer  to 2, epoch 4, by rollback from 3 ({project.report().run}); held: went back from 3; bad: 3",
+    ]
 
 
 class Hostile(Doubler):

@@ -347,6 +347,52 @@ def test_another_model_goes_live_once_every_served_partition_is_of_it(corpus: Co
     assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0, 9: 2.0}
 
 
+def test_another_model_of_a_view_that_is_read_is_another_model(corpus: Corpus) -> None:
+    """Though its values, and so the rows of each day, are the same ones."""
+    at = f"TIMESTAMP '{DAYS[0].date()}' + to_days(CAST(id % 8 AS INTEGER))"
+    sql = f"SELECT id, double / 2 AS x FROM live.entries WHERE {at} >= $start AND {at} < $end"
+
+    def scene(version: int) -> Scene:
+        entries = {
+            "entity": ["id"],
+            "source": {"sql": "SELECT id, x FROM read_parquet('${data}/data.parquet')"},
+            "model": {"use": "tests.models:Doubler", "args": {"version": version}},
+            "features": {"double": {"dtype": "float64"}},
+            "ttl": "90d",
+        }
+        corpus.scene = corpus.make_project(
+            [(key, float(key)) for key in range(24)],
+            view={"source": {"sql": sql}, "partition": serving(), "gates": UNGATED, "ttl": "90d"},
+            views={"entries": entries},
+        )
+        return corpus.scene
+
+    def run(day: int) -> Report:
+        return corpus.scene.run(partition=containing("day", DAYS[day]))
+
+    scene(1).run("entries")
+    for day in range(3):
+        assert run(day).status == "published"
+    before = corpus.scene.live_snapshot()
+    scene(2).run("entries")
+    report = run(2)
+    assert (report.status, report.counts["written"]) == ("current", 0)
+    assert corpus.scene.live_snapshot() == before
+    assert "2 of 3 served partitions still have the old one" in report.attention[0]
+    status = corpus.scene.status()["partitions"]
+    assert status["left_out"] == {"of another model": 1}
+    assert len(status["older"]) == 2
+    days = [f"--{end}={DAYS[day].date()}" for end, day in (("from", 0), ("to", 2))]
+    assert corpus.scene.cli("backfill", "numbers", *days, "--reprocess", "stale") == 0
+    live = corpus.scene.live_snapshot()
+    assert (live.made_by != before.made_by, live.model, len(live.members)) == (
+        *(True, before.model, 3),
+    )
+    assert corpus.served(24) == {key: float(key) for key in range(24) if key % 8 < 3}
+    # a day that has it already is not computed once more
+    assert run(1).status == "current"
+
+
 def test_what_is_live_is_made_of_stays_while_another_model_is_computed(corpus: Corpus) -> None:
     first = corpus.write(0, {0: 1.0}).view("numbers").model.model_dump(exclude_unset=True)
     for day in range(2):

@@ -690,6 +690,55 @@ def test_a_damaged_event_that_is_archived_stays_a_gap_and_is_told_no_more(tmp_pa
     assert entry.epoch == 50
 
 
+def test_events_that_are_lost_for_good_are_given_up_by_an_event(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    published(log, 4, 5, 6, 7)
+    with pytest.raises(SnapshotError, match="there is nothing to forget"):
+        log.give_up()
+    flip(log.path(4))
+    with pytest.raises(SnapshotError, match=r"`precompute reconcile numbers` says once more"):
+        log_in(tmp_path).give_up()
+    log_in(tmp_path).move_live(7, expected_epoch=0, reason="reconcile")
+    whole = log.path(2).read_bytes()
+    flip(log.path(2))
+    other = log_in(tmp_path)
+    told, state = other.damage(), other.state()
+    assert [*told] == [log.path(2), log.path(4)]
+    assert told[log.path(2)].endswith("precompute gc --forget numbers events")
+    other.give_up()
+    for handle in (other, log_in(tmp_path)):
+        assert handle.damage() == handle.damage(newest=True) == {}
+        assert replace(handle.state(), number=5, next=6) == state, "only what was read counts"
+    [*_, said] = other.events()
+    assert (said.kind, said.given_up) == ("accept", ((2, 2), (4, 4)))
+    for number in (2, 4):
+        assert f"{log.path(number)} is damaged" in said.reason
+    assert [(e.number, e.by) for e in other.events() if e.kind == "lost"] == [
+        (2, said.by),
+        (4, said.by),
+    ]
+    # what is lost besides is told; what is restored counts again
+    flip(log.path(3))
+    assert [*log_in(tmp_path).damage()] == [log.path(3)]
+    log.path(2).write_bytes(whole)
+    assert log_in(tmp_path).events()[1].snapshot == 5
+
+
+def test_an_archive_that_was_given_up_stops_no_other(tmp_path: Path) -> None:
+    log, later_s = many_events(tmp_path), time.time() + 40 * DAY_S
+    log.thin({*range(601)}, now_s=later_s)
+    [archive] = tmp_path.glob("past-*")
+    flip(archive)
+    published(log, *range(601, 1000))
+    log.thin({*range(1000)}, now_s=later_s)
+    assert len(names(tmp_path, "past-*")) == 1, "it may be restored"
+    log_in(tmp_path).give_up()
+    log.thin({*range(1000)}, now_s=later_s)
+    assert len(names(tmp_path, "past-*")) == 2
+    assert log_in(tmp_path).damage() == {}
+    assert [event.until for event in log_in(tmp_path).events() if event.kind == "lost"] == [500]
+
+
 def test_a_view_that_was_dropped_and_made_anew_is_another(tmp_path: Path) -> None:
     log, reader = log_in(tmp_path), log_in(tmp_path)
     published(log, 4, 5)

@@ -122,7 +122,7 @@ class Plan:
     stay: int
     same_view: bool
     """Whether the parent was made of the view as it is defined now, TTL, index and fallback
-    included."""
+    included, and by the models that the views which it reads have now."""
 
     @property
     def nothing_to_do(self) -> bool:
@@ -225,7 +225,10 @@ class Planner:
             )
         other = None if self.opened.substitute is None else self.opened.substitute.use
         same_view = (
-            parent is not None and parent.view == view and _are_same(parent.substitute, other)
+            parent is not None
+            and parent.view == view
+            and parent.input_models == self.opened.input_models
+            and _are_same(parent.substitute, other)
         )
         return Plan(
             source_rows,

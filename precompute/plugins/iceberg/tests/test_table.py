@@ -23,6 +23,7 @@ from precompute.plugins.iceberg.table import MOST_METADATA, Hook
 from precompute.store.disk.storage import LocalStorage
 from precompute.store.doors import ROOTS
 from precompute.store.errors import ConfigError
+from precompute.store.offline.segment import read_kills
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
 from tests.jobs.test_serve_all import Corpus
@@ -82,6 +83,25 @@ def test_each_version_is_the_snapshot_of_its_number(make_project: MakeProject) -
     log = [entry.snapshot_id for entry in table_of(scene).metadata.snapshot_log]
     assert log == [1, 2, 3, 4, 5, 6, 7, 8, 7]
     assert len(list(metadata(scene).glob("v*.json"))) == MOST_METADATA
+
+
+def test_a_segment_that_only_removes_keys_is_read_as_any_other(make_project: MakeProject) -> None:
+    """One whose kills name rows, and a merged one whose kills are tombstones alone: the rows that
+    they removed were merged away with their parts."""
+    rows = [(i, float(i)) for i in range(400)]
+    make(make_project, rows).run()
+    for step in range(6):
+        # the key that came with the last run goes, and no row of the first segment does
+        scene = make(make_project, [*rows, (1000 + step, 0.0)])
+        scene.run()
+    merged = [s for n in scene.numbers() for s in scene.snapshot(n).segments if s.merged]
+    named = [read_kills(scene.store.folder / s.kills.path) for s in merged if s.kills is not None]
+    assert {} in named
+    scene = make(make_project, rows[10:])
+    scene.run()
+    last = scene.snapshot().segments[-1]
+    assert (last.rows, last.kills is not None) == (0, True)
+    assert check(scene) == scene.numbers()
 
 
 def test_a_reader_prunes_and_picks_as_of_any_table(make_project: MakeProject) -> None:

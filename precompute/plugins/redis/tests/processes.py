@@ -51,7 +51,19 @@ def redis_binaries() -> dict[str, str]:
 
 def newest_redis() -> str:
     """Path of the newest of them."""
-    return max(redis_binaries().items(), key=lambda found: tuple(map(int, found[0].split("."))))[1]
+    return _by_version()[-1]
+
+
+def oldest_redis() -> str:
+    """Path of the oldest of them."""
+    return _by_version()[0]
+
+
+def _by_version() -> list[str]:
+    def version(found: tuple[str, str]) -> tuple[int, ...]:
+        return tuple(map(int, found[0].split(".")))
+
+    return [path for _, path in sorted(redis_binaries().items(), key=version)]
 
 
 class RedisProcess:

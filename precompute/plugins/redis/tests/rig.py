@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import redis
 
 from precompute.plugins.redis import removal as redis_removal
 from precompute.plugins.redis import store as redis_store
+from precompute.plugins.redis.tests.processes import RedisProcess, oldest_redis
 from precompute.store.online.kernels import Packed
 from tests.online_rig import OnlineRig
 from tests.scene import Scene
@@ -151,6 +154,15 @@ class RedisRig(OnlineRig):
     damages = DAMAGES
     removal = redis_removal, "sweep"
     known_s = redis_store.KNOWN_S
+
+    @contextlib.contextmanager
+    def oldest(self) -> Iterator[str]:
+        """As :class:`OnlineRig`'s."""
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            RedisProcess(oldest_redis(), Path(folder)) as server,
+        ):
+            yield server.url()
 
     def contents(self, url: str) -> dict[bytes, bytes]:
         """Every key with what it holds."""

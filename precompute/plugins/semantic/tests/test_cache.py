@@ -35,6 +35,7 @@ from precompute.store.http.telemetry.instruments import Instrument
 from precompute.store.wire.lookup_options import CacheControl, LookupOptions
 from tests.asgi import call
 from tests.fixtures import MakeProject
+from tests.jobs.test_formats import contents, make_all_earlier
 from tests.scene import Scene
 
 HERE = "precompute.plugins.semantic.tests.test_cache"
@@ -564,6 +565,19 @@ def test_what_it_would_save_and_cost_is_measured_on_the_views_own_rows(
     assert 0.97 < lines[0.94]["at_least"] < 1.0
     assert measured["suggested"] == 0.7
     assert computed(scene) == []
+
+
+@table_only
+def test_an_earlier_root_is_not_measured(
+    make_texts: MakeTexts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = published(make_texts())
+    make_all_earlier(scene, "var", "online")
+    before = contents(scene, "var", "online")
+    assert scene.cli("thresholds", "labels") == 1
+    said = capsys.readouterr().err
+    assert said.count("is of format before 3, and this version reads format 3 alone") == 1
+    assert contents(scene, "var", "online") == before
 
 
 @table_only
