@@ -209,13 +209,15 @@ class Loader:
         return sample
 
     def _row_batches(self, snapshot: Snapshot, segment: Segment) -> Iterator[RowBatch]:
-        codec, removed = RowCodec(snapshot.view), self._store.removed_keys(snapshot, segment)
-        if len(removed):
-            # of no time, so that whoever loads it sends the same bytes
-            yield codec.tombstones(removed, 0, segment.number)
+        codec = RowCodec(snapshot.view)
         batches = self._store.segment_batches(snapshot, segment, batch_rows=LOAD_BATCH_ROWS)
         for batch in batches:
             yield codec.row_batch(batch, snapshot.view.entity, segment.number)
+        removed = self._store.removed_keys(snapshot, segment)
+        if len(removed):
+            # of no time, so that whoever loads it sends the same bytes; and last, since a store may
+            # take it from the first row what most have in common
+            yield codec.tombstones(removed, 0, segment.number)
 
     def _verify(self, into: online_store.Segment, sample: list[_Sampled]) -> None:
         view = self._store.name
@@ -241,14 +243,17 @@ class Loader:
         """Build what cannot be opened of the vector index of a snapshot, or all of it ``again``;
         returns what its folders are called."""
         store, (base, changed) = self._store, indexed_by(snapshot)
-        names = [name for name in (base, changed) if name is not None]
+        names = (base,) if changed is None else (base, changed)
         due = [name for name in names if again or not is_there(store.index_folder(name))]
         if not due:
             try:
-                VectorIndex(*map(store.index_folder, names))
+                VectorIndex(
+                    store.index_folder(base),
+                    None if changed is None else store.index_folder(changed),
+                )
             except VectorIndexError as exc:
                 log.warning("%s; it is built again", exc)
-                due = names
+                due = [*names]
         for name in due:
             with self._report.stage("index"):
                 self._build(snapshot, base, name)
