@@ -418,6 +418,35 @@ def test_a_record_or_key_hashes_that_are_lost_are_told_and_loaded_again(
     assert (len(data_keys(raw)), store.unfinished("numbers")) == (5, [])
 
 
+def test_a_reader_asks_once_for_a_pointer_whose_segments_it_can_read(
+    store: RedisStore, server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once more for the hashes of a new upper segment's keys."""
+    publish(store, 1, TABLE)
+    reader, asked = open_store(server.url()), list[int]()
+    call = reader._servers.call
+
+    def counted(key: Any, commands: Any, doing: str, budget: Any) -> Any:
+        if doing.startswith("read "):
+            asked[-1] += 1
+        return call(key, commands, doing, budget)
+
+    monkeypatch.setattr(reader._servers, "call", counted)
+    store.load("numbers", segment(2, upper=True), rows_of({b"a": b"new"}))
+    store.load("numbers", segment(3), rows_of({b"a": b"else"}))
+    flips: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: store.flip(pointer(2, 1, 2)),
+        lambda: store.flip(pointer(3, 3)),
+        lambda: store.load("numbers", segment(3), rows_of({b"a": b"else"})),
+    ]
+    for change, row in zip(flips, (b"1", b"new", b"else", b"else"), strict=True):
+        change()
+        asked.append(0)
+        assert read(reader, [b"a"]) == [row]
+    assert asked == [1, 2, 1, 1]
+
+
 @pytest.mark.parametrize("lost", [b"a", b"b", b"new"])
 def test_a_row_that_was_evicted_is_missing_and_never_an_older_one(
     store: RedisStore, raw: redis.Redis, lost: bytes
