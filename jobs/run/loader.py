@@ -193,13 +193,15 @@ class Loader:
         return sample
 
     def _row_batches(self, snapshot: Snapshot, segment: Segment) -> Iterator[RowBatch]:
-        codec, removed = RowCodec(snapshot.view), self._store.removed_keys(snapshot, segment)
-        if len(removed):
-            # of no time, so that whoever loads it sends the same bytes
-            yield codec.tombstones(removed, 0, segment.number)
+        codec = RowCodec(snapshot.view)
         batches = self._store.segment_batches(snapshot, segment, batch_rows=LOAD_BATCH_ROWS)
         for batch in batches:
             yield codec.row_batch(batch, snapshot.view.entity, segment.number)
+        removed = self._store.removed_keys(snapshot, segment)
+        if len(removed):
+            # of no time, so that whoever loads it sends the same bytes; and last, since a store may
+            # take it from the first row what most have in common
+            yield codec.tombstones(removed, 0, segment.number)
 
     def _verify(self, into: online_store.Segment, sample: list[_Sampled]) -> None:
         view = self._store.name

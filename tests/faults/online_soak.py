@@ -102,7 +102,7 @@ def publish(store: OnlineStore, snapshot: int, pause_s: float) -> None:
     if before is not None and before.epoch == snapshot:
         # the one before was killed after its flip
         return
-    loaded = segment(snapshot, upper=snapshot != base, run=f"run-{snapshot}")
+    loaded = segment(snapshot, upper=snapshot != base)
     done = store.prepare(VIEW.name, loaded, KEYS, KEYS * 300, "soak", CODEC.fixed_bytes)
 
     def slowly() -> Iterator[RowBatch]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from precompute.jobs.run.command_process import Silent
+from precompute.jobs.run.loader import Loader
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import reporting_run
 from precompute.store.answers.lookup import Lookup
@@ -28,6 +29,7 @@ from precompute.store.errors import (
 )
 from precompute.store.offline.log import PUBLISH_LEASE
 from precompute.store.offline.runs import Report
+from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.kernels import Rows
 from precompute.store.online.online_store import Pointer, Segment
@@ -256,6 +258,38 @@ def test_old_segments_and_indexes_are_dropped_but_the_last(
             *ref.previous_indexes,
         }
         assert len(ref.indexes) == 1
+
+
+def test_what_the_online_pointer_names_stays_though_no_manifest_tells_of_it(
+    make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for x in (1.0, 10.0):
+        project = make_project([(1, x)], project={"online": online})
+        project.run()
+    committed(make_project([(1, 100.0)]))
+    path = project.store.manifest_path(2)
+    path.write_bytes(path.read_bytes()[:-9])
+    load, there = Loader.load, list[list[int]]()
+
+    def watched(self: Loader, snapshot: Snapshot, at: int) -> None:
+        there.append(loaded(project))
+        load(self, snapshot, at)
+
+    monkeypatch.setattr(Loader, "load", watched)
+    assert project.publish(snapshot=3).status == "published"
+    assert (there, project.served([1])) == ([[1, 2]], (3, [200.0]))
+
+
+def test_a_list_with_rows_of_other_features_is_refused(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make_project([(1, 1.0)])
+    project.run()
+    committed(make_project([(1, 2.0)]))
+    monkeypatch.setattr("precompute.jobs.run.publisher.schema_tag", lambda view: 7)
+    with pytest.raises(SnapshotError, match=r"segment 2-.* has rows of other features .*--full"):
+        project.publish()
+    assert project.served([1]) == (1, [2.0])
 
 
 def test_a_reader_sees_one_snapshot_or_the_next_and_never_both(

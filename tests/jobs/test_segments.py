@@ -289,7 +289,7 @@ class Served:
             self.loaded.append(segment.name)
             return load(view, segment, *rows)
 
-        online.load = noted  # type: ignore[method-assign]
+        setattr(online, "load", noted)  # noqa: B010
 
     def publish(self, snapshot: Snapshot, *, reload: bool = False) -> None:
         """Publish a snapshot; every key is answered as it says, by segments whose bytes are what

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from precompute.store.answers.lookup import Lookup
-from precompute.store.disk.record import replace
 from precompute.store.errors import OnlineStoreError
 from precompute.store.http.app import create_app
-from precompute.store.online.codec import schema_tag
 from precompute.store.online.online_store import Pointer, Segment
 from tests.asgi import call, samples
 from tests.memory_store import MemoryStore
@@ -67,37 +64,26 @@ def test_an_error_of_every_request_is_logged_once(caplog: pytest.LogCaptureFixtu
 
 
 LIVE = over(1, 2)
-OTHER_FEATURES = replace(
-    LIVE, view=dataclasses.replace(LIVE.view, features=pointer(1).view.features)
-)
-UNLIKE: dict[str, tuple[Pointer, int | None, str]] = {
+UNLIKE: dict[str, tuple[int, str]] = {
     "the lowest is gone": (
-        LIVE,
         1,
         f"segment {named(1)} of view 'numbers' is not in the online store",
     ),
     "the upper is gone": (
-        LIVE,
         2,
         f"segment {named(2)} of view 'numbers' is not in the online store",
-    ),
-    "rows have other features": (
-        OTHER_FEATURES,
-        None,
-        f"segment {named(2)} of view 'numbers' has other rows",
     ),
 }
 
 
-@pytest.mark.parametrize(("foreign", "lost", "why"), UNLIKE.values(), ids=UNLIKE.keys())
-def test_a_pointer_to_foreign_rows_is_reported_everywhere(
-    foreign: Pointer, lost: int | None, why: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("lost", "why"), UNLIKE.values(), ids=UNLIKE.keys())
+def test_a_pointer_to_a_segment_that_is_gone_is_reported_everywhere(
+    lost: int, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One whose loader did not say of what schema it is, and one over it whose did."""
     store = MemoryStore()
     app = create_app(Lookup(store))
     publish(store, 1, TABLE)
-    store.load("numbers", segment(2, upper=True, schema=schema_tag(LIVE.view)), rows_of(TABLE))
+    store.load("numbers", segment(2, upper=True), rows_of(TABLE))
 
     def told() -> tuple[str, str | None, bool]:
         ready = call(app, "GET", "/readyz")
@@ -111,12 +97,10 @@ def test_a_pointer_to_foreign_rows_is_reported_everywhere(
     for _ in range(2):
         store.flip(LIVE)
         assert told() == ("ready", None, True)
-        store.flip(foreign)
-        held = store._segments["numbers"].pop(named(lost)) if lost else None
+        held = store._segments["numbers"].pop(named(lost))
         unreadable = "what is live of numbers cannot be read; the server's log says why"
         assert [told() for _ in range(3)] == [("degraded", unreadable, False)] * 3
-        if lost and held:
-            store._segments["numbers"][named(lost)] = held
+        store._segments["numbers"][named(lost)] = held
     messages = [record.getMessage() for record in caplog.records]
     assert [
         message.startswith(f"view 'numbers': what is live cannot be read: {why}")

@@ -154,7 +154,7 @@ def test_the_newest_by_what_it_is_wanted_for(store: ViewStore) -> None:
         newest, measured = standing.newest(), standing.newest(refused=False)
         assert newest is not None
         assert measured is not None
-        back = standing.before(LiveRef(1, LAST, 2, "", "", ()), [])
+        back = standing.before(LiveRef(1, LAST, 2, "", ""), [])
         answers.append((newest.number, measured.number, standing.newest_publishable(), back))
     assert answers == [
         (LAST, LAST, LAST, COPIED_BEFORE),
@@ -180,7 +180,7 @@ def test_back_goes_the_way_it_came_and_else_to_what_lies_below(store: ViewStore)
     standing = Standing(store)
 
     def before(number: int, *numbers: int, only: bool = False) -> int:
-        ref = LiveRef(9, number, None, "", "", ())
+        ref = LiveRef(9, number, None, "", "")
         return standing.before(ref, went_live(*numbers), only=only)
 
     assert before(SAME, GOOD, LAST, SAME) == LAST  # made later, and live before
@@ -198,7 +198,7 @@ def test_a_rollback_of_a_partition_goes_to_no_later_one(tmp_path: Path) -> None:
         commit(store, number, partition=partition)
 
     def before(number: int, *numbers: int) -> int:
-        ref = LiveRef(9, number, None, "", "", ())
+        ref = LiveRef(9, number, None, "", "")
         return Standing(store).before(ref, went_live(*numbers))
 
     assert before(3, 1, 2, 3) == before(3) == 1
@@ -229,7 +229,7 @@ def test_what_cannot_be_read_now_is_not_passed_over(
             raise UnreadableError("an I/O error")
         return read(of, **more)
 
-    standing, ref = Standing(store), LiveRef(9, LAST, None, "", "", ())
+    standing, ref = Standing(store), LiveRef(9, LAST, None, "", "")
     monkeypatch.setattr(store.storage, "read", failing)
     store.mark_bad(LAST, LEFT)
     for ask in (

@@ -39,9 +39,11 @@ from precompute.store.online.online_store import (
 )
 
 _FLIP = """
-local upper = false
+local upper, layouts = false, {}
 for name in string.gmatch(ARGV[6], '[^,]+') do
-  if redis.call('HEXISTS', KEYS[1], 'segment:' .. name) == 0 then return {'missing', name} end
+  local segment = redis.call('HGET', KEYS[1], 'segment:' .. name)
+  if not segment then return {'missing', name} end
+  table.insert(layouts, segment)
   if upper and redis.call('HEXISTS', KEYS[1], 'hashes:' .. name) == 0 then return {'missing', name} end
   upper = true
 end
@@ -51,7 +53,7 @@ local epoch = redis.call('HGET', KEYS[1], 'epoch')
 local number = tonumber(epoch or '')
 if number and number > tonumber(ARGV[1]) then return {'epoch', epoch} end
 redis.call('HDEL', KEYS[1], '-')
-redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'version', ARGV[2], 'pointer', ARGV[3], 'owner', ARGV[4], 'at', ARGV[5], 'live', ARGV[6])
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'version', ARGV[2], 'pointer', ARGV[3], 'owner', ARGV[4], 'at', ARGV[5], 'live', ARGV[6], 'layouts', table.concat(layouts, string.char(10)))
 return {'done', ''}
 """  # noqa: E501
 _BEGIN = """
@@ -76,15 +78,21 @@ _WHOLE = """
 local before = redis.call('HGET', KEYS[1], 'segment:' .. ARGV[1])
 if redis.call('HGET', KEYS[1], 'token:' .. ARGV[1]) ~= ARGV[2] then return {'changed', before or ''} end
 redis.call('HDEL', KEYS[1], '-', 'token:' .. ARGV[1], 'loading:' .. ARGV[1])
-local live = ',' .. (redis.call('HGET', KEYS[1], 'live') or '') .. ','
-if before or string.find(live, ',' .. ARGV[1] .. ',', 1, true) then
-  redis.call('HINCRBY', KEYS[1], 'reloads', 1)
-end
+local live = redis.call('HGET', KEYS[1], 'live') or ''
+local is_live = string.find(',' .. live .. ',', ',' .. ARGV[1] .. ',', 1, true)
+if before or is_live then redis.call('HINCRBY', KEYS[1], 'reloads', 1) end
 if before then
   redis.call('HSET', KEYS[1], 'dropping:' .. ARGV[1] .. '/' .. (redis.call('HGET', KEYS[1], 'rows:' .. ARGV[1]) or ''), before)
 end
 redis.call('HSET', KEYS[1], 'segment:' .. ARGV[1], ARGV[3], 'rows:' .. ARGV[1], ARGV[2])
 if ARGV[4] ~= '' then redis.call('HSET', KEYS[1], 'hashes:' .. ARGV[1], ARGV[4]) end
+if is_live then
+  local layouts = {}
+  for name in string.gmatch(live, '[^,]+') do
+    table.insert(layouts, redis.call('HGET', KEYS[1], 'segment:' .. name) or '')
+  end
+  redis.call('HSET', KEYS[1], 'layouts', table.concat(layouts, string.char(10)))
+end
 return {'done', ''}
 """  # noqa: E501
 _DROP = """
@@ -195,7 +203,9 @@ class Names:
 
     <prefix>:{}<view>:<number>.<counter>:<entity key>    one packed row of a segment, or
     <prefix>:{}<view>:<number>.<counter>:<bucket>        a hash of narrow rows
-    <prefix>:{<view>}:meta                               the view's hash
+    <prefix>:{<view>}:meta                               the view's hash; its field ``layouts`` has
+                                                         what is noted of each live segment, a line
+                                                         each, so that readers ask once
     <prefix>:views                                       set of view names
 
     The counter is that of the view's loads: a segment that is loaded again lies beside what it was

@@ -228,8 +228,9 @@ class RedisStore(OnlineStore):
             return None
         doing = f"read the pointer of {view!r}"
         meta, requested_s = self._names.meta(view), time.monotonic()
-        (found,) = self._servers.call(meta, [("HMGET", meta, *VERSION, "pointer")], doing, budget)
-        *version, body = found
+        fields = (*VERSION, "pointer", "layouts")
+        (found,) = self._servers.call(meta, [("HMGET", meta, *fields)], doing, budget)
+        *version, body, layouts = found
         seen = self._seen.get(view)
         if version[0] is None or body is None:
             seen = None
@@ -240,7 +241,8 @@ class RedisStore(OnlineStore):
                 if seen is not None and seen.version[0] == version[0]
                 else read_pointer(version[0], body, view, self._servers.where)
             )
-            over = self._layers(view, pointer.segments, doing, budget, known, version)
+            lines = (layouts or b"").split(b"\n")
+            over = self._layers(view, pointer.segments, doing, budget, known, version, lines)
             if over is None:
                 # another one is live by now
                 return self._load_pointer(view, budget)
@@ -264,29 +266,33 @@ class RedisStore(OnlineStore):
         budget: Budget | float,
         known: Mapping[str, U8],
         version: Sequence[bytes | None],
+        lines: Sequence[bytes] = (),
     ) -> _Layers | None:
         """How segments lie in Redis, the lowest first, and the hashes of the keys of all but it,
-        but for those that are known; None where another version of the pointer is live.
+        but for those that are known; None where another version of the pointer is live. ``lines``
+        are what is noted of each, where that was read: nothing is asked for that is known.
 
         Raises:
             RowsLostError: a segment, or its key hashes, are gone or damaged.
         """
         meta, new = self._names.meta(view), [name for name in names[1:] if name not in known]
-        fields = [f"segment:{name}" for name in names] + [f"hashes:{name}" for name in new]
-        (found,) = self._servers.call(meta, [("HMGET", meta, *VERSION, *fields)], doing, budget)
-        now, found = found[: len(VERSION)], found[len(VERSION) :]
-        if version and now != version:
-            return None
-        layouts, hashes = [], {name: known[name] for name in names[1:] if name in known}
+        name, layouts = "", list[Layout]()
+        with contextlib.suppress(ValueError):
+            layouts = [self._layout(view, *one) for one in zip(names, lines, strict=True)]
+        fields = [f"hashes:{name}" for name in new]
+        fields += [] if layouts else [f"segment:{name}" for name in names]
+        found = list[bytes | None]()
+        if fields:
+            (found,) = self._servers.call(meta, [("HMGET", meta, *VERSION, *fields)], doing, budget)
+            now, found = found[: len(VERSION)], found[len(VERSION) :]
+            if version and now != version:
+                return None
+        hashes = {name: known[name] for name in names[1:] if name in known}
         try:
-            for name, record in zip(names, found, strict=False):
-                loaded = of_name(
-                    read_record(Loaded, record or b"", f"segment {name} in Redis"), name
-                )
-                prefix = self._names.rows(view, loaded.segment, loaded.counter)
-                layouts.append(Layout(prefix, loaded.buckets))
-            for name, data in zip(new, found[len(names) :], strict=True):
+            for name, data in zip(new, found, strict=False):
                 hashes[name] = unpacked(data or b"")
+            for name, data in zip(names, found[len(new) :], strict=False):
+                layouts.append(self._layout(view, name, data or b""))
         except ValueError as exc:
             raise RowsLostError(
                 f"what is noted of segment {name} of view {view!r} is gone or damaged ({exc}):"
@@ -295,6 +301,15 @@ class RedisStore(OnlineStore):
             ) from exc
         uppers = [hashes[name] for name in names[1:]]
         return _Layers(layouts, KeyHashes.of(uppers) if uppers else None, hashes)
+
+    def _layout(self, view: str, name: str, record: bytes) -> Layout:
+        """Where the rows of a segment lie, by what is noted of it.
+
+        Raises:
+            ValueError: that is damaged.
+        """
+        loaded = of_name(read_record(Loaded, record, f"segment {name} in Redis"), name)
+        return Layout(self._names.rows(view, loaded.segment, loaded.counter), loaded.buckets)
 
     def read_segments(self, view: str, names: Sequence[str], keys: Sequence[bytes]) -> FoundRows:
         doing = f"read segments {', '.join(names)} of {view!r}"

@@ -288,7 +288,7 @@ def test_a_flipped_bit_in_a_segments_note_is_never_a_missing_row(
     for bit in range(0, 8 * len(note), 11):
         flipped = bytearray(note)
         flipped[bit // 8] ^= 1 << bit % 8
-        raw.hset(META, field, bytes(flipped))
+        raw.hset(META, mapping={field: bytes(flipped), "layouts": bytes(flipped)})
         with contextlib.closing(RedisStore(shared_server.url())) as reader:
             with pytest.raises(
                 RowsLostError,
@@ -296,7 +296,7 @@ def test_a_flipped_bit_in_a_segments_note_is_never_a_missing_row(
             ):
                 reader.read("scores", ids(1))
             assert reader.segments("scores") == []
-    raw.hset(META, field, note)
+    raw.hset(META, mapping={field: note, "layouts": "damaged"})
     # none of what is live is dropped, and all else goes on
     nonsense: dict[Any, Any] = {
         "live": "q",

@@ -132,9 +132,8 @@ def load(
     table: dict[bytes, bytes],
     *,
     owner: str = "us",
-    snapshot: int | None = None,
 ) -> None:
-    loaded, size_bytes = segment(number, snapshot), sum(map(len, table.values()))
+    loaded, size_bytes = segment(number), sum(map(len, table.values()))
     assert store.prepare("numbers", loaded, len(table), size_bytes, owner) == 0
     assert store.load("numbers", loaded, rows_of(table, 1000)) == len(table)
 
@@ -393,12 +392,20 @@ def test_a_record_or_key_hashes_that_are_lost_are_told_and_loaded_again(
     store.flip(pointer(2, 1, 2))
     for field in (f"segment:{named(1)}", f"segment:{named(2)}", f"hashes:{named(2)}"):
         held = raw.hget("precompute:{numbers}:meta", field)
+        layouts = raw.hget("precompute:{numbers}:meta", "layouts")
         assert isinstance(held, bytes)
+        assert isinstance(layouts, bytes)
         for damage in (None, held[:-1], held[:9] + bytes([held[9] ^ 1]) + held[10:]):
             if damage is None:
                 raw.hdel("precompute:{numbers}:meta", field)
             else:
                 raw.hset("precompute:{numbers}:meta", field, damage)
+            if field.startswith("segment:"):
+                # beside the pointer it is noted once more
+                raw.hset("precompute:{numbers}:meta", "layouts", layouts)
+                assert read(open_store(server.url()), [b"a", b"b"]) == [b"new", b"22"]
+                assert len(store.segments("numbers")) == 1
+                raw.hset("precompute:{numbers}:meta", "layouts", damage or b"")
             with pytest.raises(
                 RowsLostError, match=r"is gone or damaged.*publish numbers --reload"
             ):
@@ -409,6 +416,35 @@ def test_a_record_or_key_hashes_that_are_lost_are_told_and_loaded_again(
         assert read(open_store(server.url()), [b"a", b"b"]) == [b"new", b"22"]
         store.sweep("numbers")
     assert (len(data_keys(raw)), store.unfinished("numbers")) == (5, [])
+
+
+def test_a_reader_asks_once_for_a_pointer_whose_segments_it_can_read(
+    store: RedisStore, server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once more for the hashes of a new upper segment's keys."""
+    publish(store, 1, TABLE)
+    reader, asked = open_store(server.url()), list[int]()
+    call = reader._servers.call
+
+    def counted(key: Any, commands: Any, doing: str, budget: Any) -> Any:
+        if doing.startswith("read "):
+            asked[-1] += 1
+        return call(key, commands, doing, budget)
+
+    monkeypatch.setattr(reader._servers, "call", counted)
+    store.load("numbers", segment(2, upper=True), rows_of({b"a": b"new"}))
+    store.load("numbers", segment(3), rows_of({b"a": b"else"}))
+    flips: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: store.flip(pointer(2, 1, 2)),
+        lambda: store.flip(pointer(3, 3)),
+        lambda: store.load("numbers", segment(3), rows_of({b"a": b"else"})),
+    ]
+    for change, row in zip(flips, (b"1", b"new", b"else", b"else"), strict=True):
+        change()
+        asked.append(0)
+        assert read(reader, [b"a"]) == [row]
+    assert asked == [1, 2, 1, 1]
 
 
 @pytest.mark.parametrize("lost", [b"a", b"b", b"new"])
@@ -1048,6 +1084,8 @@ def test_what_is_of_another_format_is_neither_read_nor_replaced(
     raw.hset(key, field, body)
     if field == "pointer":
         raw.hset(key, "version", meta.version_of(body))
+    if field.startswith("segment:"):
+        raw.hset(key, "layouts", body)
     before = raw.hgetall(key), data_keys(raw)
     store = open_store(server.url())
     uses: list[Callable[[], Any]] = [
