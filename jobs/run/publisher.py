@@ -163,16 +163,15 @@ class Publisher:
             store, online, budget_s=CURRENT_LOOK_S if unchanged else 0.0, publishing=True
         ).act
         damaged, doubted = act is Act.LOAD, act in (Act.INDEX, Act.LOAD)
-        if live is not None and not reload and not doubted and live.epoch >= epoch:
+        if live is not None and not (reload or doubted) and live.epoch >= epoch:
             pointer = self._keep_current(snapshot, live, repaired or act is Act.POINT)
             if pointer is not None:
                 report.snapshot, report.model = number, snapshot.model
                 return pointer
         standing.check_publishable(snapshot)
         report.snapshot, report.model = number, snapshot.model
-        expected = 0 if ref is None else ref.epoch
-        reload = reload or (damaged and live is not None)
-        segments = None if reload else self._retained(snapshot, ref)
+        expected, lost = 0 if ref is None else ref.epoch, damaged and live is not None
+        segments = None if reload or lost else self._retained(snapshot, ref)
         loads = segments is None
         if segments is None:
             # what failed publishings had loaded
@@ -180,8 +179,8 @@ class Publisher:
             segments = self._load(snapshot, ref, reload or damaged)
         indexes, built = self._indexes.ready(snapshot, ref, doubted=doubted, again=reload)
         move: dict[str, Any] = {"reason": reason, "held": held, "run": run or report.run}
-        move |= {"expected_epoch": expected, "above": epoch, "segments": segments, "marks": marks}
-        move |= {"indexes": indexes}
+        move |= {"expected_epoch": expected, "above": epoch, "marks": marks}
+        move |= {"segments": segments, "indexes": indexes}
         unused = set(segments) - self._in_use(ref, current)
         ref = self._make_live(snapshot, move, unused, again=loads or built)
         self._tidy(ref, current)
