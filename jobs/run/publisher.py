@@ -158,10 +158,8 @@ class Publisher:
         ref, current = store.refs.readable_live(), self._current()
         epoch = 0 if current is None else current.epoch
         live = ref if ref is not None and ref.snapshot == number else None
-        unchanged = live is not None and not reload
-        act = check_live(
-            store, online, budget_s=CURRENT_LOOK_S if unchanged else 0.0, publishing=True
-        ).act
+        budget_s = CURRENT_LOOK_S if live is not None and not reload else 0.0
+        act = check_live(store, online, budget_s=budget_s, publishing=True).act
         damaged, doubted = act is Act.LOAD, act in (Act.INDEX, Act.LOAD)
         if live is not None and not (reload or doubted) and live.epoch >= epoch:
             pointer = self._keep_current(snapshot, live, repaired or act is Act.POINT)
