@@ -146,10 +146,8 @@ class Publisher:
         ref, current = store.refs.readable_live(), self._current()
         epoch = 0 if current is None else current.epoch
         live = ref if ref is not None and ref.snapshot == number else None
-        unchanged = live is not None and not reload
-        account = check_live(
-            store, online, budget_s=CURRENT_LOOK_S if unchanged else 0.0, publishing=True
-        )
+        budget_s = CURRENT_LOOK_S if live is not None and not reload else 0.0
+        account = check_live(store, online, budget_s=budget_s, publishing=True)
         findings = (*account.findings, *(() if found is None else found.findings))
         lost = _lost(findings, snapshot)
         doubted = any(finding.act in (Act.INDEX, Act.LOAD) for finding in findings)

@@ -187,23 +187,9 @@ def build_changed(
             build_s=round(time.monotonic() - began, 3),
             why="the rows that changed since the base, compared with one by one",
         )
-        return _sealed(
-            temporary,
-            writer,
-            IndexRecord(
-                base.metric,
-                dim,
-                0,
-                stored_dtype,
-                model,
-                {},
-                figures,
-                base_folder.name,
-                name_of(folder),
-                listed.segments,
-                listed.space,
-            ),
-        )
+        of = (base_folder.name, name_of(folder), listed.segments, listed.space)
+        record = IndexRecord(base.metric, dim, 0, stored_dtype, model, {}, figures, *of)
+        return _sealed(temporary, writer, record)
 
 
 def without_copies(
