@@ -50,13 +50,18 @@ null where the part was merged away), and whether its entity has no row any more
 columns follow, with ``key_`` before their names, null where it has one. Sorted by part and row."""
 
 
-class Part(Record, frozen=True):
+class Part(Record, frozen=True, omit_defaults=True):
     """One Parquet file: path relative to the view's folder, its rows, size and SHA-256 (hex)."""
 
     path: str
     rows: int
     size_bytes: int
     sha256: str
+    sample: Part | None = None
+    """Of a part of rows the file beside it that has some of them, drawn by the hash of their key;
+    None where it is small and read itself. No row follows from it."""
+    below: int = 0
+    """Of a sample: it has the rows whose key's hash, of 2⁶⁴, is less."""
 
     def in_folder(self, folder: Path) -> File:
         """The file itself, in its view's folder, by its absolute path."""
@@ -106,9 +111,14 @@ class Segment(Record, frozen=True):
         return Part(record_path(self.name), 0, self.size_bytes, self.sha256)
 
     @property
-    def files(self) -> tuple[Part, ...]:
-        """Its parts, and its kills."""
+    def needed(self) -> tuple[Part, ...]:
+        """What its rows follow from: its parts, and its kills."""
         return self.parts if self.kills is None else (*self.parts, self.kills)
+
+    @property
+    def files(self) -> tuple[Part, ...]:
+        """All its files: those that its rows follow from, and the samples of its parts."""
+        return (*self.needed, *(one.sample for one in self.parts if one.sample is not None))
 
     @property
     def rows(self) -> int:

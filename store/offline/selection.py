@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from precompute.store.errors import PrecomputeError
 from precompute.store.keys import key_column
-from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, rare_rows, row_bytes
+from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, row_bytes
 from precompute.store.offline.stored_file import BROKEN, broken
 
 CLUSTERS = 64
@@ -186,29 +186,6 @@ class Selection:
                 )
             chosen.append(FileRows(file.path, file.rows, np.concatenate(taken), others=False))
         return Selection(chosen)
-
-    def rare(self) -> Selection:
-        """Those of the rows that their part names as rare, and all rows of the parts that name
-        none.
-
-        Raises:
-            SnapshotError: a file cannot be read.
-        """
-        files = []
-        for file in self.files:
-            if file.count:
-                with reading_file(file.path) as opened:
-                    rare = rare_rows(opened)
-                numbers = file.within(0, file.rows)
-                files.append(
-                    FileRows(
-                        file.path,
-                        file.rows,
-                        numbers if rare is None else np.intersect1d(numbers, rare),
-                        others=False,
-                    )
-                )
-        return Selection(files)
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         """The rows, a batch or more for each row group that holds any; none of no rows.

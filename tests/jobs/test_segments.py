@@ -24,7 +24,6 @@ from precompute.jobs.run.rows.plan import segments_that_stay
 from precompute.store.disk.record import replace
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.history.changes import Changes
-from precompute.store.offline.row_figures import count
 from precompute.store.offline.segment import KILLS, Part, Segment, kills_table
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.view_store import OfflineStore
@@ -197,9 +196,6 @@ class World:
             draft = replace(draft, segments=(replace(segment, parts=(empty,)),))
         if parent is not None:
             draft = merged(self.store, draft, segments_that_stay(below, segment.weight))
-            if draft.figures is not None:
-                batches = self.store.batches(draft)
-                assert draft.figures == count(batches, VIEW)
         snapshot = self.store.commit(draft)
         return self.noted(snapshot, rows, partition)
 

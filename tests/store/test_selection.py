@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.store.errors import SnapshotError
-from precompute.store.offline import part_file, selection
-from precompute.store.offline.part_file import Layers, write_part_file
+from precompute.store.offline import selection
+from precompute.store.offline.part_file import Layers
 from precompute.store.offline.selection import CLUSTERS, all_rows, rows_beside, seed_of
 
 
@@ -163,47 +163,10 @@ def test_text_and_composite_keys_are_found_by_their_text(tmp_path: Path) -> None
     ]  # no number, of a time when keys were text
 
 
-def test_rare_rows_are_those_that_their_part_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(part_file, "RARE_ROWS", 3)
-    names = {"named": [2, 5, 9], "none": [], "many": [1, 2, 3, 4], "old": None}
-    for name, numbers in names.items():
-        table = pa.table({"id": range(10)}).replace_schema_metadata(
-            {"precompute.rare_rows": "[0]"}
-        )  # as copied rows have it
-        write_part_file(
-            tmp_path / name, table, None if numbers is None else np.array(numbers, np.int64)
-        )
-    dead = {number: np.array([1, 5, 6]) for number in range(4)}
-    made = Layers([tmp_path / name for name in names], [10] * 4, dead)
-    every = [i for i in range(10) if i not in (1, 5, 6)]
-    assert [
-        ids(all_rows(Layers(made.paths[n : n + 1], [10], {0: dead[n]})).rare()) for n in range(4)
-    ] == [
-        [2, 9],
-        [],
-        every,
-        every,
-    ]
-    assert ids(rows_beside(Layers(made.paths, [10] * 4, {}), made).rare()) == [5, 1, 5, 6, 1, 5, 6]
-
-
-@pytest.mark.parametrize("footer", ["[1", '{"a": 1}', "[1.5e30]", "[99999999999999999999]", "\xff"])
-def test_a_footer_that_names_rows_in_another_way_is_damaged(tmp_path: Path, footer: str) -> None:
-    made = layers(tmp_path, (0, 40, []))
-    table = pq.read_table(made.paths[0]).replace_schema_metadata({"precompute.rare_rows": footer})
-    pq.write_table(table, made.paths[0])
-    with pytest.raises(
-        SnapshotError, match=r"part-0\.parquet cannot be read \(precompute\.rare_rows in its footer"
-    ):
-        all_rows(made).rare()
-
-
 @pytest.mark.parametrize(
     "use",
-    [lambda s: s.draw(5, 1), ids, lambda s: s.find(pa.array(["1"]), ["id"]), lambda s: s.rare()],
-    ids=["draw", "read", "find", "rare"],
+    [lambda s: s.draw(5, 1), ids, lambda s: s.find(pa.array(["1"]), ["id"])],
+    ids=["draw", "read", "find"],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, use: object) -> None:
     assert callable(use)
