@@ -39,6 +39,8 @@ KILLS = "kills.parquet"
 """Name of a file of kills, in the folder of the run that wrote it."""
 COPIED = "copied-"
 """What the names of parts begin with whose rows a run copied from others' parts."""
+ALL_HASHES = 2**64
+"""More than any hash of a key."""
 MOST_MERGED = 64
 """How many of the segments that were merged into it a segment names: what is rolled back from may
 have been copied into what a run computed meanwhile, and was then not long before."""
@@ -58,10 +60,10 @@ class Part(Record, frozen=True, omit_defaults=True):
     size_bytes: int
     sha256: str
     sample: Part | None = None
-    """Of a part of rows the file beside it that has some of them, drawn by the hash of their key;
-    None where it is small and read itself. No row follows from it."""
-    below: int = 0
-    """Of a sample: it has the rows whose key's hash, of 2⁶⁴, is less."""
+    """Of a part of rows the file beside it that has its sample, from which no row follows; None
+    where it is small and read itself."""
+    below: int = ALL_HASHES
+    """Its sample are the rows whose key hash is less."""
 
     def in_folder(self, folder: Path) -> File:
         """The file itself, in its view's folder, by its absolute path."""

@@ -231,7 +231,7 @@ class Judge:
         gates, view, draft = self.config.gates, snapshot.view, draft or snapshot
         samples = Samples(self.store)
         found = samples.of(draft)
-        figures = found.figures
+        figures = found.figures(view)
         nulls = figures.valueless if view.definition.bad_rows == "null" else 0
         verdicts = Verdicts(gates, snapshot.rows - nulls)
         verdicts.figures = figures
@@ -259,7 +259,7 @@ class Judge:
         self._judge_features(snapshot, figures, sample, live, other, moves, verdicts)
         if self.opened.substitute is not None:
             self._judge_substitute(self.opened.substitute, sample, verdicts)
-        elif view.fallback and gates.parity is not None:
+        elif view.fallback and gates.parity is not None and sample.num_rows:
             judge_parity(self.opened, sample, gates.parity, verdicts)
         return verdicts
 

@@ -148,7 +148,7 @@ class _Copies:
             return
         draft, name = self._snapshot, f"{COPIED}{len(self.parts):05d}.parquet"
         table = pa.Table.from_batches(self._gathered)
-        part = write_rows(self._store, draft.run, name, table, draft.view, draft.rows)
+        part = write_rows(self._store, draft.run, name, table, draft.view, draft.counts.source)
         self.parts.append(part)
         self._gathered, self._bytes = [], 0
 

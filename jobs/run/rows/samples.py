@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
-from precompute.store.feature_view import FeatureView
+from precompute.store.feature_view import SCALAR_TYPES, FeatureView
 from precompute.store.keys import key_column
 from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, row_bytes
 from precompute.store.offline.row_figures import (
@@ -35,7 +36,7 @@ from precompute.store.offline.row_figures import (
     count,
     odd_rows,
 )
-from precompute.store.offline.segment import Part
+from precompute.store.offline.segment import ALL_HASHES, Part
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import BATCH_BYTES, ViewStore
@@ -48,14 +49,16 @@ SAMPLE_ROWS = 65_536
 """Rows of a sample that are to be living, of narrow rows: a share of them is within 0.2 % of that
 of all, as a standard deviation."""
 WIDE_ROWS = 8_192
-"""As many of rows of which :data:`SAMPLE_ROWS` would have more than :data:`SAMPLE_BYTES`: within
-0.55 %."""
+"""As many of wide rows, of which :data:`SAMPLE_ROWS` would have more than :data:`SAMPLE_BYTES`:
+within 0.55 %."""
 SAMPLE_BYTES = 2 * 2**20
-"""Bytes in memory of as many rows as a sample has, if these are more than :data:`WIDE_ROWS`."""
+"""Bytes of more rows than :data:`WIDE_ROWS`."""
 MOST_SAMPLE_BYTES = 32 * 2**20
-"""Bytes in memory of the rows of a sample at most, whatever that leaves of them: 8,192 of 4 kB."""
-ALL = 2**64
-"""Threshold of a sample that has all rows: a hash is less."""
+"""Bytes of any sample: 8,192 rows of 4 kB, and fewer of longer ones."""
+TEXT_BYTES, OTHER_BYTES = 32, 24
+"""What a text counts for in a row, and key, time and hash. That the rows of a sample follow from
+what the view declares, and not from what is measured of parts, is why they are the same on every
+machine, however fast it fills a part."""
 
 _FILE = 2**40
 _ROW = "_row"
@@ -66,10 +69,15 @@ _ODD = "precompute.odd_rows."
 Hashes = npt.NDArray[np.uint64]
 
 
-def wanted_rows(row_bytes: int) -> int:
-    """How many rows a sample is to have of rows of so many bytes in memory."""
-    wide = min(WIDE_ROWS, MOST_SAMPLE_BYTES // row_bytes)
-    return min(SAMPLE_ROWS, max(SAMPLE_BYTES // row_bytes, wide, 1))
+def threshold(view: FeatureView, rows: int) -> int:
+    """Below which hash the sampled keys of a snapshot lie whose source has so many rows."""
+    width = OTHER_BYTES
+    for f in view.features:
+        each = TEXT_BYTES if f.dtype == "string" else SCALAR_TYPES[f.dtype].bit_width / 8
+        width += math.ceil(each * (f.dim or f.max_items or 1))
+    wide = min(WIDE_ROWS, MOST_SAMPLE_BYTES // width)
+    wanted = min(SAMPLE_ROWS, max(SAMPLE_BYTES // width, wide, 1))
+    return min(ALL_HASHES, wanted * ALL_HASHES // max(1, rows))
 
 
 def key_hashes(rows: pa.Table, entity: Sequence[str]) -> Hashes:
@@ -91,8 +99,8 @@ def write_rows(
     store: ViewStore, run: str, name: str, table: pa.Table, view: FeatureView, rows: int
 ) -> Part:
     """Write a part of rows, and its sample beside it. A part of no more bytes than one row group
-    has none, nor has one of a snapshot with fewer than twice the rows of a sample: these are read
-    themselves, which costs about as much and no second file.
+    has none, nor has one half of whose rows would be in it: these are read themselves, which costs
+    about as much and no second file.
 
     Args:
         store: of the view.
@@ -100,23 +108,22 @@ def write_rows(
         name: of the part's file.
         table: the rows.
         view: declares key and features.
-        rows: how many rows the snapshot has, about: by it each part's threshold is the same, and
+        rows: how many rows the source has: by it the threshold is that of all parts of a run, and
             all samples together have as many rows as they are to have.
 
     Raises:
         SnapshotError: the file system failed.
     """
-    part = store.write_part(run, name, table)
-    wanted = wanted_rows(max(1, table.nbytes // max(1, table.num_rows)))
-    if table.nbytes <= ROW_GROUP_BYTES or max(rows, table.num_rows) < 2 * wanted:
+    below = threshold(view, rows)
+    part = replace(store.write_part(run, name, table), below=below)
+    if table.nbytes <= ROW_GROUP_BYTES or below > ALL_HASHES // 2:
         return part
-    below = wanted * ALL // max(rows, table.num_rows)
     numbers = np.flatnonzero(key_hashes(table, view.entity) < below)
     taken = table.take(pa.array(numbers)).append_column(_ROW, pa.array(numbers))
     odd = odd_rows(table, view)
-    notes = {_ODD + kind: _noted(rows, table.num_rows) for kind, rows in odd.items()}
+    notes = {_ODD + kind: _noted(of_kind, table.num_rows) for kind, of_kind in odd.items()}
     sample = store.write_part(run, f"sample-{name}", taken, notes)
-    return replace(part, sample=replace(sample, below=below))
+    return replace(part, sample=sample)
 
 
 def _noted(numbers: Numbers, rows: int) -> str:
@@ -183,20 +190,32 @@ class SnapshotSample:
     order of their ``hashes``.
 
     Two samples of one :class:`Samples` have the very same row where ``places`` are equal, int64
-    [rows]. ``figures`` are the snapshot's.
+    [rows]. ``living`` counts all living rows, ``odd`` those of each kind.
     """
 
     rows: pa.Table
     hashes: Hashes
     places: Numbers
     below: int
-    figures: RowFigures
+    living: int
+    odd: Mapping[str, int]
+
+    def figures(self, view: FeatureView) -> RowFigures:
+        """Of the snapshot: the odd rows counted, all else of the sample."""
+        names = [one.name for one in view.features]
+        return replace(
+            count(self.rows.to_batches(), view),
+            rows=self.living,
+            not_finite=self.odd.get(NOT_FINITE, 0),
+            valueless=self.odd.get(VALUELESS, 0),
+            zeros={name: self.odd[ZERO + name] for name in names if self.odd.get(ZERO + name)},
+        )
 
     def comparable(self, other: SnapshotSample, entity: Sequence[str]) -> Numbers | None:
         """Positions of its rows whose keys the other has, if its snapshot does; None where that
         cannot be told, keys being integers in one and texts in the other, which have other hashes.
         """
-        if self.below == other.below == ALL:
+        if self.below == other.below == ALL_HASHES:
             return np.arange(self.rows.num_rows)
         kinds = (one.rows.select(list(entity)).schema.types for one in (self, other))
         return np.flatnonzero(self.hashes < other.below) if len({*map(tuple, kinds)}) == 1 else None
@@ -231,7 +250,9 @@ class Samples:
     def _of(self, snapshot: Snapshot) -> SnapshotSample:
         layers, entity = self._store.layers(snapshot), snapshot.view.entity
         nothing = self._store.schema(snapshot).empty_table()
-        pieces = [_Drawn(nothing, key_hashes(nothing, entity), np.empty(0, np.int64), ALL)]
+        # parts that were written otherwise have no threshold
+        below = threshold(snapshot.view, snapshot.counts.source)
+        pieces = [_Drawn(nothing, key_hashes(nothing, entity), np.empty(0, np.int64), below)]
         total, odd = 0, dict[str, int]()
         for number, part in enumerate(snapshot.parts):
             dead = layers.dead.get(number, np.empty(0, np.int64))
@@ -244,15 +265,7 @@ class Samples:
                 odd[kind] = odd.get(kind, 0) + len(_living(numbers, dead))
         drawn = _Drawn.together(pieces)
         drawn = drawn.take(np.argsort(drawn.hashes, kind="stable"))
-        names = [one.name for one in snapshot.view.features]
-        figures = replace(
-            count(drawn.rows.to_batches(), snapshot.view),
-            rows=total,
-            not_finite=odd.get(NOT_FINITE, 0),
-            valueless=odd.get(VALUELESS, 0),
-            zeros={name: odd[ZERO + name] for name in names if odd.get(ZERO + name)},
-        )
-        return SnapshotSample(drawn.rows, drawn.hashes, drawn.places, drawn.below, figures)
+        return SnapshotSample(drawn.rows, drawn.hashes, drawn.places, drawn.below, total, odd)
 
     def layers(self, snapshot: Snapshot) -> Layers:
         """As :meth:`ViewStore.layers`."""
@@ -266,11 +279,11 @@ class Samples:
             except SnapshotError as exc:
                 log.warning("%s; its part is read in its stead", exc)
                 sample = None
-            if part.sample is not None and sample is not None:
-                found = self._of_file(snapshot, sample, part.sample.below)
+            if sample is not None:
+                found = self._of_file(snapshot, sample, part.below)
             else:
                 self._store.whole_path(snapshot, part)
-                found = self._of_part(snapshot, path, part.sample.below if part.sample else ALL)
+                found = self._of_part(snapshot, path, part.below)
             self._read[part.path] = found
         return self._read[part.path]
 
@@ -290,7 +303,7 @@ class Samples:
             for batch in file.iter_batches(most):
                 rows = pa.Table.from_batches([batch])
                 places = np.arange(first, first + batch.num_rows) + len(self._read) * _FILE
-                here = _Drawn(rows, key_hashes(rows, view.entity), places, ALL).within(below)
+                here = _Drawn(rows, key_hashes(rows, view.entity), places, ALL_HASHES).within(below)
                 drawn = here if drawn is None else _Drawn.together([drawn, here])
                 for kind, found in odd_rows(batch, view).items():
                     odd.setdefault(kind, []).append(found + first)
