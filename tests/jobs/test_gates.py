@@ -25,7 +25,7 @@ from precompute.jobs.run.judge.value_gates import STATISTICS, Verdicts, _labels
 from precompute.jobs.run.rows import chunks, samples
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.disk.record import replace
-from precompute.store.errors import GateError
+from precompute.store.errors import GateError, SnapshotError
 from precompute.store.offline.row_figures import count
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from tests.fixtures import MakeProject
@@ -760,6 +760,33 @@ def test_a_delta_reads_no_row_of_what_it_builds_on(
     quality = project.snapshot().quality
     assert quality["moved"] == pytest.approx(100 / 20_000)
     assert quality["drift"] == pytest.approx(1 - (1 - np.cos(2.0)) * 100 / 20_000)
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["lost", "damaged"])
+def test_a_run_goes_on_without_a_sample(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    in_samples(monkeypatch, 50)
+    own = view({"duplicates": None})
+    make_project(list(GOOD.items()) + [(i, 1.0) for i in range(N, 400)], view=own).run()
+    again = [(i, float(i + 2)) for i in range(N)] + [(i, 1.0) for i in range(N, 400)]
+    project = make_project(again, view=own)
+    project.materialize()
+    whole = project.snapshot()
+    assert whole.figures is not None
+    assert 0 < whole.figures.sampled < 100
+    (sample,) = (part.sample for part in whole.segments[0].parts)
+    assert sample is not None
+    path = project.store.folder / sample.path
+    path.unlink() if lost else path.write_bytes(b"x" + path.read_bytes()[1:])
+    make_project([*again, (400, 1.0)], view=own).run()
+    later = project.store.snapshot(3)
+    assert (later.kind, len(later.segments)) == ("delta", 3)
+    assert later.figures is not None
+    assert abs(later.figures.sampled - whole.figures.sampled) <= 1
+    assert [verdict.gate for verdict in later.gates] == [verdict.gate for verdict in whole.gates]
+    with pytest.raises(SnapshotError, match=path.name):
+        project.store.check_parts(later)
 
 
 # ---- what became of values
