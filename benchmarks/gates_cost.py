@@ -21,8 +21,8 @@ from benchmarks.common import cpu_s, numbers, report, run, stages, write_project
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.judge.audit import Sample
 from precompute.jobs.run.judge.gates import Judge
+from precompute.jobs.run.rows import chunks
 from precompute.model import digest
-from precompute.store.offline.row_figures import RowCounter
 
 ROWS, ROUNDS = 10_000_000, 5
 
@@ -65,7 +65,11 @@ def write_items(folder: Path, rows: int, day: int) -> None:
 def without_any() -> Iterator[None]:
     """No row is counted, drawn or judged."""
     with (
-        mock.patch.object(RowCounter, "add", return_value=None),
+        mock.patch.object(
+            chunks,
+            "write_rows",
+            lambda store, run, name, table, *_: store.write_part(run, name, table),
+        ),
         mock.patch.object(Sample, "draw", return_value=None),
         mock.patch.object(Judge, "judge", lambda _judge, snapshot, *_: snapshot),
     ):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +24,7 @@ from precompute.jobs.run.judge.code_check import check_code
 from precompute.jobs.run.judge.gates import Judge, accept, still_accepted
 from precompute.jobs.run.judge.library import check_by_library
 from precompute.jobs.run.rows.chunks import Chunks, rows_in_words
-from precompute.jobs.run.rows.merging import (
-    Replaced,
-    figures_of,
-    merged,
-    written,
-)
+from precompute.jobs.run.rows.merging import merged, written
 from precompute.jobs.run.rows.open_view import (
     OpenView,
     iso_us,
@@ -55,7 +50,6 @@ from precompute.store.errors import (
     SnapshotError,
     SourceError,
 )
-from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.runs import Report
 from precompute.store.offline.segment import Part
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
@@ -283,8 +277,6 @@ class ComputedRows:
 
     counts: Counts
     parts: tuple[Part, ...]
-    figures: Mapping[str, RowFigures]
-    """Path of a part → the figures of all its rows."""
     rejected: Part | None
     computed_at: tuple[int, ...]
     """When the first and the last row were computed by this run, µs since 1970; empty without
@@ -304,7 +296,9 @@ def _compute(
         audit = Audit(config, opened, plan.diff.compute, sum(stages.values()) - stages["open"])
         store.journals.begin(report.run, plan.recipe, report.partition, full=job.options.full)
         allowed = math.floor(plan.source_rows * config.max_rejected + 1e-9)
-        chunks = Chunks(store, report, opened, allowed, accuracy.checked, audit.sample.draw)
+        chunks = Chunks(
+            store, report, opened, allowed, plan.source_rows, accuracy.checked, audit.sample.draw
+        )
         chunks.take_over(plan, opened.source)
         progress.begin(f"materialize {config.name}", plan.diff.compute)
         try:
@@ -356,7 +350,6 @@ def _compute(
     return ComputedRows(
         counts,
         tuple(chunks.parts),
-        chunks.figures,
         chunks.rejections.part,
         tuple(chunks.computed_at),
         tuple(verdicts),
@@ -509,20 +502,13 @@ def _judge_draft(
 ) -> Snapshot:
     """Merge the draft's segments where the plan says so, and judge it; returns the snapshot to
     commit, with figures and verdicts."""
-    store, parent, replaced = job.store, plan.parent, None
-    if parent is not None:
-        replaced = Replaced(store, parent, draft, [*draft.view.entity, *draft.view.feature_names])
-    with _marking_damage(store, parent):
-        snapshot = draft
-        if not plan.compact or draft.own is None:
-            with report.stage("gates"):
-                figures = figures_of(store, draft, computed.figures, replaced)
-                snapshot = replace(draft, figures=figures)
+    store, snapshot = job.store, draft
+    with _marking_damage(store, plan.parent):
         if plan.merging:
             with report.stage("compact"):
-                snapshot = merged(store, snapshot, plan.stay)
+                snapshot = merged(store, draft, plan.stay)
         with report.stage("gates"):
-            snapshot = _judge(job, opened).judge(snapshot, computed.verdicts, replaced)
+            snapshot = _judge(job, opened).judge(snapshot, computed.verdicts, draft)
     report.gates = list(snapshot.gates)
     report.counts |= _nulls(snapshot)
     return snapshot

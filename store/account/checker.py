@@ -445,7 +445,7 @@ class _Look:
         wrong = not_whole(self._online, pointer, RowCodec(pointer.view), keys, None) if keys else []
         if not wrong or self._before.epoch == account.epoch:
             return wrong
-        _, _, known = rows.find(pa.array([key.decode() for key in wrong]), pointer.view.entity)
+        known = rows.find(pa.array([key.decode() for key in wrong]), pointer.view.entity)
         return [key for key in wrong if key.decode() in set(known.to_pylist())]
 
     def _window(

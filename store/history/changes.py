@@ -566,8 +566,7 @@ class Beside(NamedTuple):
 
 
 def beside(feature: Feature, first: Snapshot, second: Snapshot) -> list[Beside]:
-    """The figures of a feature in two snapshots, as they were counted of all rows when these were
-    written."""
+    """The figures of a feature in two snapshots, as they were counted when these were judged."""
     one, two = (figures_of(feature, snapshot) for snapshot in (first, second))
     lines = [Beside(name, one.get(name), two.get(name)) for name in dict.fromkeys((*one, *two))]
     moved = moved_by(feature, first, second)
@@ -579,8 +578,9 @@ def figures_of(feature: Feature, snapshot: Snapshot) -> dict[str, float | str]:
     figures = snapshot.figures
     if figures is None or not any(f.name == feature.name for f in snapshot.view.features):
         return {}
-    found: dict[str, float | str] = {"nulls": figures.nulls.get(feature.name, 0)}
+    found: dict[str, float | str] = {"nulls": figures.nulls_of_all(feature.name)}
     if feature.name in figures.vectors:
+        found["zero vectors"] = figures.zeros.get(feature.name, 0)
         return found | _of_vectors(figures.vectors[feature.name])
     return found | (
         _of_values(feature, figures.values[feature.name]) if feature.name in figures.values else {}
@@ -589,7 +589,7 @@ def figures_of(feature: Feature, snapshot: Snapshot) -> dict[str, float | str]:
 
 def _of_vectors(vectors: VectorFigures) -> dict[str, float | str]:
     lengths = vectors.norm_quantiles([*_SHARES.values()])
-    found: dict[str, float | str] = {"zero vectors": vectors.zero, "mean length": vectors.mean_norm}
+    found: dict[str, float | str] = {"mean length": vectors.mean_norm}
     return found | {f"length {name}": value for name, value in zip(_SHARES, lengths, strict=True)}
 
 

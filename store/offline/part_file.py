@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -29,15 +27,11 @@ reads smaller ones more slowly."""
 MOST_GROUP_BYTES = 8 * 2**20
 """Bytes in memory of a row group of fewer than 1,024 rows, at most; of one row that is larger, its
 own."""
-RARE_ROWS = 10_000
-"""Rare rows of a part that its footer names, at most: beyond that, 70 kB of them, they are not
-rare."""
-_RARE = b"precompute.rare_rows"
 _HASH = "input_hash"
 
 
 def write_part_file(
-    path: Path, table: pa.Table, rare: npt.NDArray[np.int64] | None = None
+    path: Path, table: pa.Table, notes: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
     """Write a table under a temporary name, fsync it, rename it and fsync its folder; nothing is
     left of a failure.
@@ -45,7 +39,7 @@ def write_part_file(
     Args:
         path: the file to be; its folder is created.
         table: the rows.
-        rare: numbers of its rows that :func:`rare_rows` is to return, ascending.
+        notes: what its footer is to have, by name.
 
     Returns:
         size in bytes and SHA-256 (hex).
@@ -72,10 +66,8 @@ def write_part_file(
                 column_encoding=_encodings(table.schema),
             ) as writer:
                 writer.write_table(table, row_group_size=_row_group_rows(table))
-                if rare is not None and len(rare) <= RARE_ROWS:
-                    writer.add_key_value_metadata(
-                        {_RARE: json.dumps(rare.tolist(), separators=(",", ":"))}
-                    )
+                if notes:
+                    writer.add_key_value_metadata(dict(notes))
             raw.flush()
             crashpoint("part.write", temporary)
             os.fsync(raw.fileno())
@@ -89,24 +81,6 @@ def write_part_file(
             temporary.unlink(missing_ok=True)
         raise
     return sink.size_bytes, sink.digest.hexdigest()
-
-
-def rare_rows(file: pq.ParquetFile) -> npt.NDArray[np.int64] | None:
-    """Numbers of the rows that were named as rare when a part was written, ascending; None where
-    its footer does not have them, since they were too many.
-
-    Raises:
-        OSError: what stands there is no list of numbers: the file is damaged.
-    """
-    written = (file.metadata.metadata or {}).get(_RARE)
-    if written is None:
-        return None
-    try:
-        return np.array(json.loads(written), np.int64)
-    except (ValueError, TypeError, OverflowError) as exc:
-        raise OSError(
-            f"{_RARE.decode()} in its footer is no list of row numbers: {written[:40]!r}"
-        ) from exc
 
 
 def _row_group_rows(table: pa.Table) -> int:

@@ -1,14 +1,10 @@
-"""Row figures: what is counted of every row while it is written, so that a gate judges all rows and
-reads none of them. Figures of two sets of rows add up, and those of rows that left can be taken
-off: a delta's are its parent's, less the rows it replaced, plus the rows it computed. Of values by
-type, too.
+"""Row figures: what is counted of a view's rows by type, for gates and for people: of all rows what
+a gate may allow none of, of a sample all else.
 """
 
 from __future__ import annotations
 
-import hashlib
-import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,18 +18,13 @@ from precompute.store.feature_view import Feature, FeatureView
 SHIFT = 17
 """Bits of a float32 that a bucket does not look at: 64 buckets to each power of two, so that a
 quantile is within 0.8 %."""
-LONG_TEXT = 256
-"""Characters beyond which a text is counted by its beginning and its hash."""
-MOST_DISTINCT = 65_536
-"""Values counted one by one; others are counted together."""
 COMMON_VALUES = 64
 """The commonest values that the manifest has, at most."""
-SAMPLED_VALUES = 1024
-"""Values that are drawn of floats counted together, to find the commonest: to sort all of them took
-three times as long as all else here."""
 SHOWN_LETTERS = 60
 
-I8 = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.floating[Any]]
+_NONE: Numbers = np.empty(0, np.int64)
 
 
 class ValueFigures(Record, frozen=True):
@@ -43,8 +34,7 @@ class ValueFigures(Record, frozen=True):
 
     ``buckets``: bucket → numbers, of scalars; ``lengths``: bucket → rows, of texts (letters) and
     lists (items). ``common``: value, as text → times, of the :data:`COMMON_VALUES` commonest of
-    ``looked_at`` values or items; ``distinct`` how many different ones there are, of more than
-    :data:`MOST_DISTINCT` at least so many.
+    ``looked_at`` values or items; ``distinct`` how many different ones there are among them.
     """
 
     rows: int = 0
@@ -84,47 +74,10 @@ class ValueFigures(Record, frozen=True):
         """Share of the commonest value among all; 0 without any."""
         return max(self.common.values(), default=0) / self.looked_at if self.looked_at else 0.0
 
-    def with_others(self, other: ValueFigures, sign: int, times: float) -> ValueFigures:
-        """These figures with ``times`` as much as ``other`` has added (``sign`` 1) or taken off
-        (-1)."""
-        count, counts = _sums(sign, times)
-        return ValueFigures(
-            count(self.rows, other.rows),
-            count(self.empty, other.empty),
-            count(self.not_finite, other.not_finite),
-            count(self.zero, other.zero),
-            self.total + sign * times * other.total,
-            max(0.0, self.squares + sign * times * other.squares),
-            count(self.items, other.items),
-            counts(self.buckets, other.buckets),
-            counts(self.lengths, other.lengths),
-            commonest(counts(self.common, other.common)),
-            count(self.looked_at, other.looked_at),
-            max(self.distinct, other.distinct) if sign > 0 else self.distinct,
-        )
-
     def quantiles(self, shares: Sequence[float]) -> list[float]:
         """The numbers that these shares of all do not exceed, each within 0.8 %; zeros without
         any."""
         return quantiles(self.buckets, shares)
-
-
-def _sums(
-    sign: int, times: float
-) -> tuple[
-    Callable[[int, int], int], Callable[[Mapping[Any, int], Mapping[Any, int]], dict[Any, int]]
-]:
-    """How a count, and counts by name, are added up: ``times`` as much of the second added
-    (``sign`` 1) or taken off (-1)."""
-
-    def count(a: int, b: int) -> int:
-        return max(0, a + sign * round(b * times))
-
-    def counts(a: Mapping[Any, int], b: Mapping[Any, int]) -> dict[Any, int]:
-        sums = {name: count(a.get(name, 0), b.get(name, 0)) for name in sorted({*a, *b})}
-        return {name: n for name, n in sums.items() if n}
-
-    return count, counts
 
 
 def quantiles(buckets: Mapping[int, int], shares: Sequence[float]) -> list[float]:
@@ -135,21 +88,13 @@ def quantiles(buckets: Mapping[int, int], shares: Sequence[float]) -> list[float
     return [_middle(int(bucket)) for bucket in _buckets_at(buckets, shares)]
 
 
-def _buckets_at(buckets: Mapping[int, int], shares: Sequence[float]) -> I8:
+def _buckets_at(buckets: Mapping[int, int], shares: Sequence[float]) -> Numbers:
     """The bucket up to which each of these shares of all lie; ``buckets`` are not empty."""
     order = np.array(sorted(buckets), np.int64)
     filled = np.cumsum([buckets[bucket] for bucket in order.tolist()])
     places = np.searchsorted(filled, np.asarray(shares) * filled[-1])
-    found: I8 = order[places.clip(max=len(order) - 1)]
+    found: Numbers = order[places.clip(max=len(order) - 1)]
     return found
-
-
-def _short(value: Any) -> Any:
-    """A value to be counted: of a long text its beginning, and a hash of all of it."""
-    if not isinstance(value, str) or len(value) <= LONG_TEXT:
-        return value
-    digest = hashlib.blake2b(value.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-    return f"{value[:64]}… {digest}"
 
 
 def distance(a: Mapping[int, int], b: Mapping[int, int]) -> float:
@@ -170,120 +115,51 @@ def commonest(counts: Mapping[str, int]) -> dict[str, int]:
     return dict(ranked[:COMMON_VALUES])
 
 
-class ValueCounter:
-    """Counts the values of one feature as they come.
+def value_figures(column: pa.Array, feature: Feature) -> ValueFigures:
+    """The figures of one feature that is no vector.
 
     Args:
-        feature: no vector.
+        column: of the type that the view declares.
+        feature: declares it.
     """
-
-    def __init__(self, feature: Feature) -> None:
-        self._feature = feature
-        self._rows = self._empty = self._not_finite = self._zero = self._items = self._looked_at = 0
-        self._total = self._squares = 0.0
-        self._buckets = np.zeros(1 << (32 - SHIFT), np.int64)
-        self._lengths = np.zeros(1 << (32 - SHIFT), np.int64)
-        self._common: dict[Any, int] = {}
-        self._sampled: list[npt.NDArray[Any]] = []
-        self._most_distinct = self._windows = 0
-
-    def add(self, column: pa.Array) -> None:
-        """Count some rows' values, of the type that the view declares."""
-        values = column.drop_null() if column.null_count else column
-        self._rows += len(values)
-        if not len(values):
-            return
-        if self._feature.max_items is not None:
-            lengths = np.asarray(pc.list_value_length(values))
-            self._empty += int((lengths == 0).sum())
-            self._items += int(lengths.sum())
-            self._lengths += _counted(lengths)
-            values = values.flatten()
-            values = values.drop_null() if values.null_count else values
-            self._count_values(values)
-        elif self._feature.dtype == "string":
-            lengths = np.asarray(pc.utf8_length(values))
-            self._empty += int((lengths == 0).sum())
-            self._lengths += _counted(lengths)
-            self._count_values(values)
-        else:
-            self._add_numbers(
-                np.asarray(values.cast(pa.int8()) if self._feature.dtype == "bool" else values)
-            )
-            self._count_values(values)
-
-    def _add_numbers(self, numbers: npt.NDArray[Any]) -> None:
-        numbers = numbers.astype(np.float64)
-        with np.errstate(over="ignore", invalid="ignore"):
-            # a sum that is finite tells that all are, at a fifth of the time of looking at each
-            total = float(numbers.sum())
-            if not np.isfinite(total):
-                finite = np.isfinite(numbers)
-                self._not_finite += int((~finite).sum())
-                numbers = numbers[finite]
-                total = float(numbers.sum())
-            self._zero += int((numbers == 0).sum())
-            self._total += total
-            # not @, for which BLAS takes threads of its own, which wait for more on both cores: 2 s
-            # of CPU for 10⁷ rows
-            self._squares += float(np.einsum("i,i->", numbers, numbers))
-        self._buckets += _counted(numbers)
-
-    def _count_values(self, values: pa.Array) -> None:
-        if not len(values):
-            return
-        self._windows += 1
-        if not pa.types.is_floating(values.type):
-            self._count_distinct(values)
-            return
-        # a window's own place each time, lest what repeats in every window is always or never met
-        step = -(-len(values) // SAMPLED_VALUES)
-        self._sampled.append(np.asarray(values)[self._windows % step :: step].copy())
-
-    def _count_distinct(self, values: pa.Array) -> None:
-        found = pc.value_counts(values)
-        self._looked_at += len(values)
-        if len(self._common) >= MOST_DISTINCT:
-            # what was met once makes room for what may come often from here on
-            self._most_distinct = max(self._most_distinct, len(self._common))
-            self._common = {value: times for value, times in self._common.items() if times > 1}
-        known, full = self._common, len(self._common) >= MOST_DISTINCT
-        for given, times in zip(
-            found.field(0).to_pylist(), found.field(1).to_pylist(), strict=True
-        ):
-            value = _short(given)
-            if value in known:
-                known[value] += times
-            elif not full:
-                known[value] = times
-
-    def figures(self) -> ValueFigures:
-        """The figures of all rows so far."""
-        if self._sampled:
-            # once, and not with each window: dictionaries took most of what counting takes
-            self._count_distinct(pa.array(np.concatenate(self._sampled)))
-            self._sampled = []
-        ranked = heapq.nlargest(COMMON_VALUES, self._common.items(), key=lambda item: item[1])
-        if self._feature.dtype.startswith("float"):
-            # of a million different numbers not one is common
-            ranked = ranked[:1] + [item for item in ranked[1:] if item[1] > 1]
-        return ValueFigures(
-            self._rows,
-            self._empty,
-            self._not_finite,
-            self._zero,
-            self._total,
-            self._squares,
-            self._items,
-            _filled(self._buckets),
-            _filled(self._lengths),
-            commonest({_shown(value): times for value, times in ranked}),
-            self._looked_at,
-            max(self._most_distinct, len(self._common)),
-        )
+    values = column.drop_null()
+    rows, lengths, numbers = len(values), None, np.empty(0)
+    if feature.max_items is not None:
+        lengths = np.asarray(pc.list_value_length(values))
+        values = values.flatten().drop_null()
+    elif feature.dtype == "string":
+        lengths = np.asarray(pc.utf8_length(values))
+    else:
+        plain = values.cast(pa.int8()) if feature.dtype == "bool" else values
+        numbers = np.asarray(plain).astype(np.float64)
+    finite = numbers[np.isfinite(numbers)]
+    with np.errstate(over="ignore"):
+        total, squares = float(finite.sum()), float(np.square(finite).sum())
+    counts = pc.value_counts(values)
+    times = np.asarray(counts.field(1))
+    # of equal ones in the order of the rows
+    order = np.argsort(-times, kind="stable")[:COMMON_VALUES]
+    if feature.dtype.startswith("float"):
+        # of a million different numbers not one is common
+        order = order[(times[order] > 1) | (np.arange(len(order)) == 0)]
+    shown = map(_shown, counts.field(0).take(pa.array(order)).to_pylist())
+    return ValueFigures(
+        rows,
+        0 if lengths is None else int((lengths == 0).sum()),
+        len(numbers) - len(finite),
+        int((finite == 0).sum()),
+        total,
+        squares,
+        0 if feature.max_items is None or lengths is None else int(lengths.sum()),
+        _filled(_counted(finite)),
+        {} if lengths is None else _filled(_counted(lengths)),
+        commonest(dict(zip(shown, times[order].tolist(), strict=True))),
+        len(values),
+        len(counts),
+    )
 
 
-def _counted(numbers: npt.NDArray[Any]) -> I8:
+def _counted(numbers: npt.NDArray[Any]) -> Numbers:
     """How many of the numbers, all finite, are in each bucket by the first bits of a float32; what
     is beyond one is in the last."""
     with np.errstate(over="ignore", under="ignore"):
@@ -291,7 +167,7 @@ def _counted(numbers: npt.NDArray[Any]) -> I8:
     return np.bincount(bits >> SHIFT, minlength=1 << (32 - SHIFT))
 
 
-def _filled(counts: I8) -> dict[int, int]:
+def _filled(counts: Numbers) -> dict[int, int]:
     """Bucket → count, where there is any. Of negative numbers buckets are negative, so that they
     stand in the order of their numbers."""
     used = np.flatnonzero(counts)
@@ -322,18 +198,16 @@ def _shown(value: Any) -> str:
 _SHIFT = 19
 """Bits of a float32 that a bucket does not look at: sign and exponent stay, and 4 bits of the
 fraction."""
-_NONE: npt.NDArray[np.int64] = np.empty(0, np.int64)
 _LAST_BUCKET = int(np.array(np.finfo(np.float32).max).view(np.int32)) >> _SHIFT
 
 
 class VectorFigures(Record, frozen=True):
-    """What is counted of one vector feature: ``rows`` that have a finite vector, how many of these
-    are ``zero``, the sum of their Euclidean lengths (``norm_sum``), and ``norms``: bucket of the
-    squared length → rows. A bucket is the first bits of a float32, 16 to each power of two, so that
-    a quantile is within 2 % of the true one."""
+    """What is counted of one vector feature: ``rows`` that have a finite vector, the sum of their
+    Euclidean lengths (``norm_sum``), and ``norms``: bucket of the squared length → rows. A bucket
+    is the first bits of a float32, 16 to each power of two, so that a quantile is within 2 % of the
+    true one."""
 
     rows: int = 0
-    zero: int = 0
     norm_sum: float = 0.0
     norms: Mapping[int, int] = field(default_factory=dict)
 
@@ -361,224 +235,145 @@ class VectorFigures(Record, frozen=True):
 
 
 class RowFigures(Record, frozen=True):
-    """What is counted of some rows of a view.
+    """What is counted of the rows of a view.
 
-    ``rows`` counts them, ``not_finite`` those with a NaN or an infinity, ``valueless`` those of
-    which every feature is null, ``nulls`` the nulls of each feature that has any, ``vectors`` the
-    figures of each feature that is a vector of floats, ``values`` those of each that is no vector.
+    Of all ``rows``: ``not_finite``, those with a NaN or an infinity, ``valueless``, those of which
+    every feature is null, ``zeros``, those whose vector is all zeros, of each feature that has any.
+
+    Of ``sampled`` rows, ``sampled_valueless`` of which have no value: ``nulls`` of each feature
+    that has any, ``vectors``, the figures of each feature that is a vector of floats, ``values``,
+    those of each that is no vector.
     """
 
     rows: int = 0
     not_finite: int = 0
     valueless: int = 0
+    zeros: Mapping[str, int] = field(default_factory=dict)
+    sampled: int = 0
+    sampled_valueless: int = 0
     nulls: Mapping[str, int] = field(default_factory=dict)
     vectors: Mapping[str, VectorFigures] = field(default_factory=dict)
     values: Mapping[str, ValueFigures] = field(default_factory=dict)
 
-    def plus(self, other: RowFigures) -> RowFigures:
-        """The figures of these rows and of others."""
-        return self._with(other, 1, 1.0)
-
-    def less(self, counted: RowFigures, rows: int) -> RowFigures:
-        """The figures of these rows without ``rows`` of them.
-
-        Args:
-            counted: figures of the rows that leave: exact where they are of all of them; where they
-                are of a random sample, so is what is taken off.
-            rows: how many leave.
-        """
-        return (
-            self if not rows or not counted.rows else self._with(counted, -1, rows / counted.rows)
-        )
-
-    def _with(self, other: RowFigures, sign: int, times: float) -> RowFigures:
-        count, counts = _sums(sign, times)
-        vectors = {}
-        for name in dict.fromkeys((*self.vectors, *other.vectors)):
-            a, b = (figures.vectors.get(name, VectorFigures()) for figures in (self, other))
-            rows, total = count(a.rows, b.rows), a.norm_sum + sign * b.norm_sum * times
-            vectors[name] = VectorFigures(
-                rows,
-                count(a.zero, b.zero),
-                max(0.0, total) if rows else 0.0,
-                counts(a.norms, b.norms),
-            )
-        return RowFigures(
-            count(self.rows, other.rows),
-            count(self.not_finite, other.not_finite),
-            count(self.valueless, other.valueless),
-            counts(self.nulls, other.nulls),
-            vectors,
-            {
-                name: (
-                    self.values.get(name, ValueFigures()).with_others(
-                        other.values.get(name, ValueFigures()), sign, times
-                    )
-                )
-                for name in dict.fromkeys((*self.values, *other.values))
-            },
-        )
+    def nulls_of_all(self, feature: str) -> int:
+        """How many of all rows are null in a feature: counted, or estimated by the sample."""
+        return round(self.nulls.get(feature, 0) * self.rows / max(1, self.sampled))
 
 
-TOGETHER_BYTES = 2**18
-"""Windows are counted together up to so many: 65,536 scores, since beside threads that compute
-nothing is in a cache, and one of 8,192 alone took 58 ns a row."""
+NOT_FINITE, VALUELESS, ZERO = "not_finite", "valueless", "zero:"
+"""Kinds of odd rows; of vectors of zeros with the feature's name after it."""
 
 
-class RowCounter:
-    """Counts rows as they come, from their feature columns: 9 ns a row with a vector of 16 float32,
-    13 with 64, 640 with 384 float16 (one thread of an AMD Zen 5, windows of 8,192 rows).
+def odd_rows(rows: pa.RecordBatch | pa.Table, view: FeatureView) -> dict[str, Numbers]:
+    """Kind → numbers of the rows that a gate may allow none of, from 0 and ascending: no value at
+    all, a number that is not finite, a vector of zeros; kinds that there are none of are left out.
 
     Args:
+        rows: with a column of each feature, of the type that the view declares.
         view: declares the features.
     """
+    found: dict[str, list[Numbers]] = {}
+    first = 0
+    for batch in rows.to_batches() if isinstance(rows, pa.Table) else (rows,):
+        for kind, numbers in _odd(batch, view):
+            if len(numbers):
+                found.setdefault(kind, []).append(numbers + first)
+        first += batch.num_rows
+    return {kind: np.unique(np.concatenate(numbers)) for kind, numbers in found.items()}
 
-    def __init__(self, view: FeatureView) -> None:
-        self._view = view
-        self._pending: list[pa.RecordBatch] = []
-        self._pending_rows = 0
-        self._together: int | None = None
-        self._rows = self._not_finite = self._valueless = 0
-        self._rare: list[npt.NDArray[np.int64]] = []
-        self._nulls: dict[str, int] = {}
-        self._vectors = {
-            f.name: _VectorCounter()
-            for f in view.features
-            if f.dim is not None and f.dtype.startswith("float")
-        }
-        self._values = {f.name: ValueCounter(f) for f in view.features if f.dim is None}
 
-    def add(self, rows: pa.RecordBatch) -> None:
-        """Count some rows.
+def _odd(rows: pa.RecordBatch, view: FeatureView) -> Iterator[tuple[str, Numbers]]:
+    for feature in view.features:
+        if not feature.dtype.startswith("float"):
+            continue
+        column = rows.column(feature.name)
+        if feature.dim is None:
+            yield NOT_FINITE, _infinite(column, feature)
+        else:
+            bad, zero = _odd_vectors(_matrix(column.drop_null(), feature))
+            if column.null_count and (len(bad) or len(zero)):
+                valid = np.flatnonzero(np.asarray(column.is_valid()))
+                bad, zero = valid[bad], valid[zero]
+            yield NOT_FINITE, bad
+            yield ZERO + feature.name, zero
+    yield VALUELESS, _valueless(rows, view)
 
-        Args:
-            rows: with a column of each feature, of the type that the view declares; other columns
-                are not looked at.
-        """
-        if not rows.num_rows:
-            return
-        self._pending.append(rows)
-        self._pending_rows += rows.num_rows
-        if self._together is None:
-            # of one window, where all are as wide: to look at each is an eighth of all that
-            # counting takes
-            alike = all(f.max_items is None and f.dtype != "string" for f in self._view.features)
-            self._together = TOGETHER_BYTES * rows.num_rows // max(1, rows.nbytes) if alike else 0
-        if self._pending_rows >= self._together:
-            self._count()
 
-    def _count(self) -> None:
-        """Count what came since."""
-        if not self._pending:
-            return
-        names = self._view.feature_names
-        rows = (
-            self._pending[0]
-            if len(self._pending) == 1
-            else pa.concat_batches([rows.select(names) for rows in self._pending])
-        )
-        self._pending, self._pending_rows = [], 0
-        bad: list[npt.NDArray[np.int64]] = []
-        zero: list[npt.NDArray[np.int64]] = []
-        nulls: dict[str, int] = {}
-        for feature in self._view.features:
-            column = rows.column(feature.name)
-            if column.null_count:
-                nulls[feature.name] = column.null_count
-            if feature.dim is None:
-                self._values[feature.name].add(column)
-            if not feature.dtype.startswith("float"):
-                continue
-            if feature.dim is None:
-                bad.append(_infinite(column, feature))
-            else:
-                infinite, zeros = self._vectors[feature.name].add(column, feature.dim)
-                bad.append(infinite)
-                zero.append(zeros)
-        valueless = _valueless(rows, self._view, nulls)
-        if any(len(numbers) for numbers in (*bad, *zero, valueless)):
-            self._rare.append(self._rows + np.unique(np.concatenate([*bad, *zero, valueless])))
-            self._not_finite += len(np.unique(np.concatenate([_NONE, *bad])))
-            self._valueless += len(valueless)
-        self._rows += rows.num_rows
-        for name, n in nulls.items():
-            self._nulls[name] = self._nulls.get(name, 0) + n
+def _odd_vectors(matrix: Floats) -> tuple[Numbers, Numbers]:
+    """Numbers of the rows that are not finite, and of those that are all zeros."""
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        # a fifth of the time of looking at each number
+        squares = np.einsum("ij,ij->i", matrix, matrix)
+    # infinite, or so long that its square is
+    beyond = np.flatnonzero(~np.isfinite(squares))
+    small = np.flatnonzero(squares == 0)
+    bad = beyond[~np.isfinite(matrix[beyond]).all(axis=1)]
+    return bad, small[~matrix[small].any(axis=1)]
 
-    def figures(self) -> RowFigures:
-        """The figures of all rows so far."""
-        self._count()
-        vectors = {name: counter.figures() for name, counter in self._vectors.items()}
-        values = {name: counter.figures() for name, counter in self._values.items()}
-        return RowFigures(
-            self._rows, self._not_finite, self._valueless, dict(self._nulls), vectors, values
-        )
 
-    def rare(self) -> npt.NDArray[np.int64]:
-        """Numbers of the rows so far, from 0 and ascending, that have no value, are not finite, or
-        have a vector of zeros."""
-        self._count()
-        return np.concatenate([_NONE, *self._rare])
+def _matrix(column: pa.Array, feature: Feature) -> Floats:
+    """[rows, dim] of vectors without nulls; float32 of float16, whose squares overflow."""
+    matrix: Floats = np.asarray(column.flatten()).reshape(-1, feature.dim or 1)
+    return matrix.astype(np.float32) if matrix.dtype == np.float16 else matrix
 
 
 def count(batches: Iterable[pa.RecordBatch], view: FeatureView) -> RowFigures:
-    """Figures of all rows of some batches, as :class:`RowCounter` takes them."""
-    counter = RowCounter(view)
-    for batch in batches:
-        counter.add(batch)
-    return counter.figures()
+    """Figures of some rows, all of which are looked at and must fit in memory.
+
+    Args:
+        batches: with a column of each feature, of the type that the view declares; other columns
+            are not looked at.
+        view: declares the features.
+    """
+    pieces = [batch.select(view.feature_names) for batch in batches]
+    schema = view.feature_schema() if not pieces else None
+    rows = pa.Table.from_batches(pieces, schema).combine_chunks()
+    odd = odd_rows(rows, view)
+    zeros = {f.name: len(odd[ZERO + f.name]) for f in view.features if ZERO + f.name in odd}
+    bad, valueless = len(odd.get(NOT_FINITE, ())), len(odd.get(VALUELESS, ()))
+    nulls, vectors, values = {}, {}, {}
+    for feature in view.features:
+        column = rows.column(feature.name)
+        one = column.chunk(0) if column.num_chunks else pa.array([], column.type)
+        if column.null_count:
+            nulls[feature.name] = column.null_count
+        if feature.dim is None:
+            values[feature.name] = value_figures(one, feature)
+        elif feature.dtype.startswith("float"):
+            vectors[feature.name] = vector_figures(one, feature)
+    n = rows.num_rows
+    return RowFigures(n, bad, valueless, zeros, n, valueless, nulls, vectors, values)
 
 
-class _VectorCounter:
-    def __init__(self) -> None:
-        self._rows = self._zero = 0
-        self._norm_sum = 0.0
-        self._norms = np.zeros(_LAST_BUCKET + 1, np.int64)
+def vector_figures(column: pa.Array, feature: Feature) -> VectorFigures:
+    """The figures of one feature that is a vector of floats.
 
-    def add(
-        self, column: pa.FixedSizeListArray, dim: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Numbers of the rows that are not finite, and are no part of the figures, and of those
-        that are all zeros."""
-        matrix = np.asarray(column.flatten()).reshape(-1, dim)
-        if matrix.dtype == np.float16:
-            matrix = matrix.astype(np.float32)
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            squares = np.einsum("ij,ij->i", matrix, matrix)
-            buckets = squares.astype(np.float32, copy=False).view(np.uint32) >> _SHIFT
-        # Not longer than 2**13.
-        filled = np.bincount(buckets)
-        bad, zero = _NONE, _NONE
-        # Infinite, or so long that its square is.
-        if len(filled) > len(self._norms):
-            beyond = np.flatnonzero(buckets > _LAST_BUCKET)
-            finite = np.isfinite(matrix[beyond]).all(axis=1)
-            bad, squares[beyond] = beyond[~finite], 0.0
-            self._norms[_LAST_BUCKET] += finite.sum()
-            long = matrix[beyond[finite]].astype(np.float64)
-            largest = np.abs(long).max(axis=1, initial=0.0)
-            self._norm_sum += float(
-                (largest * np.linalg.norm(long / largest[:, None], axis=1)).sum()
-            )
-            filled = filled[: len(self._norms)]
-        if len(filled) and filled[0]:
-            small = np.flatnonzero(buckets == 0)
-            zero = small[~matrix[small].any(axis=1)]
-        self._norms[: len(filled)] += filled
-        self._rows += len(matrix) - len(bad)
-        self._zero += len(zero)
-        self._norm_sum += float(np.sqrt(squares).sum(dtype=np.float64))
-        if column.null_count and (len(bad) or len(zero)):
-            valid = np.flatnonzero(np.asarray(column.is_valid()))
-            bad, zero = valid[bad], valid[zero]
-        return bad, zero
-
-    def figures(self) -> VectorFigures:
-        used = np.flatnonzero(self._norms)
-        histogram = dict(zip(used.tolist(), self._norms[used].tolist(), strict=True))
-        return VectorFigures(self._rows, self._zero, self._norm_sum, histogram)
+    Args:
+        column: of the type that the view declares.
+        feature: declares it.
+    """
+    matrix = _matrix(column.drop_null(), feature)
+    slices = (matrix[at : at + 1024] for at in range(0, len(matrix), 1024))
+    norms = np.concatenate([np.empty(0), *map(_norms, slices)])
+    with np.errstate(over="ignore", under="ignore"):
+        bits = np.square(norms).astype(np.float32).view(np.uint32)
+    buckets, times = np.unique((bits >> _SHIFT).clip(max=_LAST_BUCKET), return_counts=True)
+    histogram = dict(zip(buckets.tolist(), times.tolist(), strict=True))
+    return VectorFigures(len(norms), float(norms.sum()), histogram)
 
 
-def _infinite(column: pa.Array, feature: Feature) -> npt.NDArray[np.int64]:
+def _norms(matrix: Floats) -> npt.NDArray[np.float64]:
+    """Lengths of the rows that are finite."""
+    matrix = matrix[np.isfinite(matrix).all(axis=1)].astype(np.float64)
+    # of numbers whose square is none, too
+    largest = np.abs(matrix).max(axis=1, initial=0.0)
+    scaled = matrix / np.where(largest > 0, largest, 1.0)[:, None]
+    # not einsum, which adds up in another order where a CPU's registers are longer
+    norms: npt.NDArray[np.float64] = largest * np.sqrt(np.square(scaled).sum(axis=1))
+    return norms
+
+
+def _infinite(column: pa.Array, feature: Feature) -> Numbers:
     """Numbers of the rows with a scalar, or an item of a list, that is not finite."""
     lists = feature.max_items is not None
     values = np.asarray(
@@ -588,18 +383,16 @@ def _infinite(column: pa.Array, feature: Feature) -> npt.NDArray[np.int64]:
         return _NONE
     bad = np.flatnonzero(~np.isfinite(values))
     if lists:
-        return np.unique(np.asarray(column.value_parent_indices())[bad])
+        return np.asarray(column.value_parent_indices())[bad]
     return np.flatnonzero(np.asarray(column.is_valid()))[bad] if column.null_count else bad
 
 
-def _valueless(
-    rows: pa.RecordBatch, view: FeatureView, nulls: Mapping[str, int]
-) -> npt.NDArray[np.int64]:
+def _valueless(rows: pa.RecordBatch, view: FeatureView) -> Numbers:
     """Numbers of the rows of which every feature is null. No model may return a null vector, so
     that where there is a vector feature it decides alone."""
     vector = next((f.name for f in view.features if f.dim is not None), None)
     names = view.feature_names if vector is None else (vector,)
-    if not all(name in nulls for name in names):
+    if not all(rows.column(name).null_count for name in names):
         return _NONE
     every = np.ones(rows.num_rows, np.bool_)
     for name in names:

@@ -22,7 +22,6 @@ from precompute.store.disk.record import Record, content_of, field, read_record,
 from precompute.store.disk.storage import Item, no_answer, storage_of
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import LibraryCheck
-from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.segment import Part
 from precompute.store.offline.snapshot import Verdict
 from precompute.store.offline.stored_file import check_file
@@ -42,12 +41,11 @@ def run_of_folder(name: str) -> str:
 
 
 class Finished(Record, frozen=True):
-    """A chunk an unfinished run had finished: its part, its rejected rows, or both; never neither.
-    ``figures`` are of all rows of the part; None without one."""
+    """A chunk an unfinished run had finished: its part, its rejected rows, or both; never
+    neither."""
 
     part: Part | None
     rejected: Part | None
-    figures: RowFigures | None = None
 
     @property
     def files(self) -> list[Part]:

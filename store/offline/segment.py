@@ -39,6 +39,8 @@ KILLS = "kills.parquet"
 """Name of a file of kills, in the folder of the run that wrote it."""
 COPIED = "copied-"
 """What the names of parts begin with whose rows a run copied from others' parts."""
+ALL_HASHES = 2**64
+"""More than any hash of a key."""
 MOST_MERGED = 64
 """How many of the segments that were merged into it a segment names: what is rolled back from may
 have been copied into what a run computed meanwhile, and was then not long before."""
@@ -50,13 +52,18 @@ null where the part was merged away), and whether its entity has no row any more
 columns follow, with ``key_`` before their names, null where it has one. Sorted by part and row."""
 
 
-class Part(Record, frozen=True):
+class Part(Record, frozen=True, omit_defaults=True):
     """One Parquet file: path relative to the view's folder, its rows, size and SHA-256 (hex)."""
 
     path: str
     rows: int
     size_bytes: int
     sha256: str
+    sample: Part | None = None
+    """Of a part of rows the file beside it that has its sample, from which no row follows; None
+    where it is small and read itself."""
+    below: int = ALL_HASHES
+    """Its sample are the rows whose key hash is less."""
 
     def in_folder(self, folder: Path) -> File:
         """The file itself, in its view's folder, by its absolute path."""
@@ -106,9 +113,14 @@ class Segment(Record, frozen=True):
         return Part(record_path(self.name), 0, self.size_bytes, self.sha256)
 
     @property
-    def files(self) -> tuple[Part, ...]:
-        """Its parts, and its kills."""
+    def needed(self) -> tuple[Part, ...]:
+        """What its rows follow from: its parts, and its kills."""
         return self.parts if self.kills is None else (*self.parts, self.kills)
+
+    @property
+    def files(self) -> tuple[Part, ...]:
+        """All its files: those that its rows follow from, and the samples of its parts."""
+        return (*self.needed, *(one.sample for one in self.parts if one.sample is not None))
 
     @property
     def rows(self) -> int:

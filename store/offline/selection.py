@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from precompute.store.errors import PrecomputeError
 from precompute.store.keys import key_column
-from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, rare_rows, row_bytes
+from precompute.store.offline.part_file import ROW_GROUP_BYTES, Layers, row_bytes
 from precompute.store.offline.stored_file import BROKEN, broken
 
 CLUSTERS = 64
@@ -32,8 +32,7 @@ CLUSTERS = 64
 to ± 6 % when whole row groups are alike, and to ± 1 % of what begins or ends at one place."""
 
 MOST_DRAWN_BYTES = 32 * 2**20
-"""Bytes in memory of the rows that are drawn, at most, about: 8,192 of 4 kB. The gates hold three
-such samples, and of a column of them a copy."""
+"""Bytes in memory of the rows that are drawn, at most, about: 8,192 of 4 kB."""
 
 LOOKED_AT = 8
 """Files whose footers tell how large a row is, about."""
@@ -130,16 +129,6 @@ class Selection:
             files.append(FileRows(file.path, file.rows, file.nth(here), others=False))
         return Selection(files)
 
-    def within_bytes(self, most_bytes: int = MOST_DRAWN_BYTES) -> Selection:
-        """They themselves, or as many of them, evenly spread, as have so many bytes in memory,
-        about.
-
-        Raises:
-            SnapshotError: a file cannot be read.
-        """
-        rows = max(1, most_bytes // self.row_bytes())
-        return self if self.count <= rows else self.at(np.arange(rows) * self.count // rows)
-
     def row_bytes(self) -> int:
         """Bytes of a row in memory, about, by the footers of some files."""
         files = [file for file in self.files if file.count]
@@ -187,29 +176,6 @@ class Selection:
             chosen.append(FileRows(file.path, file.rows, np.concatenate(taken), others=False))
         return Selection(chosen)
 
-    def rare(self) -> Selection:
-        """Those of the rows that their part names as rare, and all rows of the parts that name
-        none.
-
-        Raises:
-            SnapshotError: a file cannot be read.
-        """
-        files = []
-        for file in self.files:
-            if file.count:
-                with reading_file(file.path) as opened:
-                    rare = rare_rows(opened)
-                numbers = file.within(0, file.rows)
-                files.append(
-                    FileRows(
-                        file.path,
-                        file.rows,
-                        numbers if rare is None else np.intersect1d(numbers, rare),
-                        others=False,
-                    )
-                )
-        return Selection(files)
-
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         """The rows, a batch or more for each row group that holds any; none of no rows.
 
@@ -224,8 +190,8 @@ class Selection:
                 continue
             with reading_file(file.path, columns or ()) as opened:
                 groups = list(_groups(file, opened))
-                tables = _tables(file.path, opened, [group for group, _, _ in groups], columns)
-                for (_, _, numbers), table in zip(groups, tables, strict=True):
+                tables = _tables(file.path, opened, [group for group, _ in groups], columns)
+                for (_, numbers), table in zip(groups, tables, strict=True):
                     chosen = (
                         table if len(numbers) == table.num_rows else table.take(pa.array(numbers))
                     )
@@ -245,7 +211,7 @@ class Selection:
             if not chosen.count:
                 continue
             with reading_file(chosen.path, columns) as opened:
-                for at, _, numbers in _groups(chosen, opened):
+                for at, numbers in _groups(chosen, opened):
                     if number > file or at >= group:
                         table = opened.read_row_group(at, list(columns))
                         yield (
@@ -258,61 +224,33 @@ class Selection:
                             ),
                         )
 
-    def find(
-        self, keys: pa.Array, entity: Sequence[str], *, groups: int | None = None, seed: int = 0
-    ) -> tuple[int, Selection, pa.Array]:
-        """Those of the rows that have certain keys: (how many there are, they themselves, and the
-        text of each one's key). Reads the key columns of all, or, where the key is one integer, of
-        the row groups that may hold any by their least and greatest key: half of them, where 8,192
-        of 10⁷ keys in order are looked for in 64 places.
+    def find(self, keys: pa.Array, entity: Sequence[str]) -> pa.Array:
+        """Which of certain keys the rows have, as texts. Reads the key columns of all, or, where
+        the key is one integer, of the row groups that may hold any by their least and greatest key.
 
         Args:
             keys: key texts.
             entity: names of the key columns.
-            groups: return only those of so many of the row groups that hold any, drawn at random.
-            seed: of that draw.
 
         Raises:
             SnapshotError: a file cannot be read.
         """
-        hits: list[tuple[int, Numbers, pa.Array]] = []
+        hits = [keys.slice(0, 0)]
         wanted = _in_order(keys) if len(entity) == 1 else None
-        for position, file in enumerate(self.files):
+        for file in self.files:
             if not file.count:
                 continue
             with reading_file(file.path, entity) as opened:
-                for group, first, numbers in _groups(file, opened):
+                for group, numbers in _groups(file, opened):
                     if wanted is not None and not _may_hold(opened, group, entity[0], wanted):
                         continue
                     table = opened.read_row_group(group, list(entity))
                     if len(numbers) < table.num_rows:
                         table = table.take(pa.array(numbers))
-                    hit = np.flatnonzero(np.asarray(_are_among(table, keys, entity)))
-                    if len(hit):
-                        hits.append(
-                            (
-                                position,
-                                numbers[hit] + first,
-                                key_column(table.take(pa.array(hit)), entity),
-                            )
-                        )
-        total = sum(len(numbers) for _, numbers, _ in hits)
-        if groups is not None and len(hits) > groups:
-            retained = np.sort(np.random.default_rng(seed).choice(len(hits), groups, replace=False))
-            hits = [hits[n] for n in retained.tolist()]
-        files = []
-        for position in dict.fromkeys(position for position, _, _ in hits):
-            numbers = np.concatenate([n for p, n, _ in hits if p == position])
-            files.append(
-                FileRows(
-                    self.files[position].path, self.files[position].rows, numbers, others=False
-                )
-            )
-        return (
-            total,
-            Selection(files),
-            pa.concat_arrays([keys.slice(0, 0), *(found.cast(keys.type) for _, _, found in hits)]),
-        )
+                    hit = table.filter(_are_among(table, keys, entity))
+                    if hit.num_rows:
+                        hits.append(key_column(hit, entity).cast(keys.type))
+        return pa.concat_arrays(hits)
 
 
 def all_rows(layers: Layers) -> Selection:
@@ -420,15 +358,14 @@ def _tables(
             yield from (future.result() for future in ahead)
 
 
-def _groups(file: FileRows, opened: pq.ParquetFile) -> Iterator[tuple[int, int, Numbers]]:
-    """Row groups that hold a selected row, the number of their first row in the file, and which of
-    their rows are selected, from 0."""
+def _groups(file: FileRows, opened: pq.ParquetFile) -> Iterator[tuple[int, Numbers]]:
+    """Row groups that hold a selected row, and which of their rows are selected, from 0."""
     first = 0
     for group in range(opened.metadata.num_row_groups):
         rows = opened.metadata.row_group(group).num_rows
         numbers = file.within(first, first + rows)
         if len(numbers):
-            yield group, first, numbers - first
+            yield group, numbers - first
         first += rows
 
 

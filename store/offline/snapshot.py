@@ -142,8 +142,8 @@ class Snapshot(Record, frozen=True):
     quality: Mapping[str, float] = field(default_factory=dict)
     """Figures the gates judged by."""
     figures: RowFigures | None = None
-    """Counted of every row a reader sees, while it was written; of the rows a delta replaced, a
-    sample was taken off where there are very many."""
+    """Counted of the rows that a reader sees: of those of their sample what is not counted one by
+    one."""
     gates: tuple[Verdict, ...] = ()
     substitute: Substitute | None = None
     """What computes the view's misses in the model's stead, and how well it agrees with the rows of
@@ -180,8 +180,8 @@ class Snapshot(Record, frozen=True):
 
     @property
     def files(self) -> tuple[Part, ...]:
-        """Parts and kills of all its segments."""
-        return tuple(file for segment in self.segments for file in segment.files)
+        """What its rows follow from: parts and kills of all its segments."""
+        return tuple(file for segment in self.segments for file in segment.needed)
 
     @property
     def kind(self) -> str:

@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -358,8 +356,8 @@ class ViewStore:
         return file.path
 
     def compare_parts(self, *snapshots: Snapshot) -> None:
-        """Compare all files of the snapshots with their checksums, once in a process, before rows
-        are copied from them, handed out, or computed from.
+        """Compare parts and kills of the snapshots with their checksums, once in a process, before
+        rows are copied from them, handed out, or computed from.
 
         Raises:
             SnapshotError: one is missing or damaged; it is marked by :meth:`check_parts` alone.
@@ -586,7 +584,7 @@ class ViewStore:
     # ---- writing
 
     def write_part(
-        self, run: str, name: str, table: pa.Table, rare: npt.NDArray[np.int64] | None = None
+        self, run: str, name: str, table: pa.Table, notes: Mapping[str, str] | None = None
     ) -> Part:
         """Write one immutable Parquet file of a run and make it durable.
 
@@ -594,15 +592,13 @@ class ViewStore:
             run: id of the run; its folder is created.
             name: file name, unique within the run.
             table: the rows.
-            rare: numbers of those that a gate may allow none of, as
-                :meth:`precompute.store.offline.row_figures.RowCounter.rare` returns them; None
-                where they do not matter.
+            notes: what its footer is to have, by name.
 
         Raises:
             SnapshotError: no space, or another failure of the file system.
         """
         try:
-            return self._write_part(run, name, table, rare)
+            return self._write_part(run, name, table, notes)
         except OSError as exc:
             if exc.errno != errno.EIO:
                 raise SnapshotError(disk_message(self.folder / "data" / run / name, exc)) from exc
@@ -613,16 +609,16 @@ class ViewStore:
             )
         try:
             return self._write_part(
-                run, f"{name.removesuffix('.parquet')}-again.parquet", table, rare
+                run, f"{name.removesuffix('.parquet')}-again.parquet", table, notes
             )
         except OSError as exc:
             raise SnapshotError(disk_message(self.folder / "data" / run / name, exc)) from exc
 
     def _write_part(
-        self, run: str, name: str, table: pa.Table, rare: npt.NDArray[np.int64] | None
+        self, run: str, name: str, table: pa.Table, notes: Mapping[str, str] | None
     ) -> Part:
         path = self.folder / "data" / run / name
-        size_bytes, sha256 = write_part_file(path, table, rare)
+        size_bytes, sha256 = write_part_file(path, table, notes)
         self.storage.put([path])
         return Part(str(path.relative_to(self.folder)), table.num_rows, size_bytes, sha256)
 
@@ -647,7 +643,7 @@ class ViewStore:
         """
         snapshot.check_counts(sum(map(len, self.layers(snapshot).dead.values())))
         for segment in snapshot.segments:
-            for part in segment.files if not segment.sha256 else ():
+            for part in segment.needed if not segment.sha256 else ():
                 check_rows(self.checked_path(snapshot, part), part)
         folder = self.folder / "manifests"
         try:

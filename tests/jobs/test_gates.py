@@ -22,14 +22,12 @@ from precompute.jobs.run import materialize
 from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.gates import Judge
 from precompute.jobs.run.judge.value_gates import STATISTICS, Verdicts, _labels
-from precompute.jobs.run.rows import chunks, merging
+from precompute.jobs.run.rows import chunks, samples
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.disk.record import replace
-from precompute.store.errors import GateError
-from precompute.store.offline.part_file import rare_rows
+from precompute.store.errors import GateError, SnapshotError
 from precompute.store.offline.row_figures import count
 from precompute.store.offline.snapshot import Snapshot, Verdict
-from precompute.store.offline.view_store import ViewStore
 from tests.fixtures import MakeProject
 from tests.scene import Scene
 
@@ -390,7 +388,7 @@ def test_parity_computes_a_sample_again_as_the_fallback_would(
     )  # the file changed, and the model's fingerprint does not tell: old rows stay, new ones are others
     project = make_project([*GOOD.items(), (N, 41.0)], view=view(**make))
     with pytest.raises(
-        GateError, match=r"parity: 20 of 20 sampled rows come out differently.*--accept parity"
+        GateError, match=r"parity: 19 of 20 sampled rows come out differently.*--accept parity"
     ):
         project.run()
     assert live(project)[0] == 1
@@ -568,10 +566,9 @@ def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(
     part = store.write_part("other", "part-00000.parquet", table)
     config = project.view("numbers")
     with open_view(config.feature_view(), project.offline, project.home) as opened:
-        judge, figures = Judge(config, opened, store), count(table.to_batches(), snapshot.view)
         segments = (replace(snapshot.segments[0], parts=(part,)),)
-        draft = replace(snapshot, number=0, segments=segments, figures=figures)
-        verdicts = judge.measure(draft, None)
+        draft = replace(snapshot, number=0, segments=segments)
+        verdicts = Judge(config, opened, store).measure(draft, None)
     assert verdicts.quality["finite"] == 1 / N
     assert [verdict for verdict in verdicts.all if verdict.gate == "finite"] == [
         Verdict("finite", passed, 1 / N, limit, "1 of 40 rows are not finite")
@@ -615,6 +612,13 @@ def test_a_third_of_vectors_moved_is_refused_though_the_mean_is_not(
         project.run()
     assert "drift: " not in str(refused.value)
     assert project.snapshot().quality["drift"] == pytest.approx(0.9, abs=0.01)
+
+
+def in_samples(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """A sample beside each part, of so many rows of a snapshot, about."""
+    monkeypatch.setattr(samples, "ROW_GROUP_BYTES", 0)
+    monkeypatch.setattr(samples, "SAMPLE_BYTES", 1)
+    monkeypatch.setattr(samples, "WIDE_ROWS", rows)
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, rows: int = 1000) -> None:
@@ -683,7 +687,7 @@ def test_figures_of_a_chain_are_those_of_its_rows(
             (true_values.total, true_values.squares)
         )
         found, true = snapshot.figures.vectors["vector"], counted.vectors["vector"]
-        assert (found.rows, found.zero, found.norms) == (true.rows, true.zero, true.norms)
+        assert (found.rows, found.norms) == (true.rows, true.norms)
         assert found.norm_sum == pytest.approx(true.norm_sum)
         gone = draw.choice(sorted(rows), 5, replace=False).tolist()
         rows = {i: x for i, x in rows.items() if i not in gone} | {
@@ -699,7 +703,7 @@ def test_figures_of_a_chain_are_those_of_its_rows(
 def test_zeros_among_very_many_replaced_rows_are_counted_one_by_one(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
-    monkeypatch.setattr(merging, "DRAWN_ROWS", 100)
+    in_samples(monkeypatch, 100)
     rows, zeros = first(4000), dict.fromkeys(range(0, 900, 100), 0.0)
     strict = view(ALONE | {"zero": 0.0})
     make_project(list((rows | zeros).items()), view=strict).run(accept=["zero"])
@@ -722,52 +726,67 @@ class Dearest(Vectors):
         return np.asarray(batch.column("id")) % 50 + 1
 
 
-def test_a_part_names_its_rare_rows_though_pieces_came_in_another_order(
+def test_zeros_are_counted_though_pieces_came_in_another_order(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "HAND_ON_S", 0.0)
-    zeros = [3, 17, 90]
-    rows = first(200) | dict.fromkeys(zeros, 0.0)
-    model = {"model": {"use": f"{HERE}:Dearest"}}
-    project = make_project(list(rows.items()), view=view(ALONE | {"zero": None}) | model)
-    project.materialize()
-    store, snapshot = project.store, project.snapshot()
-    (path,) = store.part_paths(snapshot)
-    ids = pq.read_table(path).column("id").to_pylist()
-    named = rare_rows(pq.ParquetFile(path))
-    assert named is not None
-    assert [ids[row] for row in named] == zeros
+    in_samples(monkeypatch, 20)
+    rows = first(200) | dict.fromkeys([3, 17, 90], 0.0)
+    own = view(ALONE | {"zero": None}) | {"model": {"use": f"{HERE}:Dearest"}}
+    for left, now in ((3, rows), (2, rows | {17: 0.5}), (1, rows | {17: 0.5, 90: 0.5})):
+        project = make_project(list(now.items()), view=own)
+        project.materialize()
+        figures = project.snapshot().figures
+        assert figures is not None
+        assert (figures.rows, figures.zeros) == (200, {"vector": left})
+        assert 0 < figures.sampled < 60
 
 
-def test_a_delta_reads_only_row_groups_of_the_rows_it_replaced(
+def test_a_delta_reads_no_row_of_what_it_builds_on(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_parts(monkeypatch)
+    in_samples(monkeypatch, 2000)
     gates: dict[str, float | None] = {"duplicates": None, "parity": None}
     make_project(list(MANY.items()), view=view(gates)).run()
     project = make_project(
         list((MANY | {i: MANY[i] + 2.0 for i in range(3100, 3200)}).items()), view=view(gates)
     )
-    monkeypatch.setattr(
-        ViewStore,
-        "sample",
-        lambda self, snapshot, *_: pa.Table.from_batches([next(self.batches(snapshot))]),
-    )
-    read: list[int] = []
-    original = pq.ParquetFile.read_row_group
-
-    def reading(file: pq.ParquetFile, group: int, columns: list[str]) -> pa.Table:
-        table = original(file, group, columns)
-        read.append(table["id"][0].as_py())
-        return table
-
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", reading)
+    read: list[str] = []
+    for name in ("read_row_group", "iter_batches"):
+        monkeypatch.setattr(pq.ParquetFile, name, lambda *_, name=name, **__: read.append(name))
     project.materialize()
-    # the replaced ones, to be taken off and compared; their new rows: keys, then all of those drawn
-    assert read == [3000, 3100, 3100]
+    assert read == []
     quality = project.snapshot().quality
     assert quality["moved"] == pytest.approx(100 / 20_000)
     assert quality["drift"] == pytest.approx(1 - (1 - np.cos(2.0)) * 100 / 20_000)
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["lost", "damaged"])
+def test_a_run_goes_on_without_a_sample(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    in_samples(monkeypatch, 50)
+    own = view({"duplicates": None})
+    make_project(list(GOOD.items()) + [(i, 1.0) for i in range(N, 400)], view=own).run()
+    again = [(i, float(i + 2)) for i in range(N)] + [(i, 1.0) for i in range(N, 400)]
+    project = make_project(again, view=own)
+    project.materialize()
+    whole = project.snapshot()
+    assert whole.figures is not None
+    assert 0 < whole.figures.sampled < 100
+    (sample,) = (part.sample for part in whole.segments[0].parts)
+    assert sample is not None
+    path = project.store.folder / sample.path
+    path.unlink() if lost else path.write_bytes(b"x" + path.read_bytes()[1:])
+    make_project([*again, (400, 1.0)], view=own).run()
+    later = project.store.snapshot(3)
+    assert (later.kind, len(later.segments)) == ("delta", 3)
+    assert later.figures is not None
+    assert abs(later.figures.sampled - whole.figures.sampled) <= 1
+    assert [verdict.gate for verdict in later.gates] == [verdict.gate for verdict in whole.gates]
+    with pytest.raises(SnapshotError, match=path.name):
+        project.store.check_parts(later)
 
 
 # ---- what became of values

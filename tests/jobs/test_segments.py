@@ -22,16 +22,16 @@ import pytest
 from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import reporting_run
-from precompute.jobs.run.rows import plan
+from precompute.jobs.run.rows import plan, samples
 from precompute.jobs.run.rows.merging import assembled_draft, merged
 from precompute.jobs.run.rows.plan import segments_that_stay
+from precompute.jobs.run.rows.samples import Samples, key_hashes, write_rows
 from precompute.store.account.checker import check_live
 from precompute.store.disk.lease import take
 from precompute.store.disk.record import replace
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.history.changes import Changes
 from precompute.store.offline.log import PUBLISH_LEASE
-from precompute.store.offline.row_figures import count
 from precompute.store.offline.segment import KILLS, Part, Segment, kills_table
 from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.view_store import OfflineStore
@@ -50,6 +50,14 @@ Place = tuple[str, int]
 """Path of a part, and number of a row."""
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample of a few rows beside each part."""
+    monkeypatch.setattr(samples, "ROW_GROUP_BYTES", 0)
+    monkeypatch.setattr(samples, "SAMPLE_BYTES", 1)
+    monkeypatch.setattr(samples, "WIDE_ROWS", 16)
+
+
 class World:
     """A view's folder, and what each of its snapshots holds."""
 
@@ -57,7 +65,7 @@ class World:
         self.random, self.store = random.Random(seed), OfflineStore(folder).view("made")
         self.rows: dict[int, Rows] = {}
         self.last: dict[str | None, list[Snapshot]] = {}
-        self.clock, self.connection = 0, duckdb.connect()
+        self.clock, self.connection, self.sampled = 0, duckdb.connect(), 0
         self._parts: dict[str, list[dict[str, float]]] = {}
         self._kills: dict[str, list[dict[str, object]]] = {}
 
@@ -141,6 +149,8 @@ class World:
         assert self.online(read) == rows
         assert self.by_duckdb(read) == rows
         assert len(read.segments) <= 1 + plan.MOST_DELTAS
+        if read.number % 4 == 0:
+            self.check_sample(read, rows)
         other = self.store.snapshot(self.random.choice(sorted(self.rows)))
         changes = Changes(self.store, other, read)
         after = self.rows[other.number]
@@ -149,6 +159,18 @@ class World:
         gone = set(changes.removed.to_pylist())
         after = {key: x for key, x in after.items() if str(key) not in gone}
         assert after | {row["id"]: row["x"] for row in new} == rows
+
+    def check_sample(self, snapshot: Snapshot, rows: Rows) -> None:
+        """It has the living rows of all keys below its threshold."""
+        sample = Samples(self.store).of(snapshot)
+        hashes = key_hashes(pa.table({"id": pa.array([*rows], pa.int64())}), ["id"])
+        drawn = [key for key, h in zip(rows, hashes.tolist(), strict=True) if h < sample.below]
+        assert {row["id"]: row["x"] for row in sample.rows.to_pylist()} == {
+            k: rows[k] for k in drawn
+        }
+        assert sample.living == len(rows)
+        assert len(sample.rows) == len(drawn)
+        self.sampled += len(drawn)
 
     # ---- what happens
 
@@ -184,7 +206,8 @@ class World:
         for number in range(0, len(listed), 7):
             chunk = listed[number : number + 7]
             table = self.table({i: (key, x) for i, (key, x, _) in enumerate(chunk)})
-            part = self.store.write_part(name, f"part-{number:05d}.parquet", table)
+            rows = random.choice([50, 200])
+            part = write_rows(self.store, name, f"part-{number:05d}.parquet", table, VIEW, rows)
             parts.append(part)
             lines += [
                 (part.path, i, False, key) for i, (key, _, used) in enumerate(chunk) if not used
@@ -208,9 +231,6 @@ class World:
             draft = replace(draft, segments=(replace(segment, parts=(empty,)),))
         if parent is not None:
             draft = merged(self.store, draft, segments_that_stay(below, segment.weight, TAG))
-            if draft.figures is not None:
-                batches = self.store.batches(draft)
-                assert draft.figures == count(batches, draft.view)
         snapshot = self.store.commit(draft)
         return self.noted(snapshot, rows, partition)
 
@@ -376,6 +396,7 @@ def test_a_view_without_partitions(tmp_path: Path, seed: int) -> None:
     for number in world.rows:
         world.check(world.store.snapshot(number))
     assert lists == {1, 2, 3, 4, 5}
+    assert world.sampled
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -393,3 +414,4 @@ def test_partitions_and_all_of_them_assembled(tmp_path: Path, seed: int) -> None
             removed += sum(segment.removed for segment in assembled.segments)
     assert lists >= {1, 2, 3}
     assert removed
+    assert world.sampled

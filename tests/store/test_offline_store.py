@@ -32,7 +32,6 @@ from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.gc import collect
 from precompute.store.offline.log import run_lease
 from precompute.store.offline.part_file import Layers, write_part_file
-from precompute.store.offline.row_figures import RowFigures, VectorFigures
 from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.segment import KILLS, Part, Segment, kills_table
 from precompute.store.offline.snapshot import Counts, Snapshot
@@ -640,10 +639,7 @@ def chunk(store: ViewStore, run: str, number: int, *, rejected: bool = False) ->
         if rejected
         else None
     )
-    figures = RowFigures(
-        number, 1, 0, {"name": 1}, {"vector": VectorFigures(number, 0, 1.5, {2032: number})}
-    )
-    return Finished(part, other, figures if number else None)
+    return Finished(part, other)
 
 
 def journal(

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.store.errors import SnapshotError
-from precompute.store.offline import part_file, selection
-from precompute.store.offline.part_file import Layers, write_part_file
+from precompute.store.offline import selection
+from precompute.store.offline.part_file import Layers
 from precompute.store.offline.selection import CLUSTERS, all_rows, rows_beside, seed_of
 
 
@@ -39,19 +39,12 @@ def test_all_rows_are_those_that_are_not_dead(tmp_path: Path) -> None:
     assert found.files[0].nth(np.arange(21)).tolist() == expected[:21]
 
 
-def test_places_among_rows_are_read_within_bytes(
-    tmp_path: Path,
-) -> None:
+def test_places_among_rows_are_read(tmp_path: Path) -> None:
     rows = all_rows(layers(tmp_path, (0, 25, [0, 3, 19, 24]), (100, 3, [0, 1, 2]), (200, 9, [4])))
     expected = ids(rows)
     for places in ([], [0], [20, 21], [28], [0, 5, 20, 21, 27], range(29)):
         chosen = rows.at(np.array([*places], np.int64))
         assert ids(chosen) == [expected[place] for place in places]
-        few = chosen.within_bytes(3 * chosen.row_bytes())
-        assert ids(few) == ids(chosen)[:: max(1, len(places) // 3)][:3] or len(places) > 3
-        assert few.count == min(3, len(places))
-        assert set(ids(few)) <= set(ids(chosen))
-    assert rows.within_bytes() is rows
 
 
 def test_a_draw_is_of_living_rows_and_the_same_every_time(tmp_path: Path) -> None:
@@ -145,65 +138,25 @@ def test_what_two_snapshots_share_is_found_by_position(tmp_path: Path) -> None:
 
 def test_rows_are_found_by_key_among_those_selected(tmp_path: Path) -> None:
     rows = all_rows(layers(tmp_path, (0, 40, [7]), (100, 10, [])))
-    total, found, keys = rows.find(pa.array(["3", "7", "109", "5000"]), ["id"])
-    assert (total, ids(found), keys.to_pylist()) == (2, [3, 109], ["3", "109"])
-    total, found, _ = rows.find(pa.array([str(i) for i in range(0, 40, 5)]), ["id"], groups=2)
-    assert (total, len(ids(found))) == (8, 4)
-    assert {i // 10 for i in ids(found)} < {0, 1, 2, 3}
+    assert rows.find(pa.array(["3", "7", "109", "5000"]), ["id"]).to_pylist() == ["3", "109"]
+    assert rows.find(pa.array(["7"]), ["id"]).to_pylist() == []
 
 
 def test_text_and_composite_keys_are_found_by_their_text(tmp_path: Path) -> None:
     path = tmp_path / "p.parquet"
     pq.write_table(pa.table({"a": ["x", "x/y", "50%"], "id": [1, 2, 3]}), path)
     rows = all_rows(Layers([path], [3], {}))
-    assert ids(rows.find(pa.array(["x%2Fy/2", "50%25/3", "x/2"]), ["a", "id"])[1]) == [2, 3]
-    assert ids(rows.find(pa.array(["x/y", "y"]), ["a"])[1]) == [2]
-    assert ids(rows.find(pa.array(["x", "2"]), ["id"])[1]) == [
-        2
-    ]  # no number, of a time when keys were text
-
-
-def test_rare_rows_are_those_that_their_part_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(part_file, "RARE_ROWS", 3)
-    names = {"named": [2, 5, 9], "none": [], "many": [1, 2, 3, 4], "old": None}
-    for name, numbers in names.items():
-        table = pa.table({"id": range(10)}).replace_schema_metadata(
-            {"precompute.rare_rows": "[0]"}
-        )  # as copied rows have it
-        write_part_file(
-            tmp_path / name, table, None if numbers is None else np.array(numbers, np.int64)
-        )
-    dead = {number: np.array([1, 5, 6]) for number in range(4)}
-    made = Layers([tmp_path / name for name in names], [10] * 4, dead)
-    every = [i for i in range(10) if i not in (1, 5, 6)]
-    assert [
-        ids(all_rows(Layers(made.paths[n : n + 1], [10], {0: dead[n]})).rare()) for n in range(4)
-    ] == [
-        [2, 9],
-        [],
-        every,
-        every,
-    ]
-    assert ids(rows_beside(Layers(made.paths, [10] * 4, {}), made).rare()) == [5, 1, 5, 6, 1, 5, 6]
-
-
-@pytest.mark.parametrize("footer", ["[1", '{"a": 1}', "[1.5e30]", "[99999999999999999999]", "\xff"])
-def test_a_footer_that_names_rows_in_another_way_is_damaged(tmp_path: Path, footer: str) -> None:
-    made = layers(tmp_path, (0, 40, []))
-    table = pq.read_table(made.paths[0]).replace_schema_metadata({"precompute.rare_rows": footer})
-    pq.write_table(table, made.paths[0])
-    with pytest.raises(
-        SnapshotError, match=r"part-0\.parquet cannot be read \(precompute\.rare_rows in its footer"
-    ):
-        all_rows(made).rare()
+    found = rows.find(pa.array(["x%2Fy/2", "50%25/3", "x/2"]), ["a", "id"])
+    assert found.to_pylist() == ["x%2Fy/2", "50%25/3"]
+    assert rows.find(pa.array(["x/y", "y"]), ["a"]).to_pylist() == ["x/y"]
+    # no number, of a time when keys were text
+    assert rows.find(pa.array(["x", "2"]), ["id"]).to_pylist() == ["2"]
 
 
 @pytest.mark.parametrize(
     "use",
-    [lambda s: s.draw(5, 1), ids, lambda s: s.find(pa.array(["1"]), ["id"]), lambda s: s.rare()],
-    ids=["draw", "read", "find", "rare"],
+    [lambda s: s.draw(5, 1), ids, lambda s: s.find(pa.array(["1"]), ["id"])],
+    ids=["draw", "read", "find"],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, use: object) -> None:
     assert callable(use)

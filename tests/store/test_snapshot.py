@@ -80,7 +80,7 @@ FULL = Snapshot(
     renewed_at=2**53 + 1,
     quality={"zero": 0.0},
     figures=RowFigures(
-        5, 1, 2, {"double": 3}, {"vector": VectorFigures(2, 1, 1.5, {0: 1, 2032: 1})}
+        5, 1, 2, {"vector": 1}, 3, 1, {"double": 3}, {"vector": VectorFigures(2, 1.5, {2032: 1})}
     ),
     gates=(Verdict("zero", False, 0.5, 0.01, "é"),),
     substitute=Substitute(
@@ -127,7 +127,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT == 3
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "ac560ef178edba259bd7ec8c83b3674c75337cd177f8b05f9e96b2ea8acc629d"
+        == "b9883ff10e9c0b91451ca0fac67a5ccd167aed69743676e0984fda491a48b020"
     )
 
 

@@ -21,8 +21,8 @@ from precompute.jobs.config.gates import COMPUTING_GATES
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.value_gates import (
-    GATES_SAMPLE_ROWS,
     OTHER_PARTITION_FACTOR,
+    Moves,
     Verdicts,
     judge_contract,
     judge_keys,
@@ -31,6 +31,7 @@ from precompute.jobs.run.judge.value_gates import (
     judge_values,
     keys_gone,
     moves_of,
+    some_rows,
 )
 from precompute.jobs.run.judge.vector_gates import (
     judge_duplicates,
@@ -39,14 +40,16 @@ from precompute.jobs.run.judge.vector_gates import (
     judge_packed,
 )
 from precompute.jobs.run.rows.chunks import compute_in_worker
-from precompute.jobs.run.rows.merging import JUDGED_ROWS, Replaced
+from precompute.jobs.run.rows.merging import JUDGED_ROWS
 from precompute.jobs.run.rows.open_view import OpenView
+from precompute.jobs.run.rows.samples import Samples
 from precompute.jobs.run.rows.substitute import OpenSubstitute
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
 from precompute.store.offline.row_figures import RowFigures
+from precompute.store.offline.selection import seed_of
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.standing import Standing, keeps_live, marks_of
 from precompute.store.offline.view_store import ViewStore
@@ -153,24 +156,27 @@ class Judge:
         self,
         snapshot: Snapshot,
         before: Sequence[Verdict] = (),
-        replaced: Replaced | None = None,
+        draft: Snapshot | None = None,
     ) -> Snapshot:
         """Judge a snapshot by all gates; returns it with its figures and their verdicts.
 
         Args:
             snapshot: its parts are written.
             before: verdicts of :data:`COMPUTING_GATES`.
-            replaced: the rows of its parent, if it has one, that it replaced or removed.
+            draft: the snapshot before segments were merged: the same rows, those that it has from
+                what is live in the files of that.
         """
         live, served = _baseline(self.store, snapshot), self._served()
         if not snapshot.rows:
             other = self.opened.substitute
-            snapshot = replace(snapshot, substitute=None if other is None else other.use)
+            use = None if other is None else other.use
+            snapshot = replace(snapshot, substitute=use, figures=RowFigures())
             succeeds = not keeps_live(snapshot) and self._succeeds(snapshot, served)
             return self._empty(snapshot, served if live is None and succeeds else live)
-        verdicts = self.measure(snapshot, live, replaced, served)
+        verdicts = self.measure(snapshot, live, draft, served)
         return replace(
             snapshot,
+            figures=verdicts.figures,
             quality=verdicts.quality,
             gates=(*before, *verdicts.all),
             substitute=verdicts.substitute,
@@ -211,7 +217,7 @@ class Judge:
         self,
         snapshot: Snapshot,
         live: Snapshot | None,
-        replaced: Replaced | None = None,
+        draft: Snapshot | None = None,
         served: Snapshot | None = None,
     ) -> Verdicts:
         """Figures and verdicts of a snapshot that is about to be committed.
@@ -219,35 +225,41 @@ class Judge:
         Args:
             snapshot: its parts are written; it has no number yet.
             live: the snapshot that it would replace; None when nothing is live.
-            replaced: of a delta, the rows of its parent that it replaced or removed; its ``new`` is
-                the delta before compaction, which shares parts with ``live``.
+            draft: as of :meth:`judge`.
             served: the snapshot that readers have, if it is another partition's.
         """
-        gates, view, figures = self.config.gates, snapshot.view, snapshot.figures
-        assert figures is not None
+        gates, view, draft = self.config.gates, snapshot.view, draft or snapshot
+        samples = Samples(self.store)
+        found = samples.of(draft)
+        figures = found.figures(view)
         nulls = figures.valueless if view.definition.bad_rows == "null" else 0
         verdicts = Verdicts(gates, snapshot.rows - nulls)
+        verdicts.figures = figures
         if view.definition.bad_rows == "null":
             verdicts.quality["nulls"] = float(nulls)
         self._judge_counts(snapshot, live, snapshot.rows - nulls, verdicts)
         if live is None and served is not None and self._succeeds(snapshot, served):
-            self._judge_succession(snapshot, served, verdicts)
+            gone = None
+            if served.view.entity == view.entity:
+                gone = keys_gone(samples, found, served)
+            self._judge_succession(snapshot, served, gone, verdicts)
         verdicts.at_most(
             "finite",
             figures.not_finite / figures.rows if figures.rows else 0.0,
             gates.finite,
             f"{figures.not_finite:,} of {figures.rows:,} rows are not finite",
         )
-        sample = self.store.sample(snapshot, GATES_SAMPLE_ROWS)
+        sample = some_rows(found.rows, seed_of(self.store.layers(draft)))
         sample = sample.append_column("key", key_column(sample, view.entity))
         readers = served or live
         if readers is not None:
             judge_contract(view, readers.view, verdicts)
         other = None if self.in_backfill else served
-        self._judge_features(snapshot, figures, sample, live, other, replaced, verdicts)
+        moves = None if live is None else moves_of(samples, found, draft, live)
+        self._judge_features(snapshot, figures, sample, live, other, moves, verdicts)
         if self.opened.substitute is not None:
             self._judge_substitute(self.opened.substitute, sample, verdicts)
-        elif view.fallback and gates.parity is not None:
+        elif view.fallback and gates.parity is not None and sample.num_rows:
             judge_parity(self.opened, sample, gates.parity, verdicts)
         return verdicts
 
@@ -275,14 +287,13 @@ class Judge:
         sample: pa.Table,
         live: Snapshot | None,
         served: Snapshot | None,
-        replaced: Replaced | None,
+        moves: Moves | None,
         verdicts: Verdicts,
     ) -> None:
         """Each feature's values, by its kind: alone, and beside the live ones; of a partition
         without earlier rows beside those of ``served``."""
         store, view = self.store, snapshot.view
         before = None if live is None else _live_figures(store, live)
-        moves = None if live is None else moves_of(store, snapshot, live, replaced)
         if live is not None and moves is not None:
             kept = moves.same + moves.changed
             judge_keys(live, 1 - kept / max(1, live.rows), verdicts)
@@ -306,7 +317,9 @@ class Judge:
                 if moves is not None and same_model:
                     judge_moves(feature, moves, verdicts)
 
-    def _judge_succession(self, snapshot: Snapshot, served: Snapshot, verdicts: Verdicts) -> None:
+    def _judge_succession(
+        self, snapshot: Snapshot, served: Snapshot, gone: float | None, verdicts: Verdicts
+    ) -> None:
         """The gate ``rows`` of a partition that is served in the place of another one: what readers
         lose. More rows are fine; and of what a backfill computes fewer rows, too, which another
         day may have, as long as the keys are there."""
@@ -319,7 +332,6 @@ class Judge:
                 f" {served.number}, which readers have"
             )
             verdicts.add("rows", change, limit, limit is None or change >= -limit, message)
-            gone = keys_gone(self.store, snapshot, served)
             if gone is not None:
                 judge_keys(served, gone, verdicts)
 
@@ -365,7 +377,7 @@ def _valued(figures: RowFigures, view: FeatureView) -> RowFigures:
     """The figures of the rows that have a value: nulls in place of rejected rows are judged by
     ``coverage`` alone."""
     return (
-        replace(figures, rows=figures.rows - figures.valueless)
+        replace(figures, sampled=figures.sampled - figures.sampled_valueless)
         if view.definition.bad_rows == "null"
         else figures
     )

@@ -21,14 +21,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.jobs.config.gates import GatesConfig
-from precompute.jobs.run.rows.merging import JUDGED_ROWS, Replaced
+from precompute.jobs.run.rows.merging import JUDGED_ROWS
+from precompute.jobs.run.rows.samples import Samples, SnapshotSample
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature, FeatureView, Substitute
 from precompute.store.keys import key_column
 from precompute.store.offline.row_figures import RowFigures, ValueFigures, distance
-from precompute.store.offline.selection import all_rows, rows_beside, seed_of
+from precompute.store.offline.selection import rows_beside, seed_of
 from precompute.store.offline.snapshot import Snapshot, Verdict
-from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.kernels import hashes
 from precompute.store.online.row_values import packed_strings
 
@@ -66,6 +66,8 @@ class Verdicts:
         self.quality: dict[str, float] = {}
         """Figures by name, for the manifest."""
         self.all: list[Verdict] = []
+        self.figures = RowFigures()
+        """What was counted of its rows."""
         self.substitute: Substitute | None = None
         """What the manifest has of what computes misses: see
         :class:`precompute.store.offline.snapshot.Snapshot`."""
@@ -119,11 +121,7 @@ QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 GATES_SAMPLE_ROWS = 2048
-"""Rows that gates on samples see, at most; fewer of large ones
-(:data:`precompute.store.offline.selection.MOST_DRAWN_BYTES`)."""
-READ_GROUPS = 256
-"""Row groups read at most to find the sampled keys in the new snapshot: after a full run in another
-order each may be in a row group of its own."""
+"""Rows of a snapshot's sample that gates which do more than count them see, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,74 +163,82 @@ def judge_keys(live: Snapshot, gone: float, verdicts: Verdicts) -> None:
         verdicts.add("rows", gone, max(MOST_GONE, limit), False, message)
 
 
-def keys_gone(store: ViewStore, snapshot: Snapshot, served: Snapshot) -> float | None:
-    """The share of another snapshot's keys that one lacks, by up to :data:`GATES_SAMPLE_ROWS` of
-    them, drawn at random; None where it cannot be told: of another entity, or damaged."""
-    entity = served.view.entity
-    if entity != snapshot.view.entity:
-        return None
+def keys_gone(samples: Samples, now: SnapshotSample, served: Snapshot) -> float | None:
+    """The share of another snapshot's keys that one lacks, by their samples; None where it cannot
+    be told: the other is damaged, or has keys of another type.
+
+    Args:
+        samples: reads them.
+        now: the one's.
+        served: the other, of the same entity.
+    """
     try:
-        layers = store.layers(snapshot)
-        drawn = all_rows(store.layers(served)).draw(GATES_SAMPLE_ROWS, seed_of(layers))
-        keys = key_column(store.table(served, drawn, entity), entity)
+        then = samples.of(served)
     except SnapshotError as exc:
         # a damaged live snapshot is to be replaced, so it refuses nothing
         log.warning("%s", exc)
         return None
-    found, _, _ = all_rows(layers).find(keys, entity, groups=0)
-    return 1 - found / max(1, len(keys))
+    known, entity = then.comparable(now, served.view.entity), served.view.entity
+    if known is None or not len(known):
+        return None
+    keys = key_column(then.rows.take(pa.array(known)), entity)
+    return 1 - (pc.sum(pc.is_in(keys, key_column(now.rows, entity))).as_py() or 0) / len(keys)
 
 
 def moves_of(
-    store: ViewStore, snapshot: Snapshot, live: Snapshot, replaced: Replaced | None
+    samples: Samples, now: SnapshotSample, snapshot: Snapshot, live: Snapshot
 ) -> Moves | None:
     """The rows of both snapshots by key; None where nothing can be compared: only vectors of
-    another model, another entity, or a damaged live snapshot."""
-    same_space = live.made_by == snapshot.made_by
+    another model, another entity, or a damaged live snapshot.
+
+    Args:
+        samples: reads them.
+        now: the sample of ``snapshot``.
+        snapshot: with the rows that it has from what is live in the files of that.
+        live: the other.
+    """
+    same_space, entity = live.made_by == snapshot.made_by, snapshot.view.entity
     features = [
         f.name
         for f in snapshot.view.features
         if (f.dim is None or same_space) and f.name in live.view.feature_names
     ]
-    entity = snapshot.view.entity
     if not features or live.view.entity != entity:
         return None
-    if replaced is not None:
-        snapshot = replaced.new
-    if replaced is None or replaced.old.number != live.number:
-        replaced = Replaced(store, live, snapshot, [*entity, *features])
-    layers = store.layers(snapshot)
     try:
-        before, gone = store.layers(live), replaced.rows
-        then = _some(replaced.drawn, seed_of(layers))
+        then, before, after = samples.of(live), *map(samples.layers, (live, snapshot))
     except SnapshotError as exc:
         # a damaged live snapshot is to be replaced, so it refuses nothing
         log.warning("%s", exc)
         return None
-    keys = key_column(then, entity)
-    # sampled keys that left the source, or were rejected, are not found; the same share of all
-    # changed rows is gone
-    still_there, again, _ = rows_beside(layers, before).find(
-        keys, entity, groups=READ_GROUPS, seed=seed_of(layers)
-    )
-    # as drawn before they may have been narrow, and be wide now
-    now = store.table(snapshot, again.within_bytes(), [*entity, *features])
-    place = pc.index_in(key_column(now, entity), keys)
-    changed = round(gone.count * still_there / max(1, then.num_rows))
-    return Moves(all_rows(before).count - gone.count, changed, now, then.take(place))
+    known = then.comparable(now, entity)
+    if known is None:
+        return None
+    gone = rows_beside(before, after).count
+    # a row in the same place of the same file is the same
+    old = then.rows.take(pa.array(known[~np.isin(then.places[known], now.places)]))
+    new = now.rows.take(pa.array(np.flatnonzero(~np.isin(now.places, then.places))))
+    place = pc.index_in(key_column(new, entity), key_column(old, entity))
+    # keys that left the source, or were rejected, are not found; the same share of all changed rows
+    # is gone
+    again = np.flatnonzero(np.asarray(place.is_valid()))
+    changed = round(gone * len(again) / max(1, old.num_rows))
+    drawn = pa.array(again[_drawn(len(again), seed_of(after))])
+    columns = [*entity, *features]
+    pairs = new.select(columns).take(drawn), old.select(columns).take(place.take(drawn))
+    return Moves(live.rows - gone, changed, *pairs)
 
 
-def _some(table: pa.Table, seed: int) -> pa.Table:
+def some_rows(table: pa.Table, seed: int) -> pa.Table:
     """Up to :data:`GATES_SAMPLE_ROWS` of its rows, drawn at random, in its order."""
-    if table.num_rows <= GATES_SAMPLE_ROWS:
-        return table
-    return table.take(
-        pa.array(
-            np.sort(
-                np.random.default_rng(seed).choice(table.num_rows, GATES_SAMPLE_ROWS, replace=False)
-            )
-        )
-    )
+    return table.take(pa.array(_drawn(table.num_rows, seed)))
+
+
+def _drawn(rows: int, seed: int) -> npt.NDArray[np.int64]:
+    """Numbers of up to :data:`GATES_SAMPLE_ROWS` of so many rows, ascending."""
+    if rows <= GATES_SAMPLE_ROWS:
+        return np.arange(rows)
+    return np.sort(np.random.default_rng(seed).choice(rows, GATES_SAMPLE_ROWS, replace=False))
 
 
 PAIRS = 512
@@ -296,17 +302,18 @@ def judge_contract(view: FeatureView, live: FeatureView, verdicts: Verdicts) -> 
 def judge_values(
     feature: Feature, figures: RowFigures, sample: pa.Table, verdicts: Verdicts
 ) -> None:
-    """The gates ``empty`` and ``constant``: on all rows, but for lists that are the same, which are
-    counted on the drawn ones."""
-    now, rows = figures.values.get(feature.name, ValueFigures()), figures.rows
+    """The gates ``empty`` and ``constant``: on the rows of the snapshot's sample; whether lists are
+    the same, on some of these."""
+    now, rows = figures.values.get(feature.name, ValueFigures()), figures.sampled
     if not rows:
         return
     name, gates, empty = feature.name, verdicts.gates, max(0, rows - now.rows) + now.empty
+    sampled = "sampled " if figures.sampled < figures.rows else ""
     verdicts.at_most(
         "empty",
         empty / rows,
         gates.empty,
-        f"{empty:,} of {rows:,} {name} are null{_or_empty(feature)}",
+        f"{empty:,} of {rows:,} {sampled}{name} are null{_or_empty(feature)}",
     )
     _note(feature, now, rows, verdicts)
     if not now.rows - now.empty:
@@ -343,7 +350,7 @@ def judge_shift(
     verdicts: Verdicts,
     limit_factor: float | None,
 ) -> None:
-    """The gates ``shift`` and ``mass``: all rows beside all live ones.
+    """The gates ``shift`` and ``mass``: the rows beside the live ones.
 
     Args:
         feature: no vector.
@@ -355,7 +362,7 @@ def judge_shift(
     """
     name, gates = feature.name, verdicts.gates
     now, then = figures.values.get(name), before.values.get(name)
-    rows, rows_then = figures.rows, before.rows
+    rows, rows_then = figures.sampled, before.sampled
     if now is None or then is None or not rows or not rows_then:
         return
     chance = sampling_error(min(rows, rows_then)) * math.sqrt(2)

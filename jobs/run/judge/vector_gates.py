@@ -22,7 +22,7 @@ def judge_lengths(
     before: RowFigures | None,
     verdicts: Verdicts,
 ) -> None:
-    """The gates ``zero`` and ``norm``, on all rows.
+    """The gates ``zero``, on all rows, and ``norm``, on those of the snapshot's sample.
 
     Args:
         feature: a vector.
@@ -33,12 +33,9 @@ def judge_lengths(
     gates, now = verdicts.gates, figures.vectors.get(feature.name, VectorFigures())
     if not now.rows:
         return
-    zero = now.zero / now.rows
+    zero, rows = figures.zeros.get(feature.name, 0), figures.rows - figures.valueless
     verdicts.at_most(
-        "zero",
-        zero,
-        gates.zero,
-        f"{now.zero:,} of {now.rows:,} {feature.name} are all zeros",
+        "zero", zero / rows, gates.zero, f"{zero:,} of {rows:,} {feature.name} are all zeros"
     )
     for name, value in zip(QUANTILES, now.norm_quantiles(list(QUANTILES.values())), strict=True):
         verdicts.quality[f"{feature.name}.norm.{name}"] = value

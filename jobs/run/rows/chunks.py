@@ -23,13 +23,13 @@ from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.report import OverlappingCpu
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.rows.plan import Plan, now_us
+from precompute.jobs.run.rows.samples import write_rows
 from precompute.model import KeepingModel, is_in_run_process
 from precompute.sources.diff import Diff, rejected_rows
 from precompute.sources.sized_batches import joined
 from precompute.sources.source import Source
 from precompute.store.errors import RejectedError
 from precompute.store.keys import bad_keys, key_column
-from precompute.store.offline.row_figures import RowCounter, RowFigures
 from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.segment import Part
 from precompute.store.offline.view_store import ViewStore
@@ -325,6 +325,7 @@ class Chunks:
         report: of the run: stage times and the engine's figures are added to it.
         opened: the view; the source is loaded, the model converted.
         max_rejected: how many rows may be rejected.
+        rows: how many the snapshot has, about.
         wait_until_writable: called before anything is written; waits until rows may be, or
             raises.
         on_batch: called with each batch and its outcome.
@@ -341,17 +342,17 @@ class Chunks:
         report: Report,
         opened: OpenModel,
         max_rejected: int,
+        rows: int,
         wait_until_writable: Callable[[], object] = lambda: None,
         on_batch: Callable[[pa.RecordBatch, Outcome], object] = lambda batch, done: None,
     ) -> None:
         self._store, self._report, self._opened = store, report, opened
         self._wait_until_writable, self._on_batch = wait_until_writable, on_batch
+        self._rows = rows
         bad_rows = opened.view.definition.bad_rows
         of_service = isinstance(opened.model, KeepingModel)
         self.rejections = Rejections(store, report, bad_rows, max_rejected, of_service)
         self.parts: list[Part] = []
-        self.figures: dict[str, RowFigures] = {}
-        """Path of a part → the figures of all its rows."""
         self.written = 0
         """Rows that were written, with those taken over."""
         self.fits = False
@@ -362,8 +363,6 @@ class Chunks:
         """Chunks of this run."""
         self.recorded = 0
         """Rows of this run that are in these chunks."""
-        self._counter: RowCounter | None = None
-        """Counts the figures of the rows that are pending."""
         self._pending: list[pa.Table] = []
         self._positions: list[npt.NDArray[np.int64]] = []
         """The position of each pending row in the source: window × 2³² + row."""
@@ -390,8 +389,6 @@ class Chunks:
         """Add the computed rows of a chunk that was finished elsewhere."""
         if chunk.part is not None:
             self.parts.append(chunk.part)
-            assert chunk.figures is not None
-            self.figures[chunk.part.path] = chunk.figures
             self.written += chunk.part.rows
 
     def compute(
@@ -487,9 +484,6 @@ class Chunks:
         before = self.computed_at or [at_us]
         self.computed_at = [min(at_us, *before), max(at_us, *before)]
         retained = batch if len(done.rows) == batch.num_rows else batch.take(pa.array(done.rows))
-        if self._counter is None:
-            self._counter = RowCounter(view)
-        self._counter.add(done.features)
         columns = [stored_key(retained.column(name)) for name in view.entity]
         columns += done.features.columns
         columns += [
@@ -508,26 +502,23 @@ class Chunks:
     def finish(self) -> None:
         """Make what was computed since the last chunk durable, and note it in the journal."""
         store, run, number = self._store, self._report.run, len(self.finished)
-        part = rejected = figures = None
+        part = rejected = None
         self._wait_until_writable()
         # the engine computes the next rows meanwhile
         with self._report.stage("write", time.thread_time):
             if self._pending:
-                assert self._counter is not None
-                figures, rare, self._counter = self._counter.figures(), self._counter.rare(), None
                 table, positions = pa.concat_tables(self._pending), self._positions
                 # Pieces of windows come in the order that they were computed in, each ascending.
                 if any(now[0] < before[-1] for before, now in pairwise(positions)):
-                    order = np.argsort(np.concatenate(positions))
-                    table, rare = table.take(pa.array(order)), np.flatnonzero(np.isin(order, rare))
-                part = store.write_part(run, f"part-{number:05d}.parquet", table, rare)
+                    table = table.take(pa.array(np.argsort(np.concatenate(positions))))
+                name = f"part-{number:05d}.parquet"
+                part = write_rows(store, run, name, table, self._opened.view, self._rows)
                 self.parts.append(part)
-                self.figures[part.path] = figures
             fresh = self.rejections.for_journal()
             if fresh is not None:
                 rejected = store.write_part(run, f"rejected-{number:05d}.parquet", fresh)
             if part is not None or rejected is not None:
-                chunk = Finished(part, rejected, figures)
+                chunk = Finished(part, rejected)
                 store.journals.add(run, chunk)
                 self.finished.append(chunk)
                 self.recorded += sum(file.rows for file in chunk.files)

@@ -1,12 +1,11 @@
 """Merging: the segments that a run adds without computing a feature: the upper ones of a snapshot
-made one, all partitions assembled; which rows a run kills, and the figures without them."""
+made one, all partitions assembled; and which rows a run kills."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -20,17 +19,16 @@ from precompute.jobs.run.rows import chunks
 from precompute.jobs.run.rows.chunks import stored_key
 from precompute.jobs.run.rows.open_view import OpenView
 from precompute.jobs.run.rows.plan import MOST_DELTAS, Job, Plan
+from precompute.jobs.run.rows.samples import write_rows
 from precompute.model import Verbatim, digest
 from precompute.sources.diff import find_deletes
 from precompute.sources.sized_batches import joined
 from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
-from precompute.store.feature_view import FeatureView
 from precompute.store.history.changes import NewestRows, newest_rows
 from precompute.store.keys import key_column
 from precompute.store.offline.part_file import layers_that_stay
-from precompute.store.offline.row_figures import RowCounter, RowFigures, count
 from precompute.store.offline.runs import Report
 from precompute.store.offline.segment import (
     COPIED,
@@ -41,7 +39,6 @@ from precompute.store.offline.segment import (
     kills_table,
     merged_kills,
 )
-from precompute.store.offline.selection import Selection, rows_beside, seed_of
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import Bad, Standing, are_alike
 from precompute.store.offline.stored_file import parsing
@@ -58,92 +55,6 @@ JUDGED_ROWS = 20
 MOST_BACK = 0.1
 """Share of the rows: if more come back from older partitions and have to be copied, all is
 assembled again."""
-DRAWN_ROWS = 8192
-"""Rows that are drawn at most, fewer of large ones
-(:data:`precompute.store.offline.selection.MOST_DRAWN_BYTES`); 2,048 would have as many row groups
-read, which is what costs: see :data:`precompute.store.offline.selection.CLUSTERS`."""
-
-
-class Replaced:
-    """The rows of one snapshot that another does not have, by position.
-
-    Args:
-        store: where the parts are.
-        old: the snapshot with the rows.
-        new: the one without them, committed or not, before it is compacted.
-        columns: of the old snapshot, to read.
-
-    Raises:
-        SnapshotError: from every property: a file of either is missing or damaged.
-    """
-
-    def __init__(
-        self, store: ViewStore, old: Snapshot, new: Snapshot, columns: Sequence[str]
-    ) -> None:
-        self.old, self.new = old, new
-        self._store, self._columns = store, columns
-
-    @cached_property
-    def rows(self) -> Selection:
-        """All of the rows, by position."""
-        return rows_beside(self._store.layers(self.old), self._store.layers(self.new))
-
-    @cached_property
-    def drawn(self) -> pa.Table:
-        """Up to :data:`DRAWN_ROWS`, drawn at random; the same every time."""
-        seed = seed_of(self._store.layers(self.new))
-        return self._store.table(self.old, self.rows.draw(DRAWN_ROWS, seed), self._columns)
-
-
-def figures_of(
-    store: ViewStore,
-    snapshot: Snapshot,
-    of_parts: Mapping[str, RowFigures],
-    replaced: Replaced | None,
-) -> RowFigures:
-    """Figures of all rows of a snapshot that is not committed yet: its parent's and those of its
-    own parts, less the rows that it killed.
-
-    Args:
-        store: of the view.
-        snapshot: the draft.
-        of_parts: path of a part → figures of all its rows; a part of no rows has none.
-        replaced: of one that builds on a parent, the rows of that which it killed.
-
-    Raises:
-        SnapshotError: a file is missing or damaged.
-    """
-    view, own, figures = snapshot.view, snapshot.own, RowFigures()
-    if own is not None:
-        for part in own.parts:
-            figures = figures.plus(of_parts.get(part.path, RowFigures()))
-        if own.own_kills:
-            alone = replace(snapshot, segments=(replace(own, kills=None, own_kills=0),))
-            figures = _without(figures, Replaced(store, alone, snapshot, view.feature_names), view)
-    if replaced is not None:
-        assert replaced.old.figures is not None
-        figures = figures.plus(_without(replaced.old.figures, replaced, view))
-    return figures
-
-
-def _without(figures: RowFigures, gone: Replaced, view: FeatureView) -> RowFigures:
-    """Figures without the rows that are gone. Rows without a value, not finite, or zeros are
-    counted exactly, since a gate may allow none; the others are estimated from a sample: they are a
-    small share of all, and the error is a small share of that."""
-    total = gone.rows.count
-    if not total:
-        return figures
-    drawn = gone.drawn
-    rare = figures.not_finite or figures.valueless or any(v.zero for v in figures.vectors.values())
-    if not rare or drawn.num_rows == total:
-        return figures.less(count(drawn.to_batches(), view), total)
-    counter = RowCounter(view)
-    for batch in drawn.to_batches():
-        counter.add(batch)
-    plain = drawn.take(pa.array(np.setdiff1d(np.arange(drawn.num_rows), counter.rare())))
-    one_by_one = gone.rows.rare() if plain.num_rows else gone.rows
-    figures = figures.less(count(one_by_one.batches(view.feature_names), view), one_by_one.count)
-    return figures.less(count(plain.to_batches(), view), total - one_by_one.count)
 
 
 # ---- Upper segments made one.
@@ -151,8 +62,7 @@ def _without(figures: RowFigures, gone: Replaced, view: FeatureView) -> RowFigur
 
 def merged(store: ViewStore, draft: Snapshot, stay: int) -> Snapshot:
     """A draft whose segments but the ``stay`` lowest are merged with the one that its run made:
-    their living rows copied, and of their kills those that still matter. Where none stays, its
-    figures are counted anew.
+    their living rows copied, and of their kills those that still matter.
 
     Raises:
         SnapshotError: a file of these is missing or damaged, or the file system failed.
@@ -178,8 +88,7 @@ def merged(store: ViewStore, draft: Snapshot, stay: int) -> Snapshot:
     if low:
         living = pa.concat_arrays(keys)
         segment = _with_kills_of(store, alone, segment, low, living, f"merged-{KILLS}")
-    made = replace(draft, segments=(*low, segment))
-    return made if low else replace(made, figures=copies.figures)
+    return replace(draft, segments=(*low, segment))
 
 
 def _merged_names(segments: Sequence[Segment]) -> tuple[str, ...]:
@@ -225,7 +134,6 @@ class _Copies:
     def __init__(self, store: ViewStore, snapshot: Snapshot) -> None:
         self._store, self._snapshot = store, snapshot
         self.parts: list[Part] = []
-        self.figures = RowFigures()
         self._gathered: list[pa.RecordBatch] = []
         self._bytes = 0
 
@@ -238,12 +146,10 @@ class _Copies:
     def write(self) -> None:
         if not self._gathered:
             return
-        counter, name = RowCounter(self._snapshot.view), f"{COPIED}{len(self.parts):05d}.parquet"
-        for batch in self._gathered:
-            counter.add(batch)
-        self.figures = self.figures.plus(counter.figures())
+        draft, name = self._snapshot, f"{COPIED}{len(self.parts):05d}.parquet"
         table = pa.Table.from_batches(self._gathered)
-        self.parts.append(self._store.write_part(self._snapshot.run, name, table, counter.rare()))
+        part = write_rows(self._store, draft.run, name, table, draft.view, draft.counts.source)
+        self.parts.append(part)
         self._gathered, self._bytes = [], 0
 
 
@@ -564,7 +470,8 @@ def _snapshot(
     newest, parts = members[max(members)], list(found.parts)
     for number, rows in enumerate(joined(found.back.batches(), found.rows, chunks.PART_BYTES)):
         name = f"{COPIED}all-{number:05d}.parquet"
-        parts.append(store.write_part(run, name, pa.Table.from_batches([rows])))
+        table = pa.Table.from_batches([rows])
+        parts.append(write_rows(store, run, name, table, newest.view, found.rows))
     if live is None and not parts:
         # no partition has a row: one file without rows
         parts = list(newest.segments[0].parts)

@@ -160,6 +160,7 @@ def _write_plan(
                 for number, (name, table) in enumerate(opened.tables.items())
             },
             allowed=math.floor(plan.source_rows * job.config.max_rejected + 1e-9),
+            rows=plan.source_rows,
             audited=audit.sample_rows,
         )
     except OSError as exc:

@@ -56,6 +56,8 @@ class ShardPlan(Record, frozen=True):
     """The model's arguments that were given as SQL."""
     allowed: int
     """How many rows may be rejected."""
+    rows: int
+    """How many the source has."""
     audited: int
     """How many rows the audit's sample is to have, of all shards together."""
 

@@ -355,7 +355,9 @@ class _Worker:
         left = part.rows - len(resumed.keys)
         wanted = -(-plan.audited * left // max(1, sum(each.rows for each in plan.shards)))
         sample = Sample(plan.view, left, wanted, extremes=opened.variant != REFERENCE)
-        chunks = Chunks(self._store, report, opened, plan.allowed, lease.check, sample.draw)
+        chunks = Chunks(
+            self._store, report, opened, plan.allowed, plan.rows, lease.check, sample.draw
+        )
         progress = _ShardProgress(self._folder, known, chunks, part.rows - left, self._check)
         done = resumed.keys if resumed.chunks else None
         read = partial(shard_batches, rows, plan.view.entity, done)
@@ -431,7 +433,7 @@ class _Worker:
     def _resumed(self, shard: int) -> _Resumed:
         """Computed rows of earlier attempts; rejected ones are few, and computed again."""
         found = [
-            Finished(chunk.part, None, chunk.figures)
+            Finished(chunk.part, None)
             for attempt in self._folder.attempts(shard)
             for chunk in self._chunks(self._folder.attempt(shard, attempt))
             if chunk.part is not None
