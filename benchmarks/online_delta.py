@@ -5,7 +5,8 @@ publishing is a process of its own.
 With ``chain`` or ``chain_redis``: the mean of 100 deltas of 1 %, and of 100 of 0.1 %, materialized
 and published one after the other in one process, against a full run's.
 
-    python -m benchmarks.online_delta [table | redis | index | scores | chain | chain_redis] [rows]
+    python -m benchmarks.online_delta [table | redis | index | scores] [rows]
+    python -m benchmarks.online_delta [chain | chain_redis] [rows] [deltas]
 """
 
 from __future__ import annotations
@@ -121,8 +122,9 @@ def measured(case: str, rows: int) -> dict[str, Any]:
     return figures
 
 
-def chained(case: str, rows: int, share: float) -> dict[str, Any]:
-    """What :data:`CHAIN` deltas take, one after the other, against a full run's."""
+def chained(case: str, rows: int, share: float, deltas: int) -> dict[str, Any]:
+    """What so many deltas take, one after the other, against a full run's, in seconds and in
+    seconds of CPU."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         redis_server = (
@@ -132,41 +134,59 @@ def chained(case: str, rows: int, share: float) -> dict[str, Any]:
         )
         online = "table:./var/online" if redis_server is None else redis_server.url()
         took: list[tuple[float, float]] = []
+        cpu: list[tuple[float, float]] = []
         overlays, stages = 0, dict[str, float]()
-        for step in range(CHAIN + 1):
+        for step in range(deltas + 1):
             project = configured(folder, rows, share if step else 0.0, case, online, step)
-            parts = [run(project, "items", name) for name in ("materialize", "publish")]
+            marks = [cpu_s()]
+            parts = []
+            for name in ("materialize", "publish"):
+                parts.append(run(project, "items", name))
+                marks.append(cpu_s())
             took.append((parts[0].seconds, parts[1].seconds))
+            cpu.append((marks[1] - marks[0], marks[2] - marks[1]))
             overlays = max(overlays, len(live_names(project)[1:]))
             for part in parts if step else ():
                 for name, seconds in part.stages_s.items():
                     stages[f"{part.command} {name}"] = (
-                        stages.get(f"{part.command} {name}", 0.0) + seconds / CHAIN
+                        stages.get(f"{part.command} {name}", 0.0) + seconds / deltas
                     )
-        (full_m, full_p), deltas = took[0], took[1:]
-        means = [sum(d[i] for d in deltas) / CHAIN for i in (0, 1)]
-    ratios = {"materialize_ratio": means[0] / full_m, "publish_ratio": means[1] / full_p}
+    means, cpu_means = (
+        [sum(each[i] for each in of[1:]) / deltas for i in (0, 1)] for of in (took, cpu)
+    )
+    ratios = {
+        "materialize_ratio": means[0] / took[0][0],
+        "publish_ratio": means[1] / took[0][1],
+        "materialize_cpu_ratio": cpu_means[0] / cpu[0][0],
+        "publish_cpu_ratio": cpu_means[1] / cpu[0][1],
+    }
     return {
         "rows": rows,
         "share": share,
-        "full": [full_m, full_p],
+        "full": [*took[0]],
+        "full_cpu": [*cpu[0]],
         "mean": means,
+        "mean_cpu": cpu_means,
         "most_overlays": overlays,
         "stages_s": stages,
         "took_s": took,
+        "took_cpu_s": cpu,
     } | ratios
 
 
-def main_chain(case: str, rows: int) -> None:
+def main_chain(case: str, rows: int, deltas: int = CHAIN) -> None:
     """Measure and report a chain."""
-    found = [chained(case, rows, share) for share in SHARES]
+    found = [chained(case, rows, share, deltas) for share in SHARES]
     report(
         f"online_delta_{case}",
         [
-            f"{case}, {m['rows']:,} rows, {CHAIN} deltas of {m['share']:.1%}: mean publish"
+            f"{case}, {m['rows']:,} rows, {deltas} deltas of {m['share']:.1%}: mean publish"
             f" {m['publish_ratio']:.3f} of a full one ({m['mean'][1]:.3f} of {m['full'][1]:.2f} s),"
+            f" {m['publish_cpu_ratio']:.3f} of its CPU ({m['mean_cpu'][1]:.3f} of"
+            f" {m['full_cpu'][1]:.2f} s),"
             f" materialize {m['materialize_ratio']:.2f} ({m['mean'][0]:.2f} of {m['full'][0]:.2f}"
-            f" s); at most {m['most_overlays']} overlays\n  " + stages(m["stages_s"], 3)
+            f" s), {m['materialize_cpu_ratio']:.2f} of its CPU; at most"
+            f" {m['most_overlays']} overlays\n  " + stages(m["stages_s"], 3)
             for m in found
         ],
         {f"{m['share']:.1%}": m for m in found},
@@ -177,7 +197,8 @@ def main() -> None:
     """Measure and report."""
     asked = sys.argv[1:]
     if asked and asked[0].startswith("chain"):
-        main_chain(asked[0], int(asked[1]) if len(asked) > 1 else CASES[asked[0]])
+        numbers = [*map(int, asked[1:])] or [CASES[asked[0]]]
+        main_chain(asked[0], *numbers)
         return
     cases = (
         {asked[0]: int(asked[1]) if len(asked) > 1 else CASES[asked[0]]}
