@@ -277,6 +277,8 @@ class IndexPublisher:
     def _build_base(self, snapshot: Snapshot, listed: IndexedList, name: str) -> None:
         store, view = self._store, snapshot.view
         folder = store.index_folder(name)
+        # one of another format is refused, and not replaced
+        is_there(folder)
         self._compare(snapshot)
         rows = store.batches(snapshot, index_columns(view), BATCH_ROWS)
         self._note(

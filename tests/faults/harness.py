@@ -598,7 +598,7 @@ def check_online_is_tidy(scene: FaultScene) -> None:
         in_use = {*live, *before}
         assert {*live} <= set(names) <= in_use
         indexes = {path.name for path in (scene.view_folder / "index").iterdir()}
-        assert indexes <= in_use
+        assert {*ref.indexes} <= indexes <= {*ref.indexes, *ref.previous_indexes}
     if scene.online.startswith("table:"):
         files = {
             path.name
