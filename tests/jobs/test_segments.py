@@ -195,8 +195,8 @@ class World:
         for number in range(0, len(listed), 7):
             chunk = listed[number : number + 7]
             table = self.table({i: (key, x) for i, (key, x, _) in enumerate(chunk)})
-            rows = random.choice([50, 200])
-            part = write_rows(self.store, name, f"part-{number:05d}.parquet", table, VIEW, rows)
+            source, file = random.choice([50, 200]), f"part-{number:05d}.parquet"
+            part = write_rows(self.store, name, file, table, VIEW, source)
             parts.append(part)
             lines += [
                 (part.path, i, False, key) for i, (key, _, used) in enumerate(chunk) if not used
