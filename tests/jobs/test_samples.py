@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from precompute.jobs.run.rows import samples
@@ -50,10 +51,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "WIDE_ROWS", 100)
 
 
-def table(ids: Sequence[int], night: int = 0) -> pa.Table:
+def table(keys: Sequence[int], night: int = 0) -> pa.Table:
     """Rows that follow from key and night: of each 50th the vector is all zeros, of each 70th the
     score is not finite."""
-    ids = np.asarray(ids, np.int64)
+    ids = np.asarray(keys, np.int64)
     made = ids * 7 + night * NIGHT
     score = np.where(made % 70 == 0, np.inf, np.sin(made) * 3)
     pairs = np.where((made % 50 == 0)[:, None], 0, np.stack([made % 13 + 1, made % 5], axis=1))
@@ -115,7 +116,7 @@ def delta(
 
 
 def _ids(store: ViewStore, part: Part) -> list[int]:
-    return pa.parquet.read_table(store.folder / part.path, columns=["id"])["id"].to_pylist()
+    return pq.read_table(store.folder / part.path, columns=["id"])["id"].to_pylist()
 
 
 def drawn(store: ViewStore, snapshot: Snapshot) -> SnapshotSample:

@@ -49,7 +49,6 @@ from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
 from precompute.store.offline.row_figures import RowFigures
-from precompute.store.offline.selection import seed_of
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.standing import Standing, keeps_live, marks_of
 from precompute.store.offline.view_store import ViewStore
@@ -249,7 +248,7 @@ class Judge:
             gates.finite,
             f"{figures.not_finite:,} of {figures.rows:,} rows are not finite",
         )
-        sample = some_rows(found.rows, seed_of(self.store.layers(draft)))
+        sample = some_rows(found.rows, draft)
         sample = sample.append_column("key", key_column(sample, view.entity))
         readers = served or live
         if readers is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Feature, FeatureView, Substitute
 from precompute.store.keys import key_column
 from precompute.store.offline.row_figures import RowFigures, ValueFigures, distance
-from precompute.store.offline.selection import rows_beside, seed_of
+from precompute.store.offline.selection import rows_beside
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.online.kernels import hashes
 from precompute.store.online.row_values import packed_strings
@@ -223,22 +224,24 @@ def moves_of(
     # is gone
     again = np.flatnonzero(np.asarray(place.is_valid()))
     changed = round(gone * len(again) / max(1, old.num_rows))
-    drawn = pa.array(again[_drawn(len(again), seed_of(after))])
+    drawn = pa.array(again[_drawn(len(again), snapshot)])
     columns = [*entity, *features]
     pairs = new.select(columns).take(drawn), old.select(columns).take(place.take(drawn))
     return Moves(live.rows - gone, changed, *pairs)
 
 
-def some_rows(table: pa.Table, seed: int) -> pa.Table:
-    """Up to :data:`GATES_SAMPLE_ROWS` of its rows, drawn at random, in its order."""
-    return table.take(pa.array(_drawn(table.num_rows, seed)))
+def some_rows(table: pa.Table, snapshot: Snapshot) -> pa.Table:
+    """Up to :data:`GATES_SAMPLE_ROWS` of a snapshot's rows, drawn at random, in their order."""
+    return table.take(pa.array(_drawn(table.num_rows, snapshot)))
 
 
-def _drawn(rows: int, seed: int) -> npt.NDArray[np.int64]:
-    """Numbers of up to :data:`GATES_SAMPLE_ROWS` of so many rows, ascending."""
+def _drawn(rows: int, snapshot: Snapshot) -> npt.NDArray[np.int64]:
+    """Numbers of up to :data:`GATES_SAMPLE_ROWS` of so many rows, ascending: the same ones of the
+    same keys and inputs, whoever computed them and when."""
     if rows <= GATES_SAMPLE_ROWS:
         return np.arange(rows)
-    return np.sort(np.random.default_rng(seed).choice(rows, GATES_SAMPLE_ROWS, replace=False))
+    random = np.random.default_rng(zlib.crc32(snapshot.content.encode()))
+    return np.sort(random.choice(rows, GATES_SAMPLE_ROWS, replace=False))
 
 
 PAIRS = 512

@@ -31,12 +31,14 @@ def judge_lengths(
         verdicts: gets figures and verdicts.
     """
     gates, now = verdicts.gates, figures.vectors.get(feature.name, VectorFigures())
-    if not now.rows:
-        return
     zero, rows = figures.zeros.get(feature.name, 0), figures.rows - figures.valueless
+    if not rows:
+        return
     verdicts.at_most(
         "zero", zero / rows, gates.zero, f"{zero:,} of {rows:,} {feature.name} are all zeros"
     )
+    if not now.rows:
+        return
     for name, value in zip(QUANTILES, now.norm_quantiles(list(QUANTILES.values())), strict=True):
         verdicts.quality[f"{feature.name}.norm.{name}"] = value
     then = None if before is None else before.vectors.get(feature.name)

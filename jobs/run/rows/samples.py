@@ -235,6 +235,7 @@ class Samples:
         self._store = store
         self._read: dict[str, _PartSample] = {}
         """Path of a part → its sample, and kind → numbers of all its odd rows; dead ones too."""
+        self._places: dict[str, int] = {}
 
     def of(self, snapshot: Snapshot) -> SnapshotSample:
         """The sample of a snapshot, committed or not: of the least threshold of its parts'."""
@@ -250,15 +251,16 @@ class Samples:
     def _of(self, snapshot: Snapshot) -> SnapshotSample:
         layers, entity = self._store.layers(snapshot), snapshot.view.entity
         nothing = self._store.schema(snapshot).empty_table()
+        dead_of = [layers.dead.get(n, np.empty(0, np.int64)) for n in range(len(layers.paths))]
+        living = [n for n, part in enumerate(snapshot.parts) if len(dead_of[n]) < part.rows]
         # parts that were written otherwise have no threshold
         below = threshold(snapshot.view, snapshot.counts.source)
+        below = min([below, *(snapshot.parts[n].below for n in living)])
         pieces = [_Drawn(nothing, key_hashes(nothing, entity), np.empty(0, np.int64), below)]
         total, odd = 0, dict[str, int]()
-        for number, part in enumerate(snapshot.parts):
-            dead = layers.dead.get(number, np.empty(0, np.int64))
-            if len(dead) == part.rows:
-                continue
-            drawn, odd_there = self._part(snapshot, part, layers.paths[number])
+        for number in living:
+            part, dead = snapshot.parts[number], dead_of[number]
+            drawn, odd_there = self._part(snapshot, part, layers.paths[number], below)
             pieces.append(drawn.take(_living(drawn.places % _FILE, dead)))
             total += part.rows - len(dead)
             for kind, numbers in odd_there.items():
@@ -271,30 +273,35 @@ class Samples:
         """As :meth:`ViewStore.layers`."""
         return self._store.layers(snapshot)
 
-    def _part(self, snapshot: Snapshot, part: Part, path: Path) -> _PartSample:
-        """The sample of a part, or the part itself where it has none, or one that is lost."""
-        if part.path not in self._read:
+    def _part(self, snapshot: Snapshot, part: Part, path: Path, below: int) -> _PartSample:
+        """Of a part's sample what lies below a threshold, or a little more; it is read of the part
+        itself where there is no sample, or it is lost."""
+        known = self._read.get(part.path)
+        if known is None or known[0].below < min(below, part.below):
+            # the other snapshot's threshold is about the same, as a rule
+            most = min(2 * below, part.below)
+            place = self._places.setdefault(part.path, _FILE * len(self._places))
             try:
                 sample = None if part.sample is None else self._store.file(part.sample)
             except SnapshotError as exc:
                 log.warning("%s; its part is read in its stead", exc)
                 sample = None
             if sample is not None:
-                found = self._of_file(snapshot, sample, part.below)
+                drawn, odd = self._of_file(snapshot, sample, place, part.below)
+                found = drawn.within(most), odd
             else:
                 self._store.whole_path(snapshot, part)
-                found = self._of_part(snapshot, path, part.below)
+                found = self._of_part(snapshot, path, place, most)
             self._read[part.path] = found
         return self._read[part.path]
 
-    def _of_file(self, snapshot: Snapshot, path: Path, below: int) -> _PartSample:
+    def _of_file(self, snapshot: Snapshot, path: Path, place: int, below: int) -> _PartSample:
         with parsing(path), pq.ParquetFile(path) as file:
             rows, odd = file.read(), _read_notes(file.metadata.metadata or {})
         numbers, rows = np.asarray(rows.column(_ROW)), rows.drop_columns([_ROW])
-        places = numbers + len(self._read) * _FILE
-        return _Drawn(rows, key_hashes(rows, snapshot.view.entity), places, below), odd
+        return _Drawn(rows, key_hashes(rows, snapshot.view.entity), place + numbers, below), odd
 
-    def _of_part(self, snapshot: Snapshot, path: Path, below: int) -> _PartSample:
+    def _of_part(self, snapshot: Snapshot, path: Path, place: int, below: int) -> _PartSample:
         view, first = snapshot.view, 0
         drawn: _Drawn | None = None
         odd: dict[str, list[Numbers]] = {}
@@ -302,7 +309,7 @@ class Samples:
             most = max(1, min(8192, BATCH_BYTES // row_bytes(file.metadata)))
             for batch in file.iter_batches(most):
                 rows = pa.Table.from_batches([batch])
-                places = np.arange(first, first + batch.num_rows) + len(self._read) * _FILE
+                places = place + np.arange(first, first + batch.num_rows)
                 here = _Drawn(rows, key_hashes(rows, view.entity), places, ALL_HASHES).within(below)
                 drawn = here if drawn is None else _Drawn.together([drawn, here])
                 for kind, found in odd_rows(batch, view).items():
