@@ -155,7 +155,7 @@ class Rejections:
         allowed: int,
         of_service: bool = False,
     ) -> None:
-        self._store, self._report, self._bad_rows, self._allowed = store, report, bad_rows, allowed
+        self._store, self._report, self._bad_rows, self.allowed = store, report, bad_rows, allowed
         self._of_service = of_service
         self.count = 0
         self.part: Part | None = None
@@ -295,11 +295,11 @@ class Rejections:
         return ", ".join([*found, "or raise max_rejected"])
 
     def _check_count(self) -> None:
-        if self.count > self._allowed:
+        if self.count > self.allowed:
             self.write()
             raise RejectedError(
                 f"view {self._store.name!r}: {rows_in_words(self.count)} rejected so far,"
-                f" {self._allowed} allowed ({self.reasons()}); nothing was published and the live"
+                f" {self.allowed} allowed ({self.reasons()}); nothing was published and the live"
                 f" snapshot stays. See {self.path}; {self.way_out()}"
             )
 
@@ -344,7 +344,7 @@ class Chunks:
         wait_until_writable: Callable[[], object] = lambda: None,
         on_batch: Callable[[pa.RecordBatch, Outcome], object] = lambda batch, done: None,
     ) -> None:
-        self._store, self._report, self._opened = store, report, opened
+        self.store, self.report, self._opened = store, report, opened
         self._wait_until_writable, self._on_batch = wait_until_writable, on_batch
         bad_rows = opened.view.definition.bad_rows
         of_service = isinstance(opened.model, KeepingModel)
@@ -410,7 +410,7 @@ class Chunks:
             progress: called with how many are done.
             again: as of :func:`engine_of`.
         """
-        meter, began, report = Meter(), time.monotonic(), self._report
+        meter, began, report = Meter(), time.monotonic(), self.report
         usage, computing = report.usage, OverlappingCpu(report)
         self._part_bytes = min(PART_BYTES, settings.memory_mb * 2**20 // 8)
         model = self._opened.model
@@ -507,11 +507,11 @@ class Chunks:
 
     def finish(self) -> None:
         """Make what was computed since the last chunk durable, and note it in the journal."""
-        store, run, number = self._store, self._report.run, len(self.finished)
+        store, run, number = self.store, self.report.run, len(self.finished)
         part = rejected = figures = None
         self._wait_until_writable()
         # the engine computes the next rows meanwhile
-        with self._report.stage("write", time.thread_time):
+        with self.report.stage("write", time.thread_time):
             if self._pending:
                 assert self._counter is not None
                 figures, rare, self._counter = self._counter.figures(), self._counter.rare(), None
@@ -537,7 +537,7 @@ class Chunks:
     def write_no_rows(self) -> None:
         """Write a part without rows, for a snapshot that has none: its files show the columns."""
         empty = no_rows(self._opened)
-        self.parts.append(self._store.write_part(self._report.run, "part-00000.parquet", empty))
+        self.parts.append(self.store.write_part(self.report.run, "part-00000.parquet", empty))
 
 
 def no_rows(opened: OpenModel) -> pa.Table:
