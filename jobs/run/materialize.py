@@ -44,7 +44,6 @@ from precompute.jobs.run.rows.plan import (
     Planner,
     RunOptions,
     mark_if_damaged,
-    now_us,
     recipe_of,
 )
 from precompute.jobs.run.rows.substitute import substitute_of
@@ -72,7 +71,7 @@ from precompute.store.offline.segment import Part
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import Refused, Standing
 from precompute.store.offline.view_store import FRAME, OfflineStore, ViewStore
-from precompute.store.times import utc_now
+from precompute.store.times import clock_us, utc_now
 from precompute.techniques.table import REFERENCE
 
 SOURCE_SIZE_S = 0.2
@@ -238,7 +237,7 @@ class Loaded:
 
 def _load(config: ViewConfig, offline: OfflineStore, opened: OpenView, report: Report) -> Loaded:
     source, updated_at, partition = opened.source, config.source.updated_at, config.partition
-    read_at_us = report.read_at_us = now_us()
+    read_at_us = report.read_at_us = clock_us()
     with report.stage("source"):
         # before it is read: a modification in the meantime counts for the next run
         if updated_at is None:

@@ -27,7 +27,7 @@ from precompute.jobs.run.judge.gates import accept, served_snapshot
 from precompute.jobs.run.judge.value_gates import Verdicts, judge_contract
 from precompute.jobs.run.materialize import dry_run, materialize
 from precompute.jobs.run.publisher import Publisher
-from precompute.jobs.run.report import PUBLISHING, close_dead, notify, reporting_run
+from precompute.jobs.run.report import PUBLISHING, close_dead, notify, notifying, reporting_run
 from precompute.jobs.run.rows.merging import assembled
 from precompute.jobs.run.rows.open_model import Load
 from precompute.jobs.run.rows.open_view import open_source
@@ -97,12 +97,7 @@ def run_view(
     computes = options.command not in ("publish", "resume")
     partition = partition_of(config, options.partition) if computes else None
     options = replace(options, partition=partition)
-
-    def ended(report: Report) -> None:
-        if report.error is not None:
-            notify(project.settings.notify, report, project.home)
-        finished(report)
-
+    ended = notifying(project.settings.notify, project.home, finished)
     with contextlib.ExitStack() as stack:
         lease = stack.enter_context(_run_lease(project, store, options)) if computes else None
         done = _done(store, options.due) if computes else None

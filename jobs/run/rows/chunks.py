@@ -22,7 +22,7 @@ from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.report import OverlappingCpu
 from precompute.jobs.run.rows.open_model import OpenModel
-from precompute.jobs.run.rows.plan import Plan, now_us
+from precompute.jobs.run.rows.plan import Plan
 from precompute.model import KeepingModel, is_in_run_process
 from precompute.sources.diff import Diff, rejected_rows
 from precompute.sources.sized_batches import joined
@@ -33,6 +33,7 @@ from precompute.store.offline.row_figures import RowCounter, RowFigures
 from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.segment import Part
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import clock_us
 from precompute.techniques.table import REFERENCE
 from precompute.workers.worker import SAMPLE, WorkerSpec
 from precompute.workers.worker_pool import WorkerPool
@@ -483,7 +484,7 @@ class Chunks:
             self.finish()
 
     def _gather(self, batch: pa.RecordBatch, done: Outcome) -> None:
-        view, at_us = self._opened.view, now_us()
+        view, at_us = self._opened.view, clock_us()
         before = self.computed_at or [at_us]
         self.computed_at = [min(at_us, *before), max(at_us, *before)]
         retained = batch if len(done.rows) == batch.num_rows else batch.take(pa.array(done.rows))

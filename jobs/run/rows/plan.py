@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -418,8 +417,3 @@ def _why_full(
     return "every row, since the " + ", and the ".join(
         changed or [f"type or order of columns changed, of the key perhaps: {keys}"]
     )
-
-
-def now_us() -> int:
-    """Now, µs since 1970."""
-    return time.time_ns() // 1000
