@@ -603,7 +603,7 @@ def _judge_draft(
 
 
 def _end_journals(store: ViewStore, draft: Snapshot, snapshot: Snapshot, report: Report) -> None:
-    """Remove the journals of the runs whose chunks were committed; how much is noted."""
+    """Note how much a run wrote, and remove the journals of those whose chunks it committed."""
     files = () if snapshot.own is None else snapshot.own.files
     beside = () if snapshot.rejected is None else (snapshot.rejected,)
     report.usage.written_bytes = sum(file.size_bytes for file in (*files, *beside))

@@ -136,10 +136,7 @@ def compute_in_shards(
                     audited=audit.sample_rows,
                     **_written(folder, opened, plan.diff.compute, shards),
                 )
-            except OSError as exc:
-                raise SnapshotError(disk_message(folder.folder, exc)) from exc
-            _check_arguments(opened, shard_plan)
-            try:
+                _check_arguments(opened, shard_plan)
                 folder.open(shard_plan)
             except OSError as exc:
                 raise SnapshotError(disk_message(folder.folder, exc)) from exc
