@@ -29,7 +29,7 @@ from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.judge.audit import Sample
 from precompute.jobs.run.materialize import materialize
 from precompute.jobs.run.report import reporting_run
-from precompute.jobs.run.rows.plan import Job, RunOptions
+from precompute.jobs.run.rows.plan import RunOptions
 
 ROWS, SMALLER = 1_000_000, (100_000, 10_000)
 SEEDS = 20
@@ -103,8 +103,7 @@ def _run(folder: Path, rows: int, seed: int | None) -> dict[str, Any]:
         with reporting_run(store, "materialize") as run:
             began = time.perf_counter()
             options = RunOptions(full=True, accept=("accuracy",))
-            job = Job(project, project.view("scores"), store, options)
-            snapshot = materialize(job, run, Silent())
+            snapshot = materialize(project, store, options, run, Silent())
             seconds = time.perf_counter() - began - run.stages_s["open"]
     finally:
         Sample.draw = draw  # type: ignore[method-assign]

@@ -38,7 +38,7 @@ from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.materialize import materialize
 from precompute.jobs.run.report import reporting_run
 from precompute.jobs.run.rows.open_view import open_view
-from precompute.jobs.run.rows.plan import Job, RunOptions
+from precompute.jobs.run.rows.plan import RunOptions
 from precompute.store.offline.runs import Report
 from precompute.techniques.machine import has_bf16
 from precompute.techniques.onednn import packed
@@ -198,8 +198,7 @@ def materialized(project: Project) -> tuple[float, Report, Any]:
     store = project.offline.view("scores")
     with reporting_run(store, "materialize") as run:
         started = time.perf_counter()
-        job = Job(project, project.view("scores"), store, RunOptions(full=True))
-        snapshot = materialize(job, run, Silent())
+        snapshot = materialize(project, store, RunOptions(full=True), run, Silent())
         seconds = time.perf_counter() - started - run.stages_s["open"]
     return (
         seconds,

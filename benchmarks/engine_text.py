@@ -37,7 +37,7 @@ from precompute.jobs.run.command_process import Silent
 from precompute.jobs.run.materialize import materialize
 from precompute.jobs.run.report import reporting_run
 from precompute.jobs.run.rows.open_view import open_view
-from precompute.jobs.run.rows.plan import Job, RunOptions
+from precompute.jobs.run.rows.plan import RunOptions
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.models.torch_model import TorchModel
@@ -272,8 +272,7 @@ class _Turns:
         store = project.offline.view(view)
         with reporting_run(store, "materialize") as run:
             started = time.perf_counter()
-            job = Job(project, project.view(view), store, RunOptions(full=True))
-            snapshot = materialize(job, run, Silent())
+            snapshot = materialize(project, store, RunOptions(full=True), run, Silent())
             seconds = time.perf_counter() - started
         computed_s = sum(run.usage.cpu_s.values())
         for stage in ("open", "accuracy") if checked else ("open",):

@@ -14,7 +14,7 @@ from benchmarks.common import report, run
 from benchmarks.store_plan import items
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.materialize import dry_run
-from precompute.jobs.run.rows.plan import Job, RunOptions
+from precompute.jobs.run.rows.plan import RunOptions
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import ViewStore
 
@@ -26,8 +26,7 @@ def start_s(project: Project) -> tuple[float, int]:
     """(seconds the plan takes beside reading the source, rows taken over)."""
     made = Report("", "items", "plan")
     started = time.perf_counter()
-    job = Job(project, project.view("items"), project.offline.view("items"), RunOptions())
-    plan = dry_run(job, made)
+    plan = dry_run(project, project.offline.view("items"), RunOptions(), made)
     return (
         time.perf_counter() - started - made.stages_s["source"] - made.stages_s["open"],
         plan.diff.resumed,

@@ -3,6 +3,7 @@ old a row is under a TTL."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     # a client over HTTP has no numpy
     import numpy as np
     import numpy.typing as npt
+
+
+def clock_us() -> int:
+    """Now, µs since 1970."""
+    return time.time_ns() // 1000
 
 
 def utc_now() -> str:

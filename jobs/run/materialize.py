@@ -15,7 +15,9 @@ from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from precompute.jobs.config.project import Project
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.judge.accuracy import AccuracyCheck
@@ -25,13 +27,20 @@ from precompute.jobs.run.judge.gates import Judge, accept, still_accepted
 from precompute.jobs.run.judge.library import check_by_library
 from precompute.jobs.run.rows.chunks import Chunks, rows_in_words
 from precompute.jobs.run.rows.merging import merged, written
+from precompute.jobs.run.rows.open_model import Load
 from precompute.jobs.run.rows.open_view import (
     OpenView,
     iso_us,
     open_view,
     read_source_at,
 )
-from precompute.jobs.run.rows.plan import Job, Plan, Planner, mark_if_damaged, now_us, recipe_of
+from precompute.jobs.run.rows.plan import (
+    Plan,
+    Planner,
+    RunOptions,
+    mark_if_damaged,
+    recipe_of,
+)
 from precompute.jobs.run.rows.substitute import substitute_of
 from precompute.jobs.run.shards.coordinator import attempts_of, compute_in_shards, shards_of
 from precompute.sources.frame import write_frame
@@ -41,6 +50,7 @@ from precompute.store.disk.durable_file import (
     replacing_durably,
     sha256_of,
 )
+from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import plain, replace
 from precompute.store.errors import (
     ConfigError,
@@ -55,7 +65,7 @@ from precompute.store.offline.segment import Part
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.offline.standing import Refused, Standing
 from precompute.store.offline.view_store import FRAME, OfflineStore, ViewStore
-from precompute.store.times import utc_now
+from precompute.store.times import clock_us, utc_now
 from precompute.techniques.table import REFERENCE
 
 SOURCE_SIZE_S = 0.2
@@ -63,9 +73,25 @@ SOURCE_SIZE_S = 0.2
 costs 0.9 ms, which small runs, that say nothing of large ones, need not take."""
 
 
-def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
-    """Compute the rows of a view that need it, and commit the result; the caller holds the run's
-    lease. Counts, stage times and the verdicts are added to the report.
+def materialize(
+    project: Project,
+    store: ViewStore,
+    options: RunOptions,
+    report: Report,
+    progress: Progress,
+    lease: Lease | None = None,
+    load: Load | None = None,
+) -> Snapshot:
+    """Compute the rows of a view that need it, and commit the result.
+
+    Args:
+        project: the configuration.
+        store: of the view.
+        options: what is requested.
+        report: of the run; gets counts, stage times and the verdicts.
+        progress: called with how far it is.
+        lease: the run's, held; None where no other run can be.
+        load: makes the model; by default it is loaded as configured.
 
     Returns:
         the committed snapshot, not yet published; when nothing changed, the one before
@@ -77,66 +103,73 @@ def materialize(job: Job, report: Report, progress: Progress) -> Snapshot:
             run has them; or ``bad_rows: fail`` and one row is unusable.
         ModelError, ConfigError, SnapshotError, GateError, FencedError: as their names say.
     """
-    with _open(job, report) as opened:
-        loaded = _load(job.config, job.store.offline, opened, report)
-        plan = _plan(job, opened, loaded, report)
+    config, settings, accepts = project.view(store.name), project.settings, options.accept
+    with _open(project, config, store, options, report, load) as opened:
+        loaded = _load(config, store.offline, opened, report)
+        plan = _plan(config, store, opened, loaded, options, report)
         if plan.source_rows and not plan.nothing_to_do:
             # in float32, which a conversion ends, that of the code's check, too
-            check_by_library(job, opened, plan.parent, report)
-        told = check_code(job, opened, plan, report)
+            check_by_library(
+                config, store, opened, plan.parent, accepts, report, settings.memory_mb
+            )
+        told = check_code(store, opened, plan, report, settings.source_mb)
         report.attention += [] if told is None else [told]
+        in_backfill = report.backfill is not None
+        judge = Judge(config, opened, store, in_backfill, options.live_before)
         if plan.nothing_to_do:
-            return _reuse_parent(job, opened, loaded, plan, report)
+            return _reuse_parent(store, plan, loaded, judge, accepts, lease, report)
         if plan.source_rows:
             with report.stage("open"):
                 opened.convert()
                 if opened.substitute is not None:
                     opened.substitute.check_fits(opened, opened.source)
-        computed = _compute(job, opened, plan, report, progress)
-        draft = _draft_snapshot(job, opened, loaded, plan, computed, report)
-        snapshot = _judge_draft(job, opened, plan, computed, draft, report)
+        computed = _compute(project, config, store, opened, plan, options, lease, report, progress)
+        draft = _draft_snapshot(config, store, opened, loaded, plan, computed, report)
+        snapshot = _judge_draft(store, plan, computed, draft, judge, report)
         with report.stage("commit"):
-            snapshot = job.store.commit(snapshot, job.lease)
-            accept(job.store, snapshot, job.options.accept, job.options.command)
-        files = () if snapshot.own is None else snapshot.own.files
-        beside = () if snapshot.rejected is None else (snapshot.rejected,)
-        report.usage.written_bytes = sum(file.size_bytes for file in (*files, *beside))
-        own = () if draft.own is None else draft.own.parts
-        took_over = {Path(part.path).parent.name for part in (*own, *snapshot.parts)}
-        attempts = attempts_of(job.store, report) if "shards" in report.engine else []
-        for run in {report.run, *took_over, *attempts}:
-            job.store.journals.end(run)
+            snapshot = store.commit(snapshot, lease)
+            accept(store, snapshot, accepts, report.command)
+        _end_journals(store, draft, snapshot, report)
     report.snapshot, report.status = snapshot.number, "committed"
     return snapshot
 
 
-def dry_run(job: Job, report: Report) -> Plan:
+def dry_run(project: Project, store: ViewStore, options: RunOptions, report: Report) -> Plan:
     """What :func:`materialize` would do, and why; nothing is written.
 
     Raises:
         SourceError, ModelError, ConfigError, SnapshotError: as :func:`materialize`.
     """
-    with _open(job, report) as opened:
-        return _plan(job, opened, _load(job.config, job.store.offline, opened, report), report)
+    config = project.view(store.name)
+    with _open(project, config, store, options, report) as opened:
+        loaded = _load(config, store.offline, opened, report)
+        return _plan(config, store, opened, loaded, options, report)
 
 
 # ---- open
 
 
-def _open(job: Job, report: Report) -> OpenView:
+def _open(
+    project: Project,
+    config: ViewConfig,
+    store: ViewStore,
+    options: RunOptions,
+    report: Report,
+    load: Load | None = None,
+) -> OpenView:
     """The view with its source, not loaded yet, and its model in float32."""
-    project, options = job.project, job.options
+    settings = project.settings
     with report.stage("open"):
-        given = _take_frame(job, report.run)
+        given = _take_frame(options.frame, config, project.folder, store, report.run)
         report.files |= {} if given is None else {"frame": given}
         opened = open_view(
-            job.config.feature_view(),
-            job.store.offline,
+            config.feature_view(),
+            store.offline,
             project.home,
             partition=options.partition,
-            memory_mb=project.settings.source_mb,
-            load_mb=project.settings.memory_mb,
-            load=job.load,
+            memory_mb=settings.source_mb,
+            load_mb=settings.memory_mb,
+            load=load,
             gpu_reserved=True,
         )
         try:
@@ -150,17 +183,18 @@ def _open(job: Job, report: Report) -> OpenView:
     return opened
 
 
-def _take_frame(job: Job, run: str) -> Part | None:
+def _take_frame(
+    frame: Any, config: ViewConfig, project: Path, store: ViewStore, run: str
+) -> Part | None:
     """Store the rows that a program gave to a run, where the view's SQL reads them. Each run has a
     file of its own, named by its snapshot: what is live still reads the one before."""
-    frame, project, store = job.options.frame, job.project.folder, job.store
-    name, columns = job.config.name, job.config.source.frame
+    name, columns = config.name, config.source.frame
     if columns is None and frame is None:
         return None
     if columns is None:
         raise ConfigError(
             f"view {name!r} reads SQL, so it takes no frame: leave it out, or write source:"
-            f" {{frame: [{', '.join(job.config.entity)}, …]}} in place of sql in"
+            f" {{frame: [{', '.join(config.entity)}, …]}} in place of sql in"
             f" {project / 'views' / name}.yaml"
         )
     if frame is None:
@@ -173,7 +207,7 @@ def _take_frame(job: Job, run: str) -> Part | None:
     try:
         make_folder(path.parent)
         with replacing_durably(path) as temporary:
-            rows = write_frame(frame, columns, job.config.entity, temporary)
+            rows = write_frame(frame, columns, config.entity, temporary)
             size_bytes, sha256 = temporary.stat().st_size, sha256_of(temporary)
         store.storage.put([path])
     except OSError as exc:
@@ -197,7 +231,7 @@ class Loaded:
 
 def _load(config: ViewConfig, offline: OfflineStore, opened: OpenView, report: Report) -> Loaded:
     source, updated_at, partition = opened.source, config.source.updated_at, config.partition
-    read_at_us = report.read_at_us = now_us()
+    read_at_us = report.read_at_us = clock_us()
     with report.stage("source"):
         # before it is read: a modification in the meantime counts for the next run
         if updated_at is None:
@@ -228,8 +262,22 @@ def _load(config: ViewConfig, offline: OfflineStore, opened: OpenView, report: R
 # ---- plan
 
 
-def _plan(job: Job, opened: OpenView, loaded: Loaded, report: Report) -> Plan:
-    planner = Planner(job.store, opened, job.options, job.config.renew_unchanged)
+def _plan(
+    config: ViewConfig,
+    store: ViewStore,
+    opened: OpenView,
+    loaded: Loaded,
+    options: RunOptions,
+    report: Report,
+) -> Plan:
+    planner = Planner(
+        store,
+        opened,
+        options.partition_text,
+        options.full,
+        options.retry_rejected,
+        config.renew_unchanged,
+    )
     with report.stage("plan"):
         plan = planner.plan(loaded.rows, loaded.read_at_us)
     report.plan, report.resumed = str(plan), plan.diff.resumed
@@ -237,19 +285,25 @@ def _plan(job: Job, opened: OpenView, loaded: Loaded, report: Report) -> Plan:
 
 
 def _reuse_parent(
-    job: Job, opened: OpenView, loaded: Loaded, plan: Plan, report: Report
+    store: ViewStore,
+    plan: Plan,
+    loaded: Loaded,
+    judge: Judge,
+    accepts: Collection[str],
+    lease: Lease | None,
+    report: Report,
 ) -> Snapshot:
     """Return the parent, of which nothing changed; where a gate refused it, judged again."""
     assert plan.parent is not None
-    snapshot, store, rejected = plan.parent, job.store, plan.parent.counts.rejected
+    snapshot, rejected = plan.parent, plan.parent.counts.rejected
     report.snapshot, report.status = snapshot.number, "current"
     report.library = snapshot.library
     report.counts = plain(Counts(plan.source_rows, 0, rejected, plan.source_rows - rejected))
     report.counts |= _nulls(snapshot)
     if isinstance(Standing(store).verdict(snapshot), Refused):
         with _marking_damage(store, plan.parent):
-            now = _judge(job, opened).rejudge(snapshot)
-        report.gates, gates = list(now.gates), set(job.options.accept)
+            now = judge.rejudge(snapshot)
+        report.gates, gates = list(now.gates), set(accepts)
         still = still_accepted(store, snapshot, now)
         if (
             now.failed_gates != snapshot.failed_gates
@@ -257,9 +311,9 @@ def _reuse_parent(
         ):
             gates |= still
             again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
-            snapshot = store.commit(again, job.lease)
+            snapshot = store.commit(again, lease)
             report.snapshot, report.status = snapshot.number, "committed"
-        accept(store, snapshot, gates, job.options.command)
+        accept(store, snapshot, gates, report.command)
     if snapshot.frame is not None:
         # that file has the same rows as this run's
         with suppress(OSError):
@@ -286,15 +340,23 @@ class ComputedRows:
 
 
 def _compute(
-    job: Job, opened: OpenView, plan: Plan, report: Report, progress: Progress
+    project: Project,
+    config: ViewConfig,
+    store: ViewStore,
+    opened: OpenView,
+    plan: Plan,
+    options: RunOptions,
+    lease: Lease | None,
+    report: Report,
+    progress: Progress,
 ) -> ComputedRows:
-    config, store = job.config, job.store
+    settings = project.settings
     built_on = "compacting" if plan.compact else "delta"
     report.usage.kind = "full" if plan.parent is None else built_on
-    with closing(_Accuracy(config, job.options.accept, opened, plan, report)) as accuracy:
+    with closing(_Accuracy(config, options.accept, opened, plan, report)) as accuracy:
         stages = report.stages_s
         audit = Audit(config, opened, plan.diff.compute, sum(stages.values()) - stages["open"])
-        store.journals.begin(report.run, plan.recipe, report.partition, full=job.options.full)
+        store.journals.begin(report.run, plan.recipe, report.partition, full=options.full)
         allowed = math.floor(plan.source_rows * config.max_rejected + 1e-9)
         chunks = Chunks(
             store, report, opened, allowed, plan.source_rows, accuracy.checked, audit.sample.draw
@@ -302,18 +364,15 @@ def _compute(
         chunks.take_over(plan, opened.source)
         progress.begin(f"materialize {config.name}", plan.diff.compute)
         try:
-            shards = shards_of(config, job.project.settings.engine, opened, plan.diff.compute)
+            shards = shards_of(config.shards, settings.engine, opened, plan.diff.compute)
             if shards:
                 # judged before workers compute, and once for all of them
                 accuracy.checked()
-                compute_in_shards(job, opened, plan, shards, chunks, audit, progress, report)
-            else:
-                chunks.compute(
-                    opened.source.batches,
-                    job.project.settings,
-                    progress,
-                    job.options.retry_rejected,
+                compute_in_shards(
+                    project, opened, plan, shards, chunks, audit, progress, lease, full=options.full
                 )
+            else:
+                chunks.compute(opened.source.batches, settings, progress, options.retry_rejected)
             chunks.rejections.write()
             _check_answered(opened, chunks)
         except GateError:
@@ -330,14 +389,7 @@ def _compute(
         if sum(stages.values()) >= SOURCE_SIZE_S:
             held_bytes, report.usage.spilled_bytes = opened.source.database.held_bytes()
             report.usage.source_bytes = held_bytes + report.usage.spilled_bytes
-        counts = Counts(
-            source=plan.source_rows,
-            written=chunks.written,
-            rejected=chunks.rejections.count,
-            unchanged=plan.diff.unchanged,
-            removed=plan.diff.removed,
-            duplicates=opened.source.rows_read - plan.source_rows,
-        )
+        counts = _counts(opened, plan, chunks)
         report.counts = plain(counts)
         if counts.written + counts.unchanged == 0 and plan.source_rows:
             _check_fit(opened, plan, chunks)
@@ -353,6 +405,17 @@ def _compute(
         chunks.rejections.part,
         tuple(chunks.computed_at),
         tuple(verdicts),
+    )
+
+
+def _counts(opened: OpenView, plan: Plan, chunks: Chunks) -> Counts:
+    return Counts(
+        source=plan.source_rows,
+        written=chunks.written,
+        rejected=chunks.rejections.count,
+        unchanged=plan.diff.unchanged,
+        removed=plan.diff.removed,
+        duplicates=opened.source.rows_read - plan.source_rows,
     )
 
 
@@ -457,12 +520,18 @@ def _check_fit(
 
 
 def _draft_snapshot(
-    job: Job, opened: OpenView, loaded: Loaded, plan: Plan, computed: ComputedRows, report: Report
+    config: ViewConfig,
+    store: ViewStore,
+    opened: OpenView,
+    loaded: Loaded,
+    plan: Plan,
+    computed: ComputedRows,
+    report: Report,
 ) -> Snapshot:
     """Make the draft: a snapshot before merging, gates and commit. Its kills are written."""
-    config, diff, source = job.config, plan.diff, opened.source
+    diff, source = plan.diff, opened.source
     with report.stage("write"):
-        segment = written(job.store, opened, plan, computed.parts, computed.rejected, report.run)
+        segment = written(store, opened, plan, computed.parts, computed.rejected, report.run)
     computed_at_us = [
         us for us in (diff.oldest_us, diff.newest_us, *computed.computed_at) if us is not None
     ]
@@ -498,31 +567,37 @@ def _draft_snapshot(
 
 
 def _judge_draft(
-    job: Job, opened: OpenView, plan: Plan, computed: ComputedRows, draft: Snapshot, report: Report
+    store: ViewStore,
+    plan: Plan,
+    computed: ComputedRows,
+    draft: Snapshot,
+    judge: Judge,
+    report: Report,
 ) -> Snapshot:
     """Merge the draft's segments where the plan says so, and judge it; returns the snapshot to
     commit, with figures and verdicts."""
-    store, snapshot = job.store, draft
+    snapshot = draft
     with _marking_damage(store, plan.parent):
         if plan.merging:
             with report.stage("compact"):
                 snapshot = merged(store, draft, plan.stay)
         with report.stage("gates"):
-            snapshot = _judge(job, opened).judge(snapshot, computed.verdicts, draft)
+            snapshot = judge.judge(snapshot, computed.verdicts, draft)
     report.gates = list(snapshot.gates)
     report.counts |= _nulls(snapshot)
     return snapshot
 
 
-def _judge(job: Job, opened: OpenView) -> Judge:
-    options = job.options
-    return Judge(
-        job.config,
-        opened,
-        job.store,
-        in_backfill=options.backfill is not None,
-        live_before=options.live_before,
-    )
+def _end_journals(store: ViewStore, draft: Snapshot, snapshot: Snapshot, report: Report) -> None:
+    """Note how much a run wrote, and remove the journals of those whose chunks it committed."""
+    files = () if snapshot.own is None else snapshot.own.files
+    beside = () if snapshot.rejected is None else (snapshot.rejected,)
+    report.usage.written_bytes = sum(file.size_bytes for file in (*files, *beside))
+    own = () if draft.own is None else draft.own.parts
+    took_over = {Path(part.path).parent.name for part in (*own, *snapshot.parts)}
+    attempts = attempts_of(store, report) if "shards" in report.engine else []
+    for run in {report.run, *took_over, *attempts}:
+        store.journals.end(run)
 
 
 @contextmanager

@@ -304,6 +304,19 @@ def notify(command: Sequence[str], report: Report, folder: Path) -> None:
         log.warning("notify: %s ended with status %d: %s", command[0], done.returncode, said)
 
 
+def notifying(
+    command: Sequence[str], folder: Path, finished: Callable[[Report], None]
+) -> Callable[[Report], None]:
+    """``finished``, after the operator's command for a run that failed."""
+
+    def ended(report: Report) -> None:
+        if report.error is not None:
+            notify(command, report, folder)
+        finished(report)
+
+    return ended
+
+
 _STAT, _IO = Path("/proc/stat"), Path("/proc/self/io")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.command_process import Progress, operator
 from precompute.jobs.run.publisher import Publisher
-from precompute.jobs.run.report import PUBLISHING, close_dead, notify, reporting_run
+from precompute.jobs.run.report import PUBLISHING, close_dead, notify, notifying, reporting_run
 from precompute.jobs.run.rows.plan import RunOptions
 from precompute.jobs.run.run_view import let_go, naming_view_in_errors, note_hold, run_view
 from precompute.store.account.account import ROWS, Account, Act, State
@@ -70,12 +70,7 @@ def rollback(
         OnlineStoreError: the online store does not answer.
     """
     store = project.stored(name)
-
-    def ended(report: Report) -> None:
-        if report.error is not None:
-            notify(project.settings.notify, report, project.home)
-        finished(report)
-
+    ended = notifying(project.settings.notify, project.home, finished)
     with (
         naming_view_in_errors(name),
         spending_reserve(project.root),

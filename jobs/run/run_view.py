@@ -21,17 +21,17 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 
 from precompute.jobs.config.project import Project, RetentionConfig
-from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.config.view import PartitionConfig, ViewConfig
 from precompute.jobs.run.command_process import Progress, operator
 from precompute.jobs.run.judge.gates import accept, served_snapshot
 from precompute.jobs.run.judge.value_gates import Verdicts, judge_contract
 from precompute.jobs.run.materialize import dry_run, materialize
 from precompute.jobs.run.publisher import Publisher
-from precompute.jobs.run.report import PUBLISHING, close_dead, notify, reporting_run
+from precompute.jobs.run.report import PUBLISHING, close_dead, notify, notifying, reporting_run
 from precompute.jobs.run.rows.merging import assembled
 from precompute.jobs.run.rows.open_model import Load
 from precompute.jobs.run.rows.open_view import open_source
-from precompute.jobs.run.rows.plan import Job, Plan, RunOptions
+from precompute.jobs.run.rows.plan import Plan, RunOptions
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.durable_file import keep_reserve
 from precompute.store.disk.lease import Lease, is_held, take
@@ -52,7 +52,7 @@ from precompute.store.offline.log import DROP_LEASE, PUBLISH_LEASE, Hold, run_le
 from precompute.store.offline.runs import AHEAD_S, Report
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.standing import Bad, Refused, Standing, is_earlier, keeps_live
-from precompute.store.offline.view_store import ViewStore
+from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.online.url import open_online_store
 from precompute.store.times import Partition, parsed_time, utc_now
 
@@ -95,18 +95,12 @@ def run_view(
     """
     config, store = project.view(name), project.offline.view(name)
     computes = options.command not in ("publish", "resume")
-    options = replace(
-        options, partition=partition_of(config, options.partition) if computes else None
-    )
-
-    def ended(report: Report) -> None:
-        if report.error is not None:
-            notify(project.settings.notify, report, project.home)
-        finished(report)
-
+    partition = partition_of(config, options.partition) if computes else None
+    options = replace(options, partition=partition)
+    ended = notifying(project.settings.notify, project.home, finished)
     with contextlib.ExitStack() as stack:
         lease = stack.enter_context(_run_lease(project, store, options)) if computes else None
-        done = _done(store, options.due) if computes and options.due is not None else None
+        done = _done(store, options.due) if computes else None
         if done is not None:
             log.info("view %r: the run due at %s is done already", name, options.due)
             return done
@@ -125,35 +119,46 @@ def run_view(
         stack.enter_context(naming_view_in_errors(name))
         stack.enter_context(_ended_by_kernel(options.deadline_s))
         stack.callback(progress.end)
-        _run(Job(project, config, store, options, lease, load), report, progress)
+        snapshot = None
+        if computes:
+            snapshot = _computed(project, store, options, report, progress, lease, load)
+        elif options.command == "publish":
+            snapshot = _snapshot_to_publish(config, store, options, report)
+        if options.command != "materialize":
+            _publish(project, config, store, options, lease, snapshot, report, progress)
+        else:
+            note_hold(store, report)
+        if options.command == "run" and options.backfill is None and snapshot is not None:
+            _note_late_rows(project, store, snapshot, report)
     return report
 
 
-def _run(job: Job, report: Report, progress: Progress) -> None:
-    options = job.options
+def _computed(
+    project: Project,
+    store: ViewStore,
+    options: RunOptions,
+    report: Report,
+    progress: Progress,
+    lease: Lease | None,
+    load: Load | None,
+) -> Snapshot:
+    """The snapshot that the run computed, or found unchanged, after a look at what would keep it
+    from publishing that."""
+    name, partition = store.name, report.partition
     if options.command == "run":
-        check_before(
-            job.project,
-            job.config.name,
-            options.partition_text,
-            accept=options.accept,
-            take_over=options.take_over,
-        )
-    snapshot: Snapshot | None = None
-    if options.command == "publish":
-        snapshot = _snapshot_to_publish(job, report)
-    elif options.command != "resume":
-        snapshot = materialize(job, report, progress)
-        report.attention += hooks.committed(job.store, partial(job.project.wants, job.config))
-    if options.command != "materialize":
-        _publish(job, snapshot, report, progress)
-    else:
-        note_hold(job.store, report)
-    late_rows = options.command == "run" and options.backfill is None
-    if late_rows and options.partition is not None and snapshot is not None:
+        check_before(project, name, partition, accept=options.accept, take_over=options.take_over)
+    snapshot = materialize(project, store, options, report, progress, lease, load)
+    report.attention += hooks.committed(store, partial(project.wants, project.view(name)))
+    return snapshot
+
+
+def _note_late_rows(project: Project, store: ViewStore, made: Snapshot, report: Report) -> None:
+    """Note which other partitions have late rows, of a view that has partitions."""
+    partitions = project.view(store.name).partition
+    if partitions is not None:
         with report.stage("late rows"):
-            others = find_late_rows(job, snapshot, report.stages_s)
-        report.looked_at, report.late = list(others), [of for of in others if others[of]]
+            late = find_late_rows(project, partitions, store, made, report.stages_s)
+        report.looked_at, report.late = list(late), [of for of in late if late[of]]
 
 
 def _run_lease(project: Project, store: ViewStore, options: RunOptions) -> Lease:
@@ -187,10 +192,11 @@ def plan_view(project: Project, name: str, options: RunOptions = RunOptions()) -
     Raises:
         PrecomputeError: as :func:`precompute.jobs.run.materialize.materialize`.
     """
-    config, store = project.view(name), project.offline.view(name)
     with naming_view_in_errors(name):
-        options = replace(options, partition=partition_of(config, options.partition))
-        return dry_run(Job(project, config, store, options), Report("", name, "plan"))
+        partition = partition_of(project.view(name), options.partition)
+        options = replace(options, partition=partition)
+        report = Report("", name, "plan", partition=options.partition_text)
+        return dry_run(project, project.offline.view(name), options, report)
 
 
 def partition_of(config: ViewConfig, partition: Partition | None) -> Partition | None:
@@ -219,9 +225,11 @@ def partition_of(config: ViewConfig, partition: Partition | None) -> Partition |
     return partition
 
 
-def _done(store: ViewStore, due: str) -> Report | None:
+def _done(store: ViewStore, due: str | None) -> Report | None:
     """The report of a finished run for this time of the schedule: a scheduler that was killed may
-    have started it before."""
+    have started it before; None of a run that is for no such time."""
+    if due is None:
+        return None
     at = parsed_time(due)
     # a run begins after its time, unless the clock was set back
     since = "" if at is None else f"{at - timedelta(seconds=AHEAD_S):%Y%m%dT%H%M%S}"
@@ -241,31 +249,40 @@ def _parents(project: Project, store: ViewStore) -> dict[str, int]:
     return {parent: ref.epoch for parent, ref in refs.items() if ref is not None}
 
 
-def _snapshot_to_publish(job: Job, report: Report) -> Snapshot:
+def _snapshot_to_publish(
+    config: ViewConfig, store: ViewStore, options: RunOptions, report: Report
+) -> Snapshot:
     """The snapshot to publish; what this run accepts of it is noted. Where it is named, that it was
     rolled back from stands no more: a person publishes it on purpose."""
-    store, gates = job.store, job.options.accept
-    number, standing = job.options.snapshot, Standing(store)
-    named, number = number is not None, number or standing.newest_publishable(gates)
-    if job.config.serves_all and gates and not named:
+    gates, standing = options.accept, Standing(store)
+    number = options.snapshot or standing.newest_publishable(gates)
+    if config.serves_all and gates and options.snapshot is None:
         for snapshot in standing.newest_of_each(gates).values():
-            _accept(job, snapshot, report)
+            _accept(store, snapshot, gates, report)
     snapshot = store.snapshot(number)
-    _accept(job, snapshot, report)
+    _accept(store, snapshot, gates, report)
     return snapshot
 
 
-def _accept(job: Job, snapshot: Snapshot, report: Report) -> None:
-    """Note what this run accepts of a snapshot, in its report, too."""
-    names = accept(job.store, snapshot, job.options.accept, report.command)
+def _accept(store: ViewStore, snapshot: Snapshot, gates: Collection[str], report: Report) -> None:
+    """Note what a run accepts of a snapshot, in its report, too."""
+    names = accept(store, snapshot, gates, report.command)
     if names and report.plan is None:
         report.plan = f"{', '.join(names)} of snapshot {snapshot.number} accepted"
 
 
-def _publish(job: Job, snapshot: Snapshot | None, report: Report, progress: Progress) -> None:
+def _publish(
+    project: Project,
+    config: ViewConfig,
+    store: ViewStore,
+    options: RunOptions,
+    run_lease: Lease | None,
+    snapshot: Snapshot | None,
+    report: Report,
+    progress: Progress,
+) -> None:
     """Make the snapshot live, unless what is live is to stay; then collect garbage. Without one it
     is what waits, of a view that is held; where nothing does, it is only let go."""
-    project, store, options = job.project, job.store, job.options
     settings, nothing_new = project.settings, report.status == "current"
     with take(
         store.leases,
@@ -274,20 +291,23 @@ def _publish(job: Job, snapshot: Snapshot | None, report: Report, progress: Prog
         ttl_s=settings.lease,
         busy=f"view {store.name!r} is being published, rolled back or cleaned up; wait for it, or"
         " look at `status`",
-        wait_s=BRIEFLY_S if job.lease is None else PATIENTLY_S,
+        wait_s=BRIEFLY_S if run_lease is None else PATIENTLY_S,
     ) as lease:
         close_dead(store, None, commands=PUBLISHING, own=report.run)
-        if job.lease is not None:
+        if run_lease is not None:
             # under the publishing lease no other run can publish a later snapshot
-            job.lease.check()
+            run_lease.check()
         if options.snapshot is not None and snapshot is not None:
             _publish_on_purpose(store, snapshot, report)
-        if snapshot is None:
-            snapshot = _waiting(job, lease, report)
-            if snapshot is None:
-                return
-        elif job.config.serves_all and not snapshot.members:
-            snapshot = _all_partitions(job, snapshot, lease, report)
+        waits = snapshot is None
+        snapshot = snapshot or _waiting(store)
+        if snapshot is not None and config.serves_all and not snapshot.members:
+            snapshot = _all_partitions(
+                config, store, snapshot, options, lease, report, settings.memory_mb
+            )
+        if snapshot is None or (waits and _is_live(store, snapshot)):
+            let_go(store, report)
+            return
         with contextlib.closing(
             open_online_store(project.online, memory_mb=settings.load_mb)
         ) as online:
@@ -301,18 +321,16 @@ def _publish(job: Job, snapshot: Snapshot | None, report: Report, progress: Prog
                 memory_mb=settings.memory_mb,
             )
             _go_live(store, options, snapshot, publisher, report)
-            ref = store.refs.readable_live()
-            is_live = ref is not None and ref.snapshot == snapshot.number
             # not of a snapshot of all partitions: this run read one of them
-            renews = nothing_new and job.config.renew_unchanged and not snapshot.members
-            if is_live and renews:
+            renews = nothing_new and config.renew_unchanged and not snapshot.members
+            if renews and _is_live(store, snapshot):
                 publisher.renew(report.read_at_us)
             note_hold(store, report)
         if report.status == "published" or (report.held and report.status == "committed"):
             notify(settings.notify, report, project.home)
         crashpoint("notify")
         with report.stage("gc"):
-            leases = [lease] if job.lease is None else [lease, job.lease]
+            leases = [lease] if run_lease is None else [lease, run_lease]
             _collect(store, settings.retention, leases, report)
 
 
@@ -337,23 +355,19 @@ def _publish_on_purpose(store: ViewStore, snapshot: Snapshot, report: Report) ->
         )
 
 
-def _waiting(job: Job, lease: Lease, report: Report) -> Snapshot | None:
-    """The snapshot that waits of a view that is held; None where nothing does: then the view is
-    let go, which is all there is to do.
+def _waiting(store: ViewStore) -> Snapshot | None:
+    """The snapshot that waits of a view that is held; None where nothing does.
 
     Raises:
-        SnapshotError: the view was never published.
+        SnapshotError: what is live is not known.
     """
-    store = job.store
-    ref, standing = store.refs.live(), Standing(store)
-    if ref is not None and ref.held is not None:
-        waits = standing.waiting(ref)
-        if waits is not None and job.config.serves_all:
-            waits = _all_partitions(job, waits, lease, report)
-        if waits is not None and waits.number != ref.snapshot:
-            return waits
-    let_go(store, report)
-    return None
+    ref = store.refs.live()
+    return None if ref is None or ref.held is None else Standing(store).waiting(ref)
+
+
+def _is_live(store: ViewStore, snapshot: Snapshot) -> bool:
+    ref = store.refs.readable_live()
+    return ref is not None and ref.snapshot == snapshot.number
 
 
 def let_go(store: ViewStore, report: Report) -> None:
@@ -375,13 +389,28 @@ def note_hold(store: ViewStore, report: Report) -> None:
     report.held = None if held is None else str(held)
 
 
-def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease, report: Report) -> Snapshot:
+def _all_partitions(
+    config: ViewConfig,
+    store: ViewStore,
+    snapshot: Snapshot,
+    options: RunOptions,
+    lease: Lease,
+    report: Report,
+    memory_mb: int,
+) -> Snapshot:
     """The snapshot of all partitions that is published in place of ``snapshot``, which is of one of
     them; ``snapshot`` itself where none has rows."""
-    store, options = job.store, job.options
     if not keeps_live(snapshot):
         Standing(store).check_publishable(snapshot)
-    every = assembled(job, lease, report)
+    every = assembled(
+        config,
+        store,
+        lease,
+        report,
+        forced="rows" in options.accept,
+        live_before=options.live_before,
+        memory_mb=memory_mb,
+    )
     if every is None:
         return snapshot
     own = None if snapshot.partition is None else every.members.get(snapshot.partition)
@@ -390,7 +419,7 @@ def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease, report: Report) 
             f"view {store.name!r} serves all partitions, and of {snapshot.partition} snapshot"
             f" {own or 'none'}: publish without --snapshot, or go back with `rollback`"
         )
-    _accept(job, every, report)
+    _accept(store, every, options.accept, report)
     if options.snapshot is not None and every.number != options.snapshot:
         report.plan = (
             f"snapshot {every.number} is of all partitions, with snapshot {options.snapshot}"
@@ -497,15 +526,23 @@ LATE_ROWS_LEAST_S = 0.1
 """Seconds that it may take at least: enough for some five small partitions."""
 
 
-def find_late_rows(job: Job, made: Snapshot, stages_s: Mapping[str, float]) -> dict[str, bool]:
+def find_late_rows(
+    project: Project,
+    partitions: PartitionConfig,
+    store: ViewStore,
+    made: Snapshot,
+    stages_s: Mapping[str, float],
+) -> dict[str, bool]:
     """Read the sources of a view's other partitions again, the newest first, while there is time.
     Partitions of another model or source are left out, since they have to be computed anyway; and
     those whose source cannot be read or yields nothing, unless empty partitions are published: data
     that were removed are not late.
 
     Args:
-        job: the run.
-        made: its snapshot.
+        project: the configuration.
+        partitions: of the view.
+        store: of the view.
+        made: the snapshot that the run made.
         stages_s: seconds its stages took.
 
     Returns:
@@ -516,60 +553,58 @@ def find_late_rows(job: Job, made: Snapshot, stages_s: Mapping[str, float]) -> d
     # the first will take about as long as the run's own
     slowest_s = stages_s.get("source", 0.0)
     try:
-        for partition, snapshot in _others(job.store, job.config, made):
+        for snapshot in _others(store, made):
             begun = time.monotonic()
             if begun - started + slowest_s > budget_s:
                 break
-            late = _is_late(job, Partition.parse(partition), snapshot)
+            late = _is_late(project, partitions, store.offline, snapshot)
             if late is not None:
-                found[partition] = late
+                found[str(snapshot.partition)] = late
             slowest_s = max(slowest_s, time.monotonic() - begun)
     except (SnapshotError, UnreadableError) as exc:
-        log.info(
-            "view %r: whether its other partitions have late rows is not known: %s",
-            job.config.name,
-            exc,
-        )
+        name = store.name
+        log.info("view %r: whether its other partitions have late rows is not known: %s", name, exc)
     return found
 
 
-def _others(store: ViewStore, config: ViewConfig, made: Snapshot) -> Iterator[tuple[str, Snapshot]]:
-    """The newest snapshot of each other partition that was computed as the view is configured now;
-    the newest partition first."""
-    view, newest = config.feature_view(), dict[str, int]()
+def _others(store: ViewStore, made: Snapshot) -> Iterator[Snapshot]:
+    """The newest snapshot of each other partition that was computed as this one was; the newest
+    partition first."""
+    view, newest = made.view, dict[str, int]()
     for entry in store.catalog().entries.values():
         if entry.partition is not None and entry.partition != made.partition:
             newest[entry.partition] = entry.number
     made_by = made.made_by, view.definition.source, view.entity
-    for partition, number in sorted(newest.items(), reverse=True):
+    for _, number in sorted(newest.items(), reverse=True):
         snapshot = store.snapshot(number)
         if (snapshot.made_by, snapshot.view.definition.source, snapshot.view.entity) == made_by:
-            yield partition, snapshot
+            yield snapshot
 
 
-def _is_late(job: Job, partition: Partition, snapshot: Snapshot) -> bool | None:
-    """Whether the partition's source yields other rows than the snapshot was computed from; None
+def _is_late(
+    project: Project, partitions: PartitionConfig, offline: OfflineStore, snapshot: Snapshot
+) -> bool | None:
+    """Whether the source of a partition yields other rows than its snapshot was computed from; None
     where that is not known."""
-    own = job.config.partition
-    assert own is not None
+    partition = Partition.parse(str(snapshot.partition))
     try:
         source, _ = open_source(
             snapshot.view,
-            job.store.offline,
-            job.project.home,
+            offline,
+            project.home,
             pinned=snapshot.inputs,
             partition=partition,
-            memory_mb=job.project.settings.source_mb,
-            load_mb=job.project.settings.memory_mb,
+            memory_mb=project.settings.source_mb,
+            load_mb=project.settings.memory_mb,
         )
         with contextlib.closing(source):
-            if not source.load(own.column) and own.empty != "publish":
+            if not source.load(partitions.column) and partitions.empty != "publish":
                 return None
             return source.content() != snapshot.content.partition(":")[2]
     except PrecomputeError as exc:
         log.info(
             "view %r: whether partition %s has late rows is not known: %s",
-            job.config.name,
+            snapshot.view.name,
             partition,
             exc,
         )

@@ -68,7 +68,7 @@ from precompute.store.online.online_store import (
     Pointer,
     check_own_rows,
 )
-from precompute.store.times import AHEAD_US
+from precompute.store.times import AHEAD_US, clock_us
 from precompute.store.vectors.index_files import index_checks
 
 log = logging.getLogger(__name__)
@@ -92,11 +92,6 @@ MOST_KEYS = 16
 NEWEST_REPORTS = 50
 """Reports of runs, the newest, whose files are read for ``status``."""
 DEGRADED = "its rows are said to be degraded, and all that were compared are there"
-
-
-def clock_us() -> int:
-    """µs since 1970."""
-    return time.time_ns() // 1000
 
 
 def check_live(

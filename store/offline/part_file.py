@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -101,7 +102,7 @@ def row_bytes(metadata: pq.FileMetaData) -> int:
     return max(1, stored, of_group // max(1, largest))
 
 
-class _HashingFile:
+class _HashingFile(io.RawIOBase):
     """A write-only file object that hashes and counts what passes through, so that no part is read
     twice."""
 
@@ -109,9 +110,8 @@ class _HashingFile:
         self._raw = raw
         self.digest = hashlib.sha256()
         self.size_bytes = 0
-        self.closed = False
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
         self.digest.update(data)
         self.size_bytes += len(data)
         self._raw.write(data)
@@ -120,20 +120,8 @@ class _HashingFile:
     def tell(self) -> int:
         return self.size_bytes
 
-    def flush(self) -> None:
-        self._raw.flush()
-
-    def close(self) -> None:
-        self.closed = True
-
-    def readable(self) -> bool:
-        return False
-
     def writable(self) -> bool:
         return True
-
-    def seekable(self) -> bool:
-        return False
 
 
 def _dictionary_columns(schema: pa.Schema) -> list[str]:

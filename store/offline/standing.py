@@ -68,12 +68,9 @@ def is_earlier(snapshot: Snapshot, live: Snapshot) -> bool:
 
 def _if_wrong(snapshot: Snapshot) -> str:
     """What to do about a snapshot that a gate refused with reason, by where its rows come from."""
-    full, retry = (
-        ("--full", "--retry-rejected")
-        if snapshot.frame is None
-        else ("full=True", "retry_rejected=True")
-    )
-    what = "source" if snapshot.frame is None else "frame that the run is given"
+    what, full, retry = "source", "--full", "--retry-rejected"
+    if snapshot.frame is not None:
+        what, full, retry = "frame that the run is given", "full=True", "retry_rejected=True"
     text = (
         f"If the rows are wrong: mend the {what} or the model, then run the view again. Until then"
         " every run is refused as this one was"
@@ -396,14 +393,16 @@ class Standing:
         # A view that lost or got its partitions: what it has now counts.
         if last is None or last.partition is None:
             return last
-        entries = self._store.catalog().entries.values()
-        days = sorted(
-            (entry.partition, entry.number) for entry in entries if entry.partition is not None
-        )
-        for snapshot in self._readable(number for _, number in reversed(days)):
+        for snapshot in self._readable(number for _, number in self._days()):
             if self._may_be_published(snapshot, accept) and not keeps_live(snapshot):
                 return snapshot
         return last
+
+    def _days(self) -> list[tuple[str, int]]:
+        """Partition and number of each snapshot of one, the newest partition first."""
+        every = self._store.catalog().entries.values()
+        days = ((one.partition, one.number) for one in every if one.partition is not None)
+        return sorted(days, reverse=True)
 
     def _without_assembled(self) -> list[int]:
         numbers = self._store.numbers()
@@ -420,12 +419,8 @@ class Standing:
         is left out, and with ``like`` all those of another model, entity or features: rows of both
         are no one set.
         """
-        entries = self._store.catalog().entries.values()
-        days = sorted(
-            (entry.partition, entry.number) for entry in entries if entry.partition is not None
-        )
         newest: dict[str, Snapshot] = {}
-        for partition, number in reversed(days):
+        for partition, number in self._days():
             if partition not in newest:
                 for snapshot in self._readable([number]):
                     alike = like is None or are_alike(like, snapshot)

@@ -16,7 +16,6 @@ import random
 import sqlite3
 import struct
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 from precompute.store.online.codec import RowCodec
 from precompute.store.online.kernels import hash_of
 from precompute.store.online.online_store import Pointer
-from precompute.store.times import AHEAD_US
+from precompute.store.times import AHEAD_US, clock_us
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +50,6 @@ class MissCacheLimits:
 
     rows: int = 100_000
     size_bytes: int = 64 * 2**20
-
-
-def clock_us() -> int:
-    """µs since 1970."""
-    return time.time_ns() // 1000
 
 
 class CachedMiss(NamedTuple):

@@ -6,14 +6,14 @@ A library that gave no answer is asked again by the next run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 import pyarrow as pa
 
 from precompute.engine.runner import Runner
+from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.rows.open_view import REPORTS, OpenView
-from precompute.jobs.run.rows.plan import Job
 from precompute.model import Model, OwnLibrary
 from precompute.own_library import (
     ROWS,
@@ -43,15 +43,26 @@ NULL_ROWS = 4
 """Rows with a null among them, at most, where there are some."""
 
 
-def check_by_library(job: Job, opened: OpenView, parent: Snapshot | None, report: Report) -> None:
+def check_by_library(
+    config: ViewConfig,
+    store: ViewStore,
+    opened: OpenView,
+    parent: Snapshot | None,
+    accept: Collection[str],
+    report: Report,
+    memory_mb: int,
+) -> None:
     """Compare the view's model with its own library, before a row is computed: as it is known, or
     else by asking it. One without a library is as it is.
 
     Args:
-        job: whose run accepts gates, ``library`` perhaps among them.
+        config: of the view.
+        store: of the view, with the reports of its earlier runs.
         opened: the view, its source loaded and its model in float32.
         parent: the snapshot that the run builds on.
-        report: gets the verdict, and the seconds.
+        accept: gates that the run accepts, ``library`` perhaps among them.
+        report: of the run; gets the verdict, and the seconds.
+        memory_mb: how much the weights may take once more.
 
     Raises:
         ModelError: it differs, and that is not accepted; or it did when it was asked last, and has
@@ -61,18 +72,17 @@ def check_by_library(job: Job, opened: OpenView, parent: Snapshot | None, report
     own = own_library_of(opened.model)
     if own is None:
         return None
-    memory_mb = job.project.settings.memory_mb
     found = (
         known_check(own, opened.fingerprint, [] if parent is None else [parent])
         or without_asking(own, memory_mb)
-        or known_check(own, opened.fingerprint, newest_reports(job.store), job.options.backfill)
+        or known_check(own, opened.fingerprint, newest_reports(store), report.backfill)
     )
     if found is None:
         with report.stage("library"):
             found = compare_rows(opened, own, memory_mb)
     if found.verdict == "not checked":
-        found = _refused(opened.fingerprint, newest_reports(job.store)) or found
-    if found.verdict == "differs" and "library" in job.options.accept:
+        found = _refused(opened.fingerprint, newest_reports(store)) or found
+    if found.verdict == "differs" and "library" in accept:
         found = replace(found, accepted=True)
     # that of a refused run, too: it stands until a later one knows better
     report.library = found
@@ -81,7 +91,7 @@ def check_by_library(job: Job, opened: OpenView, parent: Snapshot | None, report
             f"{opened.place('model', 'use')}: the model {found.said}. Nothing was computed. If the"
             " library is right, set in model.args what the folder or file does not say (a prompt,"
             " the longest input, the columns), or write a model class of your own that calls it; if"
-            f" this is as it should be: {job.config.accepting('library')}"
+            f" this is as it should be: {config.accepting('library')}"
         )
 
 

@@ -22,7 +22,7 @@ from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.report import OverlappingCpu
 from precompute.jobs.run.rows.open_model import OpenModel
-from precompute.jobs.run.rows.plan import Plan, now_us
+from precompute.jobs.run.rows.plan import Plan
 from precompute.jobs.run.rows.samples import write_rows
 from precompute.model import KeepingModel, is_in_run_process
 from precompute.sources.diff import Diff, rejected_rows
@@ -33,6 +33,7 @@ from precompute.store.keys import bad_keys, key_column
 from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.segment import Part
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import clock_us
 from precompute.techniques.table import REFERENCE
 from precompute.workers.worker import SAMPLE, WorkerSpec
 from precompute.workers.worker_pool import WorkerPool
@@ -155,7 +156,7 @@ class Rejections:
         allowed: int,
         of_service: bool = False,
     ) -> None:
-        self._store, self._report, self._bad_rows, self._allowed = store, report, bad_rows, allowed
+        self._store, self._report, self._bad_rows, self.allowed = store, report, bad_rows, allowed
         self._of_service = of_service
         self.count = 0
         self.part: Part | None = None
@@ -295,11 +296,11 @@ class Rejections:
         return ", ".join([*found, "or raise max_rejected"])
 
     def _check_count(self) -> None:
-        if self.count > self._allowed:
+        if self.count > self.allowed:
             self.write()
             raise RejectedError(
                 f"view {self._store.name!r}: {rows_in_words(self.count)} rejected so far,"
-                f" {self._allowed} allowed ({self.reasons()}); nothing was published and the live"
+                f" {self.allowed} allowed ({self.reasons()}); nothing was published and the live"
                 f" snapshot stays. See {self.path}; {self.way_out()}"
             )
 
@@ -346,7 +347,7 @@ class Chunks:
         wait_until_writable: Callable[[], object] = lambda: None,
         on_batch: Callable[[pa.RecordBatch, Outcome], object] = lambda batch, done: None,
     ) -> None:
-        self._store, self._report, self._opened = store, report, opened
+        self.store, self.report, self._opened = store, report, opened
         self._wait_until_writable, self._on_batch = wait_until_writable, on_batch
         self._rows = rows
         bad_rows = opened.view.definition.bad_rows
@@ -407,7 +408,7 @@ class Chunks:
             progress: called with how many are done.
             again: as of :func:`engine_of`.
         """
-        meter, began, report = Meter(), time.monotonic(), self._report
+        meter, began, report = Meter(), time.monotonic(), self.report
         usage, computing = report.usage, OverlappingCpu(report)
         self._part_bytes = min(PART_BYTES, settings.memory_mb * 2**20 // 8)
         model = self._opened.model
@@ -480,7 +481,7 @@ class Chunks:
             self.finish()
 
     def _gather(self, batch: pa.RecordBatch, done: Outcome) -> None:
-        view, at_us = self._opened.view, now_us()
+        view, at_us = self._opened.view, clock_us()
         before = self.computed_at or [at_us]
         self.computed_at = [min(at_us, *before), max(at_us, *before)]
         retained = batch if len(done.rows) == batch.num_rows else batch.take(pa.array(done.rows))
@@ -501,11 +502,11 @@ class Chunks:
 
     def finish(self) -> None:
         """Make what was computed since the last chunk durable, and note it in the journal."""
-        store, run, number = self._store, self._report.run, len(self.finished)
+        store, run, number = self.store, self.report.run, len(self.finished)
         part = rejected = None
         self._wait_until_writable()
         # the engine computes the next rows meanwhile
-        with self._report.stage("write", time.thread_time):
+        with self.report.stage("write", time.thread_time):
             if self._pending:
                 table, positions = pa.concat_tables(self._pending), self._positions
                 # Pieces of windows come in the order that they were computed in, each ascending.
@@ -528,7 +529,7 @@ class Chunks:
     def write_no_rows(self) -> None:
         """Write a part without rows, for a snapshot that has none: its files show the columns."""
         empty = no_rows(self._opened)
-        self.parts.append(self._store.write_part(self._report.run, "part-00000.parquet", empty))
+        self.parts.append(self.store.write_part(self.report.run, "part-00000.parquet", empty))
 
 
 def no_rows(opened: OpenModel) -> pa.Table:

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from precompute.jobs.config.view import PartitionConfig
+from precompute.jobs.config.view import PartitionConfig, ViewConfig
 from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows import chunks
 from precompute.jobs.run.rows.chunks import stored_key
 from precompute.jobs.run.rows.open_view import OpenView
-from precompute.jobs.run.rows.plan import MOST_DELTAS, Job, Plan
+from precompute.jobs.run.rows.plan import MOST_DELTAS, Plan
 from precompute.jobs.run.rows.samples import write_rows
 from precompute.model import Verbatim, digest
 from precompute.sources.diff import find_deletes
@@ -238,54 +238,65 @@ def _with_kills(
 # are dead is written; under the publishing lease, of the newest good snapshots there are by then.
 
 
-def assembled(job: Job, lease: Lease, report: Report) -> Snapshot | None:
+def assembled(
+    config: ViewConfig,
+    store: ViewStore,
+    lease: Lease,
+    report: Report,
+    *,
+    forced: bool,
+    live_before: int | None,
+    memory_mb: int,
+) -> Snapshot | None:
     """The snapshot of all partitions as they are now: the live one if nothing changed, or a new
     one, committed; None where no partition has rows.
 
     Args:
-        job: the run that publishes.
+        config: of the view.
+        store: of the view.
         lease: for publishing.
-        report: gets what needs attention.
+        report: of the run that publishes; gets what needs attention.
+        forced: whether partitions that were served may be left out.
+        live_before: of a backfill: number of the snapshot that was live when it began.
+        memory_mb: DuckDB's memory.
 
     Raises:
         SnapshotError: a file is missing or damaged, or a partition that is served cannot be any
             more.
         FencedError: the lease was lost.
     """
-    store, config = job.store, job.config
-    live, forced = live_assembled(store), "rows" in job.options.accept
-    members, left_out = members_of(store, config.partition, live, forced=forced)
-    for text in left_out:
-        report.attention.append(text)
-        log.warning("view %r: %s", store.name, text)
-    if not members:
-        return None
-    numbers = {partition: snapshot.number for partition, snapshot in members.items()}
-    newest = members[max(members)]
-    if live is not None and (live.members, live.view) == (numbers, newest.view):
-        return live
-    known = _committed(store, live, numbers, newest)
-    if known is not None:
-        return known
-    with report.stage("assemble"):
-        try:
-            memory_mb = job.project.settings.memory_mb
-            snapshot = assembled_draft(store, report.run, live, members, memory_mb)
-        except SnapshotError:
-            if not _is_damaged(store, [*members.values(), *([] if live is None else [live])]):
-                raise
-            # the damaged one is marked bad now: assemble again without it
-            return assembled(job, lease, report)
-        before = _before_backfill(job) if job.options.backfill is not None else live
-        return store.commit(_judge_row_count(config.gates.rows, before, snapshot), lease)
+    while True:
+        live = live_assembled(store)
+        members, left_out = members_of(store, config.partition, live, forced=forced)
+        for text in left_out:
+            report.attention.append(text)
+            log.warning("view %r: %s", store.name, text)
+        if not members:
+            return None
+        numbers = {partition: snapshot.number for partition, snapshot in members.items()}
+        newest = members[max(members)]
+        if live is not None and (live.members, live.view) == (numbers, newest.view):
+            return live
+        known = _committed(store, live, numbers, newest)
+        if known is not None:
+            return known
+        with report.stage("assemble"):
+            try:
+                snapshot = assembled_draft(store, report.run, live, members, memory_mb)
+            except SnapshotError:
+                if not _is_damaged(store, [*members.values(), *([] if live is None else [live])]):
+                    raise
+                # the damaged one is marked bad now: assemble again without it
+                continue
+            before = live if report.backfill is None else _before_backfill(store, live_before)
+            return store.commit(_judge_row_count(config.gates.rows, before, snapshot), lease)
 
 
-def _before_backfill(job: Job) -> Snapshot | None:
+def _before_backfill(store: ViewStore, number: int | None) -> Snapshot | None:
     """What was live when the backfill began, if it was of all partitions: how many rows went live
     since depends on the clock."""
-    number = job.options.live_before
     try:
-        before = None if number is None else job.store.snapshot(number)
+        before = None if number is None else store.snapshot(number)
     except SnapshotError as exc:
         log.warning("%s", exc)
         return None

@@ -1,5 +1,5 @@
-"""Plan: what is requested of a run (:class:`RunOptions`, :class:`Job`), which rows it computes for
-that, and why. It is what ``materialize --dry-run`` prints and
+"""Plan: what is requested of a run (:class:`RunOptions`), which rows it computes for that, and why.
+It is what ``materialize --dry-run`` prints and
 :func:`precompute.jobs.run.materialize.materialize` does.
 
 A row is computed when neither the parent nor an interrupted run has it with its key, its input hash
@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from precompute.jobs.config.project import Project
-from precompute.jobs.config.view import ViewConfig
-from precompute.jobs.run.rows.open_model import Load, variant_name
+from precompute.jobs.run.rows.open_model import variant_name
 from precompute.jobs.run.rows.open_view import OpenView, files_of
 from precompute.model import digest
 from precompute.sources.database import Files
 from precompute.sources.diff import Diff, compare
-from precompute.store.disk.lease import Lease
 from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import Substitute
 from precompute.store.offline.part_file import MOST_OVER_BASE, layers_that_stay
@@ -88,19 +84,6 @@ class RunOptions:
     def partition_text(self) -> str | None:
         """The partition, as manifests and reports name it."""
         return None if self.partition is None else str(self.partition)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One run. ``lease`` is checked before the commit; None for ``publish`` and dry runs. ``load``
-    makes the model; by default it is loaded as configured."""
-
-    project: Project
-    config: ViewConfig
-    store: ViewStore
-    options: RunOptions
-    lease: Lease | None = None
-    load: Load | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +175,17 @@ class Planner:
     Args:
         store: of the view; the caller holds the lease of the partition.
         opened: the view; its source is loaded.
-        options: which partition, and whether every row, or every rejected one, is to be computed.
+        partition: that is computed; None of a view that has none.
+        full: whether every row is to be computed.
+        retry_rejected: whether rows are that were rejected with the same input.
         renew_unchanged: whether rows past the TTL stay, if their input is unchanged.
     """
 
     store: ViewStore
     opened: OpenView
-    options: RunOptions
+    partition: str | None
+    full: bool
+    retry_rejected: bool
     renew_unchanged: bool
 
     def plan(self, source_rows: int, read_at_us: int) -> Plan:
@@ -247,14 +234,14 @@ class Planner:
     ) -> tuple[Snapshot | None, str, Diff, list[Finished]]:
         """The parent, why there is none, how the source differs from it, and the chunks taken over;
         only what has whole files counts."""
-        store, options, partition = self.store, self.options, self.options.partition_text
+        store, partition = self.store, self.partition
         # also of a run of every row what it computed before it was interrupted is taken over
-        finished = store.journals.unfinished(recipe, partition, full=options.full)
+        finished = store.journals.unfinished(recipe, partition, full=self.full)
         # what another model or other SQL made since then is no reason to compute these rows again
         ours = recipe_of(self.opened, hashed=False)
         while True:
             standing = Standing(store)
-            newest = None if options.full else standing.newest(partition, computation=ours)
+            newest = None if self.full else standing.newest(partition, computation=ours)
             # the rows of a refused snapshot are right, but fewer may differ from the one before
             passed = (
                 standing.newest(partition, refused=False, computation=ours)
@@ -267,7 +254,7 @@ class Planner:
             first = not store.numbers() or partition is not None
             why_full = (
                 "every row was requested"
-                if options.full
+                if self.full
                 else _why_full(
                     newest or standing.newest(partition), self.opened, recipe, first=first
                 )
@@ -310,7 +297,7 @@ class Planner:
         source_rows: int,
         expired_before_us: int | None,
     ) -> Diff:
-        store, retry = self.store, self.options.retry_rejected
+        store, retry = self.store, self.retry_rejected
         before = None if parent is None else parent.rejected
         rejected = [
             path
@@ -433,8 +420,3 @@ def _why_full(
     return "every row, since the " + ", and the ".join(
         changed or [f"type or order of columns changed, of the key perhaps: {keys}"]
     )
-
-
-def now_us() -> int:
-    """Now, µs since 1970."""
-    return time.time_ns() // 1000

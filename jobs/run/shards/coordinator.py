@@ -9,21 +9,21 @@ parts that the run would have written itself, and everything after that is as ev
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from functools import partial
+from typing import Any
 
 import pyarrow.parquet as pq
 
 from precompute.engine.batches import WIDE_ROWS
-from precompute.jobs.config.project import EngineConfig, ProjectConfig
-from precompute.jobs.config.view import ViewConfig
+from precompute.jobs.config.project import EngineConfig, Project
 from precompute.jobs.run.command_process import Progress, end_signal
-from precompute.jobs.run.judge.audit import Audit
+from precompute.jobs.run.judge.audit import Audit, Sample
 from precompute.jobs.run.rows.chunks import Chunks, rows_in_words
 from precompute.jobs.run.rows.open_view import OpenView
-from precompute.jobs.run.rows.plan import Job, Plan
+from precompute.jobs.run.rows.plan import Plan
 from precompute.jobs.run.shards.launcher import Launcher, WorkerExit, WorkerRequest, launcher_of
 from precompute.jobs.run.shards.shard_folder import (
     ShardFolder,
@@ -37,6 +37,7 @@ from precompute.jobs.run.shards.shard_folder import (
 )
 from precompute.model import is_in_run_process
 from precompute.store.disk.durable_file import disk_message
+from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import read_record, sealed
 from precompute.store.errors import (
     ConfigError,
@@ -72,58 +73,75 @@ WORKER_BAD_USAGE = 2
 """Exit status of a worker that cannot work as configured."""
 
 
-def shards_of(config: ViewConfig, engine: EngineConfig, opened: OpenView, rows: int) -> int:
-    """How many shards a run of so many rows has; 0 where it computes them itself: few, or those of
-    a model that counts rates and a budget in one process."""
-    shards = config.shards
+def shards_of(shards: int | None, engine: EngineConfig, opened: OpenView, rows: int) -> int:
+    """How many shards a run of so many rows has, of a view that wants ``shards``; 0 where it
+    computes them itself: few, or those of a model that counts rates and a budget in one process."""
     if shards is None and engine.on != "local":
         shards = SHARDS_A_WORKER * max(1, engine.workers)
     if shards is None or rows < FEW_ROWS:
         return 0
     if is_in_run_process(opened.model):
         # each worker would spend the whole budget, and each attempt once more
-        log.info("view %r: its model's rates and budget are counted here: no shards", config.name)
+        name = opened.view.name
+        log.info("view %r: its model's rates and budget are counted here: no shards", name)
         return 0
     return min(shards, rows)
 
 
 def compute_in_shards(
-    job: Job,
+    project: Project,
     opened: OpenView,
     plan: Plan,
     shards: int,
     chunks: Chunks,
     audit: Audit,
     progress: Progress,
-    report: Report,
+    lease: Lease | None,
+    *,
+    full: bool,
 ) -> None:
     """Have workers compute the rows of a plan.
 
     Args:
-        job: the run, whose lease is held.
-        opened: its view; the source is loaded, and reduced to the rows to compute.
+        project: whose engine starts the workers, which read its folder.
+        opened: the view; the source is loaded, and reduced to the rows to compute.
         plan: which rows.
         shards: how many.
-        chunks: gets what was computed.
+        chunks: of the run; gets what was computed.
         audit: gets rows of it.
         progress: called with how far it is.
-        report: of the run.
+        lease: of the run.
+        full: whether every row was requested.
 
     Raises:
         PrecomputeError: a shard failed, for the reason that its worker gives; workers end before
             they compute anything; or too many rows are rejected.
         FencedError: another run took over.
     """
-    folder = ShardFolder(job.store, report.run)
+    report, fence = chunks.report, 0 if lease is None else lease.record.fence
+    folder = ShardFolder(chunks.store, report.run)
     with closing(folder):
         with report.stage("pin"):
-            shard_plan = _write_plan(job, opened, plan, shards, audit, report)
-            _check_arguments(opened, shard_plan)
             try:
+                shard_plan = ShardPlan(
+                    run=report.run,
+                    view=opened.view,
+                    model=opened.fingerprint,
+                    code=opened.code(),
+                    recipe=plan.recipe,
+                    partition=report.partition,
+                    full=full,
+                    fence=fence,
+                    allowed=chunks.rejections.allowed,
+                    rows=plan.source_rows,
+                    audited=audit.sample_rows,
+                    **_written(folder, opened, plan.diff.compute, shards),
+                )
+                _check_arguments(opened, shard_plan)
                 folder.open(shard_plan)
             except OSError as exc:
                 raise SnapshotError(disk_message(folder.folder, exc)) from exc
-        _Coordinator(job, folder, shard_plan, chunks, audit, progress, report).run()
+        _Coordinator(project, folder, shard_plan, chunks, audit.sample, progress, lease).run()
     if opened.gpu is not None:
         report.usage.device, report.usage.gpu_s = opened.gpu, report.stages_s["model"]
 
@@ -133,38 +151,24 @@ def attempts_of(store: ViewStore, report: Report) -> list[str]:
     return [run for run in store.journals.runs() if run_of_folder(run) == report.run]
 
 
-def _write_plan(
-    job: Job, opened: OpenView, plan: Plan, shards: int, audit: Audit, report: Report
-) -> ShardPlan:
-    store, run, source = job.store, f"{report.run}-shards", opened.source
-    batches, schema = source.batches(WIDE_ROWS), opened.columns
-    examples = opened.examples(opened.variant) if opened.variant != REFERENCE else None
-    try:
-        shard_parts = write_shards(store, run, batches, plan.diff.compute, shards)
-        return ShardPlan(
-            run=report.run,
-            view=opened.view,
-            model=opened.fingerprint,
-            code=opened.code(),
-            recipe=plan.recipe,
-            partition=report.partition,
-            full=job.options.full,
-            fence=0 if job.lease is None else job.lease.record.fence,
-            shards=shard_parts,
-            columns=write_shard_table(store, run, "columns", schema.empty_table()),
-            examples=None
-            if examples is None
-            else write_shard_table(store, run, "examples", examples),
-            tables={
-                name: write_shard_table(store, run, f"table-{number}", table)
-                for number, (name, table) in enumerate(opened.tables.items())
-            },
-            allowed=math.floor(plan.source_rows * job.config.max_rejected + 1e-9),
-            rows=plan.source_rows,
-            audited=audit.sample_rows,
-        )
-    except OSError as exc:
-        raise SnapshotError(disk_message(store.data / run, exc)) from exc
+def _written(folder: ShardFolder, opened: OpenView, rows: int, shards: int) -> dict[str, Any]:
+    """The files of a plan: the rows of each shard, and what a worker needs to open the model.
+
+    Raises:
+        OSError: the file system failed.
+    """
+    write = partial(write_shard_table, folder.store, folder.name)
+    tables = enumerate(opened.tables.items())
+    return {
+        "shards": write_shards(
+            folder.store, folder.name, opened.source.batches(WIDE_ROWS), rows, shards
+        ),
+        "columns": write("columns", opened.columns.empty_table()),
+        "examples": None
+        if opened.variant == REFERENCE
+        else write("examples", opened.examples(opened.variant)),
+        "tables": {name: write(f"table-{number}", table) for number, (name, table) in tables},
+    }
 
 
 def _check_arguments(opened: OpenView, plan: ShardPlan) -> None:
@@ -191,19 +195,18 @@ class _Coordinator:
 
     def __init__(
         self,
-        job: Job,
+        project: Project,
         folder: ShardFolder,
         plan: ShardPlan,
         chunks: Chunks,
-        audit: Audit,
+        sample: Sample,
         progress: Progress,
-        report: Report,
+        lease: Lease | None,
     ) -> None:
-        self._job, self._folder, self._plan, self._chunks = job, folder, plan, chunks
-        self._audit, self._progress, self._report = audit, progress, report
-        self._settings: ProjectConfig = job.project.settings
-        self._engine = self._settings.engine
-        self._look_s = RESULTS_LOOK_S if job.store.storage.local else RESULTS_LOOK_REMOTE_S
+        self._project, self._folder, self._plan, self._chunks = project, folder, plan, chunks
+        self._sample, self._progress, self._report = sample, progress, chunks.report
+        self._lease, self._engine = lease, project.settings.engine
+        self._look_s = RESULTS_LOOK_S if folder.store.storage.local else RESULTS_LOOK_REMOTE_S
         self._deaths: list[str] = []
         self._shown = 0
         self._started_at = self._lease_checked_at = time.monotonic()
@@ -243,16 +246,16 @@ class _Coordinator:
         return min(max(1, self._engine.workers), len(self._plan.shards))
 
     def _request(self) -> WorkerRequest:
-        project, engine = self._job.project, self._engine
-        argv = [*installed_module("precompute.jobs.cli"), "-c", str(project.folder), "work"]
+        engine, memory_mb = self._engine, self._project.settings.memory_mb
+        argv = [*installed_module("precompute.jobs.cli"), "-c", str(self._project.folder), "work"]
         # none outlives this run
-        argv += [self._job.config.name, "--run", self._report.run, "--with-parent"]
+        argv += [self._plan.view.name, "--run", self._plan.run, "--with-parent"]
         environment = {}
         if engine.on == "local":
             # of one machine's memory each has a share, and so has the run itself
-            memory_mb = max(256, self._settings.memory_mb // (self._workers + 1))
-            environment = {"PRECOMPUTE_MEMORY_MB": str(memory_mb)}
-        return WorkerRequest(argv, environment, engine.cpus, engine.gpus, self._settings.memory_mb)
+            share_mb = max(256, memory_mb // (self._workers + 1))
+            environment = {"PRECOMPUTE_MEMORY_MB": str(share_mb)}
+        return WorkerRequest(argv, environment, engine.cpus, engine.gpus, memory_mb)
 
     def _replace_ended(self, launcher: Launcher, ended: list[WorkerExit]) -> None:
         """Start a worker for each that ended, unless they die repeatedly with no progress."""
@@ -272,9 +275,9 @@ class _Coordinator:
             launcher.start(self._request())
 
     def _check_lease(self) -> None:
-        lease, due = self._job.lease, self._lease_checked_at + LEASE_CHECK_S
-        if lease is not None and time.monotonic() > due:
-            lease.check()
+        due = self._lease_checked_at + LEASE_CHECK_S
+        if self._lease is not None and time.monotonic() > due:
+            self._lease.check()
             self._lease_checked_at = time.monotonic()
 
     def _show_progress(self, results: Mapping[int, ShardResult]) -> None:
@@ -312,7 +315,7 @@ class _Coordinator:
             known = [self._chunks.rejections.reasons(), *(beat.reasons for beat in beats.values())]
             reasons = "; ".join(list(dict.fromkeys(filter(None, known)))[:3])
             raise RejectedError(
-                f"view {self._job.config.name!r}: {rows_in_words(rejected)} rejected so far in all"
+                f"view {self._plan.view.name!r}: {rows_in_words(rejected)} rejected so far in all"
                 f" shards, {self._plan.allowed} allowed ({reasons}); nothing was published and the"
                 " live snapshot stays. Mend the source or the model, or raise max_rejected"
             )
@@ -337,7 +340,7 @@ class _Coordinator:
             "no worker %s for %.0f s: %s",
             "is left" if workers else "has reported",
             NO_WORKER_S,
-            f"start some, `precompute work {self._job.config.name} --run {self._report.run}`"
+            f"start some, `precompute work {self._plan.view.name} --run {self._plan.run}`"
             if self._engine.on == "elsewhere"
             else "the cluster has no room for them, or they cannot reach the root",
         )
@@ -369,12 +372,12 @@ class _Coordinator:
             [min(computed_at_us), max(computed_at_us)] if computed_at_us else []
         )
         if result.sample is not None:
-            self._audit.sample.add(shard_file_path(self._job.store, result.sample), result.sampled)
+            self._sample.add(shard_file_path(self._folder.store, result.sample), result.sampled)
 
     def _add_rejected(self, chunks: Sequence[Finished]) -> None:
         for chunk in chunks:
             if chunk.rejected is not None:
-                path = shard_file_path(self._job.store, chunk.rejected)
+                path = shard_file_path(self._folder.store, chunk.rejected)
                 with parsing(path, "run the view again"):
                     rows = pq.read_table(path)
                 self._chunks.rejections.add_table(rows)

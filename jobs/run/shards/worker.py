@@ -56,7 +56,7 @@ from precompute.store.errors import (
     SnapshotError,
 )
 from precompute.store.keys import key_column
-from precompute.store.offline.runs import Finished, Journals, Report
+from precompute.store.offline.runs import Finished, Report
 from precompute.store.offline.segment import Part
 from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
@@ -349,7 +349,7 @@ class _Worker:
         settings = self._settings.model_copy(update={"engine": engine})
         rows, resumed = shard_file_path(self._store, part), self._resumed(shard)
         began, cpu_s = time.monotonic(), _cpu_s()
-        self._journals.begin(name, plan.recipe, plan.partition, full=plan.full)
+        self._store.journals.begin(name, plan.recipe, plan.partition, full=plan.full)
         self._ending.attempt = partial(self._leave, name)
         report = Report(name, self._store.name, "work")
         left = part.rows - len(resumed.keys)
@@ -417,18 +417,14 @@ class _Worker:
             over.set()
             thread.join()
 
-    @property
-    def _journals(self) -> Journals:
-        return self._store.journals
-
     def _chunks(self, attempt: str) -> list[Finished]:
-        return self._journals.chunks(attempt, self._plan.recipe, self._plan.partition)
+        return self._store.journals.chunks(attempt, self._plan.recipe, self._plan.partition)
 
     def _leave(self, attempt: str) -> None:
         """Leave nothing of an attempt that has no chunk: it must not be taken for one that a row
         ended."""
         if not self._chunks(attempt):
-            self._journals.end(attempt)
+            self._store.journals.end(attempt)
 
     def _resumed(self, shard: int) -> _Resumed:
         """Computed rows of earlier attempts; rejected ones are few, and computed again."""
@@ -439,7 +435,7 @@ class _Worker:
             if chunk.part is not None
         ]
         entity, resumed = list(self._plan.view.entity), _Resumed()
-        for chunk in self._journals.whole(self._journals.here(found)):
+        for chunk in self._store.journals.whole(self._store.journals.here(found)):
             assert chunk.part is not None
             path = self._store.folder / chunk.part.path
             with parsing(path, "run the view again"):

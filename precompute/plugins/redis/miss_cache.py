@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from precompute.plugins.redis.cluster import open_servers
 from precompute.plugins.redis.connection import RedisOptions
 from precompute.store.errors import OnlineStoreError
-from precompute.store.online.miss_cache import MissCache, MissCacheLimits, Space, clock_us
+from precompute.store.online.miss_cache import MissCache, MissCacheLimits, Space
+from precompute.store.times import clock_us
 
 log = logging.getLogger(__name__)
 
