@@ -152,23 +152,19 @@ class Publisher:
             store, online, budget_s=CURRENT_LOOK_S if unchanged else 0.0, publishing=True
         )
         damage = _to_load(account) + ([] if found is None else _to_load(found))
-        lost = _lost(damage, snapshot)
         if live is not None and not (reload or damage) and live.epoch >= epoch:
-            pointer = self._pointer(snapshot, live)
-            rows = DOUBTED_ROWS if pointer.degraded else BASE_ROWS
-            lost = self._lost_of(pointer, snapshot, rows)
-            if not lost and self._has_index(snapshot):
+            again = repaired or account.act is Act.POINT
+            pointer = self._keep_current(snapshot, live, current, again)
+            if pointer is not None:
                 report.snapshot, report.model = number, snapshot.model
-                pointer, again = replace(pointer, degraded=False), account.act is Act.POINT
-                self._keep_current(pointer, current, again=repaired or again)
-                self._tidy(snapshot, live, current)
                 return pointer
         standing.check_publishable(snapshot)
         report.snapshot, report.model = number, snapshot.model
         # what failed publishings had loaded, and may never have been read back
         self._drop_unused(snapshot, ref, current)
         again = reload or not all(finding.segments for finding in damage)
-        loaded = self._load(snapshot, frozenset(snapshot.names) if reload else lost, current, again)
+        lost = frozenset(snapshot.names) if reload else _lost(damage, snapshot)
+        loaded = self._load(snapshot, lost, current, again)
         move: dict[str, Any] = {"reason": reason, "held": held, "run": run or report.run}
         move |= {"expected_epoch": 0 if ref is None else ref.epoch, "above": epoch, "marks": marks}
         ref = self._make_live(snapshot, current, move, loaded)
@@ -188,12 +184,22 @@ class Publisher:
             # what is not here is loaded
             log.warning("%s", exc)
 
-    def _keep_current(self, pointer: Pointer, current: Pointer | None, *, again: bool) -> None:
-        """Have what is live stay so; ``again``: flip its pointer even if it is the same."""
+    def _keep_current(
+        self, snapshot: Snapshot, ref: LiveRef, current: Pointer | None, again: bool
+    ) -> Pointer | None:
+        """The pointer of what is live already and stays so; None where some of it has to be loaded
+        again. ``again``: flip it even if it is the same."""
+        pointer = self._pointer(snapshot, ref)
+        rows = DOUBTED_ROWS if pointer.degraded else BASE_ROWS
+        if self._lost_of(pointer, snapshot, rows) or not self._has_index(snapshot):
+            return None
+        pointer = replace(pointer, degraded=False)
         if again or current != pointer:
             self._flip_online(pointer)
+        self._tidy(snapshot, ref, current)
         self._report.status = "published" if again or current != pointer else "current"
-        self._report.epoch = pointer.epoch
+        self._report.epoch = ref.epoch
+        return pointer
 
     def repair_pointer(self) -> bool:
         """Flip the online pointer to what the log says, where a crash between the two left it
