@@ -4,6 +4,7 @@ faults, and the oracle again."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -304,6 +305,8 @@ def test_a_rollback_that_loads_and_fails_is_done_by_doing_it_again(
     scene = third_is_live()
     for path in (scene.folder / "var" / "online" / VIEW).glob("2-*.table"):
         path.unlink()
+    for folder in (scene.view_folder / "index").glob("2-*"):
+        shutil.rmtree(folder)
     third = scene.history[-1]
     inject(scene, point, 1, mode, "rollback")
     if point != "online.flip":
