@@ -149,23 +149,19 @@ class Publisher:
         budget_s = CURRENT_LOOK_S if live is not None and not reload else 0.0
         account = check_live(store, online, budget_s=budget_s, publishing=True)
         findings = (*account.findings, *(() if found is None else found.findings))
-        lost = _lost(findings, snapshot)
         doubted = any(finding.act in (Act.INDEX, Act.LOAD) for finding in findings)
         if live is not None and not (reload or doubted) and live.epoch >= epoch:
-            pointer = self._pointer(snapshot, live)
-            rows = DOUBTED_ROWS if pointer.degraded else BASE_ROWS
-            lost = self._lost_of(pointer, snapshot, rows)
-            if not lost and self._indexes.are_there(live.indexes):
+            again = repaired or account.act is Act.POINT
+            pointer = self._keep_current(snapshot, live, current, again)
+            if pointer is not None:
                 report.snapshot, report.model = number, snapshot.model
-                pointer, again = replace(pointer, degraded=False), account.act is Act.POINT
-                self._keep_current(pointer, current, again=repaired or again)
-                self._tidy(snapshot, live, current)
                 return pointer
         standing.check_publishable(snapshot)
         report.snapshot, report.model = number, snapshot.model
         # what failed publishings had loaded, and may never have been read back
         self._drop_unused(snapshot, ref, current)
-        loaded = self._load(snapshot, frozenset(snapshot.names) if reload else lost, current)
+        lost = frozenset(snapshot.names) if reload else _lost(findings, snapshot)
+        loaded = self._load(snapshot, lost, current)
         try:
             indexes, built = self._indexes.ready(snapshot, ref, doubted=doubted, again=reload)
         except PrecomputeError:
@@ -190,12 +186,22 @@ class Publisher:
             # what is not here is loaded
             log.warning("%s", exc)
 
-    def _keep_current(self, pointer: Pointer, current: Pointer | None, *, again: bool) -> None:
-        """Have what is live stay so; ``again``: flip its pointer even if it is the same."""
+    def _keep_current(
+        self, snapshot: Snapshot, ref: LiveRef, current: Pointer | None, again: bool
+    ) -> Pointer | None:
+        """The pointer of what is live already and stays so; None where some of it has to be loaded
+        again. ``again``: flip it even if it is the same."""
+        pointer = self._pointer(snapshot, ref)
+        rows = DOUBTED_ROWS if pointer.degraded else BASE_ROWS
+        if self._lost_of(pointer, snapshot, rows) or not self._indexes.are_there(ref.indexes):
+            return None
+        pointer = replace(pointer, degraded=False)
         if again or current != pointer:
             self._flip_online(pointer)
+        self._tidy(snapshot, ref, current)
         self._report.status = "published" if again or current != pointer else "current"
-        self._report.epoch = pointer.epoch
+        self._report.epoch = ref.epoch
+        return pointer
 
     def repair_pointer(self) -> bool:
         """Flip the online pointer to what the log says, where a crash between the two left it

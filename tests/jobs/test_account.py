@@ -306,7 +306,7 @@ def test_who_publishes_what_is_live_already_heals_it_too(project: Scene, command
     assert (project.run(command=command).status, project.faults()) == ("published", [])
 
 
-def test_a_segment_that_lost_rows_is_loaded_again_before_another_is_read_over_it(
+def test_a_segment_that_lost_rows_is_loaded_again_under_a_new_one(
     project: Scene, make_project: MakeProject
 ) -> None:
     if (rig := rig_of(project.online)) is None:

@@ -260,7 +260,7 @@ def test_old_segments_and_indexes_are_dropped_but_the_last(
         assert len(ref.indexes) == 1
 
 
-def test_what_the_online_pointer_names_stays_though_no_manifest_tells_of_it(
+def test_what_the_online_pointer_names_stays_without_its_manifest(
     make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for x in (1.0, 10.0):
