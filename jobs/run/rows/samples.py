@@ -119,7 +119,13 @@ def write_rows(
     if table.nbytes <= ROW_GROUP_BYTES or below > ALL_HASHES // 2:
         return part
     numbers = np.flatnonzero(key_hashes(table, view.entity) < below)
-    taken = table.take(pa.array(numbers)).append_column(_ROW, pa.array(numbers))
+    pieces, first = [], 0
+    for batch in table.to_batches():
+        # not of the table, whose vectors it would first put together
+        low, high = np.searchsorted(numbers, (first, first + batch.num_rows))
+        pieces.append(batch.take(pa.array(numbers[low:high] - first)))
+        first += batch.num_rows
+    taken = pa.Table.from_batches(pieces).append_column(_ROW, pa.array(numbers))
     odd = odd_rows(table, view)
     notes = {_ODD + kind: _noted(of_kind, table.num_rows) for kind, of_kind in odd.items()}
     sample = store.write_part(run, f"sample-{name}", taken, notes)
