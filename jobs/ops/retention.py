@@ -203,7 +203,8 @@ def gc(
             that cannot be removed, damage.
 
     Raises:
-        ConfigError: ``forgotten`` names no view and nothing of it, or is given with ``dry_run``.
+        ConfigError: ``forgotten`` names no view, or nothing of it that is given up so, or is given
+            with ``dry_run``.
     """
     offline, retention = project.offline, project.settings.retention
     names = offline.views()

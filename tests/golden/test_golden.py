@@ -131,12 +131,13 @@ def test_each_of_its_views_is_run_on(golden: Golden) -> None:
     assert doubles(scene, "ahead") == NEXT | {3: 300.0}
     assert scene.publish("judged", accept=("rows",)).snapshot == 3
     assert len(doubles(scene, "judged")) == 13
-    # nothing is built on what was rolled back from, until somebody names it
-    assert run(scene, "marked", FULL) == "published"
-    assert scene.offline.view("marked").refs.bad().keys() == {2, 3}
+    # who names what was rolled back from takes its mark away
     assert scene.publish("marked", snapshot=3).snapshot == 3
     assert doubles(scene, "marked") == FULL | {0: 3.0}
     assert scene.offline.view("marked").refs.bad().keys() == {2}
+    assert run(scene, "marked", FULL) == "committed"
+    scene.resume("marked")
+    assert doubles(scene, "marked") == FULL
     assert [scene.faults(view) for view in VIEWS] == [[]] * len(VIEWS)
 
 
