@@ -29,6 +29,7 @@ from precompute.store.disk.storage import identity_of
 from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
+    FencedError,
     OnlineStoreError,
     OtherFormatError,
     PrecomputeError,
@@ -271,6 +272,9 @@ class Publisher:
             if snapshot.view.index is not None:
                 again |= current is not None and current.view.index != snapshot.view.index
                 loaded |= self._loader.build(snapshot, again=again)
+        except FencedError:
+            # the lease's next holder may be about to make the same segments live
+            raise
         except PrecomputeError:
             self._give_up(loaded, current)
             raise
