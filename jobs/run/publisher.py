@@ -29,6 +29,7 @@ from precompute.store.disk.storage import identity_of
 from precompute.store.errors import (
     ConflictError,
     DamagedPointerError,
+    FencedError,
     OnlineStoreError,
     PrecomputeError,
     RowsLostError,
@@ -270,6 +271,9 @@ class Publisher:
                 lost = self._lost_of(pointer, snapshot, rows, values=not loaded)
                 if not lost - loaded:
                     break
+        except FencedError:
+            # the lease's next holder may be about to make the same segments live
+            raise
         except PrecomputeError:
             self._give_up(loaded, current)
             raise
