@@ -59,7 +59,7 @@ def configured(
 def live_names(project: Project) -> tuple[str, ...]:
     """Names of the segments that are live."""
     store = project.offline.view("items")
-    live = store.refs.live()
+    live = store.log.live()
     assert live is not None
     return store.snapshot(live.snapshot).names
 

@@ -65,7 +65,7 @@ from precompute.store.offline.log import Log
 url, folder, me, races = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 storage = ObjectStorage(url, folder)
 mount(folder, storage)
-refs, created, moved = Log(folder / "log", "items"), [], []
+view_log, created, moved = Log(folder / "log", "items"), [], []
 began = float(sys.stdin.readline())
 for race in range(races):
     time.sleep(max(0.0, began + race / 2 - time.time()))
@@ -73,7 +73,7 @@ for race in range(races):
         storage.create(folder / f"{race}.json", me.encode())
         created.append(race)
     with contextlib.suppress(ConflictError):
-        refs.move_live(1, expected_epoch=race, reason=me)
+        view_log.move_live(1, expected_epoch=race, reason=me)
         moved.append(race)
     storage.update(folder / "count", lambda data: b"%d" % (1 + int(data or b"0")))
 print(json.dumps([created, moved]))

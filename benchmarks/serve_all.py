@@ -70,7 +70,7 @@ def measured(rows: int) -> dict[str, Any]:
         first = timed(project, "publish")
         new = timed(project, partition=containing("day", TODAY - timedelta(days=1)))
         store = project.offline.view("documents")
-        ref = store.refs.live()
+        ref = store.log.live()
         assert ref is not None
         assert store.snapshot(ref.snapshot).names[1:]
         assert store.snapshot(ref.snapshot).rows == DAYS * rows

@@ -216,7 +216,7 @@ class History:
         )
 
     def _reload(self) -> None:
-        ref = self.store.refs.live()
+        ref = self.store.log.live()
         run_view(
             self.project,
             VIEW,

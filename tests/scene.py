@@ -147,7 +147,7 @@ class Scene(Project):
 
     def live(self, view: str = "numbers") -> LiveRef:
         """The live pointer, which must be there."""
-        ref = self.offline.view(view).refs.live()
+        ref = self.offline.view(view).log.live()
         assert ref is not None
         return ref
 

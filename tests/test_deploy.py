@@ -209,17 +209,19 @@ def test_a_backup_that_is_copied_while_runs_go_on_is_restored(
     copy."""
     project, copy = make_project([(1, 1.0), (2, 2.0)]), tmp_path / "copy"
     project.cli("run", "numbers")
-    refs = [
-        path.relative_to(project.root) for path in project.root.rglob("refs/**/*") if path.is_file()
+    notes = [
+        path.relative_to(project.root)
+        for path in project.root.rglob("notes/**/*")
+        if path.is_file()
     ]
-    for path in refs:
+    for path in notes:
         (copy / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(project.root / path, copy / path)
     make_project([(1, 10.0), (2, 2.0)])
     project.cli("run", "numbers")
     for path in project.root.rglob("*"):
         at = path.relative_to(project.root)
-        if path.is_file() and "refs" not in at.parts and "online" not in at.parts:
+        if path.is_file() and "notes" not in at.parts and "online" not in at.parts:
             (copy / at).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, copy / at)
     shutil.rmtree(project.root)

@@ -70,7 +70,7 @@ def told(rows: Iterable[dict[str, Any]]) -> list[str]:
 def check(store: ViewStore) -> list[Snapshot]:
     """Outsiders read of every snapshot, and of the live one, what we read."""
     snapshots = [store.snapshot(number) for number in store.numbers()]
-    ref = store.refs.live()
+    ref = store.log.live()
     for snapshot in snapshots:
         ours = [row for batch in store.batches(snapshot) for row in batch.to_pylist()]
         assert len(ours) == snapshot.rows

@@ -275,17 +275,17 @@ def _pin(arguments: argparse.Namespace) -> int:
     store = project_of(arguments).stored(arguments.view)
     number = arguments.snapshot
     if number is None:
-        ref = store.refs.live()
+        ref = store.log.live()
         if ref is None:
             raise ConfigError(
                 f"view {store.name!r} was never published: name a snapshot with --snapshot"
             )
         number = ref.snapshot
     if arguments.remove:
-        store.refs.unpin(number)
+        store.log.unpin(number)
     else:
         store.pin(number, "pinned by hand")
-    pins = sorted(store.refs.pins())
+    pins = sorted(store.log.pins())
     words = f"{store.name}: pinned: {', '.join(map(str, pins)) or 'none'}"
     return answer(arguments, {"view": store.name, "pins": pins}, words)
 
@@ -393,7 +393,7 @@ def _check_first(project: Project, name: str) -> None:
     from precompute.store.online.url import open_online_store
 
     store = project.stored(name)
-    ref = store.refs.live()
+    ref = store.log.live()
     if ref is None or not ref.reason.startswith("rollback"):
         return
     with contextlib.closing(open_online_store(project.online)) as online:

@@ -163,7 +163,7 @@ def _published(project: Project, online: OnlineStore, view: str) -> Pointer:
     """
     pointer = online.live(view)
     if pointer is None:
-        if project.offline.view(project.named(view)).refs.live() is not None:
+        if project.offline.view(project.named(view)).log.live() is not None:
             raise OnlineStoreError(
                 f"the online store has no pointer of view {view!r}, which is live: it was emptied,"
                 f" or another one took its place: precompute reconcile {view}"

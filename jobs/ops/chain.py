@@ -41,7 +41,7 @@ def made_from(project: Project, name: str) -> list[str]:
         store = project.offline.view(other)
         # of one that is damaged the configuration knows
         with contextlib.suppress(SnapshotError):
-            ref = store.refs.live()
+            ref = store.log.live()
             reads[other].update(() if ref is None else store.snapshot(ref.snapshot).inputs)
     chosen, ahead = {name}, [name]
     while ahead:
@@ -84,15 +84,15 @@ def rollback_chain(
         UnreadableError: something cannot be read now; nothing moved.
     """
     store = project.offline.view(name)
-    ref = store.refs.live()
+    ref = store.log.live()
     if ref is None:
         raise SnapshotError(f"view {name!r} was never published: there is nothing to go back from")
-    publishings = store.refs.publishings()
+    publishings = store.log.publishings()
     moment = before or went_live(publishings[first_of_run(ref, publishings)])
     names = [
         other
         for other in made_from(project, name)
-        if project.offline.view(other).refs.live() is not None
+        if project.offline.view(other).log.live() is not None
     ]
     for other in names:
         with naming_view_in_errors(other):

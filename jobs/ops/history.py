@@ -105,10 +105,10 @@ def _in_order(lines: Iterable[dict[str, Any]]) -> Iterator[_Placed]:
 def _of_log(store: ViewStore, limit: int) -> list[dict[str, Any]]:
     """The newest moves of the live pointer, and what else was said of snapshots, in the order of
     the log."""
-    events = {event.number: event for event in store.refs.events()}
+    events = {event.number: event for event in store.log.events()}
     moves = [
         entry
-        for entry in store.refs.publishings()
+        for entry in store.log.publishings()
         if entry.since == entry.published_at or entry.snapshot is None
     ]
     lines = []
@@ -312,7 +312,7 @@ def diff(
     """
     store = project.stored(view)
     if first is None or second is None:
-        ref = store.refs.live()
+        ref = store.log.live()
         first = ref.previous if first is None and ref is not None else first
         if ref is None or first is None:
             what = (

@@ -96,7 +96,7 @@ def _readers(project: Project, store: ViewStore) -> list[str]:
     readers = {other for other, view in project.views.items() if name in view.inputs()}
     for other in offline.views():
         # where it is not known what is live, what was known before
-        ref = offline.view(other).refs.state().live
+        ref = offline.view(other).log.state().live
         try:
             if ref is not None and name in offline.view(other).snapshot(ref.snapshot).inputs:
                 readers.add(other)
@@ -149,7 +149,7 @@ def drop(project: Project, name: str, *, data: bool = False, take_over: bool = F
             raise SnapshotError(
                 f"{store.indexes} cannot be removed: {exc.strerror or exc}; do it once more"
             ) from exc
-        store.refs.end_live()
+        store.log.end_live()
         if data:
             store.remove()
     return dropped
@@ -226,7 +226,7 @@ def gc(
                     store.leases, PUBLISH_LEASE, "gc", ttl_s=project.settings.lease, busy=busy
                 ) as lease:
                     if store.name == view and number == EVENTS:
-                        store.refs.give_up(lease)
+                        store.log.give_up(lease)
                     elif store.name == view:
                         forget(store, int(number), lease)
                     garbage += collect(
@@ -258,7 +258,7 @@ def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
         SnapshotError: the live pointer cannot be read.
     """
     store = project.stored(name)
-    ref, standing, pins = store.refs.live(), Standing(store), store.refs.pins()
+    ref, standing, pins = store.log.live(), Standing(store), store.log.pins()
     lines = []
     for number in reversed(store.numbers()):
         marks = {
@@ -289,7 +289,7 @@ def _facts(standing: Standing, store: ViewStore, snapshot: Snapshot) -> dict[str
         bad = f"{'' if found.number == number else f'builds on {found.number}: '}{found.reason}"
     return {name: getattr(snapshot, name) for name in _FACTS} | {
         "refused_by": list(standing.refused_by(snapshot)),
-        "accepted": sorted(store.refs.accepted(number)),
+        "accepted": sorted(store.log.accepted(number)),
         "library": None if snapshot.library is None else plain(snapshot.library),
         "bad": bad,
     }

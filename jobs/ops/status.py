@@ -66,7 +66,7 @@ def inputs_behind(
     computed, behind = datetime.fromisoformat(snapshot.created_at), []
     for name, used in sorted(inputs.items()):
         read = store.offline.view(name)
-        ref = read.refs.readable_live()
+        ref = read.log.readable_live()
         since = None if ref is None else _other_rows_since(read, used, ref, computed)
         if ref is not None and since is not None:
             behind_s = max(0.0, (datetime.now(UTC) - since).total_seconds())
@@ -212,7 +212,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
     """
     name = store.name
     broken = project.broken.get(name)
-    ref, reports = store.refs.live(), store.runs.reports(REPORTS)
+    ref, reports = store.log.live(), store.runs.reports(REPORTS)
     last, next_run = _last_run(store, reports), outlook(project, store, datetime.now(UTC))
     schedule = project.schedules().get(name)
     line = _NOTHING | {

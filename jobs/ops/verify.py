@@ -60,9 +60,9 @@ def verify(project: Project, name: str) -> list[Check]:
     """
     store = project.stored(name)
     for _ in range(TRIES):
-        before = store.refs.readable_live()
+        before = store.log.readable_live()
         checks = _checks(project, store)
-        if all(check.ok for check in checks) or store.refs.readable_live() == before:
+        if all(check.ok for check in checks) or store.log.readable_live() == before:
             break
     return checks
 
@@ -107,7 +107,7 @@ def _account(store: ViewStore, online: OnlineStore) -> str:
 
 def _live(store: ViewStore) -> tuple[LiveRef, Snapshot, str]:
     """The live pointer, its snapshot, and in words, what that is made of."""
-    ref = store.refs.live()
+    ref = store.log.live()
     if ref is None:
         raise SnapshotError(f"nothing is live: precompute run {store.name}")
     snapshot = store.snapshot(ref.snapshot)

@@ -305,10 +305,7 @@ def _reuse_parent(
             now = judge.rejudge(snapshot)
         report.gates, gates = list(now.gates), set(accepts)
         still = still_accepted(store, snapshot, now)
-        if (
-            now.failed_gates != snapshot.failed_gates
-            or store.refs.accepted(snapshot.number) - still
-        ):
+        if now.failed_gates != snapshot.failed_gates or store.log.accepted(snapshot.number) - still:
             gates |= still
             again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
             snapshot = store.commit(again, lease)

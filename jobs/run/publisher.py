@@ -144,7 +144,7 @@ class Publisher:
         number = standing.newest_publishable() if number is None else number
         snapshot = store.snapshot(number)
         repaired = self.repair_pointer()
-        ref, current = store.refs.readable_live(), self._current()
+        ref, current = store.log.readable_live(), self._current()
         epoch = 0 if current is None else current.epoch
         live = ref if ref is not None and ref.snapshot == number else None
         budget_s = CURRENT_LOOK_S if live is not None and not reload else 0.0
@@ -207,7 +207,7 @@ class Publisher:
     def repair_pointer(self) -> bool:
         """Flip the online pointer to what the log says, where a crash between the two left it
         behind; returns whether it did."""
-        ref, current = self._store.refs.readable_live(), self._current()
+        ref, current = self._store.log.readable_live(), self._current()
         if ref is None or (
             current is not None
             and current.epoch >= ref.epoch
@@ -243,10 +243,10 @@ class Publisher:
         Raises:
             SnapshotError, OnlineStoreError, ConflictError: as :meth:`publish`.
         """
-        ref = self._store.refs.live()
+        ref = self._store.log.live()
         # the caller has just published it
         assert ref is not None
-        ref = self._store.refs.renew_live(ref, renewed_at_us, self._lease)
+        ref = self._store.log.renew_live(ref, renewed_at_us, self._lease)
         self._flip_online(self._pointer(self._store.snapshot(ref.snapshot), ref))
 
     def _load(
@@ -281,7 +281,7 @@ class Publisher:
 
     def _give_up(self, loaded: Collection[str], current: Pointer | None) -> None:
         """Drop what was loaded and will not go live, unless it is read."""
-        for name in set(loaded) - self._in_use(self._store.refs.readable_live(), current):
+        for name in set(loaded) - self._in_use(self._store.log.readable_live(), current):
             with contextlib.suppress(OnlineStoreError, ConflictError):
                 self._online.drop(self._store.name, name)
 
@@ -295,10 +295,10 @@ class Publisher:
     ) -> LiveRef:
         """Move the live pointer, and the online one; ``loaded`` are the segments that were loaded
         for it, and ``built`` the indexes."""
-        refs = self._store.refs
+        view_log = self._store.log
         with self._report.stage("flip"):
             try:
-                ref = refs.move_live(snapshot.number, lease=self._lease, **move)
+                ref = view_log.move_live(snapshot.number, lease=self._lease, **move)
             except ConflictError:
                 # another run was first: what was loaded here will never be read, unless the reply
                 # to the move was lost and a later pointer names it as what was before

@@ -117,7 +117,7 @@ def _go_back(
 
 
 def _live(store: ViewStore) -> LiveRef:
-    ref = store.refs.live()
+    ref = store.log.live()
     if ref is None:
         raise SnapshotError(
             f"view {store.name!r} was never published: there is nothing to go back from"
@@ -149,7 +149,7 @@ def plan_rollback(
         SnapshotError, GateError, UnreadableError: as :func:`rollback`.
     """
     ref, name = _live(store), store.name
-    publishings, standing = store.refs.publishings(), Standing(store)
+    publishings, standing = store.log.publishings(), Standing(store)
     if to is None:
         earlier = publishings[: first_of_run(ref, publishings)]
         if before is not None:
@@ -308,7 +308,7 @@ def reconcile(
             reporting_run(store, "reconcile", finished) as report,
         ):
             close_dead(store, None, commands=PUBLISHING, own=report.run)
-            ref = store.refs.readable_live()
+            ref = store.log.readable_live()
             publisher = Publisher(
                 store, online, report, progress, lease, memory_mb=project.settings.memory_mb
             )
@@ -326,7 +326,7 @@ def reconcile(
                 return report
             if ref is None:
                 # what readers are served
-                held = store.refs.held()
+                held = store.log.held()
                 publisher.publish(account.snapshot, reason="reconcile", held=held, found=account)
             elif publisher.repair_pointer():
                 report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"

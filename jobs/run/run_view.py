@@ -242,11 +242,11 @@ def _done(store: ViewStore, due: str | None) -> Report | None:
 def _parents(project: Project, store: ViewStore) -> dict[str, int]:
     """Views that this one is scheduled after → the epoch of each one's live snapshot."""
     schedule = project.schedules().get(store.name)
-    refs = {
-        parent: store.offline.view(parent).refs.readable_live()
+    references = {
+        parent: store.offline.view(parent).log.readable_live()
         for parent in (() if schedule is None else schedule.parents)
     }
-    return {parent: ref.epoch for parent, ref in refs.items() if ref is not None}
+    return {parent: ref.epoch for parent, ref in references.items() if ref is not None}
 
 
 def _snapshot_to_publish(
@@ -347,7 +347,7 @@ def _publish_on_purpose(store: ViewStore, snapshot: Snapshot, report: Report) ->
         for number in left:
             del standing.marks[number]
         standing.check_publishable(snapshot)
-        store.refs.unmark(left)
+        store.log.unmark(left)
         numbers = " and ".join(map(str, left))
         report.attention.append(
             f"snapshot {numbers} was rolled back from; now that snapshot {snapshot.number} is"
@@ -361,12 +361,12 @@ def _waiting(store: ViewStore) -> Snapshot | None:
     Raises:
         SnapshotError: what is live is not known.
     """
-    ref = store.refs.live()
+    ref = store.log.live()
     return None if ref is None or ref.held is None else Standing(store).waiting(ref)
 
 
 def _is_live(store: ViewStore, snapshot: Snapshot) -> bool:
-    ref = store.refs.readable_live()
+    ref = store.log.readable_live()
     return ref is not None and ref.snapshot == snapshot.number
 
 
@@ -376,16 +376,16 @@ def let_go(store: ViewStore, report: Report) -> None:
     Raises:
         SnapshotError: the view was never published.
     """
-    ref = store.refs.live()
+    ref = store.log.live()
     why = "was not held" if ref is not None and ref.held is None else "nothing newer waited"
-    ref = store.refs.resume_live()
+    ref = store.log.resume_live()
     report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "current"
     report.plan = f"{why}: snapshot {ref.snapshot} stays live, and runs publish again"
 
 
 def note_hold(store: ViewStore, report: Report) -> None:
     """Note in the report that the view is held, and what waits, if it is."""
-    held = Standing(store).held(store.refs.readable_live())
+    held = Standing(store).held(store.log.readable_live())
     report.held = None if held is None else str(held)
 
 
@@ -444,7 +444,7 @@ def _go_live(
         again = standing.repeats(snapshot)
         if again is not None:
             standing.check_publishable(snapshot)
-            store.refs.unmark([again])
+            store.log.unmark([again])
             report.attention.append(
                 f"snapshot {snapshot.number} has the very rows of snapshot {again}, which was"
                 " rolled back from; now that they are published again, its mark is taken away"
@@ -458,7 +458,7 @@ def _go_live(
         )
         return
     # a hold is easily forgotten
-    level = logging.INFO if store.refs.held() is None else logging.WARNING
+    level = logging.INFO if store.log.held() is None else logging.WARNING
     log.log(
         level,
         "view %r: snapshot %d is not published: %s",
@@ -487,7 +487,7 @@ def _go_live(
 def _hold_of(store: ViewStore, options: RunOptions, snapshot: Snapshot) -> Hold | None:
     """The hold with which a person publishes an earlier state than what is live: the next run would
     undo it. What is live already stays as it is held."""
-    ref = store.refs.readable_live()
+    ref = store.log.readable_live()
     if ref is None or ref.snapshot == snapshot.number:
         return None if ref is None else ref.held
     if options.snapshot is None:

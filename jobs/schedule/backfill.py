@@ -376,7 +376,7 @@ class Conductor:
                 live_before=state.live_before,
             ),
         )
-        ref = self.store.refs.live()
+        ref = self.store.log.live()
         live = None if ref is None else self.store.snapshot(ref.snapshot)
         # by itself, or as one of all partitions
         if live is None or number not in (live.number, *live.members.values()):
@@ -410,7 +410,7 @@ class Conductor:
 
     def _newer_than_live(self) -> tuple[int | None, str | None]:
         """Number of the snapshot to publish; or None, and why."""
-        standing, ref = Standing(self.store), self.store.refs.readable_live()
+        standing, ref = Standing(self.store), self.store.log.readable_live()
         if not self.store.numbers():
             return None, "there is no snapshot"
         try:

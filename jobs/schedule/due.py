@@ -1,7 +1,7 @@
 """Due: which view is to run now, and for which of its times.
 
 Computed again every time, from the schedule, the runs' reports and the live pointers: nothing is
-remembered that a crash could lose. The one thing stored is ``<root>/<view>/refs/schedule.json``:
+remembered that a crash could lose. The one thing stored is ``<root>/<view>/notes/schedule.json``:
 up to when a line's times are settled, so that a new line does not run for the past.
 """
 
@@ -367,7 +367,7 @@ class Ledger:
     def _parent(
         self, name: str, now: datetime, running: Collection[str], decisions: dict[str, Decision]
     ) -> Parent:
-        live = self._offline.view(name).refs.live()
+        live = self._offline.view(name).log.live()
         self.decision(name, now, running, decisions)
         at = None if live is None else parsed_time(live.at)
         return Parent(

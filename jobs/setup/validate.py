@@ -94,7 +94,7 @@ def _of_view(project: Project, name: str) -> Iterator[Check]:
     if waits := [
         other
         for other in config.inputs()
-        if other in project.names and project.offline.view(other).refs.live() is None
+        if other in project.names and project.offline.view(other).log.live() is None
     ]:
         yield Check(
             name,

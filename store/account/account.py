@@ -1,7 +1,7 @@
 """Account: the record of what is known of all that is live of a view: its pointers, rows, indexes,
 files and records, and whether each is whole.
 
-One checker writes it (:mod:`precompute.store.account.checker`), beside the view's refs, and all
+One checker writes it (:mod:`precompute.store.account.checker`), among the view's notes, and all
 others read it. It is derived: where its file is gone or damaged, nothing was looked at yet.
 """
 
@@ -173,11 +173,11 @@ def _kind(what: str) -> str:
     return next((sort for part, sort in sorts.items() if part in what), "records")
 
 
-def read_account(refs: Path, view: str) -> Account:
-    """The account of a view, whose refs lie in that folder; of one that was never checked, or
+def read_account(notes: Path, view: str) -> Account:
+    """The account of a view, whose notes lie in that folder; of one that was never checked, or
     whose file is damaged, an empty one. One of another format is another version's, which looks:
     that is all that is known of it."""
-    path = refs / NAME
+    path = notes / NAME
     try:
         return read_record(Account, path.read_bytes(), path)
     except OtherFormatError as exc:
@@ -189,12 +189,12 @@ def read_account(refs: Path, view: str) -> Account:
         return Account(view)
 
 
-def write_account(refs: Path, account: Account) -> None:
+def write_account(notes: Path, account: Account) -> None:
     """Write an account, not durably: what is lost is looked at once more. Where it cannot be
     written, the caller has it, and a warning is logged."""
     try:
-        make_folder(refs)
-        replace_undurably(refs / NAME, sealed(account))
+        make_folder(notes)
+        replace_undurably(notes / NAME, sealed(account))
     except OSError as exc:
         log.warning(
             "the account of view %r cannot be written: %s", account.view, exc.strerror or exc
@@ -221,21 +221,21 @@ class Followed(Record, frozen=True):
         return behind_s if behind_s > BEHIND_S else None
 
 
-def read_followed(refs: Path) -> Followed | None:
+def read_followed(notes: Path) -> Followed | None:
     """What a host noted of a view; None where it does not follow, or the note is damaged, or of
     another format: whoever follows notes it again in seconds."""
-    path = refs / FOLLOWED
+    path = notes / FOLLOWED
     try:
         return read_record(Followed, path.read_bytes(), path)
     except (OSError, ValueError, OtherFormatError):
         return None
 
 
-def write_followed(refs: Path, followed: Followed) -> None:
+def write_followed(notes: Path, followed: Followed) -> None:
     """Write the note; what is lost, or has no folder yet, is noted again in seconds."""
     with contextlib.suppress(OSError):
         noted = replace(followed, noted_at_us=time.time_ns() // 1000)
-        replace_undurably(refs / FOLLOWED, sealed(noted))
+        replace_undurably(notes / FOLLOWED, sealed(noted))
 
 
 def is_live_by_log(folder: Path) -> bool:
@@ -250,10 +250,10 @@ def is_live_by_log(folder: Path) -> bool:
 
 
 # ---- Sightings: what readers found damaged or missing, for the checker to look at first. Written
-# beside the view's refs, where that can be; lost, they cost nothing but time.
+# among the view's notes, where that can be; lost, they cost nothing but time.
 
 
-REFS = "refs"
+NOTES = "notes"
 """Folder of a view, below the root, that has its leases and what is known of what is live."""
 _SIGHTINGS = "sightings.jsonl"
 _MOST_BYTES = 65536
@@ -267,37 +267,37 @@ _last: dict[Path, float] = {}
 _lock = threading.Lock()
 
 
-def note_sighting(refs: Path, keys: Sequence[str] = ()) -> None:
+def note_sighting(notes: Path, keys: Sequence[str] = ()) -> None:
     """Note rows that were read and are damaged, by their keys; without any, a vector index that
     does not open or search. Where nothing can be written nothing happens."""
     now_s = time.monotonic()
     with _lock:
-        if now_s < _last.get(refs, -_EVERY_S) + _EVERY_S:
+        if now_s < _last.get(notes, -_EVERY_S) + _EVERY_S:
             return
-        _last[refs] = now_s
-    with contextlib.suppress(OSError), (refs / _SIGHTINGS).open("ab") as file:
+        _last[notes] = now_s
+    with contextlib.suppress(OSError), (notes / _SIGHTINGS).open("ab") as file:
         if file.tell() < _MOST_BYTES:
             file.write(json.dumps(list(keys[:_MOST_KEYS])).encode() + b"\n")
 
 
-def has_sightings(refs: Path) -> bool:
+def has_sightings(notes: Path) -> bool:
     """Whether any were noted."""
-    return (refs / _SIGHTINGS).exists()
+    return (notes / _SIGHTINGS).exists()
 
 
-def take_sightings(refs: Path) -> list[list[str]] | None:
+def take_sightings(notes: Path) -> list[list[str]] | None:
     """The keys of each note, which is gone with that; None where there is none."""
-    taken = refs / f".{_SIGHTINGS}.tmp"
+    taken = notes / f".{_SIGHTINGS}.tmp"
     try:
-        (refs / _SIGHTINGS).replace(taken)
+        (notes / _SIGHTINGS).replace(taken)
         lines = taken.read_bytes().splitlines()
         taken.unlink()
     except OSError:
         return None
-    notes = []
+    sightings = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(line)
             if isinstance(found, list):
-                notes.append([key for key in found if isinstance(key, str)])
-    return notes
+                sightings.append([key for key in found if isinstance(key, str)])
+    return sightings

@@ -121,21 +121,21 @@ def check_live(
 
     Raises:
         OnlineStoreError: the store does not answer, so that nothing new is known.
-        SnapshotError: the refs cannot be written.
+        SnapshotError: the notes cannot be written.
         UnreadableError: pointer or manifest cannot be read now: likewise.
     """
-    refs = store.leases
+    notes = store.leases
     # what is live is told elsewhere: it is looked at without a folder for what is found, too
     if not store.folder.is_dir():
         return Account(store.name)
-    with _alone(refs, wait=share >= 1.0) as alone:
+    with _alone(notes, wait=share >= 1.0) as alone:
         if not alone or not (publishing or here or not is_held(store.leases, PUBLISH_LEASE)):
-            return read_account(refs, store.name)
-        if (known := read_account(refs, store.name)).is_other:
+            return read_account(notes, store.name)
+        if (known := read_account(notes, store.name)).is_other:
             return known
         looking = _Look(store, online, share, budget_s, publishing)
         account = looking.copies() if here else looking.account()
-        write_account(refs, account)
+        write_account(notes, account)
         return account
 
 
@@ -145,10 +145,10 @@ def share_of(interval_s: float) -> float:
 
 
 @contextlib.contextmanager
-def _alone(refs: Path, wait: bool) -> Iterator[bool]:
+def _alone(notes: Path, wait: bool) -> Iterator[bool]:
     """Whether no other process looks at the view, while this lasts."""
     try:
-        lock = (refs / ".account.lock").open("ab")
+        lock = (notes / ".account.lock").open("ab")
     except OSError:
         # a root that is only read: each looks for itself
         yield True
@@ -188,7 +188,7 @@ class _Look:
             self._records()
             self._log()
         try:
-            ref = self._store.refs.live()
+            ref = self._store.log.live()
         except SnapshotError as exc:
             self._add("pointer", State.DAMAGED, Act.LOAD, str(exc))
             return self._written(replace(before, snapshot=self._served() or before.snapshot))
@@ -321,7 +321,7 @@ class _Look:
     def _log(self) -> None:
         """What a first look reads of the log; the rest is read as files are."""
         try:
-            for path, found in self._store.refs.damage(newest=True).items():
+            for path, found in self._store.log.damage(newest=True).items():
                 self._add(str(path), State.DAMAGED, _act_of(path), found)
         except OtherFormatError as exc:
             self._add("log", State.OTHER_FORMAT, Act.PERSON, str(exc))
@@ -332,15 +332,15 @@ class _Look:
 
     def _log_checks(self) -> Iterator[tuple[FileCheck, Act]]:
         """The check of all events, those in archives too; elsewhere each is a request."""
-        refs = self._store.refs
+        view_log = self._store.log
         known = {finding.what for finding in self._findings}
 
         def damage() -> str | None:
-            found = refs.damage().items()
+            found = view_log.damage().items()
             return "; ".join(said for path, said in found if str(path) not in known) or None
 
         if self._store.storage.local and not self._publishing:
-            path, size_bytes = str(self._store.folder / "log"), refs.size_bytes()
+            path, size_bytes = str(self._store.folder / "log"), view_log.size_bytes()
             yield FileCheck(path, size_bytes, damage), Act.PERSON
 
     def _served(self) -> int:
@@ -353,7 +353,7 @@ class _Look:
         return 0 if pointer is None or pointer.owner not in ours else pointer.snapshot
 
     def _was_dropped(self) -> bool:
-        return any(event.kind == "drop" for event in self._store.refs.events())
+        return any(event.kind == "drop" for event in self._store.log.events())
 
     def _written(self, account: Account) -> Account:
         return replace(account, at_us=self._now_us, findings=tuple(self._findings))
@@ -591,10 +591,10 @@ NICE = 10
 def is_due(store: ViewStore, every_s: float = EVERY_S, *, here: bool = False) -> bool:
     """Whether a view is to be looked at: none did for so long, or for a while and readers met
     damage since. During a publishing no process looks, but for those that look only ``here``."""
-    refs = store.leases
+    notes = store.leases
     # a look that lies ahead was noted by a clock that was wrong
-    since_s = abs(time.time() - read_account(refs, store.name).at_us / 1e6)
-    if since_s < min(every_s, SOON_S) or (since_s < every_s and not has_sightings(refs)):
+    since_s = abs(time.time() - read_account(notes, store.name).at_us / 1e6)
+    if since_s < min(every_s, SOON_S) or (since_s < every_s and not has_sightings(notes)):
         return False
     return here or not is_held(store.leases, PUBLISH_LEASE)
 
@@ -603,7 +603,7 @@ class Rounds:
     """The thread of a server that has the checker look at its views; begins at once.
 
     Args:
-        offline: the root; a view whose refs cannot be written is not looked at.
+        offline: the root; a view whose notes cannot be written is not looked at.
         open_online: opens the online store, each time it is looked.
         names: of the views.
         every_s: between two looks.

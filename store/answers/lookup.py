@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from precompute.store.account.account import REFS, is_live_by_log, note_sighting
+from precompute.store.account.account import NOTES, is_live_by_log, note_sighting
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.fallback import (
     Fallback,
@@ -278,7 +278,7 @@ class Lookup:
         if answer.damaged:
             self.on_damaged(view, answer.damaged)
             if self.root is not None:
-                note_sighting(self.root / view / REFS, answer.damaged_keys())
+                note_sighting(self.root / view / NOTES, answer.damaged_keys())
         if self._misses is not None and may_compute:
             self._misses.begin(answer, missing, inputs, options.deadline_ms, fallback is not None)
         return answer

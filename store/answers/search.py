@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from precompute.store.account.account import REFS, note_sighting
+from precompute.store.account.account import NOTES, note_sighting
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.fallback import (
     Fallback,
@@ -266,7 +266,7 @@ class Searches:
     def _note(self, view: str) -> None:
         """Note a sighting, so that the checker looks at the view soon."""
         if self.root is not None:
-            note_sighting(self.root / view / REFS)
+            note_sighting(self.root / view / NOTES)
 
     def _rows(
         self,

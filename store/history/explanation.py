@@ -121,7 +121,7 @@ def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation
         raise SnapshotError(
             f"view {view!r} has no snapshot under {store.offline.root}: run `precompute run {view}`"
         )
-    ref, entity = store.refs.readable_live(), manifests[max(manifests)].view.entity
+    ref, entity = store.log.readable_live(), manifests[max(manifests)].view.entity
     live = None if ref is None else ref.snapshot
     text = key_text(key, entity)
     # what is served of several partitions comes behind them: they hold a value first

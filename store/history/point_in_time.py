@@ -49,7 +49,7 @@ def snapshot_at(
     """
     if as_of is not None:
         return _answering(store, as_of, values)[1]
-    ref = store.refs.live()
+    ref = store.log.live()
     if ref is None:
         raise SnapshotError(
             f"view {store.name!r} was never published: run `precompute run {store.name}`, or name a"

@@ -97,7 +97,7 @@ def timeline(store: ViewStore, manifests: Mapping[int, Snapshot], values: Values
     if not periods:
         why = (
             "none of the snapshots that were published is retained"
-            if store.refs.publishings()
+            if store.log.publishings()
             else "it was never published"
         )
         raise SnapshotError(
@@ -111,7 +111,7 @@ def served_periods(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[
     """As :func:`timeline` of what was served; empty where that was nothing, or nothing of it is
     retained. What the log does not say is a period that nothing answers, and a warning.
     """
-    publishings = store.refs.publishings()
+    publishings = store.log.publishings()
     retained = [
         manifests[entry.snapshot]
         for entry in publishings

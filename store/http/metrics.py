@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from precompute.store.account.account import REFS, Account, Followed, read_account, read_followed
+from precompute.store.account.account import NOTES, Account, Followed, read_account, read_followed
 from precompute.store.answers.answer import Answer
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import (
@@ -429,9 +429,9 @@ class LiveViews:
         if answers:
             self._lookup.close_indexes_but({*known, *unreadable})
         root = self._lookup.root
-        refs = {} if root is None else {name: root / name / REFS for name in known}
-        accounts = {name: read_account(folder, name) for name, folder in refs.items()}
-        followed = {name: read_followed(folder) for name, folder in refs.items()}
+        notes = {} if root is None else {name: root / name / NOTES for name in known}
+        accounts = {name: read_account(folder, name) for name, folder in notes.items()}
+        followed = {name: read_followed(folder) for name, folder in notes.items()}
         other.update(name for name, account in accounts.items() if account.other_format)
         return Seen(
             tuple(known[name] for name in sorted(known)),

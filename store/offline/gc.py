@@ -108,7 +108,7 @@ def collect(
         except OSError as exc:
             raise SnapshotError(disk_message(store.manifest_path(0).parent, exc)) from exc
         try:
-            store.refs.thin(store.numbers())
+            store.log.thin(store.numbers())
         except (SnapshotError, UnreadableError) as exc:
             # nothing is in its way but a log that is longer than it need be
             log.warning("%s", exc)
@@ -184,7 +184,7 @@ def forget(store: ViewStore, number: int, lease: Lease) -> None:
             f"snapshot {number} of view {view!r} can be read: there is nothing to forget;"
             " `rollback` marks a bad one"
         )
-    ref = store.refs.readable_live()
+    ref = store.log.readable_live()
     if ref is not None and ref.snapshot == number:
         raise SnapshotError(
             f"snapshot {number} of view {view!r} is live: `precompute run {view}` or `rollback"
@@ -192,7 +192,7 @@ def forget(store: ViewStore, number: int, lease: Lease) -> None:
         )
     # others may name its segments, which are whole
     mark = BadMark("its manifest was damaged, and given up", utc_now(), rows=False, segments=())
-    store.refs.mark_bad(number, mark)
+    store.log.mark_bad(number, mark)
     _remove(store, [Garbage(store.manifest_path(number), 0, "given up")], [lease])
 
 
@@ -235,8 +235,8 @@ def _reachable(
 ) -> set[int]:
     manifests = catalog.entries
     # The highest number stays, so that it is never given twice.
-    roots: set[int] = {*store.refs.pins(), max(manifests, default=0)}
-    ref = store.refs.readable_live()
+    roots: set[int] = {*store.log.pins(), max(manifests, default=0)}
+    ref = store.log.readable_live()
     if ref is not None:
         roots |= {ref.snapshot} | ({ref.previous} if ref.previous is not None else set())
     else:
@@ -249,7 +249,7 @@ def _reachable(
     for number in sorted(manifests, reverse=True):
         if datetime.fromisoformat(manifests[number].created_at).timestamp() > young_s:
             roots.add(number)
-    roots.update(_newest(manifests, store.refs.bad(), live, keep))
+    roots.update(_newest(manifests, store.log.bad(), live, keep))
     roots |= _inputs_of_others(store, manifests, report)
     todo = [number for number in roots if number in manifests]
     reachable = set(todo)
@@ -286,7 +286,7 @@ def _inputs_of_others(
     committed stay."""
     inputs: set[int] = set()
     for other in map(store.offline.view, store.offline.views()):
-        state = other.refs.state()
+        state = other.log.state()
         if state.unknown:
             # nor is it what it was computed from
             inputs.update(manifests)
@@ -351,8 +351,8 @@ def _orphans(
             yield from (Garbage(*item[:2], why) for item in sorted(files))
         if run in journals and run / JOURNAL not in {item.path for item in items}:
             yield Garbage(run / JOURNAL, 0, f"run {run.name} did not commit")
-    names = ("manifests", "segments", "log", "refs", "runs")
-    listed = {name: sorted(storage.items(folder / name)) for name in (*names, "refs/running")}
+    names = ("manifests", "segments", "log", "notes", "runs")
+    listed = {name: sorted(storage.items(folder / name)) for name in (*names, "notes/running")}
     for name in names:
         for item in listed[name]:
             temporary = item.path.name.startswith(".") and item.path.suffix == ".tmp"
@@ -367,7 +367,7 @@ def _orphans(
         for item in reversed(listed["runs"])
         if item.path.suffix == ".json" and not item.path.name.startswith(".")
     }
-    for item in listed["refs/running"]:
+    for item in listed["notes/running"]:
         if _modified_s(item) <= young_s and f"{item.path.name}.json" not in reports:
             yield Garbage(*item[:2], "a process was killed before it wrote its report")
     for item in [*reports.values()][MOST_REPORTS:]:

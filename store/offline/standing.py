@@ -149,11 +149,11 @@ class Standing:
     @cached_property
     def marks(self) -> dict[int, BadMark]:
         """Numbers of the snapshots that are not to be used → why."""
-        return {**self._left, **self._store.refs.bad()}
+        return {**self._left, **self._store.log.bad()}
 
     @cached_property
     def _accepted(self) -> Mapping[int, tuple[str, ...]]:
-        return self._store.refs.state().accepted
+        return self._store.log.state().accepted
 
     # ---- one snapshot
 
@@ -259,7 +259,7 @@ class Standing:
     def why_stays(self, partition: str | None) -> str | None:
         """Why what is live stays, whatever a run of this partition (None: of a view that has none)
         computes; None where it does not."""
-        ref = self._store.refs.readable_live()
+        ref = self._store.log.readable_live()
         if (held := self.held(ref)) is not None:
             return f"the view is {held}"
         if ref is None:
@@ -277,7 +277,7 @@ class Standing:
     def held(self, ref: LiveRef | None) -> Held | None:
         """That the view is held, and what waits; None where it is not. That it is held is known
         where what is live is not (``ref`` is None)."""
-        hold = self._store.refs.held() if ref is None else ref.held
+        hold = self._store.log.held() if ref is None else ref.held
         if hold is None:
             return None
         waits = None if ref is None else self.waiting(ref)

@@ -91,15 +91,15 @@ class ViewStore:
     """One view's folder; made by :meth:`OfflineStore.view`. ``snapshot`` arguments are of this
     view.
 
-    ``refs`` is the log of what is live, and of marks, ``runs`` the reports, ``journals`` what
+    ``log`` says what is live and marked, ``runs`` the reports, ``journals`` what
     unfinished runs leave to the next.
     """
 
     def __init__(self, offline: OfflineStore, name: str) -> None:
         self.offline, self.name, self.folder = offline, name, offline.root / name
         self.storage = storage_of(self.folder)
-        self.refs = Log(self.folder / "log", name)
-        self.runs = Runs(self.folder / "runs", self.folder / "refs" / "running", name)
+        self.log = Log(self.folder / "log", name)
+        self.runs = Runs(self.folder / "runs", self.folder / "notes" / "running", name)
         self.journals = Journals(self.folder, self._committed)
         self._catalog: Catalog | None = None
         self._segments: dict[str, Segment] = {}
@@ -134,7 +134,7 @@ class ViewStore:
     def leases(self) -> Path:
         """Folder of the leases (:mod:`precompute.store.disk.lease`), and of what processes note
         beside the log."""
-        return self.folder / "refs"
+        return self.folder / "notes"
 
     @property
     def _catalog_path(self) -> Path:
@@ -531,7 +531,7 @@ class ViewStore:
         if wrong is not None:
             if segment.number:
                 mark = BadMark(f"damaged: {wrong}", utc_now(), rows=False, segments=(segment.name,))
-                self.refs.mark_bad(segment.number, mark)
+                self.log.mark_bad(segment.number, mark)
             for number in segment.members.values():
                 self._mark_writer(number, part, f"damaged: {wrong}")
             raise SnapshotError(f"{wrong}; {self._run_again(snapshot)}, it builds on what is whole")
@@ -562,7 +562,7 @@ class ViewStore:
             for segment in self.snapshot(member).segments:
                 if part in segment.files:
                     mark = BadMark(why, utc_now(), rows=False, segments=(segment.name,))
-                    self.refs.mark_bad(segment.number, mark)
+                    self.log.mark_bad(segment.number, mark)
         except SnapshotError as exc:
             log.warning("%s", exc)
 
@@ -650,7 +650,7 @@ class ViewStore:
             crashpoint("verify")
             while True:
                 # A bad one may be gone, its number stays taken.
-                taken = {*self.numbers(), *self.refs.bad()}
+                taken = {*self.numbers(), *self.log.bad()}
                 number = max(taken, default=0) + 1
                 if lease is not None:
                     lease.check()
@@ -691,7 +691,7 @@ class ViewStore:
         Raises:
             SnapshotError: the file system failed.
         """
-        self.refs.mark_bad(number, self.bad_mark(number, reason, rows=rows, back_to=back_to))
+        self.log.mark_bad(number, self.bad_mark(number, reason, rows=rows, back_to=back_to))
 
     def bad_mark(
         self, number: int, reason: str, *, rows: bool = True, back_to: int | None = None
@@ -725,7 +725,7 @@ class ViewStore:
             SnapshotError: there is no such snapshot, or the file system failed.
         """
         self.snapshot(number)
-        self.refs.pin(number, reason)
+        self.log.pin(number, reason)
 
     @property
     def removed_folder(self) -> Path:

@@ -118,7 +118,7 @@ class Archive:
         return ["the archive is nearly full"] if wanted else []
 
     def published(self, store):
-        self._say(store, f"published {store.refs.readable_live().snapshot}")
+        self._say(store, f"published {store.log.readable_live().snapshot}")
 
     def going(self, store, numbers):
         raise RuntimeError("the archive is lost")

@@ -267,7 +267,7 @@ class FaultScene:
         """Make leases look as if their holder had been silent for an hour: what a stopped process's
         look like after a while."""
         for name in names or ("run", "publish"):
-            for path in (self.view_folder / "refs").glob(f".lease-{name}.*.held"):
+            for path in (self.view_folder / "notes").glob(f".lease-{name}.*.held"):
                 os.utime(path, (time.time() - 3600, time.time() - 3600))
 
 
@@ -578,7 +578,7 @@ def check_no_orphans(scene: FaultScene) -> None:
     assert data <= named, f"orphans: {sorted(data - named)}"
     others = [
         p
-        for name in ("manifests", "segments", "refs", "runs")
+        for name in ("manifests", "segments", "notes", "runs")
         for p in (folder / name).rglob("*.tmp")
     ]
     assert others == []
@@ -591,7 +591,7 @@ def check_online_is_tidy(scene: FaultScene) -> None:
         names = [segment.name for segment in online.segments(VIEW)]
         left = online.unfinished(VIEW)
         assert left == [], f"left in the online store: {left}"
-        ref = scene.store.refs.live()
+        ref = scene.store.log.live()
         assert ref is not None
         live = scene.store.snapshot(ref.snapshot).names
         before = () if ref.previous is None else scene.store.snapshot(ref.previous).names

@@ -112,7 +112,7 @@ class Tried:
 def tried(scene: FaultScene, command: str, nth: int, number: int) -> Tried:
     """Call a command on a scene of its own, and look at what it decided."""
     store = scene.project().offline.view(VIEW)
-    numbers, ref = store.numbers(), store.refs.live()
+    numbers, ref = store.numbers(), store.log.live()
     assert ref is not None
     done, text, found = None, "", Tried(0)
     said = io.StringIO()
@@ -127,7 +127,7 @@ def tried(scene: FaultScene, command: str, nth: int, number: int) -> Tried:
     if text:
         found.wrong.append(f"{where}: traceback: {text}")
     store = scene.copied(scene.folder).project().offline.view(VIEW)
-    now, marks = store.refs.live(), store.refs.bad()
+    now, marks = store.log.live(), store.log.bad()
     assert now is not None
     moved = now.snapshot != ref.snapshot
     if moved and now.snapshot != AFTER.get(command):

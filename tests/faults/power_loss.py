@@ -40,7 +40,7 @@ Tree = dict[str, bytes | None]
 
 def _points(path: str) -> bool:
     """Whether a name is one that others are found by: manifests, marks, pointers, reports."""
-    return path.endswith("/live.json") or not {"manifests", "log", "refs", "runs"}.isdisjoint(
+    return path.endswith("/live.json") or not {"manifests", "log", "notes", "runs"}.isdisjoint(
         PurePosixPath(path).parts
     )
 

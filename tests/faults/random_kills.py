@@ -89,7 +89,7 @@ def check_live(tally: Tally, scene: FaultScene) -> None:
         tally.doubled += max(0, len(found) - pointer.rows)
     finally:
         online.close()
-    ref = scene.store.refs.live()
+    ref = scene.store.log.live()
     assert ref is not None
     snapshot = scene.store.snapshot(ref.snapshot)
     rows = [row for batch in scene.store.batches(snapshot) for row in batch.to_pylist()]
@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def whole_run(tally: Tally, scene: FaultScene) -> None:
     """A run nobody disturbs, after which live is the newest state of the source."""
-    bad = scene.store.refs.bad()
+    bad = scene.store.log.bad()
     tally.runs += 1
     with small_chunks(**CHUNKS):
         if bad:  # what was rolled back from is never published again: other rows are

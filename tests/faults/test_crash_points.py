@@ -305,7 +305,7 @@ def test_a_rollback_that_loads_and_fails_is_done_by_doing_it_again(
     scene = third_is_live()
     for path in (scene.folder / "var" / "online" / VIEW).glob("2-*.table"):
         path.unlink()
-    ref = scene.store.refs.live()
+    ref = scene.store.log.live()
     assert ref is not None
     (lost,) = {*ref.previous_indexes} - {*ref.indexes}
     shutil.rmtree(scene.store.index_folder(lost))
@@ -339,10 +339,10 @@ def test_a_rollback_killed_before_the_flip_is_finished_by_the_next_run(
 
 
 def check_after_rollback(scene: FaultScene) -> None:
-    ref = scene.store.refs.live()
+    ref = scene.store.log.live()
     assert ref is not None
     assert ref.snapshot == 2
-    assert list(scene.store.refs.bad()) == [3]
+    assert list(scene.store.log.bad()) == [3]
     assert check_readers(scene) == scene.history[-2]
     check_everything(scene, current=False)
     scene.write(changed(scene.rows, [1, 2]))

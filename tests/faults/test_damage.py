@@ -91,7 +91,7 @@ def test_a_run_over_a_torn_live_manifest_recovers(delta_to_come: MakeScene) -> N
 def test_unknown_fields_of_pointers_and_leases_are_ignored(delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
     newest = max((scene.view_folder / "log").glob("0*.json"))
-    for path in (newest, scene.view_folder / "refs" / "lease-run.json"):
+    for path in (newest, scene.view_folder / "notes" / "lease-run.json"):
         path.write_bytes(sealed(content_of(path.read_bytes(), path) | {"colour": "green"}))
     recover(scene)
     check_everything(scene)
@@ -129,10 +129,10 @@ def test_a_snapshot_with_a_damaged_file_is_never_published(
     run = committed.store.snapshot(3).run
     path = committed.view_folder / "data" / run / which
     harm(path)
-    ref, old = committed.store.refs.live(), committed.history[-2]
+    ref, old = committed.store.log.live(), committed.history[-2]
     with pytest.raises(SnapshotError, match=which):
         committed.run(command="publish", snapshot=3)
-    assert committed.store.refs.live() == ref
+    assert committed.store.log.live() == ref
     assert check_readers(committed) == old
 
 
@@ -223,7 +223,7 @@ def test_an_event_that_was_cut_is_published_over(delta_to_come: MakeScene) -> No
     path = max((scene.view_folder / "log").glob("0*.json"))
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(SnapshotError, match=r"what is live .* is not known"):
-        scene.store.refs.live()
+        scene.store.log.live()
     assert check_readers(scene) == scene.history[-2]
     recover(scene)
     assert check_readers(scene) == scene.history[-1]
@@ -235,7 +235,7 @@ def test_an_event_that_was_cut_is_published_over(delta_to_come: MakeScene) -> No
 @pytest.mark.parametrize("name", ["lease-run.json", "lease-publish.json"])
 def test_a_damaged_small_file_is_named_or_mended(name: str, delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
-    path = scene.view_folder / "refs" / name
+    path = scene.view_folder / "notes" / name
     for content in (b"{", b'{"fence": "x"}'):
         path.write_bytes(content)
         with small_chunks():
@@ -266,25 +266,25 @@ def test_what_is_refused_changes_neither_pointer_nor_marks_nor_hold(
 ) -> None:
     scene = delta_to_come()
     recover(scene)  # gc removes 1
-    refs = scene.store.refs
-    ref = refs.live()
+    view_log = scene.store.log
+    ref = view_log.live()
     with pytest.raises(SnapshotError, match=r"no snapshot 1 .*it has: 2, 3"):
         rollback(scene.project(), VIEW, Silent(), to=1)
-    assert (refs.live(), refs.bad()) == (ref, {})
+    assert (view_log.live(), view_log.bad()) == (ref, {})
     assert read_snapshot(scene, 3)
     assert act(scene, "rollback") == "published"
-    ref = refs.live()
+    ref = view_log.live()
     assert ref is not None
     with pytest.raises(PrecomputeError, match="snapshot 3 is marked bad"):
         act(scene, "rollback", to=3)
-    assert (refs.live(), list(refs.bad()), ref.held is not None) == (ref, [3], True)
+    assert (view_log.live(), list(view_log.bad()), ref.held is not None) == (ref, [3], True)
 
 
 def test_a_rollback_from_a_full_recomputation_of_the_same_rows(scene: FaultScene) -> None:
     recover(scene)
     recover(scene, full=True)
     assert act(scene, "rollback", to=1) == "published"
-    ref = scene.store.refs.live()
+    ref = scene.store.log.live()
     assert ref is not None
     assert ref.snapshot == 1
 

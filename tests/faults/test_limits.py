@@ -411,7 +411,7 @@ def test_a_view_can_be_dropped_on_a_full_disk(
     scene = scene_on_disk
     with full(scene):
         assert main(["-c", str(scene.folder), "drop", VIEW, "--yes"]) == 0, capsys.readouterr().err
-        assert scene.store.refs.live() is None
+        assert scene.store.log.live() is None
     recover(scene)
     assert check_readers(scene) == scene.history[-1]
     check_everything(scene)

@@ -63,9 +63,9 @@ def check(scene: FaultScene, image: Image, what: str = "run") -> FaultScene:
         check_committed(scene, image)
     else:
         # marked with the very move, and not before
-        ref = scene.store.refs.live()
+        ref = scene.store.log.live()
         assert ref is not None
-        assert list(scene.store.refs.bad()) == ([] if ref.snapshot == 3 else [3])
+        assert list(scene.store.log.bad()) == ([] if ref.snapshot == 3 else [3])
     return scene
 
 
@@ -74,7 +74,7 @@ def check_live(scene: FaultScene, image: Image, what: str) -> None:
     old, new = ([None, *scene.history] if len(scene.history) == 1 else scene.history)[-2:]
     if what == "rollback":
         old, new = new, old
-    ref, entries = scene.store.refs.live(), scene.store.refs.publishings()
+    ref, entries = scene.store.log.live(), scene.store.log.publishings()
     assert entries == sorted(entries, key=lambda entry: entry.epoch)
     assert entries[-1:] == ([] if ref is None else [ref.publishing()])
     assert not any(entry.unknown for entry in entries), "no event is lost"
@@ -98,8 +98,8 @@ def check_dropped(scene: FaultScene, image: Image, what: str) -> None:
     """Served whole, or not any more; gone at the end, with its snapshots if they were to be
     removed."""
     if image.done:
-        assert (served(scene), scene.store.refs.live()) == (None, None)
-        assert [entry.snapshot for entry in scene.store.refs.publishings()] == (
+        assert (served(scene), scene.store.log.live()) == (None, None)
+        assert [entry.snapshot for entry in scene.store.log.publishings()] == (
             [] if what == "remove" else [1, None]
         )
         assert scene.store.offline.views() == ([] if what == "remove" else [VIEW])

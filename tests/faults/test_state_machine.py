@@ -122,7 +122,7 @@ class View(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        if self.scene.store.refs.readable_live() is not None:
+        if self.scene.store.log.readable_live() is not None:
             with small_chunks():
                 self.scene.project().resume()
             self.must_be(self.state_of_live())
@@ -139,10 +139,10 @@ class View(RuleBasedStateMachine):
     def clock_jumps(self, jump_s: float) -> None:
         self.jump_s = jump_s
 
-    @precondition(lambda self: not self.scene.store.refs.bad())
+    @precondition(lambda self: not self.scene.store.log.bad())
     @rule()
     def all_is_well(self) -> None:
-        ref = self.scene.store.refs.live()
+        ref = self.scene.store.log.live()
         assert ref is not None
         if ref.held is None:
             self.did("run")
@@ -198,13 +198,13 @@ class View(RuleBasedStateMachine):
 
     def expected_of_a_run(self) -> State | None:
         """What is live after a run that succeeds; None of a view that is held."""
-        ref = self.scene.store.refs.live()
+        ref = self.scene.store.log.live()
         assert ref is not None
         return None if ref.held is not None else (self.scene.rows, self.scene.version)
 
     def state_of_live(self) -> State:
         """The state of the snapshot that the offline store calls live."""
-        ref = self.scene.store.refs.live()
+        ref = self.scene.store.log.live()
         assert ref is not None
         return state_of(self.scene, read_snapshot(self.scene, ref.snapshot), "live")
 

@@ -332,8 +332,8 @@ def test_a_record_unreadable_for_now_is_not_damaged(record: str, number: int, un
     store = scene.store
     store.mark_bad(1, "a test")
     # what was noted of the manifests would do without them
-    (scene.view_folder / "refs" / "catalog.jsonl").unlink()
-    path, log = RECORDS[record](scene), OfflineStore(store.offline.root).view(VIEW).refs
+    (scene.view_folder / "notes" / "catalog.jsonl").unlink()
+    path, log = RECORDS[record](scene), OfflineStore(store.offline.root).view(VIEW).log
     readers: dict[str, list[Callable[[], Any]]] = {
         "manifest": [lambda: store.snapshot(2), store.catalog, store.damage],
         "newest manifest": [lambda: store.snapshot(4), store.catalog],
@@ -367,19 +367,19 @@ def test_a_rollback_goes_no_step_too_far_and_a_publishing_is_not_current(unread:
     scene = nth_reads.copied(unread)
     with unreadable(manifest(scene, 2)):
         assert scene.project().cli("rollback", VIEW) == 1
-    ref = scene.store.refs.live()
-    assert (ref and ref.snapshot, scene.store.refs.bad()) == (3, {})
+    ref = scene.store.log.live()
+    assert (ref and ref.snapshot, scene.store.log.bad()) == (3, {})
     with unreadable(manifest(scene, 4)):
         assert scene.project().cli("publish", VIEW) == 1
     assert scene.project().cli("publish", VIEW) == 0
-    ref = scene.store.refs.live()
+    ref = scene.store.log.live()
     assert ref is not None
     assert ref.snapshot == 4
 
 
 def test_nothing_is_collected_while_a_manifest_cannot_be_read(unread: Path) -> None:
     scene = nth_reads.copied(unread)
-    (scene.view_folder / "refs" / "catalog.jsonl").unlink()
+    (scene.view_folder / "notes" / "catalog.jsonl").unlink()
     orphan = scene.view_folder / "data" / "20260101T000000.000000Z-aaaaaa" / "part-00001.parquet"
     orphan.parent.mkdir()
     orphan.write_bytes(b"of a run that was killed")
@@ -421,11 +421,11 @@ def test_a_rollback_that_fails_half_way_marks_nothing(point: str, unread: Path) 
         assert scene.project().cli("rollback", VIEW) == 1
     finally:
         crashpoint.disarm()
-    ref = scene.store.refs.live()
-    assert (ref and ref.snapshot, scene.store.refs.bad()) == (3, {})
+    ref = scene.store.log.live()
+    assert (ref and ref.snapshot, scene.store.log.bad()) == (3, {})
     assert act(scene, "rollback") == "published"
-    ref = scene.store.refs.live()
-    assert (ref and ref.snapshot, [*scene.store.refs.bad()]) == (2, [3])
+    ref = scene.store.log.live()
+    assert (ref and ref.snapshot, [*scene.store.log.bad()]) == (2, [3])
 
 
 def test_a_rollback_whose_online_store_refuses_marks_nothing(
@@ -443,7 +443,7 @@ def test_a_rollback_whose_online_store_refuses_marks_nothing(
         patch.setattr(TableStore, "segments", refused)
         with pytest.raises(OnlineStoreError, match="full"):
             act(scene, "rollback")
-    assert scene.store.refs.bad() == {}
+    assert scene.store.log.bad() == {}
 
 
 def test_a_rollback_to_what_builds_on_what_is_left_marks_nothing(
@@ -452,5 +452,5 @@ def test_a_rollback_to_what_builds_on_what_is_left_marks_nothing(
     scene = nth_reads.copied(unread)
     with pytest.raises(PrecomputeError, match="snapshot 3 is marked bad"):
         act(scene, "rollback", to=4)
-    ref = scene.store.refs.live()
-    assert (ref and ref.snapshot, scene.store.refs.bad()) == (3, {})
+    ref = scene.store.log.live()
+    assert (ref and ref.snapshot, scene.store.log.bad()) == (3, {})

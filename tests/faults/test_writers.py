@@ -49,9 +49,9 @@ def test_a_zombie_changes_nothing_that_is_live(point: str, delta_to_come: MakeSc
     zombie, scene = overtaken(delta_to_come(), point)
     newest = scene.history[-1]
     assert check_readers(scene) == newest
-    ref = scene.store.refs.live()
+    ref = scene.store.log.live()
     ended = zombie.go_on()
-    assert scene.store.refs.live() == ref
+    assert scene.store.log.live() == ref
     assert check_readers(scene) == newest
     check_snapshots(scene)
     if point not in DONE:
@@ -154,9 +154,9 @@ def test_a_rollback_wins_over_a_publishing(point: str, nth: int, delta_to_come: 
     assert ended.error is not None
     assert ended.error.startswith(REFUSED)
     assert check_readers(scene) == first
-    ref = scene.store.refs.live()
+    ref = scene.store.log.live()
     assert ref is not None
-    assert (ref.snapshot, list(scene.store.refs.bad())) == (1, [2])
+    assert (ref.snapshot, list(scene.store.log.bad())) == (1, [2])
     recover(scene)
     check_everything(scene)
 
@@ -175,7 +175,7 @@ def test_a_run_that_computes_while_somebody_rolls_back_waits(delta_to_come: Make
         " next run builds on another one"
     ]
     assert "; nothing newer waits; " in str(report.held)
-    assert (recover(scene).snapshot, [*scene.store.refs.bad()]) == (4, [2])
+    assert (recover(scene).snapshot, [*scene.store.log.bad()]) == (4, [2])
     check_everything(scene)
 
 

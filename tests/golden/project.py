@@ -167,7 +167,7 @@ def served_at(scene: Scene, view: str, at: datetime) -> dict[str, Any]:
 def _of_view(scene: Scene, view: str) -> dict[str, Any]:
     line = scene.status(view)
     store = scene.offline.view(view)
-    moments = [entry.since for entry in store.refs.publishings()]
+    moments = [entry.since for entry in store.log.publishings()]
     return {
         "rows": live_rows(scene, view),
         "then": {at: served_at(scene, view, datetime.fromisoformat(at)) for at in moments},
@@ -177,8 +177,8 @@ def _of_view(scene: Scene, view: str) -> dict[str, Any]:
             {name: event[name] for name in _OF_HISTORY if event.get(name) is not None}
             for event in history(scene, view, 1000)
         ],
-        "pins": sorted(store.refs.pins()),
-        "bad": sorted(store.refs.bad()),
+        "pins": sorted(store.log.pins()),
+        "bad": sorted(store.log.bad()),
     }
 
 

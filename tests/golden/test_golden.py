@@ -134,7 +134,7 @@ def test_each_of_its_views_is_run_on(golden: Golden) -> None:
     # who names what was rolled back from takes its mark away
     assert scene.publish("marked", snapshot=3).snapshot == 3
     assert doubles(scene, "marked") == FULL | {0: 3.0}
-    assert scene.offline.view("marked").refs.bad().keys() == {2}
+    assert scene.offline.view("marked").log.bad().keys() == {2}
     assert run(scene, "marked", FULL) == "committed"
     scene.resume("marked")
     assert doubles(scene, "marked") == FULL

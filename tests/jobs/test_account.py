@@ -328,12 +328,12 @@ def test_what_a_wrong_clock_noted_is_looked_at_again(
 ) -> None:
     """It was days ahead when an account was written, and is right now."""
     monkeypatch.setattr(checker, "OFTEN_S", 45.0)
-    refs, ahead = project.store.leases, 10 * 86_400_000_000
+    notes, ahead = project.store.leases, 10 * 86_400_000_000
     with contextlib.closing(project.open_online()) as online:
         account = check_live(project.store, online, share=1.0)
         files = {path: at_us + ahead for path, at_us in account.files.items()}
         turn = replace(account.turn, began_us=account.turn.began_us + ahead)
-        write_account(refs, replace(account, at_us=account.at_us + ahead, files=files, turn=turn))
+        write_account(notes, replace(account, at_us=account.at_us + ahead, files=files, turn=turn))
         flip(index(project, 1, "vectors.faiss"))
         assert is_due(project.store)
         found = check_live(project.store, online, budget_s=10.0)
@@ -352,14 +352,14 @@ def test_beside_a_server_somebody_looks_every_minute(
 ) -> None:
     """Whatever the readers say; and heals nothing."""
     monkeypatch.setattr(checker, "POLL_S", 0.01)
-    refs = project.store.leases
+    notes = project.store.leases
     flip(index(project, 1, "vectors.faiss"))
     beside = Rounds(project.offline, project.open_online, ["numbers", "never_run"], every_s=0.0)
     try:
         # a look reads for some tenths of a second, and on a busy machine the index at a later one
-        while not read_account(refs, "numbers").findings:
+        while not read_account(notes, "numbers").findings:
             time.sleep(0.01)
     finally:
         beside.stop()
-    account = read_account(refs, "numbers")
+    account = read_account(notes, "numbers")
     assert ([finding.act for finding in account.findings], project.live().epoch) == ([Act.INDEX], 2)

@@ -213,7 +213,7 @@ def committed(project: Scene) -> list[str]:
 
 def live(project: Scene) -> str | None:
     store = project.store
-    ref = store.refs.live()
+    ref = store.log.live()
     return None if ref is None else store.snapshot(ref.snapshot).partition
 
 
@@ -442,7 +442,7 @@ def test_the_oldest_comes_first_and_the_newest_goes_live(daily: MakeDaily) -> No
     assert (done.status, [item.state for item in done.items]) == ("done", ["done"] * 2)
     assert committed(project) == [part(1), part(2)]
     assert (live(project), done.published) == (part(2), 2)
-    assert {entry.run for entry in project.store.refs.publishings()} == {done.id}
+    assert {entry.run for entry in project.store.log.publishings()} == {done.id}
     check_rows(project, 1, 2)
     lookup = project.open_lookup()
     table = lookup.get("numbers", KEYS, features=["double"])
@@ -737,10 +737,10 @@ def test_verdicts_do_not_depend_on_the_clock(
 def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
     project = daily((1, 2))
     compute(project, 1, "run")
-    refs = project.store.refs
+    view_log = project.store.log
     held: dict[str, Any] = {"reason": "test"}
     held["held"] = Hold("2026-01-05T03:12:00Z", "rollback (ann@host)", "a bad model")
-    refs.move_live(1, expected_epoch=project.live().epoch, **held)
+    view_log.move_live(1, expected_epoch=project.live().epoch, **held)
     done = run_backfill(project, "numbers", options(2, 2))
     assert (done.status, done.published, live(project)) == ("done", None, part(1))
     assert done.not_published == (
@@ -835,7 +835,7 @@ def test_one_process_computes_several_partitions_with_one_model(
         await_begun(gate, 1, 2, 3)
         eventually(
             lambda: (
-                project.store.refs.live() is not None
+                project.store.log.live() is not None
                 and project.live_snapshot().partition == part(2)
             )
         )

@@ -332,9 +332,9 @@ def test_fail_ends_the_run_and_leaves_what_is_live(
     assert report.status == "published"
     assert report.counts["rejected"] == 2
     assert stored(project, report) == expected(good)
-    live = project.store.refs.events()
+    live = project.store.log.events()
     assert project.run().status == "current"
-    renewed = project.store.refs.events()
+    renewed = project.store.log.events()
     lookup = open_lookup(project)
     before = served(lookup, [1, 2, 3, 5])
     project = make(good | {5: "e", 7: "", 8: None}, bad_rows="fail")
@@ -353,7 +353,7 @@ def test_fail_ends_the_run_and_leaves_what_is_live(
     last = project.report()
     assert (last.status, last.snapshot) == ("rejected", None)
     assert project.numbers() == [1]
-    assert project.store.refs.events() == renewed != live
+    assert project.store.log.events() == renewed != live
     assert served(lookup, [1, 2, 3, 5]) == before
     report = make(good | {5: "e"}, bad_rows="fail").run()
     assert (report.status, stored(project, report)) == ("published", expected(good | {5: "e"}))

@@ -115,7 +115,7 @@ def test_what_fails_half_way_is_told_and_finished_by_the_same_command(
     assert "to finish it: precompute rollback numbers+" in said
     assert "not begun, since doubled is not" in said
     assert live(nights) == [*SECOND[:2], FIRST[2], SECOND[3]]
-    assert nights.store.refs.bad() == {}
+    assert nights.store.log.bad() == {}
     assert nights.cli("rollback", "numbers+") == 0
     assert live(nights) == FIRST
 

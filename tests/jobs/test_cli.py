@@ -615,9 +615,9 @@ def test_a_second_rollback_names_where_it_would_go(
         " rollback numbers --to 1; shown by: precompute history numbers\n"
     )
     assert project.live() == ref
-    assert set(project.store.refs.bad()) == {3}
+    assert set(project.store.log.bad()) == {3}
     assert project.cli("rollback", "numbers", "--to", "1") == 0
-    assert (project.live().snapshot, set(project.store.refs.bad())) == (1, {2, 3})
+    assert (project.live().snapshot, set(project.store.log.bad())) == (1, {2, 3})
 
 
 # ---- what all commands have in common

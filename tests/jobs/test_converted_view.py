@@ -300,7 +300,7 @@ def test_a_precision_that_is_not_accurate_enough_computes_nothing(
     project = torch_project(make_project, ROWS)
     assert project.cli("run", "numbers") == 0
     store = project.offline
-    before, live = files(project.root), store.view("numbers").refs.live()
+    before, live = files(project.root), store.view("numbers").log.live()
     capsys.readouterr()
 
     project = torch_project(make_project, view={"precision": "bf16"})
@@ -330,7 +330,7 @@ def test_a_precision_that_is_not_accurate_enough_computes_nothing(
     assert {
         path: body for path, body in after.items() if not any(part in path for part in aside)
     } == {path: body for path, body in before.items() if not any(part in path for part in aside)}
-    assert (store.view("numbers").numbers(), store.view("numbers").refs.live()) == ([1], live)
+    assert (store.view("numbers").numbers(), store.view("numbers").log.live()) == ([1], live)
     assert project.cli("lookup", "numbers", "7") == 0
     assert "double: 2.14" in capsys.readouterr().out
 
@@ -400,7 +400,7 @@ def test_beside_a_run_nothing_is_written_before_it_is_known(
     assert [
         path
         for path in left
-        if not path.startswith(("numbers/runs/", "numbers/refs/", "numbers/compiled/accuracy-"))
+        if not path.startswith(("numbers/runs/", "numbers/notes/", "numbers/compiled/accuracy-"))
     ] == []
     assert project.numbers() == []
     assert project.cli("run", "numbers") == 3
@@ -577,7 +577,7 @@ def test_an_inaccurate_precision_is_computed_where_accepted(make_project: MakePr
     snapshot = store.view("numbers").snapshot(1)
     assert (snapshot.gates[0].gate, snapshot.gates[0].passed) == ("accuracy", False)
     assert (project.refused_by(), live_number(store)) == ([], 1)
-    assert project.store.refs.accepted(1) == {"accuracy"}
+    assert project.store.log.accepted(1) == {"accuracy"}
     assert stored(project, 1) == wanted(ROWS, torch.bfloat16)
     changed = [*ROWS[:-1], (ROWS[-1][0], 1.003)]  # a delta is of the precision that was accepted
     assert torch_project(make_project, changed, view=view).cli("run", "numbers") == 0
@@ -587,7 +587,7 @@ def test_an_inaccurate_precision_is_computed_where_accepted(make_project: MakePr
 
 
 def live_number(store: OfflineStore) -> int | None:
-    ref = store.view("numbers").refs.live()
+    ref = store.view("numbers").log.live()
     return None if ref is None else ref.snapshot
 
 

@@ -58,7 +58,7 @@ def served(project: Scene) -> list[str]:
             assert lookup.row(name, 1)["features"]["double"] == 2.0
             found.append(name)
         else:
-            lost = project.offline.view(name).refs.live() is not None
+            lost = project.offline.view(name).log.live() is not None
             error, words = (
                 (RowsLostError, "has no pointer of view")
                 if lost
@@ -92,7 +92,7 @@ def test_a_dropped_view_is_unknown_to_all_readers_and_its_snapshots_stay(
     assert served(project) == ["others"]
     store = project.offline
     assert (
-        store.view("numbers").refs.live(),
+        store.view("numbers").log.live(),
         store.view("numbers").numbers(),
         (project.root / "numbers" / "index").exists(),
     ) == (None, [1], False)
@@ -209,7 +209,7 @@ def test_no_run_begins_while_a_view_is_dropped(
 
     monkeypatch.setattr(drop_module, "_check_idle", then_a_run)
     drop(project, "numbers", data=data)
-    assert (served(project), project.store.refs.live()) == (["others"], None)
+    assert (served(project), project.store.log.live()) == (["others"], None)
     assert project.numbers() == ([] if data else [1])
     assert project.run().status == "published"
     assert served(project) == ["numbers", "others"]
@@ -262,7 +262,7 @@ def test_no_command_of_another_project_changes_what_is_served(
         second.materialize(full=True)
         with contextlib.closing(second.open_online()) as online:
             # as if it had been published there before the first project took the view over
-            second.store.refs.move_live(
+            second.store.log.move_live(
                 1,
                 expected_epoch=0,
                 above=online.live("numbers").epoch + 2,  # type: ignore[union-attr]

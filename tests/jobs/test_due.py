@@ -415,7 +415,7 @@ def test_settled_times_are_of_the_line_and_the_zone_they_belong_to(
     assert project("0 2 * * *").decision("numbers", at(6, 3)).due == at(6)
     for other in (project("0 1 * * *"), project("0 2 * * *", "Europe/Berlin")):
         assert other.decision("numbers", at(6, 3)).state == "idle"
-    path = make_project().root / "numbers" / "refs" / "schedule.json"
+    path = make_project().root / "numbers" / "notes" / "schedule.json"
     for text in (
         "",
         "{torn",

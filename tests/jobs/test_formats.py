@@ -56,7 +56,7 @@ def build(make_project: MakeProject) -> Scene:
         project.run(full=True)
         if x == 10.0:
             project.rollback()
-            project.store.refs.resume_live()
+            project.store.log.resume_live()
     project.store.pin(1, "a test")
     project.store.journals.begin("killed", "recipe", None)
     project.status()
@@ -90,10 +90,10 @@ KINDS: dict[str, tuple[str, Read]] = {
     "event": ("var/numbers/log/0*.json", lambda project, _: _log(project).events()),
     "state": ("var/numbers/log/state-*.json", lambda project, _: _log(project).state()),
     "lease": (
-        "var/numbers/refs/lease-publish.json",
+        "var/numbers/notes/lease-publish.json",
         lambda project, _: holder(project.store.leases, "publish"),
     ),
-    "account": ("var/numbers/refs/account.json", _account),
+    "account": ("var/numbers/notes/account.json", _account),
     "manifest": (
         "var/numbers/manifests/00000000000000000001.json",
         lambda project, _: project.store.snapshot(1),

@@ -285,7 +285,7 @@ def test_a_gate_is_accepted_by_name_on_the_run(make_project: MakeProject, gate: 
     snapshot = project.snapshot()
     assert (snapshot.number, *live(project)) == (2, 2, 2)  # and not the same rows once more
     assert (failed(snapshot), project.refused_by()) == ([gate], [])
-    assert project.store.refs.accepted(2) == {gate}
+    assert project.store.log.accepted(2) == {gate}
 
 
 @pytest.mark.parametrize("gate", ["rows", "drift"])
@@ -299,7 +299,7 @@ def test_a_gate_is_accepted_by_name_on_a_later_publish(
     assert project.cli("publish", "numbers", "--snapshot", "2", "--accept", gate) == 0
     assert project.report().plan == f"{gate} of snapshot 2 accepted"
     assert (project.numbers(), *live(project)) == ([1, 2], 2, 2)
-    (note,) = (event for event in project.store.refs.events() if event.kind == "accept")
+    (note,) = (event for event in project.store.log.events() if event.kind == "accept")
     assert (note.snapshot, note.gates, note.reason) == (2, (gate,), "by --accept")
     assert note.by == f"publish ({operator()})"
     assert project.run().status == "current"  # nothing is left to be refused
@@ -324,7 +324,7 @@ def test_accepting_one_of_two_is_not_enough(make_project: MakeProject, capsys: C
         )
         == 0
     )
-    assert project.store.refs.accepted(2) == {"drift", "moved", "rows"}
+    assert project.store.log.accepted(2) == {"drift", "moved", "rows"}
 
 
 def test_an_acceptance_holds_in_the_next_run_while_its_gate_says_the_same(
@@ -341,7 +341,7 @@ def test_an_acceptance_holds_in_the_next_run_while_its_gate_says_the_same(
 
     def stands() -> tuple[int, tuple[str, ...], list[str]]:
         number = project.snapshot().number
-        accepted = project.store.refs.accepted(number)
+        accepted = project.store.log.accepted(number)
         return number, tuple(sorted(accepted)), sorted(project.refused_by())
 
     for _ in range(2):

@@ -69,7 +69,9 @@ def gc(
 
 
 def files(project: Scene) -> set[Path]:
-    return {path for path in project.root.rglob("*") if path.is_file() and "refs" not in path.parts}
+    return {
+        path for path in project.root.rglob("*") if path.is_file() and "notes" not in path.parts
+    }
 
 
 def reads_well(project: Scene, view: str = "numbers") -> None:
@@ -95,7 +97,7 @@ def test_live_previous_newest_pinned_and_young_stay(prepared: Prepared) -> None:
     assert [item.path.name for item in gone[:3]] == [f"{n:020d}.json" for n in (2, 4, 5)]
     reads_well(project)
     assert project.faults() == []
-    store.refs.unpin(1)
+    store.log.unpin(1)
     gc(project)
     assert project.numbers() == [3, 6]
     assert gc(project) == []
@@ -153,7 +155,7 @@ def test_what_was_rolled_back_from_goes_as_any_other(prepared: Prepared) -> None
         project.rollback(hold=False)
     project = prepared(published, [4.0, 5.0, 6.0], keep=1)
     gc(project)
-    assert (project.numbers(), sorted(project.store.refs.bad())) == ([5, 6], [2, 3])
+    assert (project.numbers(), sorted(project.store.log.bad())) == ([5, 6], [2, 3])
     project.rollback()
     gc(project)
     assert (project.numbers(), project.live().snapshot) == ([5, 6], 5)
@@ -351,14 +353,14 @@ def test_what_nothing_names_goes_after_the_grace(
 ) -> None:
     project = prepared(published, [1.0])
     monkeypatch.setattr(gc_module, "MOST_REPORTS", 1)
-    refs = project.store.leases
+    notes = project.store.leases
     left = [
         project.store.data / "20000101T000000.000000Z-killed" / "part-00000.parquet",
         project.store.manifest_path(1).with_name(".20000101.tmp"),
-        refs / ".lease-run.json.1.tmp",
+        notes / ".lease-run.json.1.tmp",
         project.root / "numbers" / "log" / ".00000000000000000009.1-2.tmp",
         project.store.runs.folder / ".x.json.1.tmp",
-        refs / "running" / "20000101T000000.000000Z-killed",
+        notes / "running" / "20000101T000000.000000Z-killed",
         project.store.runs.folder / "20000101T000000.000000Z-older.json",
     ]
     for path in left:
@@ -597,9 +599,9 @@ def test_a_lost_event_is_told_by_status_until_it_is_given_up(
     # a first look reads the newest 16
     for _ in range(9):
         project.store.pin(2, "a test")
-        project.store.refs.unpin(2)
+        project.store.log.unpin(2)
     for number in (2, 20):
-        path = project.store.refs.path(number)
+        path = project.store.log.path(number)
         path.write_bytes(path.read_bytes()[:-9])
         for _ in range(2):
             assert main([*command, "status"]) == 1
@@ -654,7 +656,7 @@ def test_a_lost_record_of_a_segment_holds_up_the_files_that_it_may_name(
     record = store.folder / own.record.path
     whole = record.read_bytes()
     record.unlink()
-    (store.folder / "refs" / "catalog.jsonl").unlink()
+    (store.folder / "notes" / "catalog.jsonl").unlink()
     before = {path for path in files(project) if "data" in path.parts}
     time.sleep(0.05)
     for x in (1.0, 2.0):

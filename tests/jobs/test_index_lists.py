@@ -66,19 +66,19 @@ class Searched(World):
 
     def publish(self, snapshot: Snapshot, **options: Any) -> bool:
         """Whether something was built."""
-        ref = self.store.refs.live()
+        ref = self.store.log.live()
         before = self.folders()
         names, built = self.publisher.ready(snapshot, ref, **options)
         self.built = sorted(self.folders() - before)
-        refs, epoch = self.store.refs, 0 if ref is None else ref.epoch
-        ref = refs.move_live(snapshot.number, expected_epoch=epoch, reason="run", indexes=names)
+        view_log, epoch = self.store.log, 0 if ref is None else ref.epoch
+        ref = view_log.move_live(snapshot.number, expected_epoch=epoch, reason="run", indexes=names)
         assert not any(name.endswith(".tmp") for name in self.folders())
         self.publisher.drop_all_but({*ref.indexes, *ref.previous_indexes})
         assert {*ref.indexes} <= self.folders() <= {*ref.indexes, *ref.previous_indexes}
         return bool(built)
 
     def live(self) -> LiveRef:
-        ref = self.store.refs.live()
+        ref = self.store.log.live()
         assert ref is not None
         return ref
 
@@ -325,7 +325,7 @@ def test_a_folder_of_another_format_stays_and_is_refused_in_words(world: Searche
     shutil.copytree(folder, later)
     make_other(later / "meta.json")
     second = change(world, {1: 100.0})
-    names, _ = world.publisher.ready(second, world.store.refs.live())
+    names, _ = world.publisher.ready(second, world.store.log.live())
     world.publisher.drop_all_but(names)
     assert world.folders() == {*names, later.name}
     with pytest.raises(OtherFormatError, match="is of format 4"):
@@ -333,7 +333,7 @@ def test_a_folder_of_another_format_stays_and_is_refused_in_words(world: Searche
     # and under the name of this one's it is neither believed nor replaced
     make_other(folder / "meta.json")
     whole = (folder / "meta.json").read_bytes()
-    for ref in (world.store.refs.live(), None):
+    for ref in (world.store.log.live(), None):
         with pytest.raises(OtherFormatError, match="is of format 4"):
             world.publisher.ready(first, ref)
     assert (folder / "meta.json").read_bytes() == whole
@@ -354,7 +354,7 @@ def test_a_damaged_part_is_found_before_it_is_read_and_marked(world: Searched) -
     path.write_bytes(data[:200] + bytes([data[200] ^ 1]) + data[201:])
     with pytest.raises(SnapshotError, match="differs from its checksum"):
         world.publisher.ready(snapshot, None)
-    assert list(world.store.refs.bad()) == [snapshot.number]
+    assert list(world.store.log.bad()) == [snapshot.number]
     assert world.folders() == set()
 
 

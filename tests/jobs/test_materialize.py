@@ -98,9 +98,9 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
         "manifests/00000000000000000001.json",
         snapshot.segments[0].record.path,
         f"runs/{run}.json",
-        "refs/catalog.jsonl",
-        "refs/lease-run.json",
-        "refs/.lock",
+        "notes/catalog.jsonl",
+        "notes/lease-run.json",
+        "notes/.lock",
     }
     part = root / "data" / run / "part-00000.parquet"
     table = pq.read_table(part)

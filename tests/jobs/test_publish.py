@@ -47,7 +47,7 @@ INDEXED = {"index": {"on": "vector", "metric": "l2"}}
 def epochs(project: Scene) -> tuple[int, int]:
     """(of the offline pointer, of the online pointer)."""
     with project.online_store() as store:
-        ref, pointer = project.store.refs.live(), store.live("numbers")
+        ref, pointer = project.store.log.live(), store.live("numbers")
         return 0 if ref is None else ref.epoch, 0 if pointer is None else pointer.epoch
 
 
@@ -130,7 +130,7 @@ def test_a_run_that_found_nothing_changed_renews_what_is_live(
     opened = project.open_online()
     before = opened.live("numbers")
     again = project.run()
-    after, ref = opened.live("numbers"), project.store.refs.live()
+    after, ref = opened.live("numbers"), project.store.log.live()
     opened.close()
     assert before is not None
     assert ref is not None
@@ -143,7 +143,7 @@ def test_a_run_that_found_nothing_changed_renews_what_is_live(
     assert ref.renewed_at == again.read_at_us > first.read_at_us
     assert (epochs(project), loaded(project)) == ((1, 1), [1])
     assert project.publish().status == "current"  # and publishing does not take the renewal back
-    assert project.store.refs.live() == ref
+    assert project.store.log.live() == ref
 
 
 @pytest.mark.parametrize("damage", ["part", "kills"])
@@ -187,7 +187,7 @@ def test_going_back_to_the_snapshot_before_loads_nothing(
     report = project.publish(snapshot=1)
     assert (report.status, report.snapshot, report.epoch) == ("published", 1, 3)
     assert report.stages_s.keys() & {"check", "load", "verify", "index"} == set()
-    ref = store.refs.live()
+    ref = store.log.live()
     assert ref is not None
     assert ref.epoch == 3
     assert ref.previous == 2
@@ -197,7 +197,7 @@ def test_going_back_to_the_snapshot_before_loads_nothing(
     report = project.publish(snapshot=2)  # and forth
     assert (report.epoch, "load" in report.stages_s) == (4, False)
     assert project.served() == (2, [20.0, 20.0, 20.0])
-    ref = store.refs.live()
+    ref = store.log.live()
     assert ref is not None
     assert ref.epoch == 4
     assert ref.previous == 1
@@ -401,7 +401,7 @@ def test_a_store_that_lost_or_altered_rows_is_not_made_live(
     report = store.runs.last()
     assert report is not None
     assert (report.status, report.snapshot) == ("failed", 2)
-    ref = store.refs.live()
+    ref = store.log.live()
     assert ref is not None
     assert (ref.epoch, ref.snapshot) == (1, 1)
     assert memory.live("numbers") == before
@@ -515,7 +515,7 @@ def test_a_root_that_begins_anew_takes_no_old_segment_for_its_own(
         project = make_project([(1, x)])
         project.run()
     assert loaded(project) == [2, 3]
-    for part in ("refs", "manifests", "data", "runs"):
+    for part in ("notes", "manifests", "data", "runs"):
         shutil.rmtree(project.root / "numbers" / part)
     (project.root / "online/numbers/live.json").unlink()
     for number, x in enumerate((7.0, 8.0, 9.0), 1):
@@ -550,14 +550,14 @@ def test_a_publish_that_was_overtaken_changes_nothing(make_project: MakeProject)
     class Overtaken(MemoryStore):
         def load(self, view: str, segment: Segment, rows: Rows, rows_done: int = 0) -> int:
             count = super().load(view, segment, rows)
-            store.refs.move_live(1, expected_epoch=0, reason="another machine")
+            store.log.move_live(1, expected_epoch=0, reason="another machine")
             return count
 
     memory = Overtaken()
     with pytest.raises(ConflictError, match="from epoch 0 to 1"):
         publish_to(memory, store)
     assert memory.live("numbers") is None
-    ref = store.refs.live()
+    ref = store.log.live()
     assert ref is not None
     assert (ref.epoch, ref.reason) == (1, "another machine")
 

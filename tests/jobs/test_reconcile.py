@@ -166,9 +166,9 @@ def test_doubts_are_looked_into_once_and_values_are_compared_every_hour(
         for found in doubts:
             monkeypatch.setattr(online, "doubts", lambda _, found=found: found)
             assert check_live(project.store, online).trouble == []
-        refs = project.store.leases
-        known = read_account(refs, "numbers")
-        write_account(refs, replace(known, at_us=known.at_us - 3_600_000_000))
+        notes = project.store.leases
+        known = read_account(notes, "numbers")
+        write_account(notes, replace(known, at_us=known.at_us - 3_600_000_000))
         assert check_live(project.store, online).trouble == []
     assert looks == [256, 20_000, 20_000, 256]
 
@@ -178,7 +178,7 @@ def test_a_pointer_left_behind_is_moved_and_nothing_loaded(project: Scene) -> No
         behind = online.live("numbers")
         assert behind is not None
     store = project.store
-    store.refs.move_live(
+    store.log.move_live(
         2,
         expected_epoch=project.live().epoch,
         reason="a crash between the two pointers",

@@ -32,7 +32,7 @@ def test_a_file_unreadable_for_now_is_not_called_damaged(
         short.setattr(pq, "read_metadata", refused)
         with pytest.raises(UnreadableError, match=r"ulimit|the right to"):
             project.publish()
-    assert (project.store.refs.bad(), project.publish().status) == ({}, "published")
+    assert (project.store.log.bad(), project.publish().status) == ({}, "published")
 
 
 def test_what_a_process_has_no_memory_or_threads_for_is_one_line(

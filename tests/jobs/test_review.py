@@ -202,16 +202,16 @@ def test_history_has_what_the_log_says_in_its_order(
     project: Scene, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a clock that falls, too."""
-    refs, by = project.store.refs, operator()
+    view_log, by = project.store.log, operator()
     project.rollback()
     project.store.pin(1, "the audit")
     with monkeypatch.context() as patched:
         patched.setattr(log, "utc_now", lambda: "2020-01-01T00:00:00Z")
-        refs.unpin(1)
-        refs.accept(3, ["rows", "drift"], f"publish ({by})", "by --accept")
-    refs.mark_bad(1, BadMark("its manifest was damaged"))
-    refs.resume_live()
-    refs.unmark([1])
+        view_log.unpin(1)
+        view_log.accept(3, ["rows", "drift"], f"publish ({by})", "by --accept")
+    view_log.mark_bad(1, BadMark("its manifest was damaged"))
+    view_log.resume_live()
+    view_log.unmark([1])
     said = [
         {name: value for name, value in event.items() if value and name not in ("at", "run")}
         for event in history(project, "numbers", 100)

@@ -92,7 +92,7 @@ def test_back_to_what_was_live_before_by_one_pointer_move(versions: Versions, on
     assert ref.held == Hold(
         ref.held.at if ref.held else "", f"rollback ({operator()})", "went back from 2"
     )
-    assert (ref.run, set(project.store.refs.bad())) == (report.run, {2})
+    assert (ref.run, set(project.store.log.bad())) == (report.run, {2})
     assert project.store.runs.last() == report
     assert project.faults() == []
 
@@ -106,7 +106,7 @@ def test_twice_in_a_row_goes_back_further(versions: Versions, online: str) -> No
     with pytest.raises(SnapshotError, match=r"no good snapshot before 1 .*2 \(bad\), 3 \(bad\)"):
         project.rollback()
     assert served(project) == (1, 1.0)
-    assert set(project.store.refs.bad()) == {2, 3}
+    assert set(project.store.log.bad()) == {2, 3}
 
 
 def test_what_cannot_be_gone_back_to_is_refused_and_nothing_is_marked(versions: Versions) -> None:
@@ -115,7 +115,7 @@ def test_what_cannot_be_gone_back_to_is_refused_and_nothing_is_marked(versions: 
         project.rollback(to=9)
     with pytest.raises(SnapshotError, match=r"snapshot 2 .* is live already.*1, 2"):
         project.rollback(to=2)
-    assert project.store.refs.bad() == {}
+    assert project.store.log.bad() == {}
     with pytest.raises(SnapshotError, match="no snapshot 9"):
         project.publish(snapshot=9)
     assert served(project) == (2, 10.0)
@@ -144,7 +144,7 @@ def test_a_bad_target_is_refused_and_what_is_live_stays_good(
     project = versions(100.0)
     assert project.cli("rollback", "numbers", "--to", "2") == 3
     assert "marked bad" in capsys.readouterr().err
-    assert set(project.store.refs.bad()) == {2}
+    assert set(project.store.log.bad()) == {2}
     assert served(project) == (3, 100.0)
     assert project.run().status == "current"
 
@@ -165,7 +165,7 @@ def test_back_when_the_live_manifest_is_torn(versions: Versions) -> None:
     path.write_bytes(path.read_bytes()[:100])
     assert project.rollback().snapshot == 1
     assert served(project) == (1, 1.0)
-    assert set(project.store.refs.bad()) == {2}
+    assert set(project.store.log.bad()) == {2}
 
 
 def test_a_snapshot_that_a_gate_refused_is_no_default_target(make_project: MakeProject) -> None:
@@ -231,7 +231,7 @@ def test_resume_only_lets_go_where_nothing_newer_waits(
         " publish again)" in capsys.readouterr().out
     )
     assert project.live() == replace(before, held=None)
-    assert set(project.store.refs.bad()) == {2, 3}  # both were live since
+    assert set(project.store.log.bad()) == {2, 3}  # both were live since
     assert project.resume().plan == "was not held: snapshot 1 stays live, and runs publish again"
     assert served(project) == (1, 1.0)
     assert project.run().status == "published"
@@ -261,12 +261,12 @@ def test_what_was_left_is_published_by_its_number_on_purpose(versions: Versions)
         ],
     )
     assert (served(project), project.live().held) == ((2, 10.0), None)
-    assert project.store.refs.bad() == {}
+    assert project.store.log.bad() == {}
     assert project.run().status == "current"  # built on again
     project.store.mark_bad(1, "damaged: …", rows=False)
     with pytest.raises(GateError, match=r"snapshot 1 is marked bad \(damaged: …\)"):
         project.publish(snapshot=1)
-    assert set(project.store.refs.bad()) == {1}
+    assert set(project.store.log.bad()) == {1}
 
 
 def test_what_a_person_publishes_of_earlier_is_held_too(
@@ -279,7 +279,7 @@ def test_what_a_person_publishes_of_earlier_is_held_too(
         " `precompute resume numbers`"
     )
     assert capsys.readouterr().out.splitlines()[-1].endswith(said)
-    assert (served(project), project.store.refs.bad()) == ((2, 10.0), {})
+    assert (served(project), project.store.log.bad()) == ((2, 10.0), {})
     held = project.live().held
     project.run()
     assert (served(project), project.live().held) == ((2, 10.0), held)
@@ -313,7 +313,7 @@ def test_publish_never_picks_one_that_has_rows_of_a_bad_one(
         assert (report.status, report.snapshot) == ("current", 1)
     # on purpose the mark of 2 goes, whose row it has
     assert project.publish(snapshot=3).snapshot == 3
-    assert project.store.refs.bad() == {}
+    assert project.store.log.bad() == {}
 
 
 def test_back_from_a_partition_goes_to_the_one_before_it(make_project: MakeProject) -> None:
@@ -351,7 +351,7 @@ def test_a_hold_outlasts_what_is_refused(
     with pytest.raises(GateError):
         project.publish(snapshot=1)
     assert (project.live().held, served(project)) == (held, (2, 10.0))
-    project.store.refs.unmark([1])
+    project.store.log.unmark([1])
     project.rollback(hold=False)
     assert (project.live().held, served(project)) == (None, (1, 1.0))
     project.publish(snapshot=2)
@@ -368,14 +368,14 @@ def test_a_hold_outlasts_what_is_refused(
 
 def test_back_to_what_was_live_before_a_time(versions: Versions, capsys: Captured) -> None:
     project = versions(1.0, 10.0, 100.0)
-    second, third = (entry.published_at for entry in project.store.refs.publishings()[1:])
+    second, third = (entry.published_at for entry in project.store.log.publishings()[1:])
     assert project.cli("rollback", "numbers", "--before", "yesterday") == 2
     assert "--before: 'yesterday': write a date or time" in capsys.readouterr().err
     assert project.cli("rollback", "numbers", "--before", "2020-01-01") == 1
     assert "no good snapshot before 3 to go back to" in capsys.readouterr().err
     assert project.cli("rollback", "numbers", "--before", third, "--to", "1") == 2
     assert project.cli("rollback", "numbers", "--before", second) == 0
-    assert (served(project), set(project.store.refs.bad())) == ((1, 1.0), {2, 3})
+    assert (served(project), set(project.store.log.bad())) == ((1, 1.0), {2, 3})
     # what was live before it is live: it stays as it is
     live = project.live()
     assert project.cli("rollback", "numbers", "--before", second) == 0
@@ -386,7 +386,7 @@ def test_back_to_what_was_live_before_a_time(versions: Versions, capsys: Capture
 
 def test_what_is_damaged_is_passed_over_before_a_time_and_once(versions: Versions) -> None:
     project = versions(1.0, 10.0, 100.0)
-    moment = parsed_time(project.store.refs.publishings()[2].published_at)
+    moment = parsed_time(project.store.log.publishings()[2].published_at)
     project.store.mark_bad(2, "damaged: …", rows=False)
     assert [project.rollback(before=moment).status for _ in range(2)] == ["published", "current"]
     assert (served(project), project.live().snapshot) == ((1, 1.0), 1)
@@ -399,10 +399,10 @@ def test_what_one_command_published_many_times_is_taken_back_as_one(versions: Ve
         project = make_factor(project, factor)
         number = project.materialize().snapshot
         project.publish(snapshot=number, backfill="night")
-    assert [entry.run for entry in project.store.refs.publishings()][1:] == ["night"] * 3
+    assert [entry.run for entry in project.store.log.publishings()][1:] == ["night"] * 3
     project.publish(reload=True)  # what is live is still what the backfill brought
     assert project.rollback().snapshot == 1
-    assert (served(project), set(project.store.refs.bad())) == ((1, 1.0), {2, 3, 4})
+    assert (served(project), set(project.store.log.bad())) == ((1, 1.0), {2, 3, 4})
 
 
 def make_factor(project: Scene, factor: float) -> Scene:
@@ -414,7 +414,7 @@ def make_factor(project: Scene, factor: float) -> Scene:
 def test_where_it_is_not_known_what_was_live_before_a_person_names_it(versions: Versions) -> None:
     """It goes no step too far."""
     project = versions(1.0, 10.0, 100.0)
-    path = project.store.refs.path(2)
+    path = project.store.log.path(2)
     path.write_bytes(path.read_bytes().replace(b"run", b"rum"))
     for before in (None, parsed_time(project.live().at)):
         with pytest.raises(SnapshotError, match=r"is not known, since .*2\.json is damaged.*--to"):
@@ -529,7 +529,7 @@ def test_a_run_of_a_held_view_finishes_what_a_killed_rollback_began(versions: Ve
     crashpoint.disarm()
     held = project.live().held
     assert (project.live().snapshot, served(project)) == (1, (2, 10.0))
-    assert set(project.store.refs.bad()) == {2}
+    assert set(project.store.log.bad()) == {2}
     assert project.run(full=True).status == "committed"
     assert (project.live().held, served(project)) == (held, (1, 1.0))
     assert project.faults() == []

@@ -423,10 +423,10 @@ def blocked_by_a_folder(path: Path) -> None:
 FILES = (
     "var",
     "var/numbers",
-    *(f"var/numbers/{name}" for name in ("data", "manifests", "refs", "log", "runs", "index")),
+    *(f"var/numbers/{name}" for name in ("data", "manifests", "notes", "log", "runs", "index")),
 )
-LEASES = ("refs/lease-run.json", "refs/lease-publish.json")
-FOLDERS = tuple(f"var/numbers/{name}" for name in (*LEASES, "refs/.lock", f"log/{2:020d}.json"))
+LEASES = ("notes/lease-run.json", "notes/lease-publish.json")
+FOLDERS = tuple(f"var/numbers/{name}" for name in (*LEASES, "notes/.lock", f"log/{2:020d}.json"))
 BLOCKS = [
     *((name, blocked_by_a_file) for name in (*FILES, "online", "online/numbers")),
     *(
@@ -605,4 +605,4 @@ def test_reports_of_dead_runs_are_found_without_reading_the_others(
     assert close_dead(store, None, own=dead.run) == []
     assert close_dead(store, None) == [dead.run]
     assert store.runs.unended() == []
-    assert list((project.root / "numbers" / "refs" / "running").iterdir()) == []
+    assert list((project.root / "numbers" / "notes" / "running").iterdir()) == []

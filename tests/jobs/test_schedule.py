@@ -57,8 +57,8 @@ sealed() {  # JSON whose keys are in order, with its checksum
     printf '%s, "blake2b": "%s"}' "${1%?}" $(printf %s "$1" | b2sum -l 96 | cut -c 1-24)
 }
 report() {  # a run's report, with the status given
-    mkdir -p $ROOT/$VIEW/runs $ROOT/$VIEW/refs/running
-    if [ $1 = running ]; then touch $ROOT/$VIEW/refs/running/$ID; fi
+    mkdir -p $ROOT/$VIEW/runs $ROOT/$VIEW/notes/running
+    if [ $1 = running ]; then touch $ROOT/$VIEW/notes/running/$ID; fi
     sealed "$(printf '{"command": "run", "due": "%s", "finished_at": "%s", "format": 3, "parents": {%s}, "partition": null, "pid": %s, ' \\
         $DUE $(now) "$(known)" $$; printf '"run": "%s", "started_at": "%s", "status": "%s", "view": "%s"}' $ID $BEGAN $1 $VIEW)" \\
         > $ROOT/$VIEW/tmp
@@ -189,7 +189,7 @@ def test_a_chain_runs_each_view_when_the_one_before_is_live(running: MakeRunning
         *(
             ref.at
             for view in ("numbers", "b")
-            if (ref := schedule.store.view(view).refs.live()) is not None
+            if (ref := schedule.store.view(view).log.live()) is not None
         ),
     ]
     time.sleep(0.3)

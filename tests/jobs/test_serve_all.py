@@ -261,7 +261,7 @@ def test_what_was_rolled_back_from_is_not_assembled_again(corpus: Corpus) -> Non
     assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0}
     held = corpus.scene.status()["held"]
     assert (again.status, held["waits"]) == ("committed", again.snapshot)
-    assert corpus.scene.store.refs.bad().keys() >= {held["repeats"]}
+    assert corpus.scene.store.log.bad().keys() >= {held["repeats"]}
     corpus.run(3, {3: 2.0})
     assert corpus.scene.resume().status == "published"
     assert corpus.served() == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0, 4: 1.0}

@@ -369,7 +369,7 @@ def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(
     with take(store.leases, run_lease(None), "run"):
         assert project.status()["attention"] == ["scheduled, and no scheduler is up"]
     shutil.rmtree(project.root / ".scheduler")
-    (project.root / "numbers" / "refs" / "schedule.json").unlink()
+    (project.root / "numbers" / "notes" / "schedule.json").unlink()
     assert project.status()["attention"] == [f"{overdue}: no scheduler was ever up"]
 
 

@@ -131,13 +131,13 @@ def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(
         project.online_store() as online,
         take(store.leases, PUBLISH_LEASE, "a publishing", ttl_s=60),
     ):
-        ref = store.refs.move_live(1, expected_epoch=1, reason="loaded again")
+        ref = store.log.move_live(1, expected_epoch=1, reason="loaded again")
         follows = threading.Timer(0.2, online.flip, [replace(pointer, epoch=2, at=ref.at)])
         follows.start()
         found = bad(project)
         follows.join()
     assert found == {}
-    store.refs.move_live(1, expected_epoch=2, reason="and nobody publishes")
+    store.log.move_live(1, expected_epoch=2, reason="and nobody publishes")
     assert list(bad(project)) == ["online pointer"]
 
 
@@ -299,7 +299,7 @@ def test_an_online_pointer_that_is_behind_is_found(prepared: Prepared, online: s
     project = prepared(chain, online)
     store = project.store
     ref, reason = project.live(), "a crash between the two pointers"
-    store.refs.move_live(2, expected_epoch=3, reason=reason, indexes=ref.previous_indexes)
+    store.log.move_live(2, expected_epoch=3, reason=reason, indexes=ref.previous_indexes)
     found = bad(project)
     assert found["online pointer"] == (
         "the online store serves snapshot 3, epoch 3, live is snapshot 2, epoch 4: precompute publish numbers --snapshot 2"

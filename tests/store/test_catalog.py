@@ -74,7 +74,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def path_of(store: ViewStore) -> Path:
-    return store.folder / "refs" / "catalog.jsonl"
+    return store.folder / "notes" / "catalog.jsonl"
 
 
 def test_it_says_what_the_manifests_say_and_parses_none_that_it_knows(

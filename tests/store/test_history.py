@@ -152,7 +152,7 @@ class Made:
 
     def publish(self, number: int | None, second: float) -> None:
         """Make a snapshot live at a time; None drops the view."""
-        view, ref = self.store.refs, self.store.refs.live()
+        view, ref = self.store.log, self.store.log.live()
         with mock.patch.object(log_module, "utc_now", return_value=at(second).isoformat()):
             if number is None:
                 view.end_live()
@@ -163,15 +163,15 @@ class Made:
     def renew(self, renewed: float, second: float) -> None:
         """A run that read the source at ``renewed`` found nothing changed, which readers knew from
         ``second`` on."""
-        ref = self.store.refs.live()
+        ref = self.store.log.live()
         if ref is not None:
             with mock.patch.object(log_module, "utc_now", return_value=at(second).isoformat()):
-                self.store.refs.renew_live(ref, as_us(at(renewed)))
+                self.store.log.renew_live(ref, as_us(at(renewed)))
 
     def mark_bad(self, number: int) -> None:
         made = self.snapshots[number - 1]
         mark = BadMark("test", made.created_at, made.content, segments=made.names[-1:])
-        self.store.refs.mark_bad(number, mark)
+        self.store.log.mark_bad(number, mark)
         self.bad.add(number)
 
     def good(self) -> list[Snapshot]:
@@ -576,7 +576,7 @@ def test_what_was_only_committed_is_best_known_and_was_not_served(made: Made) ->
         ):
             ask()
     made.check(requested, [Value(1, 1), Value(1, 1)], values="best_known")
-    made.store.refs.accept(refused.number, ["drift"], "publish", "as it should be")
+    made.store.log.accept(refused.number, ["drift"], "publish", "as it should be")
     made.check(requested, [Value(1, 1), Value(3, 2)], values="best_known")
     with pytest.raises(RequestError, match="values are 'served' or 'best_known', not 'latest'"):
         read(made.store, at(9), values="latest")  # type: ignore[arg-type]
@@ -991,7 +991,7 @@ def test_the_command_line_explains(
         "double",
         "vector",
     ]
-    since, until = (datetime.fromisoformat(ref.since) for ref in project.store.refs.publishings())
+    since, until = (datetime.fromisoformat(ref.since) for ref in project.store.log.publishings())
     assert said[12].startswith(
         f"  served  {since:%Y-%m-%dT%H:%M:%SZ} to {until:%Y-%m-%dT%H:%M:%SZ}"
     )

@@ -73,7 +73,7 @@ class Child:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return tmp_path / "refs"
+    return tmp_path / "notes"
 
 
 @pytest.fixture
@@ -291,10 +291,10 @@ def test_a_lease_whose_files_are_gone_is_lost(folder: Path) -> None:
 def test_files_that_cannot_be_made_written_or_read_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SnapshotError, match=r"cannot write .*lease-run.json"):
-        take(tmp_path / "file" / "refs", "run", "me")
-    (tmp_path / "refs" / "lease-run.json").mkdir(parents=True)
+        take(tmp_path / "file" / "notes", "run", "me")
+    (tmp_path / "notes" / "lease-run.json").mkdir(parents=True)
     with pytest.raises(UnreadableError, match="cannot be read"):
-        take(tmp_path / "refs", "run", "me")
+        take(tmp_path / "notes", "run", "me")
     folder = tmp_path / "held"
     (folder / ".lease-run.1.held").mkdir(parents=True)
     with pytest.raises(SnapshotError, match="cannot write"):

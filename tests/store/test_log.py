@@ -235,10 +235,10 @@ def test_an_event_between_look_and_write_has_the_next_number_tried(
 
 def test_a_writer_that_lost_its_lease_adds_nothing(tmp_path: Path) -> None:
     log = log_in(tmp_path / "log")
-    refs = tmp_path / "refs"
+    notes = tmp_path / "notes"
     with (
-        take(refs, "publish", "first") as first,
-        take(refs, "publish", "second", force=True),
+        take(notes, "publish", "first") as first,
+        take(notes, "publish", "second", force=True),
         pytest.raises(FencedError, match="lost its lease 'publish' to second"),
     ):
         log.move_live(4, expected_epoch=0, reason="run", lease=first)

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.store.account.account import REFS, has_sightings
+from precompute.store.account.account import NOTES, has_sightings
 from precompute.store.answers.fallback import Computed, Miss, unpacked_view
 from precompute.store.answers.lookup import MAX_KEYS, Lookup
 from precompute.store.answers.plan import ANSWER_FIELDS
@@ -844,10 +844,10 @@ def test_a_vector_that_changes_in_an_open_index_is_noted(house: House, by: dict[
     """And the search refused: in whatever of its steps it is met."""
     pointer = house.publish(NEIGHBOURS, metric="l2")
     assert pointer.index is not None
-    lookup, refs = house.lookup(), house.root / "things" / REFS
-    refs.mkdir()
+    lookup, notes = house.lookup(), house.root / "things" / NOTES
+    notes.mkdir()
     assert lookup.search("things", k=6, **by)["rows"]
-    assert not has_sightings(refs)
+    assert not has_sightings(notes)
     vectors = house.root / pointer.index / VECTORS
     with vectors.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -856,7 +856,7 @@ def test_a_vector_that_changes_in_an_open_index_is_noted(house: House, by: dict[
         file.write(b"\x01")
     with pytest.raises(VectorIndexError, match="damaged since it was opened"):
         lookup.search("things", k=6, **by)
-    assert has_sightings(refs)
+    assert has_sightings(notes)
 
 
 def test_a_search_over_an_overlay_answers_with_its_rows(house: House) -> None:

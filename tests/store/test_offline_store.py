@@ -511,8 +511,8 @@ def test_a_damaged_record_is_an_error_of_every_snapshot_that_names_it(
             store.check_parts(chain.last)
         with pytest.raises(SnapshotError, match=said):
             read.segment(chain.delta.names[1], chain.delta.segments[1].sha256)
-    assert list(store.refs.bad()) == [2]
-    assert store.refs.bad()[2].segments == (chain.delta.names[1],)
+    assert list(store.log.bad()) == [2]
+    assert store.log.bad()[2].segments == (chain.delta.names[1],)
     path.write_bytes(whole)
     found = [Standing(store).verdict(s) for s in (chain.full, chain.delta, chain.last)]
     assert [getattr(verdict, "number", None) for verdict in found] == [None, 2, 2]
@@ -569,24 +569,24 @@ def test_a_snapshot_is_marked_bad_once_and_for_good(store: ViewStore) -> None:
     part = store.write_part("run", "part-00000.parquet", TABLE)
     for content in ("one", "two"):
         store.commit(uncommitted(part, content=content))
-    assert store.refs.bad() == {}
+    assert store.log.bad() == {}
     for reason in ("first", "second"):
         store.mark_bad(1, reason)
-    assert {number: (mark.reason, mark.content) for number, mark in store.refs.bad().items()} == {
+    assert {number: (mark.reason, mark.content) for number, mark in store.log.bad().items()} == {
         1: ("first", "one")
     }
     store.mark_bad(2, "its files are damaged", rows=False)
-    assert (store.refs.bad()[2].reason, store.refs.bad()[2].content) == (
+    assert (store.log.bad()[2].reason, store.log.bad()[2].content) == (
         "its files are damaged",
         "",
     )
     store.mark_bad(9, "its manifest is gone")
-    assert (store.refs.bad()[9].reason, store.refs.bad()[9].content) == ("its manifest is gone", "")
+    assert (store.log.bad()[9].reason, store.log.bad()[9].content) == ("its manifest is gone", "")
     # what is served cannot be whole again, but its rows can come again
     store.mark_bad(2, "its values are wrong")
     store.mark_bad(2, "damaged again", rows=False)
-    assert store.refs.bad()[2].content == "two"
-    assert sorted(store.refs.bad()) == [1, 2, 9]
+    assert store.log.bad()[2].content == "two"
+    assert sorted(store.log.bad()) == [1, 2, 9]
 
 
 def test_a_roots_identity_is_read_from_its_copy_and_never_replaced(tmp_path: Path) -> None:
@@ -614,15 +614,15 @@ def test_the_size_of_a_folder_is_that_of_the_files_that_are_left(tmp_path: Path)
 def test_a_pin_holds_until_it_is_let_go(store: ViewStore) -> None:
     committed(store, TABLE)
     committed(store, TABLE, run="run2")
-    assert store.refs.pins() == set()
+    assert store.log.pins() == set()
     for number in (2, 1, 2):
         store.pin(number, "why")
-    assert store.refs.pins() == {1, 2}
+    assert store.log.pins() == {1, 2}
     with pytest.raises(SnapshotError, match="no snapshot 9"):
         store.pin(9, "x")
     for number in (1, 1, 9):
-        store.refs.unpin(number)
-    assert store.refs.pins() == {2}
+        store.log.unpin(number)
+    assert store.log.pins() == {2}
     (store.manifest_path(2)).write_text("{")
     with pytest.raises(SnapshotError, match="torn"):
         store.pin(2, "x")
@@ -783,12 +783,12 @@ sys.stdin.readline()
 numbers = [store.commit(uncommitted(run=f"{me}-{i}")).number for i in range(rounds)]
 won = []
 while True:
-    ref = store.refs.live()
+    ref = store.log.live()
     epoch = 0 if ref is None else ref.epoch
     if epoch >= rounds:
         break
     try:
-        won.append(store.refs.move_live(numbers[0], expected_epoch=epoch, reason=me).epoch)
+        won.append(store.log.move_live(numbers[0], expected_epoch=epoch, reason=me).epoch)
     except ConflictError:
         pass
 print(numbers, won, sep="|")
@@ -818,7 +818,7 @@ def test_racing_commits_get_distinct_numbers_and_one_moves_the_pointer(store: Vi
     for name, mine in numbers.items():
         assert [store.snapshot(n).run for n in mine] == [f"{name}-{i}" for i in range(rounds)]
     assert sorted(epoch for mine in won.values() for epoch in mine) == list(range(1, rounds + 1))
-    ref = store.refs.live()
+    ref = store.log.live()
     assert ref is not None
     assert rounds in won[ref.reason]
     assert not [name for name in tree(store.offline.root) if "tmp" in name]
@@ -829,20 +829,20 @@ def test_who_lost_the_lease_neither_commits_nor_moves_nor_renews(store: ViewStor
     late = take(store.leases, "publish", "late")
     first = store.commit(uncommitted(part), late)
     assert first.fence == late.record.fence == 1
-    ref = store.refs.move_live(1, expected_epoch=0, reason="run", lease=late)
-    ref = store.refs.renew_live(ref, 5, late)
+    ref = store.log.move_live(1, expected_epoch=0, reason="run", lease=late)
+    ref = store.log.renew_live(ref, 5, late)
     with take(store.leases, "publish", "other", force=True) as lease:
         before = tree(store.offline.root)
         for write in (
             lambda: store.commit(uncommitted(part, run="late"), late),
-            lambda: store.refs.move_live(1, expected_epoch=1, reason="late", lease=late),
-            lambda: store.refs.renew_live(ref, 6, late),
+            lambda: store.log.move_live(1, expected_epoch=1, reason="late", lease=late),
+            lambda: store.log.renew_live(ref, 6, late),
         ):
             with pytest.raises(FencedError, match="lost its lease 'publish' to other"):
                 write()
         assert tree(store.offline.root) == before
         assert store.commit(uncommitted(part, run="other"), lease).fence == 2
-        assert store.refs.move_live(2, expected_epoch=1, reason="other", lease=lease).snapshot == 2
+        assert store.log.move_live(2, expected_epoch=1, reason="other", lease=lease).snapshot == 2
     late.release()
 
 
@@ -867,7 +867,7 @@ def test_a_full_disk_is_an_error_and_leaves_everything_as_it_was(
     store: ViewStore, action: str
 ) -> None:
     committed(store, TABLE)
-    store.refs.move_live(1, expected_epoch=0, reason="run")
+    store.log.move_live(1, expected_epoch=0, reason="run")
     store.runs.write(ran(1))
     before = tree(store.offline.root)
     large = pa.table({"id": np.arange(4000), "double": np.random.default_rng(0).random(4000)})
@@ -881,7 +881,7 @@ def test_a_full_disk_is_an_error_and_leaves_everything_as_it_was(
         "commit": ([0, 1, 100, 500], lambda: store.commit(uncommitted(run="full"))),
         "live": (
             [0, 10],
-            lambda: store.refs.move_live(2, expected_epoch=1, reason="full"),
+            lambda: store.log.move_live(2, expected_epoch=1, reason="full"),
         ),
         "report": ([0, 5], lambda: store.runs.write(ran(2, "failed"))),
     }[action]
@@ -904,11 +904,11 @@ def test_a_root_that_cannot_be_a_folder_is_an_error_of_all_that_use_it(tmp_path:
     writers: list[Callable[[], Any]] = [
         lambda: store.write_part("run", "p.parquet", TABLE),
         lambda: store.commit(uncommitted()),
-        lambda: store.refs.move_live(1, expected_epoch=0, reason="run"),
+        lambda: store.log.move_live(1, expected_epoch=0, reason="run"),
         lambda: store.runs.write(ran(1)),
         lambda: store.journals.begin("run", "recipe", None),
         lambda: store.journals.add("run", Finished(None, None)),
-        lambda: store.refs.pin(1, "why"),
+        lambda: store.log.pin(1, "why"),
         lambda: take(store.leases, "run", "me"),
     ]
     for write in writers:
@@ -918,7 +918,7 @@ def test_a_root_that_cannot_be_a_folder_is_an_error_of_all_that_use_it(tmp_path:
     assert Standing(store).newest() is None
     assert store.runs.reports() == []
     assert store.journals.unfinished("recipe", None) == []
-    for read in (lambda: store.snapshot(1), store.refs.live, store.refs.bad, store.refs.pins):
+    for read in (lambda: store.snapshot(1), store.log.live, store.log.bad, store.log.pins):
         with pytest.raises(UnreadableError, match="cannot be read: Not a directory"):
             read()
 

@@ -85,7 +85,7 @@ def store(tmp_path: Path) -> ViewStore:
         commit(store, number, **kind)
     store.mark_bad(BAD, LEFT)
     store.mark_bad(DAMAGED, BROKEN, rows=False)
-    store.refs.accept(ACCEPTED, ["rows"], "publish (ann@host)", "as it should be")
+    store.log.accept(ACCEPTED, ["rows"], "publish (ann@host)", "as it should be")
     return store
 
 
@@ -94,9 +94,9 @@ def snapshots(store: ViewStore) -> dict[int, Snapshot]:
 
 
 def live(store: ViewStore, number: int, **more: Any) -> LiveRef:
-    ref = store.refs.live()
+    ref = store.log.live()
     epoch = 0 if ref is None else ref.epoch
-    return store.refs.move_live(number, expected_epoch=epoch, reason="run", **more)
+    return store.log.move_live(number, expected_epoch=epoch, reason="run", **more)
 
 
 def test_each_snapshot_has_one_verdict(store: ViewStore) -> None:
@@ -165,7 +165,7 @@ def test_the_newest_by_what_it_is_wanted_for(store: ViewStore) -> None:
     ]
     store.mark_bad(SAME, LEFT)
     assert Standing(store).newest_publishable() == GOOD
-    store.refs.unmark([REFUSED])
+    store.log.unmark([REFUSED])
     assert Standing(store).newest_publishable(accept=["rows"]) == REFUSED
 
 
@@ -213,7 +213,7 @@ def test_a_snapshot_that_nobody_can_read_stands_for_nothing(store: ViewStore) ->
     on_bad, known = store.snapshot(ON_BAD), snapshots(store)
     # whose segment it names all the same
     assert Standing(store).verdict(on_bad) == Bad(BAD, LEFT)
-    store.refs.unmark([BAD])
+    store.log.unmark([BAD])
     assert Standing(store).verdict(on_bad) == Usable()
     assert known.keys() == {*KINDS} - {BAD}
 
@@ -276,7 +276,7 @@ def test_what_waits_of_a_view_that_is_held(tmp_path: Path) -> None:
     assert Standing(store).held(None) is None
 
     def waits() -> tuple[int | None, int | None]:
-        held = Standing(store).held(store.refs.live())
+        held = Standing(store).held(store.log.live())
         assert held is not None
         return held.waits, held.repeats
 
@@ -287,19 +287,19 @@ def test_what_waits_of_a_view_that_is_held(tmp_path: Path) -> None:
     live(store, 3)
     live(store, 1, held=HOLD, marks={3: store.bad_mark(3, LEFT)})
     assert waits() == (None, None)  # 2 was made before what was left
-    assert str(Standing(store).held(store.refs.live())) == (
+    assert str(Standing(store).held(store.log.live())) == (
         "held since 2026-01-05T03:12:00Z by rollback (ann@host): went back from 2; nothing newer"
         " waits; `precompute resume numbers` lets runs publish again"
     )
     commit(store, 4, content="three")
     assert waits() == (4, 3)
-    assert str(Standing(store).held(store.refs.live())).endswith(
+    assert str(Standing(store).held(store.log.live())).endswith(
         "snapshot 4 waits, with the very rows of snapshot 3, which was rolled back from:"
         " `precompute resume numbers`"
     )
     commit(store, 5, gates=(REFUSAL,), content="five")
     assert waits() == (4, 3)
-    store.refs.accept(5, ["rows"], "publish", "")
+    store.log.accept(5, ["rows"], "publish", "")
     assert waits() == (5, None)
 
 

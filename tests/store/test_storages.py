@@ -38,7 +38,7 @@ def counted(data: bytes | None) -> bytes:
 def test_a_record_is_created_once_swapped_replaced_and_removed(
     storage: Storage, folder: Path
 ) -> None:
-    path = folder / "view" / "refs" / "a.json"
+    path = folder / "view" / "notes" / "a.json"
     with pytest.raises(FileNotFoundError):
         storage.read(path)
     storage.create(path, b"1")
@@ -153,17 +153,17 @@ def test_a_root_is_known_by_its_identity(folder: Path) -> None:
 
 
 def test_one_holds_a_lease_and_a_second_is_refused_at_once(folder: Path) -> None:
-    refs = folder / "view" / "refs"
-    with take(refs, "run", "first", ttl_s=6) as first:
+    notes = folder / "view" / "notes"
+    with take(notes, "run", "first", ttl_s=6) as first:
         began = time.monotonic()
         with pytest.raises(ConflictError, match=r"'run' is held \(by first, process \d+\)"):
-            take(refs, "run", "second", ttl_s=6)
+            take(notes, "run", "second", ttl_s=6)
         assert time.monotonic() - began < 2
         first.check()
-        assert is_held(refs, "run")
-    assert not is_held(refs, "run")
-    with take(refs, "run", "second", ttl_s=6) as second:
-        found = holder(refs, "run")
+        assert is_held(notes, "run")
+    assert not is_held(notes, "run")
+    with take(notes, "run", "second", ttl_s=6) as second:
+        found = holder(notes, "run")
         assert found is not None
         assert (found.holder, found.fence) == ("second", second.record.fence)
         assert second.record.fence == first.record.fence + 1

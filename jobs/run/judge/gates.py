@@ -397,7 +397,7 @@ def _live_figures(store: ViewStore, live: Snapshot) -> RowFigures | None:
 def served_snapshot(store: ViewStore) -> Snapshot | None:
     """The live snapshot; None without one, or if it is damaged: then it is to be replaced, and
     refuses nothing."""
-    ref = store.refs.readable_live()
+    ref = store.log.readable_live()
     return None if ref is None else _whole(store, ref.snapshot)
 
 
@@ -406,7 +406,7 @@ def _whole(store: ViewStore, number: int) -> Snapshot | None:
     try:
         snapshot = store.snapshot(number)
         store.layers(snapshot)
-        marks = store.refs.bad()
+        marks = store.log.bad()
         damaged = any(not marks[number].rows for number in marks_of(marks, snapshot))
     except SnapshotError:
         return None
@@ -419,7 +419,7 @@ def still_accepted(store: ViewStore, before: Snapshot, now: Snapshot) -> set[str
     said, says = (
         {(verdict.gate, verdict.message) for verdict in of.failed} for of in (before, now)
     )
-    accepted = store.refs.accepted(before.number)
+    accepted = store.log.accepted(before.number)
     return {name for name, _ in says & said if name in accepted} - {name for name, _ in says - said}
 
 
@@ -431,5 +431,5 @@ def accept(store: ViewStore, snapshot: Snapshot, gates: Collection[str], by: str
     """
     names = [gate for gate in snapshot.failed_gates if gate in gates]
     if names:
-        store.refs.accept(snapshot.number, names, f"{by} ({operator()})", "by --accept")
+        store.log.accept(snapshot.number, names, f"{by} ({operator()})", "by --accept")
     return names

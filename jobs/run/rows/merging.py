@@ -306,18 +306,18 @@ def _before_backfill(store: ViewStore, number: int | None) -> Snapshot | None:
 def _is_damaged(store: ViewStore, snapshots: Iterable[Snapshot]) -> bool:
     """Whether files of any of these are not as its manifest says and it was not marked bad before;
     it is now."""
-    before = len(store.refs.bad())
+    before = len(store.log.bad())
     for snapshot in snapshots:
         try:
             store.check_parts(snapshot)
         except SnapshotError as exc:
             log.warning("%s", exc)
-    return len(store.refs.bad()) > before
+    return len(store.log.bad()) > before
 
 
 def live_assembled(store: ViewStore) -> Snapshot | None:
     """The live snapshot, if it is an assembled one that can be read."""
-    ref = store.refs.readable_live()
+    ref = store.log.readable_live()
     try:
         live = None if ref is None else store.snapshot(ref.snapshot)
         if live is not None and live.members:
@@ -383,7 +383,7 @@ def _check_none_comes_back(
     SnapshotError: the snapshot of a partition that is served is damaged, and an older one would
         bring rows back that it replaced, as if they were fresh.
     """
-    ref, entries = store.refs.readable_live(), store.catalog().entries
+    ref, entries = store.log.readable_live(), store.catalog().entries
     if ref is None or ref.snapshot not in entries:
         return
     for number in entries[ref.snapshot].members:

@@ -231,7 +231,7 @@ def files_of(layers: Layers) -> Files:
 
 
 def _live_number(offline: OfflineStore, name: str, reader: str) -> int:
-    ref = offline.view(name).refs.live()
+    ref = offline.view(name).log.live()
     if ref is None:
         raise SourceError(
             f"view {reader!r} reads live.{name}, which was never published: run `precompute run"

@@ -140,7 +140,7 @@ class _Table:
 
     def _body(self, versions: _Versions, before: Mapping[str, Any]) -> dict[str, Any]:
         """What the metadata is to say."""
-        ref = self._store.refs.readable_live()
+        ref = self._store.log.readable_live()
         schemas, snapshots = versions.fitting(None if ref is None else ref.snapshot)
         numbers = [entry["snapshot-id"] for entry in snapshots]
         # where what is live is no version, main is behind: an empty table would be worse
@@ -174,7 +174,7 @@ class _Table:
     def _log(self, numbers: Collection[int]) -> list[dict[str, int]]:
         """What was live, and from when on."""
         lines: list[dict[str, int]] = []
-        for publishing in self._store.refs.publishings():
+        for publishing in self._store.log.publishings():
             number, last = publishing.snapshot, lines[-1] if lines else {}
             if number is not None and number in numbers and last.get("snapshot-id") != number:
                 since = max(_ms(publishing.published_at), last.get("timestamp-ms", 0))

@@ -1,7 +1,7 @@
 """Replica: sends what is live to a root in an object store, and has a host follow that root: fetch,
 compare and flip, once, or in a thread (Follower); only where table files are the online store.
 
-    <root>/<view>/refs/served.json        the pointer that readers follow, and the files it needs;
+    <root>/<view>/notes/served.json        the pointer that readers follow, and the files it needs;
                                           in the cache, those that were compared and are served
     <root>/<view>/online/<segment>.table  segments; indexes lie where they always do
 """
@@ -246,7 +246,7 @@ class Replica:
         """Whether the view that is served here was dropped; where another root's is served, or the
         first publishing was stopped before readers could know of it, it was not."""
         root = self._store.offline.root
-        return current.owner == known_identity(root) and self._store.refs.readable_live() is None
+        return current.owner == known_identity(root) and self._store.log.readable_live() is None
 
     def _ensure_files(self, served: _LiveFiles, again: bool) -> None:
         """Have the files here: fetch those that are missing or differ. Each is compared with its

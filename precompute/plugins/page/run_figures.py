@@ -226,7 +226,7 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
             notes.append(str(exc))
             return None
 
-    ref = store.refs.live()
+    ref = store.log.live()
     live = None if ref is None else ref.snapshot
     # of a run that committed nothing: what is served meanwhile
     snapshot = manifest(live if report.snapshot is None else report.snapshot)
@@ -314,7 +314,7 @@ def _compared(
 ) -> tuple[Snapshot | None, str]:
     """The snapshot whose figures stand beside those that are shown: what is live, if that is
     another one; else what was live before it."""
-    ref = store.refs.live()
+    ref = store.log.live()
     if snapshot is None or ref is None:
         return None, ""
     if ref.snapshot != snapshot.number:
@@ -331,7 +331,7 @@ def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[
             return dict(plain(record_of(IndexFigures, report.index)))
         except ValueError:
             return None
-    ref = store.refs.live()
+    ref = store.log.live()
     if (
         snapshot is None
         or snapshot.view.index is None
@@ -437,7 +437,7 @@ def ages(store: ViewStore, now_s: float, days: float = DAYS) -> Iterator[Age]:
     Raises:
         UnreadableError: the log cannot be read now.
     """
-    publishings, since_s = store.refs.publishings(), now_s - days * 86400
+    publishings, since_s = store.log.publishings(), now_s - days * 86400
     manifests = _manifests(store, publishings)
     ends = [*(parsed_time(entry.since) for entry in publishings[1:]), None]
     for entry, end in zip(publishings, ends, strict=False):

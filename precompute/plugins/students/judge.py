@@ -93,7 +93,7 @@ def as_published(project: Project, name: str) -> Iterator[tuple[OpenView, Snapsh
     """
     project.view(name)
     store = project.offline.view(name)
-    live = store.refs.live()
+    live = store.log.live()
     if live is None:
         raise SnapshotError(
             f"view {name!r} was never published: there is nothing to learn from; `precompute run"

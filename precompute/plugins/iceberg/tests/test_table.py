@@ -58,7 +58,7 @@ def check(scene: Scene, **properties: str) -> list[int]:
     for number in numbers:
         read = table.scan(snapshot_id=number).to_arrow().to_pylist()
         assert ordered(read) == ordered(scene.rows(number))
-    ref, current = scene.store.refs.live(), table.current_snapshot()
+    ref, current = scene.store.log.live(), table.current_snapshot()
     assert (current and current.snapshot_id) == (ref and ref.snapshot)
     return numbers
 

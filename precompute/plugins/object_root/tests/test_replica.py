@@ -431,21 +431,21 @@ def test_since_when_a_host_is_cut_off_is_reported_everywhere(
     project = project_on(bucket, make_project, [(i, i) for i in range(4)])
     project.run()
     other = host(project, tmp_path / "other")
-    refs = other.store.leases
+    notes = other.store.leases
     follower = Follower(other.offline, other.open_online, ["numbers"])
     with other.lookup() as lookup:
         app = create_app(lookup)
         try:
-            until(lambda: read_followed(refs) is not None)
+            until(lambda: read_followed(notes) is not None)
             assert call(app, "GET", "/readyz").json["status"] == "ready"
             assert behind(app) < 15
             bucket.fault = lambda _: "forbid"
-            until(lambda: cut_off_us(refs) > 1_000_000)
+            until(lambda: cut_off_us(notes) > 1_000_000)
         finally:
             follower.stop()
-        noted = read_followed(refs)
+        noted = read_followed(notes)
         assert noted is not None
-        write_followed(refs, replace(noted, at_us=noted.at_us - 3_600_000_000))
+        write_followed(notes, replace(noted, at_us=noted.at_us - 3_600_000_000))
         ready = call(app, "GET", "/readyz").json
         said = "numbers is behind the root for 60 min; the server's log says why"
         assert (ready["status"], ready["why"]) == ("degraded", said)
@@ -463,9 +463,9 @@ def test_since_when_a_host_is_cut_off_is_reported_everywhere(
     assert cut_off == "the server here is behind the root for 60 min, and serves what was live"
 
 
-def cut_off_us(refs: Path) -> int:
+def cut_off_us(notes: Path) -> int:
     """For how long it was when that was noted last."""
-    noted = read_followed(refs)
+    noted = read_followed(notes)
     return noted.noted_at_us - noted.at_us if noted is not None and noted.why else 0
 
 

@@ -146,7 +146,7 @@ def test_a_damaged_file_in_cache_or_store_is_never_used(
     with pytest.raises(SnapshotError, match="differs from its checksum in the manifest"):
         project.store.check_parts(snapshot)
     assert not path.exists()
-    assert list(project.store.refs.bad()) == [1]
+    assert list(project.store.log.bad()) == [1]
 
 
 def test_the_cache_is_bounded_and_leaves_what_was_just_used(
@@ -187,7 +187,7 @@ def test_without_its_library_it_is_said_what_to_install(
 def test_a_lease_that_was_taken_meanwhile_is_no_second_ones(
     storage: ObjectStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "cache" / "view" / "refs"
+    folder = tmp_path / "cache" / "view" / "notes"
     with (
         take(folder, "run", "first", ttl_s=60) as first,
         take(folder, "run", "second", ttl_s=60, force=True) as second,
@@ -217,7 +217,7 @@ from precompute.store.disk.storage import mount
 from precompute.store.errors import FencedError
 folder = Path(sys.argv[2])
 mount(folder, ObjectStorage(sys.argv[1], folder))
-lease = take(folder / "refs", "run", "child", ttl_s=2)
+lease = take(folder / "notes", "run", "child", ttl_s=2)
 print("taken", flush=True)
 sys.stdin.readline()
 try:
@@ -243,7 +243,7 @@ def test_a_silent_holder_is_overtaken_and_fenced(
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "taken\n"
-        folder = tmp_path / "cache" / "refs"
+        folder = tmp_path / "cache" / "notes"
         process.send_signal(end)
         if end is signal.SIGKILL:
             process.wait()
@@ -280,7 +280,7 @@ def story(
         snapshot = project.snapshot_of(report)
         results.append((report.status, report.counts, snapshot.content, snapshot.kind))
     store = project.store
-    results.append((listed(project), [entry.snapshot for entry in store.refs.publishings()]))
+    results.append((listed(project), [entry.snapshot for entry in store.log.publishings()]))
     results.append(project.served([0, 1, 5, 29]))
     project.rollback()
     results.append((project.live().snapshot, project.served([0, 1, 5, 29]), project.rows()))

@@ -502,7 +502,7 @@ def test_the_page_links_reports_and_shows_those_of_views_alone(tmp_path: Path) -
     page = Page(
         world.lookup, Meter(), lambda: ([ViewFigures(DETAILS | {"view": "things"}, RUNS)], True)
     )
-    for folder in ("things", "others", "things/refs"):
+    for folder in ("things", "others", "things/notes"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "report.html").write_text(f"<p>{folder}")
     Runs(tmp_path / "things" / "runs", tmp_path / "running", "things").write(RUNS[2])
@@ -510,7 +510,7 @@ def test_the_page_links_reports_and_shows_those_of_views_alone(tmp_path: Path) -
     for query in (
         b"",
         b"report=others",
-        b"report=things/refs",
+        b"report=things/notes",
         b"report=../others",
         b"report=",
         b"report=%00",

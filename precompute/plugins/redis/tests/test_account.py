@@ -49,11 +49,11 @@ def test_a_window_moves_over_all_rows(project: Scene, monkeypatch: pytest.Monkey
         # both segments lie in a file each
         assert [looked() for _ in range(4)] == [(38, 0, []), (40, 1, []), (0, 0, []), (38, 0, [])]
         # of another base it begins again
-        refs, account = (
+        notes, account = (
             project.store.leases,
             read_account(project.store.leases, "numbers"),
         )
-        write_account(refs, replace(account, turn=replace(account.turn, base="99-00000000")))
+        write_account(notes, replace(account, turn=replace(account.turn, base="99-00000000")))
         assert looked() == (38, 0, [])
         garble(project, 1)
         assert [looked() for _ in range(2)] == [(40, 1, []), (0, 0, [])]

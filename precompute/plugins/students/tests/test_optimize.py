@@ -79,7 +79,7 @@ def test_a_student_is_made_judged_and_not_live(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = scene_of(make_project)
-    live = scene.offline.view("numbers").refs.live()
+    live = scene.offline.view("numbers").log.live()
     quickly(monkeypatch, Straight())
     found = optimize(scene, "numbers")
     teacher, near = found["students"]
@@ -100,7 +100,7 @@ def test_a_student_is_made_judged_and_not_live(
     ]
     assert (written["precision"], written["backend"]) == ("fp32", "eager")
     assert "students/numbers-near-1" in (scene.home / near["path"] / "README.md").read_text()
-    assert scene.offline.view("numbers").refs.live() == live
+    assert scene.offline.view("numbers").log.live() == live
 
 
 def test_a_student_there_is_judged_again_and_not_made(
