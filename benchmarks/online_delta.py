@@ -78,10 +78,10 @@ def publish(folder: str) -> None:
         "cpu_s": cpu_s() - before,
         "stages_s": done.stages_s,
     }
-    overlay = bool(live_names(project)[1:])
+    upper = bool(live_names(project)[1:])
     # not getrusage's, which begins with what the parent had
     peak_kb = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-    print(json.dumps(figures | {"peak_mb": peak_kb // 1024, "overlay": overlay}))
+    print(json.dumps(figures | {"peak_mb": peak_kb // 1024, "upper": upper}))
 
 
 def held_bytes(folder: Path, online: str) -> int:
@@ -111,7 +111,7 @@ def measured(case: str, rows: int) -> dict[str, Any]:
         if case != "scores":
             run(configured(folder, rows, CHANGED, case, online), "items", "materialize")
             delta = child("online_delta", "--publish", folder)
-            assert delta["overlay"]
+            assert delta["upper"]
             delta_bytes = held_bytes(folder, online) - empty - full_bytes
             figures |= {"delta": delta, "delta_bytes": delta_bytes}
             figures |= {
@@ -135,7 +135,7 @@ def chained(case: str, rows: int, share: float, deltas: int) -> dict[str, Any]:
         online = "table:./var/online" if redis_server is None else redis_server.url()
         took: list[tuple[float, float]] = []
         cpu: list[tuple[float, float]] = []
-        overlays, stages = 0, dict[str, float]()
+        upper, stages = 0, dict[str, float]()
         for step in range(deltas + 1):
             project = configured(folder, rows, share if step else 0.0, case, online, step)
             marks = [cpu_s()]
@@ -145,7 +145,7 @@ def chained(case: str, rows: int, share: float, deltas: int) -> dict[str, Any]:
                 marks.append(cpu_s())
             took.append((parts[0].seconds, parts[1].seconds))
             cpu.append((marks[1] - marks[0], marks[2] - marks[1]))
-            overlays = max(overlays, len(live_names(project)[1:]))
+            upper = max(upper, len(live_names(project)[1:]))
             for part in parts if step else ():
                 for name, seconds in part.stages_s.items():
                     stages[f"{part.command} {name}"] = (
@@ -167,7 +167,7 @@ def chained(case: str, rows: int, share: float, deltas: int) -> dict[str, Any]:
         "full_cpu": [*cpu[0]],
         "mean": means,
         "mean_cpu": cpu_means,
-        "most_overlays": overlays,
+        "most_upper": upper,
         "stages_s": stages,
         "took_s": took,
         "took_cpu_s": cpu,
@@ -186,7 +186,7 @@ def main_chain(case: str, rows: int, deltas: int = CHAIN) -> None:
             f" {m['full_cpu'][1]:.2f} s),"
             f" materialize {m['materialize_ratio']:.2f} ({m['mean'][0]:.2f} of {m['full'][0]:.2f}"
             f" s), {m['materialize_cpu_ratio']:.2f} of its CPU; at most"
-            f" {m['most_overlays']} overlays\n  " + stages(m["stages_s"], 3)
+            f" {m['most_upper']} upper segments\n  " + stages(m["stages_s"], 3)
             for m in found
         ],
         {f"{m['share']:.1%}": m for m in found},

@@ -187,7 +187,7 @@ class Loader:
                 " it evicting keys? Nothing was published"
             )
         usage, files = self._report.usage, online.file_checks(name, [into.name])
-        usage.overlay = into.upper and (usage.overlay or not usage.loaded_rows)
+        usage.upper_only = into.upper and (usage.upper_only or not usage.loaded_rows)
         usage.loaded_rows += total
         usage.loaded_bytes += sum(file.size_bytes for file in files) or sent_bytes
         return sample

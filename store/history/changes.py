@@ -1,4 +1,4 @@
-"""Changes: how a snapshot differs from another one, which is what an overlay is loaded from; how
+"""Changes: how a snapshot differs from another one, row by row; how
 the newest rows of several partitions differ from those that are served; and any two snapshots
 compared, rows by key in DuckDB, and the figures of each feature."""
 

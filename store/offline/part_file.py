@@ -156,22 +156,16 @@ def _codecs(schema: pa.Schema) -> dict[str, str]:
     return codecs
 
 
-MOST_OVER_BASE = 4
-"""Segments over the lowest one at most, and overlays over a base: a reader looks into each of them,
-and with fewer every change is copied more often. By this rule each row of 50 deltas of the same
-size is written 3.2 times, with 3 4.7 times, with 5 2.5 times."""
-
-
-def layers_that_stay(weights: Sequence[int], new: int, most: int = MOST_OVER_BASE) -> int:
-    """How many of the layers over a base stay as they are when one is added; the others are merged
-    with it. Nothing is, until there are ``most``; then the highest are, and each under them that is
-    no heavier than those together: so that a row is copied about as often as it takes its layer to
-    double.
+def layers_that_stay(weights: Sequence[int], new: int, most: int) -> int:
+    """How many of the segments over the lowest one stay as they are when one is added; the others
+    are merged with it. Nothing is, until there are ``most``; then the highest are, and each under
+    them that is no heavier than those together: so that a row is copied about as often as it takes
+    its segment to double.
 
     Args:
-        weights: of each layer, the lowest first.
+        weights: of each segment over the lowest, the lowest of them first.
         new: of the one that is added.
-        most: layers over a base.
+        most: segments over the lowest.
     """
     stay = len(weights)
     if stay >= most:

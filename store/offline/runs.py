@@ -269,7 +269,7 @@ class Usage(Record):
     """Rows and tombstones that were loaded into the online store."""
     loaded_bytes: int = 0
     """Size of the table files that were loaded; elsewhere, of keys and packed rows."""
-    overlay: bool = False
+    upper_only: bool = False
     """Whether all of these were loaded over a segment that was there."""
     idle: float | None = None
     """Share of the machine's CPU time that no process used while the run lasted."""

@@ -259,7 +259,7 @@ class Flipper:
 
 
 def project_in(folder: Path, online: str | None) -> Scene:
-    """A view with an index, live as a base with an overlay, a snapshot to go back to, a pin, a
+    """A view with an index, live as two segments, a snapshot to go back to, a pin, a
     mark, cached rows."""
     if online is not None:
         # what another folder published there is another project's

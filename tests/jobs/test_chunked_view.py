@@ -153,7 +153,7 @@ def test_a_search_answers_with_the_best_chunk_of_each_document(documents: MakeDo
 def test_a_documents_key_stands_for_all_of_its_chunks(
     documents: MakeDocuments, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # more of them than are looked for at once, and under an overlay
+    # more of them than are looked for at once, and under an upper segment
     texts: dict[str, str | None] = {
         "a": text_of("a", 700),
         "b/x": text_of("b", 40),

@@ -36,7 +36,7 @@ from precompute.store.online.online_store import Pointer, Segment
 from precompute.store.vectors import index_build
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.fixtures import MakeProject
-from tests.jobs.test_overlay import UNJUDGED
+from tests.jobs.test_deltas_online import UNJUDGED
 from tests.memory_store import MemoryStore
 from tests.online import batch_of, numbers
 from tests.scene import Scene

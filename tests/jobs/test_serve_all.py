@@ -186,7 +186,7 @@ def test_rows_that_come_back_are_copied_by_their_bytes(
     assert corpus.scene.faults() == []
 
 
-def test_a_new_day_is_an_overlay_and_a_lost_key_gives_way_to_the_older_row(corpus: Corpus) -> None:
+def test_a_new_day_is_a_segment_and_a_lost_key_gives_way_to_the_older_row(corpus: Corpus) -> None:
     corpus.run(0, {key: float(key) for key in range(40)})
     corpus.run(1, {1: 10.0, 2: 20.0})
     assert corpus.scene.pointer().numbers[1:] == (4,)

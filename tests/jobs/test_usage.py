@@ -37,7 +37,7 @@ def test_a_run_records_what_it_took(make_project: MakeProject) -> None:
     files = [*(project.store.data / full.run).iterdir()]
     assert (of.device, of.written_bytes) == ("cpu", sum(file.stat().st_size for file in files))
     assert min(of.cores, of.peak_bytes, of.read_bytes, of.written_bytes, of.loaded_bytes) > 0
-    kinds = [(r.usage.kind, r.usage.loaded_rows, r.usage.overlay) for r in (full, delta)]
+    kinds = [(r.usage.kind, r.usage.loaded_rows, r.usage.upper_only) for r in (full, delta)]
     # one row by another value, and one that left
     assert kinds == [("full", 40, False), ("delta", 2, True)]
     assert (current.status, current.usage.kind, current.usage.loaded_rows) == ("current", None, 0)

@@ -558,7 +558,7 @@ def test_a_lost_row_is_distinguished_from_an_unknown_entity(house: House) -> Non
     assert ask(house.lookup(), ["nobody"]) == [gone("nobody", "unknown_entity", 2)]
 
 
-# ---- an overlay over a base
+# ---- a segment over another
 
 BASE = {
     "kept": Row(1.0, 3.0),
@@ -567,7 +567,7 @@ BASE = {
     "old": Row(4.0, TTL + STALE_FOR + 1),
 }
 OVER = {"changed": Row(5.0, 1.0), "added": Row(6.0, 1.0), "old": Row(7.0, 1.0)}
-OVERLAID = {
+BOTH = {
     "kept": there("kept", BASE["kept"], "fresh", number=2),
     "changed": there("changed", OVER["changed"], "fresh", number=2),
     "left": gone("left", "unknown_entity", 2),
@@ -578,20 +578,20 @@ OVERLAID = {
 }
 
 
-def test_an_overlays_rows_stand_over_those_of_its_base(house: House) -> None:
+def test_an_upper_segments_rows_stand_over_those_below(house: House) -> None:
     base = house.publish(BASE)
     lookup = house.lookup()
-    before = lookup.begin("things", list(OVERLAID))
+    before = lookup.begin("things", list(BOTH))
     house.publish(OVER, 2, over=base, removed=["left", "never"])
-    assert ask(lookup, list(OVERLAID)) == list(OVERLAID.values())
-    assert ask(lookup, [*OVERLAID][::-1] * 2) == [*OVERLAID.values()][::-1] * 2
-    for key, answer in OVERLAID.items():
+    assert ask(lookup, list(BOTH)) == list(BOTH.values())
+    assert ask(lookup, [*BOTH][::-1] * 2) == [*BOTH.values()][::-1] * 2
+    for key, answer in BOTH.items():
         assert ask(lookup, [key]) == from_rows([lookup.row("things", key)]) == [answer]
-    assert lookup.begin("things", list(OVERLAID)).damaged == 0
+    assert lookup.begin("things", list(BOTH)).damaged == 0
     names = ["tags", "double"]
     assert ask(lookup, ["changed", "left"], features=names) == [
         there("changed", OVER["changed"], "fresh", number=2, features=names),
-        OVERLAID["left"],
+        BOTH["left"],
     ]
     assert [answer["reason"] for answer in from_rows(before.rows())] == [
         None,
@@ -601,11 +601,11 @@ def test_an_overlays_rows_stand_over_those_of_its_base(house: House) -> None:
     ] + ["unknown_entity"] * 3
 
 
-def test_overlays_follow_each_other_and_are_gone_back_from(house: House) -> None:
+def test_segments_follow_each_other_and_are_gone_back_from(house: House) -> None:
     base = house.publish(BASE)
     second = house.publish(OVER, 2, over=base, removed=["left"])
     lookup = house.lookup()
-    assert ask(lookup, ["left", "changed"]) == [OVERLAID["left"], OVERLAID["changed"]]
+    assert ask(lookup, ["left", "changed"]) == [BOTH["left"], BOTH["changed"]]
     # all that changed since the base: one came back, one is as it was, one left
     house.publish({"left": Row(8.0), "old": OVER["old"]}, 3, over=base, removed=["added", "kept"])
     assert ask(lookup, ["kept", "changed", "left", "old", "added"]) == [
@@ -616,7 +616,7 @@ def test_overlays_follow_each_other_and_are_gone_back_from(house: House) -> None
         gone("added", "unknown_entity", 3),
     ]
     house.online.flip(replace(second, epoch=4))
-    assert ask(lookup, list(OVERLAID)) == list(OVERLAID.values())
+    assert ask(lookup, list(BOTH)) == list(BOTH.values())
     house.online.flip(replace(base, epoch=5))
     assert ask(lookup, ["left", "added", "old"]) == [
         there("left", BASE["left"], "fresh"),
@@ -633,7 +633,7 @@ def test_overlays_follow_each_other_and_are_gone_back_from(house: House) -> None
 @pytest.mark.parametrize(
     "way", ["a bit of its time", "a bit of its checksum", "a byte short", "a byte long", "a byte"]
 )
-def test_a_damaged_row_of_an_overlay_never_lets_the_bases_through(house: House, way: str) -> None:
+def test_a_damaged_upper_row_never_lets_one_below_through(house: House, way: str) -> None:
     """The base's row is whole, and was replaced or removed: it is not what the entity has."""
     base = house.publish(BASE)
     house.publish(
@@ -644,25 +644,25 @@ def test_a_damaged_row_of_an_overlay_never_lets_the_bases_through(house: House, 
         damage=dict.fromkeys(["changed", "left", "added"], DAMAGE[way]),
     )
     lookup = house.lookup()
-    expected = OVERLAID | {key: gone(key, "damaged", 2) for key in ("changed", "left", "added")}
+    expected = BOTH | {key: gone(key, "damaged", 2) for key in ("changed", "left", "added")}
     assert ask(lookup, list(expected)) == list(expected.values())
     for key, answer in expected.items():
         assert ask(lookup, [key]) == [answer]
     assert lookup.begin("things", list(expected)).damaged == 3
 
 
-def test_a_damaged_base_row_is_of_no_account_where_the_overlay_has_one(house: House) -> None:
+def test_a_damaged_row_is_of_no_account_under_another(house: House) -> None:
     base = house.publish(BASE, damage=dict.fromkeys(BASE, DAMAGE["a bit of its time"]))
     house.publish(OVER, 2, over=base, removed=["left"])
     lookup = house.lookup()
-    expected = OVERLAID | {"kept": gone("kept", "damaged", 2)}
+    expected = BOTH | {"kept": gone("kept", "damaged", 2)}
     assert ask(lookup, list(expected)) == list(expected.values())
     for key, answer in expected.items():
         assert ask(lookup, [key]) == [answer]
 
 
 def test_a_row_of_neither_snapshot_is_damaged(memory: House) -> None:
-    """What an older overlay had, found in place of the base's or the newer one's."""
+    """What an older segment had, found in place of the lowest's or the newer one's."""
     base = memory.publish(BASE)
     older = packed_rows(base.view, ["kept", "changed"], [Row(8.0), Row(9.0)], 2)
     stray = dict(zip(["kept", "changed"], map(bytes, older.rows.strings()), strict=True))
@@ -859,7 +859,7 @@ def test_a_vector_that_changes_in_an_open_index_is_noted(house: House, by: dict[
     assert has_sightings(notes)
 
 
-def test_a_search_over_an_overlay_answers_with_its_rows(house: House) -> None:
+def test_a_search_over_two_segments_answers_with_its_rows(house: House) -> None:
     base = house.publish(NEIGHBOURS, metric="l2")
     lookup = house.lookup()
     assert found(lookup.search("things", key="k5", k=1)) == [("k4", 1.0)]

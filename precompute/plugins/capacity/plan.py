@@ -195,9 +195,9 @@ class Fitted:
                 self.computed.append(Point(report))
             elif of_kind:
                 self.left_out[str(why)] += 1
-            overlay = report.usage.overlay and kind == "delta"
-            base = not report.usage.overlay and kind == "full"
-            if why is None and report.usage.loaded_rows and (overlay or base):
+            upper = report.usage.upper_only and kind == "delta"
+            base = not report.usage.upper_only and kind == "full"
+            if why is None and report.usage.loaded_rows and (upper or base):
                 self.published.append(Point(report))
 
     @property

@@ -90,7 +90,7 @@ def noted(
         "source_bytes": 40 * rows,
         "loaded_rows": computed,
         "loaded_bytes": 20 * computed,
-        "overlay": changed is not None,
+        "upper_only": changed is not None,
         "idle": 0.5,
     }
     report = Report(

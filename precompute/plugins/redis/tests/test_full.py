@@ -9,7 +9,7 @@ import redis
 
 from precompute.store.errors import OnlineStoreError
 from tests.fixtures import MakeProject
-from tests.jobs.test_overlay import UNJUDGED
+from tests.jobs.test_deltas_online import UNJUDGED
 from tests.jobs.test_publish import epochs
 from tests.jobs.test_rollback import Versions, served, versions
 

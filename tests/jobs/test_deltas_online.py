@@ -1,4 +1,4 @@
-"""Overlays: publishing costs what changed, and what is served is the snapshot, whole, whichever way
+"""Deltas online: publishing costs what changed, and what is served is the snapshot, whole, whichever way
 it got there."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 from precompute.jobs.run.loader import online_segment
 from precompute.jobs.run.publisher import BASE_ROWS
 from precompute.jobs.run.rows import chunks
+from precompute.jobs.run.rows.plan import MOST_DELTAS
 from precompute.store.disk.record import replace
-from precompute.store.offline.part_file import MOST_OVER_BASE
 from precompute.store.offline.snapshot import Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.online_store import Segment, number_of
@@ -44,7 +44,7 @@ UNJUDGED: dict[str, Any] = {
 
 
 ON_TABLES = pytest.mark.parametrize("online", ["table"], indirect=True)
-"""What a publish decides, whatever the store: that each store's overlays are as the others', its
+"""What a publish decides, whatever the store: that each store's segments are as the others', its
 contract holds (tests/store/test_online_stores.py), and here the random walk over either."""
 
 
@@ -148,7 +148,7 @@ def test_a_row_that_is_again_as_before_an_interruption_is_of_the_base(
 
 
 @ON_TABLES
-def test_each_publish_loads_what_changed_and_small_overlays_are_merged(published: Any) -> None:
+def test_each_publish_loads_what_changed_and_small_segments_are_merged(published: Any) -> None:
     table = dict(BASE)
     published(table)
     for step in range(2, 6):
@@ -215,7 +215,7 @@ def test_past_half_of_it_a_new_base_is_loaded(
     table[20] = -1.0
     project = published(table)
     assert segments(project) == (3,)
-    # and the next overlay lies over that
+    # and the next segment lies over that
     table[5] = -2.0
     project = published(table)
     assert segments(project) == (3, 4)
@@ -228,7 +228,7 @@ def test_past_half_of_it_a_new_base_is_loaded(
 
 
 @ON_TABLES
-def test_going_back_and_forth_between_overlays_and_base_loads_nothing(published: Any) -> None:
+def test_going_back_and_forth_between_lists_loads_nothing(published: Any) -> None:
     published(BASE)
     second, third = BASE | {1: -1.0}, BASE | {1: -2.0, 2: -3.0}
     del third[30]
@@ -245,7 +245,7 @@ def test_going_back_and_forth_between_overlays_and_base_loads_nothing(published:
         assert "load" not in report.stages_s
         assert project.live_snapshot().names == place
         check(project, table)
-    # under the overlay that was live before lies the other one
+    # under the segment that was live before lies the other one
     report = project.publish(snapshot=2)
     assert ("load" in report.stages_s, project.live_snapshot().names) == (False, all_of_them[:2])
     check(project, second)
@@ -271,7 +271,7 @@ def test_many_deltas_end_where_one_full_run_does(published: Any) -> None:
             assert {key for key in range(-1, 2 * ROWS) if index.find(str(key)) is not None} == set(
                 table
             )
-    assert (len(bases) > 1, most) == (True, MOST_OVER_BASE)
+    assert (len(bases) > 1, most) == (True, MOST_DELTAS)
     before = segments(project)
     report = project.publish(reload=True)
     every = sum(segment.entries for segment in project.live_snapshot().segments)
@@ -375,7 +375,7 @@ def test_what_is_live_is_loaded_again_under_its_name(published: Any) -> None:
 
 
 @ON_TABLES
-def test_what_an_overlay_lies_over_is_looked_at_by_its_keys_alone(
+def test_what_a_segment_lies_over_is_looked_at_by_its_keys_alone(
     make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows vouch for themselves; of vectors, Parquet costs ten times what it does of keys."""
