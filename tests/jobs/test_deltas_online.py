@@ -1,5 +1,5 @@
-"""Deltas online: publishing costs what changed, and what is served is the snapshot, whole, whichever way
-it got there."""
+"""Deltas online: publishing costs what changed, and what is served is the snapshot, whole,
+whichever way it got there."""
 
 from __future__ import annotations
 
