@@ -163,11 +163,8 @@ class Publisher:
         self._drop_unused(snapshot, ref, current)
         lost = frozenset(snapshot.names) if reload else _lost(findings, snapshot)
         loaded = self._load(snapshot, lost, current)
-        try:
+        with self._dropping(loaded, current):
             indexes, built = self._indexes.ready(snapshot, ref, doubted=doubted, again=reload)
-        except PrecomputeError:
-            self._give_up(loaded, current)
-            raise
         move: dict[str, Any] = {"reason": reason, "held": held, "run": run or report.run}
         move |= {"expected_epoch": 0 if ref is None else ref.epoch, "above": epoch, "marks": marks}
         ref = self._make_live(snapshot, current, move | {"indexes": indexes}, loaded, built)
@@ -256,28 +253,34 @@ class Publisher:
         lowest first; a few rows of each segment are read. Returns the names of those that are
         new."""
         _check_tags(snapshot)
-        names, loaded = snapshot.names, frozenset[str]()
+        names, loaded = snapshot.names, set[str]()
         there, pointer = self._online.segments(self._store.name), self._pointer(snapshot, NOT_LIVE)
         lost |= {name for at, name in enumerate(names) if online_segment(snapshot, at) not in there}
         rows = DOUBTED_ROWS if current is not None and current.degraded else BASE_ROWS
-        try:
+        with self._dropping(loaded, current):
             while True:
                 for at, name in enumerate(names):
                     if name in lost - loaded:
                         self._loader.load(snapshot, at)
-                        loaded |= {name}
+                        loaded.add(name)
                 if loaded.issuperset(names):
                     break
                 lost = self._lost_of(pointer, snapshot, rows, values=not loaded)
                 if not lost - loaded:
                     break
+        return frozenset(loaded)
+
+    @contextlib.contextmanager
+    def _dropping(self, loaded: Collection[str], current: Pointer | None) -> Iterator[None]:
+        """Drop what was loaded where what is done meanwhile fails, but not for a lost lease: its
+        next holder may be about to make the same segments live."""
+        try:
+            yield
         except FencedError:
-            # the lease's next holder may be about to make the same segments live
             raise
         except PrecomputeError:
             self._give_up(loaded, current)
             raise
-        return loaded
 
     def _give_up(self, loaded: Collection[str], current: Pointer | None) -> None:
         """Drop what was loaded and will not go live, unless it is read."""
@@ -299,6 +302,8 @@ class Publisher:
         with self._report.stage("flip"):
             try:
                 ref = view_log.move_live(snapshot.number, lease=self._lease, **move)
+            except FencedError:
+                raise
             except ConflictError:
                 # another run was first: what was loaded here will never be read, unless the reply
                 # to the move was lost and a later pointer names it as what was before

@@ -199,10 +199,14 @@ def segments_of(
     try:
         layers = store.layers(snapshot)
         texts = pa.array([key.decode() for key in keys])
-        _, rows, _ = all_rows(layers).find(texts, snapshot.view.entity)
+        entity = snapshot.view.entity
+        paths = {
+            file.path
+            for file in all_rows(layers).files
+            if len(Selection([file]).find(texts, entity))
+        }
     except SnapshotError:
         return None
-    paths = {file.path for file in rows.files if file.count}
     of = [one.name for one in snapshot.segments for _ in one.parts]
     return frozenset(name for name, path in zip(of, layers.paths, strict=True) if path in paths)
 

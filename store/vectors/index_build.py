@@ -222,7 +222,8 @@ def without_copies(
             _numbers(batch.column(spec.on), view).astype(DTYPES[record.dtype]),
             [batch.column(name).cast(kind) for name, kind in filterable(view).items()],
         )
-        copied = (found >= 0) & left[found]
+        copied = found >= 0
+        copied[copied] = left[found[copied]]
         left[found[copied]] = False
         others.append(here[~copied])
     return np.concatenate(others), np.flatnonzero(left)

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from precompute.jobs.ops.status import project_status
-from precompute.jobs.run.rows import chunks, plan
+from precompute.jobs.run.rows import chunks
 from precompute.sources.diff import Diff
 from precompute.store.disk import crashpoint
 from precompute.store.disk.crashpoint import InjectedError
@@ -456,8 +456,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
             return real() + int(ahead[0] * 1e9)
 
     from precompute.jobs.ops import status
+    from precompute.store import times
 
-    for module in (plan, chunks, status):
+    for module in (times, chunks, status):
         monkeypatch.setattr(module, "time", Ahead)
 
     def utc_now() -> str:

@@ -55,6 +55,9 @@ SAMPLE_BYTES = 2 * 2**20
 """Bytes of more rows than :data:`WIDE_ROWS`."""
 MOST_SAMPLE_BYTES = 32 * 2**20
 """Bytes of any sample: 8,192 rows of 4 kB, and fewer of longer ones."""
+MOST_TEXT_BYTES = 8 * 2**20
+"""Bytes of its texts and lists, whose lengths nobody declares: they are held several times while
+they are counted."""
 TEXT_BYTES, OTHER_BYTES = 32, 24
 """What a text counts for in a row, and key, time and hash. That the rows of a sample follow from
 what the view declares, and not from what is measured of parts, is why they are the same on every
@@ -174,13 +177,14 @@ class _Drawn:
 
     @classmethod
     def together(cls, pieces: Sequence[_Drawn]) -> _Drawn:
-        """All of several that the least threshold leaves, or fewer: no more rows or bytes than
-        twice what a sample is to have."""
+        """All of several that the least threshold leaves, or fewer: no more rows than twice what a
+        sample is to have, and no more bytes of texts."""
         below = min(one.below for one in pieces)
         while True:
             pieces = [one.within(below) for one in pieces]
             rows = pa.concat_tables([one.rows for one in pieces])
-            if rows.num_rows <= 2 * SAMPLE_ROWS and rows.nbytes <= 2 * MOST_SAMPLE_BYTES:
+            texts = sum(c.nbytes for c in rows.columns if not _is_of_one_width(c.type))
+            if rows.num_rows <= 2 * SAMPLE_ROWS and texts <= MOST_TEXT_BYTES:
                 break
             below //= 2
         keys, places = ([getattr(one, name) for one in pieces] for name in ("hashes", "places"))
@@ -263,17 +267,28 @@ class Samples:
         below = threshold(snapshot.view, snapshot.counts.source)
         below = min([below, *(snapshot.parts[n].below for n in living)])
         pieces = [_Drawn(nothing, key_hashes(nothing, entity), np.empty(0, np.int64), below)]
-        total, odd = 0, dict[str, int]()
+        total, odd, size_bytes = 0, dict[str, int](), 0
         for number in living:
             part, dead = snapshot.parts[number], dead_of[number]
-            drawn, odd_there = self._part(snapshot, part, layers.paths[number], below)
+            drawn, odd_there = self._part(snapshot, part, layers.paths[number], pieces[0].below)
             pieces.append(drawn.take(_living(drawn.places % _FILE, dead)))
+            size_bytes += pieces[-1].rows.nbytes
+            if size_bytes > MOST_SAMPLE_BYTES:
+                pieces = [_Drawn.together(pieces)]
+                size_bytes = pieces[0].rows.nbytes
+                self._keep_less(pieces[0].below)
             total += part.rows - len(dead)
             for kind, numbers in odd_there.items():
                 odd[kind] = odd.get(kind, 0) + len(_living(numbers, dead))
         drawn = _Drawn.together(pieces)
         drawn = drawn.take(np.argsort(drawn.hashes, kind="stable"))
         return SnapshotSample(drawn.rows, drawn.hashes, drawn.places, drawn.below, total, odd)
+
+    def _keep_less(self, below: int) -> None:
+        """Keep no more of the parts that were read than another snapshot may want, whose threshold
+        is about the same."""
+        for path, (drawn, odd) in self._read.items():
+            self._read[path] = drawn.within(min(2 * below, drawn.below)), odd
 
     def layers(self, snapshot: Snapshot) -> Layers:
         """As :meth:`ViewStore.layers`."""
@@ -323,6 +338,10 @@ class Samples:
                 first += batch.num_rows
         assert drawn is not None
         return drawn, {kind: np.concatenate(found) for kind, found in odd.items()}
+
+
+def _is_of_one_width(kind: pa.DataType) -> bool:
+    return pa.types.is_primitive(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _living(numbers: Numbers, dead: Numbers) -> Numbers:
