@@ -78,7 +78,7 @@ for name in ("append appended changed_ns check_writable create delete delete_all
 class Diary:
     def __init__(self, store, online): self.store = store
     def say(self, *words): tell(self.store.offline.root, *words)
-    def publish(self, pointer, *, again=False): self.say("publish", pointer.view.name, pointer.snapshot)
+    def publish(self, pointer, loaded=()): self.say("publish", pointer.view.name, pointer.snapshot)
     def is_behind(self, epoch): return False
     def follow(self, *, again=False): return False
     def drop_all_but(self, keep): self.say("keep", *(n.split("-")[0] for n in sorted(keep)))
@@ -142,7 +142,8 @@ def test_another_packages_root_is_one_like_ours(package: Path, tmp_path: Path) -
     weeks(package, REPOSITORY, tmp_path)
     check_manifests(tmp_path / "there")
     said = (tmp_path / "diary").read_text().splitlines()
-    assert said == ["keep", "publish numbers 1", "keep 1", "follow numbers", "stop"]
+    # a segment, and its index
+    assert said == ["keep", "publish numbers 1", "keep 1 1", "follow numbers", "stop"]
     # a host that has nothing of it, and what was fetched
     for folder in ("cache", "online"):
         shutil.rmtree(tmp_path / folder)

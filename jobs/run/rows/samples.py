@@ -341,7 +341,7 @@ class Samples:
 
 
 def _is_of_one_width(kind: pa.DataType) -> bool:
-    return pa.types.is_primitive(kind) or pa.types.is_fixed_size_list(kind)
+    return bool(pa.types.is_primitive(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _living(numbers: Numbers, dead: Numbers) -> Numbers:
