@@ -64,7 +64,7 @@ class Finding(Record, frozen=True):
     """Something live that is not whole: ``what`` names it, ``found`` says in a sentence what was
     found and what to do. ``keys`` are of rows that were read and were not whole, a few of them:
     they are read again until they are, or something else is live. ``segments`` are the names of
-    those at fault in the online store, none of an index; None where that is not known."""
+    those at fault in the online store; None where that is not known."""
 
     what: str
     state: State

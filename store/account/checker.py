@@ -495,7 +495,7 @@ class _Look:
                 continue
             files[check.path] = self._now_us if damage is None else 0
             if damage is not None:
-                of = () if check.segment is None else (check.segment,)
+                of = None if check.segment is None else (check.segment,)
                 self._add(check.path, State.DAMAGED, act, damage, of)
         seen = {path: at_us for path, at_us in files.items() if at_us}
         return replace(account, files=seen, files_bytes=total)

@@ -189,7 +189,7 @@ def segments_of(
     store: ViewStore, snapshot: Snapshot, keys: Sequence[bytes]
 ) -> frozenset[str] | None:
     """Names of the segments of a snapshot that have the rows of some keys, which are read of all
-    its files; None where these cannot be read, or the keys are too many.
+    its files; None where these cannot be read, have none of the keys, or the keys are too many.
 
     Raises:
         UnreadableError: a file cannot be read now.
@@ -208,7 +208,8 @@ def segments_of(
     except SnapshotError:
         return None
     of = [one.name for one in snapshot.segments for _ in one.parts]
-    return frozenset(name for name, path in zip(of, layers.paths, strict=True) if path in paths)
+    found = frozenset(name for name, path in zip(of, layers.paths, strict=True) if path in paths)
+    return found or None
 
 
 def lost_rows(

@@ -16,6 +16,7 @@ from precompute.jobs.run.rollback import reconcile
 from precompute.store.account import checker
 from precompute.store.account.account import Act, read_account, write_account
 from precompute.store.account.checker import Rounds, check_live, is_due, share_of
+from precompute.store.account.rows import segments_of
 from precompute.store.disk.record import replace
 from precompute.store.errors import PrecomputeError
 from tests.fixtures import MakeProject, Prepared
@@ -154,6 +155,24 @@ def test_it_is_seen_and_healed_from_the_root(project: Scene, damage: str) -> Non
     assert tables(project) == before
     assert (project.status()["attention"], project.faults()) == ([], [])
     assert project.served(range(ROWS)) == (2, [2 * x for _, x in rows(2)])
+
+
+@pytest.mark.parametrize("online", ["table"], indirect=True)
+def test_whose_rows_are_at_fault_is_told_by_keys_or_not_known(project: Scene) -> None:
+    snapshot = project.live_snapshot()
+    lowest, upper = snapshot.names
+    changed = next(key for (key, now), (_, was) in zip(rows(2), rows(0), strict=True) if now != was)
+    kept = next(key for (key, now), (_, was) in zip(rows(2), rows(0), strict=True) if now == was)
+    for keys, names in (
+        ((changed,), {upper}),
+        ((kept,), {lowest}),
+        ((changed, kept), {lowest, upper}),
+    ):
+        found = segments_of(project.store, snapshot, [str(key).encode() for key in keys])
+        assert found is not None
+        assert set(found) == names
+    # then all of them are loaded again
+    assert segments_of(project.store, snapshot, [b"-1"]) is None
 
 
 @pytest.mark.parametrize("online", ["table"], indirect=True)

@@ -238,3 +238,22 @@ def test_keys_of_texts_and_of_several_columns() -> None:
     assert len({*key_hashes(one, ["id"]).tolist(), *key_hashes(one, ["id", "day"]).tolist()}) == 4
     numbers = key_hashes(pa.table({"id": pa.chunked_array([[1], [2, 3]])}), ["id"])
     assert numbers.tolist() == key_hashes(pa.table({"id": [0, 1, 2, 3]}).slice(1), ["id"]).tolist()
+
+
+def test_a_sample_of_long_texts_has_fewer_rows(
+    store: ViewStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "ROW_GROUP_BYTES", 0)
+    monkeypatch.setattr(samples, "MOST_TEXT_BYTES", 100_000)
+    rows = table(range(2000))
+    texts = pa.array([f"{i:04}" * 250 for i in range(2000)])
+    rows = rows.set_column(rows.schema.get_field_index("label"), "label", texts)
+    written = write_rows(store, "r", "part-00000.parquet", rows, VIEW, 2000)
+    assert written.sample is not None
+    assert written.sample.size_bytes < written.size_bytes / 5
+    by_hash = np.sort(key_hashes(rows, ["id"]))
+    sample = drawn(store, full(store, "r", [written]))
+    # as many as fit, by halves, and all of those whose hash is less
+    assert 0 < sample.rows.num_rows <= 100 < 2 * sample.rows.num_rows + 20
+    assert sample.hashes.tolist() == by_hash[: sample.rows.num_rows].tolist()
+    assert (sample.living, written.below) == (2000, sample.below)

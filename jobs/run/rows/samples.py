@@ -102,7 +102,7 @@ def write_rows(
     store: ViewStore, run: str, name: str, table: pa.Table, view: FeatureView, rows: int
 ) -> Part:
     """Write a part of rows, and its sample beside it. A part of no more bytes than one row group
-    has none, nor has one half of whose rows would be in it: these are read themselves, which costs
+    has none, nor has one half of whose bytes would be in it: these are read themselves, which costs
     about as much and no second file.
 
     Args:
@@ -119,20 +119,26 @@ def write_rows(
     """
     below = threshold(view, rows)
     part = replace(store.write_part(run, name, table), below=below)
-    if table.nbytes <= ROW_GROUP_BYTES or below > ALL_HASHES // 2:
+    if table.nbytes <= ROW_GROUP_BYTES:
         return part
-    numbers = np.flatnonzero(key_hashes(table, view.entity) < below)
+    hashed = key_hashes(table, view.entity)
+    numbers = np.flatnonzero(hashed < below)
     pieces, first = [], 0
     for batch in table.to_batches():
         # not of the table, whose vectors it would first put together
         low, high = np.searchsorted(numbers, (first, first + batch.num_rows))
         pieces.append(batch.take(pa.array(numbers[low:high] - first)))
         first += batch.num_rows
-    taken = pa.Table.from_batches(pieces).append_column(_ROW, pa.array(numbers))
+    rows_of = pa.Table.from_batches(pieces)
+    # fewer where texts are long
+    drawn = _Drawn.together([_Drawn(rows_of, hashed[numbers], numbers, below)])
+    if 2 * drawn.rows.nbytes > table.nbytes:
+        return part
+    taken = drawn.rows.append_column(_ROW, pa.array(drawn.places))
     odd = odd_rows(table, view)
     notes = {_ODD + kind: _noted(of_kind, table.num_rows) for kind, of_kind in odd.items()}
     sample = store.write_part(run, f"sample-{name}", taken, notes)
-    return replace(part, sample=sample)
+    return replace(part, sample=sample, below=drawn.below)
 
 
 def _noted(numbers: Numbers, rows: int) -> str:
