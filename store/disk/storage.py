@@ -44,11 +44,18 @@ LOCK = ".lock"
 
 class Item(NamedTuple):
     """One file of a listing; ``modified_ns`` is when it last changed, ns since 1970 by the clock of
-    the storage."""
+    the storage. The path is made where it is needed: of thousands that takes longer than listing
+    them."""
 
-    path: Path
+    folder: Path
+    name: str
     size_bytes: int
     modified_ns: int
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return self.folder / self.name
 
 
 class File(NamedTuple):
@@ -259,8 +266,7 @@ class LocalStorage:
                     try:
                         if entry.is_file():
                             stat = entry.stat()
-                            path = folder / entry.name
-                            found.append(Item(path, stat.st_size, stat.st_mtime_ns))
+                            found.append(Item(folder, entry.name, stat.st_size, stat.st_mtime_ns))
                     except FileNotFoundError:
                         # removed meanwhile
                         continue
@@ -277,7 +283,7 @@ class LocalStorage:
             return None
         except OSError as exc:
             raise no_answer(path, exc) from exc
-        return Item(path, stat.st_size, stat.st_mtime_ns)
+        return Item(path.parent, path.name, stat.st_size, stat.st_mtime_ns)
 
     def changed_ns(self, folder: Path) -> int | None:
         try:
@@ -331,7 +337,7 @@ class LocalStorage:
         for below in sorted(self.names(folder)):
             try:
                 stat = os.stat(f"{folder}/{below}/{name}")
-                found.append(Item(folder / below / name, stat.st_size, stat.st_mtime_ns))
+                found.append(Item(folder / below, name, stat.st_size, stat.st_mtime_ns))
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as exc:

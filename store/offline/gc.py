@@ -344,35 +344,39 @@ def _orphans(
         files = [
             item
             for item in items
-            if str(item.path.relative_to(folder)) not in named and _modified_s(item) > held_s
+            if f"data/{run.name}/{item.name}" not in named and _modified_s(item) > held_s
         ]
         if files and max(map(_modified_s, items)) <= young_s:
             why = f"run {run.name} did not commit it, or nothing needs it any more"
-            yield from (Garbage(*item[:2], why) for item in sorted(files))
+            yield from (_garbage(item, why) for item in sorted(files))
         if run in journals and run / JOURNAL not in {item.path for item in items}:
             yield Garbage(run / JOURNAL, 0, f"run {run.name} did not commit")
     names = ("manifests", "segments", "log", "notes", "runs")
     listed = {name: sorted(storage.items(folder / name)) for name in (*names, "notes/running")}
     for name in names:
         for item in listed[name]:
-            temporary = item.path.name.startswith(".") and item.path.suffix == ".tmp"
+            temporary = item.name.startswith(".") and item.name.endswith(".tmp")
             if temporary and _modified_s(item) <= young_s:
-                yield Garbage(*item[:2], "a process was killed while writing it")
+                yield _garbage(item, "a process was killed while writing it")
     for item in listed["segments"]:
         old = held_s < _modified_s(item) <= young_s
-        if old and item.path.suffix == ".json" and f"segments/{item.path.name}" not in named:
-            yield Garbage(*item[:2], "no snapshot names it")
+        if old and item.name.endswith(".json") and f"segments/{item.name}" not in named:
+            yield _garbage(item, "no snapshot names it")
     reports = {
-        item.path.name: item
+        item.name: item
         for item in reversed(listed["runs"])
-        if item.path.suffix == ".json" and not item.path.name.startswith(".")
+        if item.name.endswith(".json") and not item.name.startswith(".")
     }
     for item in listed["notes/running"]:
-        if _modified_s(item) <= young_s and f"{item.path.name}.json" not in reports:
-            yield Garbage(*item[:2], "a process was killed before it wrote its report")
+        if _modified_s(item) <= young_s and f"{item.name}.json" not in reports:
+            yield _garbage(item, "a process was killed before it wrote its report")
     for item in [*reports.values()][MOST_REPORTS:]:
         if _modified_s(item) <= young_s:
-            yield Garbage(*item[:2], f"{MOST_REPORTS} newer reports")
+            yield _garbage(item, f"{MOST_REPORTS} newer reports")
+
+
+def _garbage(item: Item, why: str) -> Garbage:
+    return Garbage(item.path, item.size_bytes, why)
 
 
 def _modified_s(item: Item) -> float:

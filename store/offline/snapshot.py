@@ -301,6 +301,8 @@ log = logging.getLogger(__name__)
 _SPARE_LINES = 256
 """Lines of removed manifests, beyond as many as there are manifests, before the file is rewritten
 without them."""
+_FEW_MANIFESTS = 8
+"""New manifests that are read themselves, in place of the catalog's lines of them."""
 
 
 Stamp = tuple[int, int]
@@ -406,7 +408,9 @@ def read_catalog(
         segments = before.segments
         if len(entries) == len(stamps):
             return _catalog(entries, {}, stamps, segments)
-    lines, listed = _lines(path)
+    # of few, their manifests are read sooner than all lines
+    is_read = before is None or len(stamps) - len(entries) > _FEW_MANIFESTS
+    lines, listed = _lines(path) if is_read else ({}, {})
     segments = segments | listed
     damaged: dict[int, SnapshotError] = {}
     new: list[bytes] = []
@@ -431,6 +435,8 @@ def read_catalog(
         new += _lines_of(snapshot, entries[number], stamp, segments)
         segments |= {one.name: _paths_of(one) for one in snapshot.segments}
     found = _catalog(entries, damaged, stamps, segments)
+    if not is_read:
+        return found
     # No space, or not ours to write: it is derived again the next time.
     with contextlib.suppress(OSError):
         if len(lines) + len(listed) > 2 * (len(stamps) + len(found.segments)) + _SPARE_LINES:
@@ -467,8 +473,9 @@ def add_to_catalog(manifests: Path, path: Path, snapshot: Snapshot) -> None:
 
 def _stamps(manifests: Path) -> Iterator[tuple[int, Stamp]]:
     for item in storage_of(manifests).items(manifests):
-        if item.path.suffix == ".json" and item.path.stem.isdigit():
-            yield int(item.path.stem), (item.size_bytes, item.modified_ns)
+        name = item.name
+        if name.endswith(".json") and name[:-5].isdigit():
+            yield int(name[:-5]), (item.size_bytes, item.modified_ns)
 
 
 def _lines(path: Path) -> tuple[dict[int, tuple[Stamp, Entry]], dict[str, tuple[str, ...]]]:

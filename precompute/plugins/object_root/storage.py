@@ -537,4 +537,5 @@ def _is_here(file: File) -> bool:
 
 
 def _item(path: Path, meta: Any) -> Item:
-    return Item(path, meta["size"], int(meta["last_modified"].timestamp() * 1e6) * 1000)
+    modified_ns = int(meta["last_modified"].timestamp() * 1e6) * 1000
+    return Item(path.parent, path.name, meta["size"], modified_ns)
