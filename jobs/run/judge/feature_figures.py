@@ -1,0 +1,418 @@
+"""Feature figures: numbers that say what a feature's values are like, alone and beside the rows of
+the same keys before. Gates compare them, the manifest keeps them.
+
+A figure is named ``<feature>.<figure>``. Shares are of the rows that are given; a figure of values
+that are not there (of no number, no list) is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.online.kernels import hashes
+from precompute.store.online.row_values import packed_strings
+
+Figures = dict[str, float]
+F8 = npt.NDArray[np.float64]
+
+NUMBER, FLAG, TEXT, LIST, NUMBERS, VECTOR = "number", "flag", "text", "list", "numbers", "vector"
+"""Kinds of features: one number, true or false, a label or text, a list of items, a list of floats,
+a vector."""
+
+QUANTILES = {"p01": 0.01, "p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
+MISSING_WORDS = ("", "n/a", "na", "nan", "none", "null", "unknown", "undefined", "-")
+"""Texts that stand for no value, in small letters."""
+HUGE = 1e15
+"""A float beyond is an overflow, and no score."""
+LARGEST_FLOAT16 = 65504.0
+PAIRED_LISTS = 512
+"""Lists that are compared with those before; of 100 items each that takes 0.1 s."""
+PAIRED_ITEMS = 500_000
+"""Items of these lists, about; fewer lists are compared where they are longer."""
+LEAST_OVERLAP = 0.1
+"""Rank overlap of a list with the one before of its key up to which nothing is left of it."""
+LABEL_ROWS = 20
+"""Rows of a label before, from which on the share that kept it is a figure."""
+RBO_P = 0.9
+"""How much less each place of a list counts than the one before (rank-biased overlap: W. Webber, A.
+Moffat, J. Zobel, TOIS 2010); of 10 items the first half has 7/10 of the weight."""
+
+
+def kind_of(feature: Feature) -> str:
+    """Which figures a feature has."""
+    if feature.dim is not None:
+        return VECTOR
+    if feature.max_items is not None:
+        return NUMBERS if feature.dtype.startswith("float") else LIST
+    return {"string": TEXT, "bool": FLAG}.get(feature.dtype, NUMBER)
+
+
+# ---- rows alone
+
+
+def figures_of(rows: pa.Table, view: FeatureView) -> Figures:
+    """Figures of each feature of some rows; of no rows none."""
+    found: Figures = {}
+    for feature in view.features if rows.num_rows else ():
+        column = rows.column(feature.name)
+        values = column.drop_null()
+        found[f"{feature.name}.null"] = 1 - len(values) / len(column)
+        if len(values):
+            for name, value in _ALONE[kind_of(feature)](values):
+                found[f"{feature.name}.{name}"] = float(value)
+    return found
+
+
+def _of_number(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
+    numbers = _numbers(values)
+    finite = numbers[np.isfinite(numbers)]
+    yield "not_finite", 1 - len(finite) / len(numbers)
+    if not len(finite):
+        return
+    yield "zero", (finite == 0).mean()
+    yield "negative", (finite < 0).mean()
+    if pa.types.is_floating(values.type):
+        # not of integers, such as hashes and times
+        over = (np.abs(finite) > HUGE) | (np.abs(finite) == LARGEST_FLOAT16)
+        yield "huge", over.mean()
+    yield from _common(values)
+    yield from _levels(finite)
+
+
+def _levels(finite: F8) -> Iterator[tuple[str, float]]:
+    """Quantiles, mean, and spread: robust against few outliers (of a normal distribution the 10th
+    and the 90th percentile are 2.56 standard deviations apart), else the standard deviation."""
+    low, high = np.quantile(finite, [0.1, 0.9])
+    with np.errstate(over="ignore", invalid="ignore"):
+        spread = (high - low) / 2.56 or float(finite.std())
+        yield "mean", float(finite.mean())
+    yield "spread", spread if math.isfinite(spread) else float(np.finfo(np.float64).max)
+    yield from zip(QUANTILES, np.quantile(finite, [*QUANTILES.values()]).tolist(), strict=True)
+
+
+def _of_flag(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
+    yield "true", (pc.sum(values).as_py() or 0) / len(values)
+
+
+def _of_text(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
+    values = values.cast(pa.string())
+    lengths = np.asarray(pc.utf8_length(values))
+    yield "empty", (lengths == 0).mean()
+    yield "length", math.log1p(float(np.median(lengths)))
+    missing = pc.is_in(pc.utf8_lower(values), pa.array(MISSING_WORDS))
+    yield "missing", (pc.sum(missing).as_py() or 0) / len(values)
+    yield "prefix", _commonest(pc.utf8_slice_codeunits(values, 0, 3)) / len(values)
+    yield from _common(values)
+
+
+def _common(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
+    """The share of the commonest value, and of different ones."""
+    counts = np.asarray(pc.value_counts(values.combine_chunks()).field(1))
+    yield "common", counts.max() / len(values)
+    yield "distinct", len(counts) / len(values)
+
+
+def _commonest(values: pa.ChunkedArray) -> int:
+    return int(np.asarray(pc.value_counts(values.combine_chunks()).field(1)).max())
+
+
+def _of_list(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
+    lengths = np.asarray(pc.list_value_length(values))
+    yield "empty", (lengths == 0).mean()
+    yield "length", math.log1p(float(lengths.mean()))
+    of_list, doubled = _list_hashes(values)
+    yield "common", np.unique(of_list, return_counts=True)[1].max() / len(of_list)
+    yield "doubled", doubled
+    items = values.combine_chunks().flatten().drop_null()
+    if not len(items):
+        return
+    counts = np.asarray(pc.value_counts(items).field(1))
+    yield "coverage", math.log(len(counts))
+    yield "item", counts.max() / len(items)
+    filled = values.filter(pa.array(lengths > 0))
+    firsts = pc.list_element(filled.combine_chunks(), 0).drop_null()
+    if len(firsts):
+        yield "first", np.asarray(pc.value_counts(firsts).field(1)).max() / len(firsts)
+
+
+def _list_hashes(values: pa.ChunkedArray) -> tuple[npt.NDArray[np.int64], float]:
+    """A number for each list; and the share that has an item twice."""
+    found, doubled = np.empty(len(values), np.int64), 0
+    for at, scalar in enumerate(values):
+        # of many lists of thousands of items no more is held than a number each
+        items = tuple(scalar.as_py())
+        found[at] = hash(items)
+        doubled += len(set(items)) < len(items)
+    return found, doubled / len(found)
+
+
+def _of_numbers(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
+    lengths = np.asarray(pc.list_value_length(values))
+    yield "empty", (lengths == 0).mean()
+    yield "length", math.log1p(float(lengths.mean()))
+    yield "common", np.unique(_list_hashes(values)[0], return_counts=True)[1].max() / len(values)
+    numbers = _numbers(pa.chunked_array([values.combine_chunks().flatten().drop_null()]))
+    finite = numbers[np.isfinite(numbers)]
+    if len(finite):
+        yield "zero", (finite == 0).mean()
+        yield from _levels(finite)
+
+
+def _of_vector(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
+    vectors = _matrix(values)
+    finite = np.isfinite(vectors).all(axis=1)
+    yield "not_finite", 1 - finite.mean()
+    vectors = vectors[finite]
+    if not len(vectors):
+        return
+    with np.errstate(over="ignore"):
+        norms = np.linalg.norm(vectors, axis=1)
+    yield "zero", (norms == 0).mean()
+    for name, share in QUANTILES.items():
+        yield f"norm.{name}", float(np.quantile(norms, share))
+    unique, times = np.unique(vectors, axis=0, return_counts=True)
+    yield "common", times.max() / len(vectors)
+    yield "repeated", 1 - len(unique) / len(vectors)
+    if len(unique) > 2:
+        spread = vectors.std(axis=0)
+        yield "dead", (spread <= 1e-6 * max(float(spread.max()), 1e-30)).mean()
+    unit = vectors[norms > 0] / norms[norms > 0, None]
+    if len(unit) > 1:
+        n = len(unit)
+        # of all pairs of rows, but those of a row with itself
+        yield "cosine", (float(np.square(unit.sum(axis=0)).sum()) - n) / (n * (n - 1))
+
+
+_ALONE = {
+    NUMBER: _of_number,
+    FLAG: _of_flag,
+    TEXT: _of_text,
+    LIST: _of_list,
+    NUMBERS: _of_numbers,
+    VECTOR: _of_vector,
+}
+
+
+# ---- beside the rows of the same keys before
+
+
+def moves_of(
+    now: pa.Table, then: pa.Table, view: FeatureView, changed: float, before: Figures
+) -> Figures:
+    """How far the rows of some keys moved.
+
+    Args:
+        now: rows of keys that both have and whose rows are others.
+        then: the rows of the same keys before, row by row; a feature that it lacks, or has of
+            another type, has no figures.
+        view: of ``now``.
+        changed: share of all common keys whose rows are others; the figures are of all.
+        before: figures of the rows before: of numbers the spread.
+    """
+    found: Figures = {}
+    for feature in view.features:
+        name = feature.name
+        if name not in then.column_names or then.schema.field(name).type != feature.arrow_type:
+            continue
+        here = len(now)
+        both = pc.and_(now.column(name).is_valid(), then.column(name).is_valid())
+        a, b = (table.column(name).filter(both) for table in (now, then))
+        share = changed * (len(a) / here) if here else 0.0
+        for figure, value in _MOVED[kind_of(feature)](a, b, share, before.get(f"{name}.spread", 0)):
+            found[f"{name}.moved.{figure}"] = float(value)
+    return found
+
+
+def _number_moves(
+    now: pa.ChunkedArray, then: pa.ChunkedArray, share: float, spread: float
+) -> Iterator[tuple[str, float]]:
+    a, b = _numbers(now), _numbers(then)
+    finite = np.isfinite(a) & np.isfinite(b)
+    yield from _distances(a[finite], b[finite], share, spread)
+
+
+def _distances(a: F8, b: F8, share: float, spread: float) -> Iterator[tuple[str, float]]:
+    if not len(a):
+        yield from (("quarter", 0.0), ("one", 0.0), ("four", 0.0), ("rank", 1.0))
+        return
+    low, high = np.quantile(b, [0.1, 0.9])
+    spread = spread or (high - low) / 2.56 or float(b.std())
+    with np.errstate(over="ignore", invalid="ignore"):
+        by = np.abs(a - b)
+    for figure, spreads in (("quarter", 0.25), ("one", 1.0), ("four", 4.0)):
+        yield figure, share * (by > spreads * spread).mean()
+    correlation = rank_correlation(a, b)
+    if correlation is not None:
+        yield "rank", 1 - share * (1 - correlation)
+
+
+def _label_moves(
+    now: pa.ChunkedArray, then: pa.ChunkedArray, share: float, _: float
+) -> Iterator[tuple[str, float]]:
+    if not len(now):
+        yield from (("changed", 0.0), ("unseen", 0.0), ("transition", 0.0))
+        return
+    # by their hashes: as an array of texts each would take four times the letters of the longest
+    texts = [chunk.cast(pa.string()) for chunk in (*now.chunks, *then.chunks) if len(chunk)]
+    hashed = np.concatenate([hashes(packed_strings(text)) for text in texts])
+    labels, codes = np.unique(hashed, return_inverse=True)
+    a, b = codes.reshape(2, -1)
+    others = a != b
+    yield "changed", share * others.mean()
+    yield "unseen", share * (~np.isin(a, b)).mean()
+    pairs = Counter((a[others] * len(labels) + b[others]).tolist())
+    yield "transition", share * max(pairs.values(), default=0) / len(a)
+    times = np.bincount(b, minlength=len(labels))
+    kept = np.bincount(b[~others], minlength=len(labels))
+    frequent = times >= LABEL_ROWS
+    if frequent.any():
+        least = float((kept[frequent] / times[frequent]).min())
+        yield "kept", 1 - share * (1 - least)
+
+
+def _text_moves(
+    now: pa.ChunkedArray, then: pa.ChunkedArray, share: float, _: float
+) -> Iterator[tuple[str, float]]:
+    yield from _label_moves(now, then, share, _)
+    if not len(now):
+        yield "tokens", 1.0
+        return
+    alike = []
+    spaced = np.unique(np.linspace(0, len(now) - 1, min(len(now), PAIRED_LISTS)).astype(np.int64))
+    for one, other in zip(*(of.take(pa.array(spaced)).to_pylist() for of in (now, then)), strict=True):
+        words, before = set(one.split()), set(other.split())
+        alike.append(len(words & before) / len(words | before) if words | before else 1.0)
+    yield "tokens", 1 - share * (1 - float(np.mean(alike)))
+
+
+def _list_moves(
+    now: pa.ChunkedArray, then: pa.ChunkedArray, share: float, _: float
+) -> Iterator[tuple[str, float]]:
+    if not len(now):
+        yield from (("overlap", 1.0), ("lost", 0.0), ("order", 1.0))
+        return
+    items = float(pc.mean(pc.list_value_length(now)).as_py() or 0)
+    most = max(1, min(len(now), PAIRED_LISTS, int(PAIRED_ITEMS / max(1.0, items))))
+    spaced = pa.array(np.unique(np.linspace(0, len(now) - 1, most).astype(np.int64)))
+    a, b = (of.take(spaced).to_pylist() for of in (now, then))
+    overlaps = np.array([rank_overlap(one, other) for one, other in zip(a, b, strict=True)])
+    yield "overlap", 1 - share * (1 - float(overlaps.mean()))
+    yield "lost", share * (overlaps <= LEAST_OVERLAP).mean()
+    orders = [order for one, other in zip(a, b, strict=True) for order in _order(one, other)]
+    if orders:
+        yield "order", 1 - share * (1 - float(np.mean(orders)))
+
+
+def _order(now: Sequence[Any], then: Sequence[Any]) -> Iterator[float]:
+    """How far the items that both lists have stand in one order, -1 to 1; nothing of two or less."""
+    rank = {item: at for at, item in enumerate(then)}
+    shared = [(at, rank[item]) for at, item in enumerate(now) if item in rank]
+    if len(shared) > 2:
+        order = rank_correlation(*np.array(shared, np.float64).T)
+        yield 0.0 if order is None else order
+
+
+def _numbers_moves(
+    now: pa.ChunkedArray, then: pa.ChunkedArray, share: float, spread: float
+) -> Iterator[tuple[str, float]]:
+    """Of lists of floats: of those that are as long as before, place by place."""
+    same = pc.equal(pc.list_value_length(now), pc.list_value_length(then))
+    a, b = (_numbers(pa.chunked_array([of.filter(same).combine_chunks().flatten()])) for of in (now, then))
+    finite = np.isfinite(a) & np.isfinite(b)
+    yield from _distances(a[finite], b[finite], share, spread)
+
+
+def _vector_moves(
+    now: pa.ChunkedArray, then: pa.ChunkedArray, share: float, _: float
+) -> Iterator[tuple[str, float]]:
+    if not len(now):
+        yield from (("cosine05", 1.0), ("cosine50", 1.0))
+        return
+    a, b = _matrix(now), _matrix(then)
+    finite = np.isfinite(a).all(axis=1) & np.isfinite(b).all(axis=1)
+    a, b = a[finite], b[finite]
+    if not len(a):
+        return
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    cosines = np.where(lengths > 0, (a * b).sum(axis=1) / np.where(lengths > 0, lengths, 1), 0.0)
+    order = np.sort(cosines)
+    for figure, at in (("cosine05", 0.05), ("cosine50", 0.5)):
+        # of all common keys: those whose row is the same have 1
+        place = int(at / share * len(order)) if share > 0 else len(order)
+        yield figure, order[place] if place < len(order) else 1.0
+    if len(a) >= LABEL_ROWS:
+        x, y = a - a.mean(axis=0), b - b.mean(axis=0)
+        scale = np.sqrt(np.square(x).sum(axis=0) * np.square(y).sum(axis=0))
+        spread = scale > 0
+        if spread.any():
+            least = float(((x * y).sum(axis=0)[spread] / scale[spread]).min())
+            yield "dimension", 1 - share * (1 - least)
+
+
+_MOVED = {
+    NUMBER: _number_moves,
+    FLAG: _label_moves,
+    TEXT: _text_moves,
+    LIST: _list_moves,
+    NUMBERS: _numbers_moves,
+    VECTOR: _vector_moves,
+}
+
+
+# ---- arithmetic
+
+
+def rank_correlation(a: F8, b: F8) -> float | None:
+    """Spearman's, equal values sharing their ranks; None where the second says nothing, being all
+    the same."""
+    if len(a) < 3 or len(np.unique(b)) < 3:
+        return None
+    x, y = (_ranks(values) for values in (a, b))
+    x, y = x - x.mean(), y - y.mean()
+    scale = float(np.sqrt((x @ x) * (y @ y)))
+    return float(x @ y) / scale if scale else 0.0
+
+
+def _ranks(values: F8) -> F8:
+    _, where, times = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(times)
+    return (ends - (times - 1) / 2)[where.reshape(-1)]
+
+
+def rank_overlap(a: Sequence[object], b: Sequence[object]) -> float:
+    """Rank-biased overlap of two lists, 0 to 1, by their agreement at each depth up to the longer's
+    length (truncated, and scaled so that equal lists have 1); 1 of two empty ones."""
+    depth = max(len(a), len(b))
+    if not depth:
+        return 1.0
+    seen_a, seen_b, shared = set[object](), set[object](), 0
+    weighted = total = 0.0
+    weight = 1.0
+    for place in range(depth):
+        for items, seen, others in ((a, seen_a, seen_b), (b, seen_b, seen_a)):
+            if place < len(items) and items[place] not in seen:
+                seen.add(items[place])
+                shared += items[place] in others
+        weighted += weight * min(1.0, shared / (place + 1))
+        total += weight
+        weight *= RBO_P
+    return weighted / total
+
+
+def _numbers(values: pa.ChunkedArray) -> F8:
+    return np.asarray(values.combine_chunks()).astype(np.float64)
+
+
+def _matrix(column: pa.ChunkedArray) -> F8:
+    """[rows, dim] of vectors without nulls, of a row at least."""
+    values = column.combine_chunks().flatten()
+    return np.asarray(values).astype(np.float64).reshape(len(column), -1)
