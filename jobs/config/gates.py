@@ -43,12 +43,53 @@ class AccuracyConfig(Section):
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class GatesConfig(Section):
+Factor = Annotated[float, Field(gt=0)]
+
+
+class TableGates(Section):
+    """Gates that know the view: each is a factor of its limits (2: twice as far); null switches it
+    off."""
+
+    first: Factor | None = 1.0
+    """bounds of first rows: one vector for a fifth of them, dead dimensions, one list for most"""
+    null: Factor | None = 1.0
+    """nulls, empty values, zero vectors, beside the view's own nights"""
+    constant: Factor | None = 1.0
+    """one value, list or vector for more rows than ever, beside the view's own nights"""
+    shape: Factor | None = 1.0
+    """what values are like (quantiles, lengths, shares), beside the view's own nights"""
+    computed: Factor | None = 1.0
+    """the rows that a run computed, beside those that are live"""
+    moved: Factor | None = 1.0
+    """how far rows are from the live ones of the same keys, beside the view's own nights"""
+    anchor: Factor | None = 1.0
+    """how far rows are from those of some nights ago: a little each night is much"""
+    never: Factor | None = 1.0
+    """a share that was neither 0 nor 1 for a week, and is"""
+
+
+class FeatureGates(TableGates):
+    """The gates of one feature, in place of the view's; and its own bounds, on the rows that are
+    looked at."""
+
+    range: tuple[float, float] | None = None
+    """least and largest number"""
+    values: list[str | int | bool] | None = None
+    """all values there may be"""
+    distinct: tuple[float, float] | None = None
+    """least and largest number of different values"""
+    unique: bool = False
+    """no value is there twice"""
+    null_share: Share | None = None
+    """largest share of nulls"""
+
+
+class GatesConfig(TableGates):
     """What a new snapshot must look like to be published; null switches one off."""
 
-    rows: float | None = Field(default=0.2, ge=0)
-    """largest share by which the row count may differ from the live one's; of the live keys half
-    may be gone, or as many where it is more; of a new partition, by which rows may be lost"""
+    rows: Factor | None = 1.0
+    """how many rows there are beside what is live: 0.65 to 1.6 times as many, of fewer than 500 0.4
+    to 2.5; a factor of these limits. Of the live keys half may be gone"""
     coverage: Share | Literal["auto"] | None = "auto"
     """least share of source rows with a value; auto is 1 - max_rejected"""
     rejected: Share | Literal["auto"] | None = "auto"
@@ -56,41 +97,16 @@ class GatesConfig(Section):
     contract: bool | None = True
     """refuses a feature that is gone or has another type or dimension, another entity column or
     index metric; added features pass"""
-    empty: Share | None = 0.5
-    """largest share of a feature's values that are null, an empty text or an empty list"""
-    constant: Share | None = 0.999
-    """largest share of a feature's values, or of its lists, that are the same"""
-    shift: Share | None = 0.15
-    """largest shift of a feature's values since the live snapshot, by the same model: of the share
-    below any number or length, or, of labels and items, of the shares of the commonest"""
-    mass: Share | None = 0.05
-    """largest change of the share of nulls, empty values or zeros since the live snapshot, by the
-    same model"""
-    agreement: float | None = Field(default=0.5, ge=-1, le=1)
-    """least agreement with the live rows of the same keys, by the same model, beyond chance: rank
-    correlation of scores, Cohen's kappa of labels, overlap and order of lists by rank"""
-    finite: float | None = Field(default=0.0, ge=0, le=1)
+    finite: Share | None = 0.0
     """largest share of rows with a NaN or infinity"""
-    zero: float | None = Field(default=0.01, ge=0, le=1)
-    """largest share of vectors that are all zeros"""
-    norm: float | None = Field(default=0.5, ge=0)
-    """largest relative change of the mean norm since the live snapshot"""
-    duplicates: float | None = Field(default=0.5, ge=0, le=1)
-    """largest share of sampled vectors equal to another one"""
-    drift: float | None = Field(default=0.8, ge=-1, le=1)
-    """least mean cosine to the live snapshot's vectors of the same keys, by the same model"""
-    moved: float | None = Field(default=0.2, ge=0, le=1)
-    """largest share of vectors and scores that lie further than moved_by from the live ones, of
-    labels and texts that are others, by the same model"""
-    moved_by: float = Field(default=0.45, gt=0, le=2)
-    """a distance, as a share of the longer vector's length (0.45 is a cosine of 0.9 between vectors
-    of one length), of scores of their spread"""
-    packed: float | None = Field(default=0.95, ge=0, le=1)
+    packed: Share | None = 0.95
     """of a vector with `packed`: least share of each sampled row's 10 nearest that stay the same as
     the online store keeps them"""
-    parity: float | None = Field(default=0.05, ge=0, le=1)
+    parity: Share | None = 0.05
     """largest share of sampled rows that the fallback, or a batch of other rows, computes
     differently"""
+    features: dict[Name, FeatureGates] = Field(default={})
+    """gates and bounds of one feature"""
 
 
 COMPUTING_GATES = ("accuracy", "batch")
@@ -99,7 +115,8 @@ the same among other rows, by ``gates.parity``."""
 GATES = (
     "library",
     *COMPUTING_GATES,
-    *(name for name in GatesConfig.model_fields if name != "moved_by"),
+    *(name for name in GatesConfig.model_fields if name != "features"),
+    "bounds",
 )
 """Every gate's name."""
 

@@ -42,6 +42,8 @@ class Verdict(Record, frozen=True):
     measured: float = 0.0
     limit: float = 0.0
     message: str = ""
+    warned: bool = False
+    """It was announced, or compares with another recipe's rows: it is told, and refuses nothing."""
 
 
 class Counts(Record, frozen=True):

@@ -28,7 +28,15 @@ NUMBER, FLAG, TEXT, LIST, NUMBERS, VECTOR = "number", "flag", "text", "list", "n
 """Kinds of features: one number, true or false, a label or text, a list of items, a list of floats,
 a vector."""
 
-QUANTILES = {"p01": 0.01, "p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
+QUANTILES = {
+    "p01": 0.01,
+    "p05": 0.05,
+    "p25": 0.25,
+    "p50": 0.5,
+    "p75": 0.75,
+    "p95": 0.95,
+    "p99": 0.99,
+}
 MISSING_WORDS = ("", "n/a", "na", "nan", "none", "null", "unknown", "undefined", "-")
 """Texts that stand for no value, in small letters."""
 HUGE = 1e15
@@ -107,7 +115,7 @@ def _of_text(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
     values = values.cast(pa.string())
     lengths = np.asarray(pc.utf8_length(values))
     yield "empty", (lengths == 0).mean()
-    yield "length", math.log1p(float(np.median(lengths)))
+    yield "length", float(np.median(lengths))
     missing = pc.is_in(pc.utf8_lower(values), pa.array(MISSING_WORDS))
     yield "missing", (pc.sum(missing).as_py() or 0) / len(values)
     yield "prefix", _commonest(pc.utf8_slice_codeunits(values, 0, 3)) / len(values)
@@ -128,7 +136,7 @@ def _commonest(values: pa.ChunkedArray) -> int:
 def _of_list(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
     lengths = np.asarray(pc.list_value_length(values))
     yield "empty", (lengths == 0).mean()
-    yield "length", math.log1p(float(lengths.mean()))
+    yield "length", float(lengths.mean())
     of_list, doubled = _list_hashes(values)
     yield "common", np.unique(of_list, return_counts=True)[1].max() / len(of_list)
     yield "doubled", doubled
@@ -136,7 +144,7 @@ def _of_list(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
     if not len(items):
         return
     counts = np.asarray(pc.value_counts(items).field(1))
-    yield "coverage", math.log(len(counts))
+    yield "coverage", len(counts)
     yield "item", counts.max() / len(items)
     filled = values.filter(pa.array(lengths > 0))
     firsts = pc.list_element(filled.combine_chunks(), 0).drop_null()
@@ -158,7 +166,7 @@ def _list_hashes(values: pa.ChunkedArray) -> tuple[npt.NDArray[np.int64], float]
 def _of_numbers(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
     lengths = np.asarray(pc.list_value_length(values))
     yield "empty", (lengths == 0).mean()
-    yield "length", math.log1p(float(lengths.mean()))
+    yield "length", float(lengths.mean())
     yield "common", np.unique(_list_hashes(values)[0], return_counts=True)[1].max() / len(values)
     numbers = _numbers(pa.chunked_array([values.combine_chunks().flatten().drop_null()]))
     finite = numbers[np.isfinite(numbers)]
@@ -288,7 +296,9 @@ def _text_moves(
         return
     alike = []
     spaced = np.unique(np.linspace(0, len(now) - 1, min(len(now), PAIRED_LISTS)).astype(np.int64))
-    for one, other in zip(*(of.take(pa.array(spaced)).to_pylist() for of in (now, then)), strict=True):
+    for one, other in zip(
+        *(of.take(pa.array(spaced)).to_pylist() for of in (now, then)), strict=True
+    ):
         words, before = set(one.split()), set(other.split())
         alike.append(len(words & before) / len(words | before) if words | before else 1.0)
     yield "tokens", 1 - share * (1 - float(np.mean(alike)))
@@ -313,7 +323,7 @@ def _list_moves(
 
 
 def _order(now: Sequence[Any], then: Sequence[Any]) -> Iterator[float]:
-    """How far the items that both lists have stand in one order, -1 to 1; nothing of two or less."""
+    """How far items that both lists have stand in one order, -1 to 1; nothing of two or less."""
     rank = {item: at for at, item in enumerate(then)}
     shared = [(at, rank[item]) for at, item in enumerate(now) if item in rank]
     if len(shared) > 2:
@@ -326,7 +336,10 @@ def _numbers_moves(
 ) -> Iterator[tuple[str, float]]:
     """Of lists of floats: of those that are as long as before, place by place."""
     same = pc.equal(pc.list_value_length(now), pc.list_value_length(then))
-    a, b = (_numbers(pa.chunked_array([of.filter(same).combine_chunks().flatten()])) for of in (now, then))
+    a, b = (
+        _numbers(pa.chunked_array([of.filter(same).combine_chunks().flatten()]))
+        for of in (now, then)
+    )
     finite = np.isfinite(a) & np.isfinite(b)
     yield from _distances(a[finite], b[finite], share, spread)
 
@@ -406,6 +419,16 @@ def rank_overlap(a: Sequence[object], b: Sequence[object]) -> float:
         total += weight
         weight *= RBO_P
     return weighted / total
+
+
+def unit_mean(column: pa.ChunkedArray) -> F8 | None:
+    """The mean of vectors, each of length 1; None without any."""
+    values = column.drop_null()
+    vectors = _matrix(values) if len(values) else np.empty((0, 1))
+    norms = np.linalg.norm(vectors, axis=1)
+    unit = vectors[(norms > 0) & np.isfinite(norms)] / norms[(norms > 0) & np.isfinite(norms), None]
+    mean: F8 | None = unit.mean(axis=0) if len(unit) else None
+    return mean
 
 
 def _numbers(values: pa.ChunkedArray) -> F8:

@@ -1,0 +1,601 @@
+"""Judgement: what the gates on features say of some rows: by themselves, beside the rows that are
+live, and beside what the view was in the nights before. Nothing is read here, and nothing depends
+on when or where it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from precompute.jobs.config.gates import FeatureGates, GatesConfig
+from precompute.jobs.run.judge.feature_figures import (
+    Figures,
+    figures_of,
+    kind_of,
+    moves_of,
+    unit_mean,
+)
+from precompute.jobs.run.judge.gate_table import (
+    ANCHOR,
+    ANCHOR_FACTOR,
+    ANCHOR_LEAST,
+    BOTH,
+    CHECKS,
+    COMPUTED,
+    CORRELATION,
+    COUNT,
+    DOWN,
+    FIRST,
+    LABELS,
+    LEVEL,
+    LOG,
+    SHARE,
+    UP,
+    Check,
+)
+from precompute.jobs.run.judge.nights import SURE_NIGHTS, Night, counted, usual
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.offline.snapshot import Verdict
+
+FEWEST_ROWS = 20
+"""Rows below which nothing is said of them: of fewer every figure may be chance."""
+_CHANCE = 3.5
+"""Standard deviations of a sampled share that may be chance, beside the view's own nights."""
+_CHANCE_COMPUTED = 4.0
+"""As many of the rows that a run computed, of which there may be few."""
+_CHANCE_NEVER = 9.0
+"""Rows of a kind that are expected where none is: by chance once in 10⁴."""
+_TINY = 1e-30
+SHOWN_KEYS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Rows of another snapshot beside the new rows of the same keys, row by row, of those keys
+    whose rows are others; at most a few thousand.
+
+    ``changed`` is the share of all common keys that these stand for, ``common`` how many common
+    keys were looked at, and ``number`` the other snapshot's.
+    """
+
+    now: pa.Table
+    then: pa.Table
+    changed: float
+    common: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that the gates on features look at.
+
+    ``rows`` are those of the snapshot's sample, ``computed`` those of them that this run computed
+    (with the newest before them where they are few), ``live`` the sample of what readers have:
+    None where nothing is. ``pairs`` are by key with live, ``anchor`` with an accepted snapshot of
+    some nights ago. ``nights`` are those before, oldest first, of this recipe. ``alike``: live is
+    of the same recipe; of another one what compares is told, and judged by no gate.
+    ``announced``: gate → the features that a change is announced of, None for all.
+    """
+
+    view: FeatureView
+    rows: pa.Table
+    day: str
+    computed: pa.Table | None = None
+    live: pa.Table | None = None
+    pairs: Pairs | None = None
+    anchor: Pairs | None = None
+    nights: Sequence[Night] = ()
+    alike: bool = True
+    announced: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
+
+    @cached_property
+    def figures(self) -> Figures:
+        """Of the rows, alone and by key with live: what the manifest keeps."""
+        found = figures_of(self.rows, self.view)
+        if self.pairs is not None:
+            found |= self.moves(self.pairs)
+        return found
+
+    @cached_property
+    def live_figures(self) -> Figures:
+        """Of what readers have."""
+        return {} if self.live is None else figures_of(self.live, self.view)
+
+    def moves(self, pairs: Pairs, changed: float | None = None) -> Figures:
+        """Figures by key; ``changed`` 1: of the rows that are others alone."""
+        share = pairs.changed if changed is None else changed
+        return moves_of(pairs.now, pairs.then, self.view, share, self.live_figures)
+
+
+class _Found(NamedTuple):
+    """What a check found of a feature: how many times its limit, and in words."""
+
+    gate: str
+    feature: str
+    figure: str
+    value: float
+    limit: float
+    ratio: float
+    message: str
+
+
+def judge_rows(evidence: Evidence, gates: GatesConfig) -> tuple[Figures, list[Verdict]]:
+    """The figures of a snapshot, and the verdicts of the gates on its features.
+
+    Returns:
+        figures by ``<feature>.<figure>``; of each gate that judged anything one verdict, the worst.
+    """
+    if evidence.rows.num_rows < FEWEST_ROWS:
+        return evidence.figures, _verdicts(evidence, [*_bounds(evidence, gates)])
+    found = [
+        *_first(evidence, gates),
+        *_by_nights(evidence, gates),
+        *_never(evidence, gates),
+        *_computed(evidence, gates),
+        *_anchored(evidence, gates),
+        *_bounds(evidence, gates),
+    ]
+    return evidence.figures, _verdicts(evidence, found)
+
+
+# ---- each gate
+
+
+def _first(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
+    """Absolute bounds, of a view without nights of its own, and of what is announced."""
+    if evidence.nights and evidence.alike and not evidence.announced:
+        return
+    for feature in evidence.view.features:
+        factor = _factor(gates, "first", feature)
+        for bound in FIRST if factor is not None else ():
+            if kind_of(feature) not in bound.kinds:
+                continue
+            value = evidence.figures.get(f"{feature.name}.{bound.figure}")
+            if value is None or factor is None:
+                continue
+            # a share of 1 is the most there is
+            most = bound.most * factor if bound.most > 1 else 1 - (1 - bound.most) / factor
+            ratio = value / most if most else (0.0 if value == 0 else math.inf)
+            message = (
+                f"{feature.name}: {bound.words} {value:.4g}, more than {most:.4g} of any first rows"
+            )
+            yield _Found("first", feature.name, bound.figure, value, most, ratio, message)
+
+
+def _by_nights(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
+    """Each check against the view's own nights; of fewer than 7 against the last one, or by key
+    against a bound."""
+    for feature, check, factor in _checks(evidence.view, gates, CHECKS):
+        name = f"{feature.name}.{check.figure}"
+        value = evidence.figures.get(name)
+        if value is None:
+            continue
+        values = counted(evidence.nights, name)
+        own = usual(values, evidence.day)
+        limits = [] if own is None else [_own_limit(evidence, feature, check, values, factor)]
+        if len(values) < SURE_NIGHTS and check.young is not None:
+            limits += _young_limit(evidence, feature, check, values, factor)
+        tested = [
+            (_off(value, c, check, unit) / max(reach, _TINY), c, reach, words)
+            for c, reach, unit, words in limits
+        ]
+        if not tested:
+            continue
+        ratio, center, reach, words = max(tested, key=lambda one: one[0])
+        message = f"{feature.name}: {check.words} {value:.4g}, against {center:.4g} {words}"
+        yield _Found(check.gate, feature.name, check.figure, value, reach, ratio, message)
+
+
+_Limit = tuple[float, float, float, str]
+"""Center, reach by the check's scale, its unit, and what it follows from in words."""
+
+
+def _own_limit(
+    evidence: Evidence,
+    feature: Feature,
+    check: Check,
+    values: Sequence[tuple[str, float]],
+    factor: float,
+) -> _Limit:
+    scaled = [(day, _scaled(value, check.scale)) for day, value in values]
+    found = usual(scaled, evidence.day)
+    assert found is not None
+    center = _unscaled(found.center, check.scale)
+    unit = _unit(evidence, feature, center) if check.scale == LEVEL else 1.0
+    floor = _floor(evidence, feature, check, center)
+    raw = [value for _, value in values]
+    words = f"in {found.nights} nights ({min(raw):.4g} to {max(raw):.4g})"
+    return center, factor * max(found.reach / unit, floor), unit, words
+
+
+def _young_limit(
+    evidence: Evidence,
+    feature: Feature,
+    check: Check,
+    values: Sequence[tuple[str, float]],
+    factor: float,
+) -> list[_Limit]:
+    assert check.young is not None
+    if check.gate == "moved":
+        if evidence.pairs is None or not _judges_labels(evidence, feature, check):
+            return []
+        return [_bound_by_key(check, factor, evidence.pairs.common, evidence.pairs.number)]
+    if not values:
+        return []
+    center = values[-1][1]
+    unit = _unit(evidence, feature, center) if check.scale == LEVEL else 1.0
+    reach = check.young + _chance(check, center, evidence.rows.num_rows, _CHANCE)
+    if check.scale == LEVEL and not feature.dtype.startswith("float"):
+        reach += 1 / unit
+    return [(center, factor * reach, unit, "in the last accepted snapshot")]
+
+
+def _bound_by_key(check: Check, factor: float, rows: int, number: int) -> _Limit:
+    """A bound of a figure by key, as a limit around what it is where nothing moved."""
+    best, young = (0.0 if check.side == UP else 1.0), float(check.young or 0.0)
+    reach = abs(best - young)
+    reach += _chance(check, young, rows, _CHANCE) if check.scale == SHARE else 0.0
+    return best, factor * reach, 0.0, f"where no row is another than in snapshot {number}"
+
+
+def _never(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
+    """A share that was neither 0 nor 1 for a week, and is."""
+    for feature, check, _ in _checks(evidence.view, gates, CHECKS, "never"):
+        if check.scale != SHARE or check.figure.startswith("moved"):
+            continue
+        name = f"{feature.name}.{check.figure}"
+        value = evidence.figures.get(name)
+        values = [one for _, one in counted(evidence.nights, name)]
+        if value is None or usual([("", one) for one in values], "") is None:
+            continue
+        center, rows = float(np.median(values)), evidence.rows.num_rows
+        expected = rows * (center if value == 0 else 1 - center)
+        is_new = value in (0.0, 1.0) and all(0 < one < 1 for one in values)
+        ratio = 2.0 if is_new and expected > _CHANCE_NEVER else 0.0
+        message = (
+            f"{feature.name}: {check.words} {value:.4g}, which it was in none of {len(values)}"
+            " nights"
+        )
+        yield _Found("never", feature.name, check.figure, value, center, ratio, message)
+
+
+def _computed(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
+    """The rows that this run computed, beside all that are live."""
+    rows, live = evidence.computed, evidence.live
+    if rows is None or live is None or min(rows.num_rows, live.num_rows) < FEWEST_ROWS:
+        return
+    now, then = figures_of(rows, evidence.view), evidence.live_figures
+    if evidence.pairs is not None and len(evidence.pairs.now) >= FEWEST_ROWS:
+        now = now | evidence.moves(evidence.pairs, 1.0)
+    for feature, check, factor in _checks(evidence.view, gates, COMPUTED):
+        name = f"{feature.name}.{check.figure}"
+        if check.figure == "direction":
+            directions = _directions(feature, rows, live)
+            if directions is None:
+                continue
+            value, center = directions
+        elif name not in now:
+            continue
+        else:
+            value, center = now[name], then.get(name, 0.0)
+        if check.figure.startswith("moved"):
+            if evidence.pairs is None or not _judges_labels(evidence, feature, check):
+                continue
+            limit = _bound_by_key(check, factor, len(evidence.pairs.now), evidence.pairs.number)
+            against = f"of {len(evidence.pairs.now):,} keys"
+        elif name not in then and check.figure != "direction":
+            continue
+        else:
+            limit = _computed_limit(check, feature, then, center, rows.num_rows, factor)
+            against = f"against {limit[0]:.4g} of what is live"
+        center, reach, unit, _ = limit
+        ratio = _off(value, center, check, unit) / max(reach, _TINY)
+        message = (
+            f"{feature.name} of {rows.num_rows:,} rows computed: {check.words} {value:.4g},"
+            f" {against}"
+        )
+        yield _Found("computed", feature.name, check.figure, value, reach, ratio, message)
+
+
+def _computed_limit(
+    check: Check, feature: Feature, then: Figures, center: float, rows: int, factor: float
+) -> _Limit:
+    if check.young is None:
+        # the median is to lie between live's 5th and 95th percentile
+        low, high = (then.get(f"{feature.name}.{name}", center) for name in ("p05", "p95"))
+        step = 0.0 if feature.dtype.startswith("float") else 1.0
+        middle, reach = (low + high) / 2, (high - low) / 2 + step
+        return middle, factor * (reach + 1e-9 * abs(middle)), 1.0, ""
+    reach = check.young + _chance(check, center, rows, _CHANCE_COMPUTED)
+    return center, factor * reach, 1.0, ""
+
+
+def _directions(feature: Feature, rows: pa.Table, live: pa.Table) -> tuple[float, float] | None:
+    """Mean cosine of vectors to the mean direction of the live ones: of these rows, and of live's
+    own."""
+    found = [unit_mean(of.column(feature.name)) for of in (rows, live)]
+    if found[0] is None or found[1] is None:
+        return None
+    length = float(np.linalg.norm(found[1]))
+    return (float(found[0] @ found[1]) / length, length) if length > 0 else None
+
+
+def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
+    """What moved, by key, since an accepted snapshot of some nights ago: a little each night is
+    much."""
+    anchor = evidence.anchor
+    if anchor is None or anchor.common < FEWEST_ROWS:
+        return
+    moved = evidence.moves(anchor)
+    for feature in evidence.view.features:
+        factor = _factor(gates, "anchor", feature)
+        for kinds, figure, is_less_worse, words in ANCHOR if factor is not None else ():
+            name = f"{feature.name}.{figure}"
+            if kind_of(feature) not in kinds or name not in moved or factor is None:
+                continue
+            if (
+                figure == "moved.changed"
+                and evidence.figures.get(f"{feature.name}.distinct", 0) > LABELS
+            ):
+                continue
+            value = 1 - moved[name] if is_less_worse else moved[name]
+            nightly = [
+                1 - one if is_less_worse else one for _, one in counted(evidence.nights, name)
+            ]
+            usually = float(np.median(nightly)) if nightly else 0.0
+            limit = factor * max(ANCHOR_LEAST, ANCHOR_FACTOR * usually)
+            limit += _CHANCE * math.sqrt(limit * (1 - min(1.0, limit)) / anchor.common)
+            message = (
+                f"{feature.name}: {words} {moved[name]:.4g} since snapshot {anchor.number}, in a"
+                f" usual night {1 - usually if is_less_worse else usually:.4g}"
+            )
+            yield _Found("anchor", feature.name, figure, value, limit, value / limit, message)
+
+
+def _bounds(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
+    """A feature's own bounds, as the view has them."""
+    for feature in evidence.view.features:
+        own = gates.features.get(feature.name)
+        if own is None or not evidence.rows.num_rows:
+            continue
+        column = evidence.rows.column(feature.name)
+        for figure, value, limit, is_passed, words in own_bounds(own, column):
+            ratio = 0.0 if is_passed else 2.0
+            message = f"{feature.name}: {words}"
+            yield _Found("bounds", feature.name, figure, value, limit, ratio, message)
+
+
+def own_bounds(
+    own: FeatureGates, column: pa.ChunkedArray
+) -> Iterator[tuple[str, float, float, bool, str]]:
+    """(bound, value, limit, whether it is kept, words) of each bound that a feature has."""
+    values, rows = column.drop_null(), len(column)
+    if own.null_share is not None:
+        share = 1 - len(values) / rows
+        yield (
+            "null_share",
+            share,
+            own.null_share,
+            share <= own.null_share + 1e-12,
+            (f"share of nulls {share:.4g}, more than null_share {own.null_share:g}"),
+        )
+    if not len(values):
+        return
+    if own.range is not None:
+        low, high = own.range
+        ends = pc.min_max(values.cast(pa.float64()))
+        least, most = ends["min"].as_py(), ends["max"].as_py()
+        is_within = bool(low <= least and most <= high)
+        worst = least if least < low else most
+        yield "range", worst, high, is_within, f"{worst:g} is not within range [{low:g}, {high:g}]"
+    if own.values is not None:
+        known = {str(value) for value in own.values}
+        others = [one for one in map(str, pc.unique(values).to_pylist()) if one not in known]
+        shown = ", ".join(map(repr, sorted(others)[:3]))
+        yield "values", len(others), 0.0, not others, f"{shown} is none of its values"
+    distinct = len(pc.unique(values))
+    if own.distinct is not None:
+        low, high = own.distinct
+        yield (
+            "distinct",
+            distinct,
+            high,
+            low <= distinct <= high,
+            (f"{distinct:,} different values, not {low:g} to {high:g}"),
+        )
+    if own.unique:
+        yield (
+            "unique",
+            distinct / len(values),
+            1.0,
+            distinct == len(values),
+            (f"{len(values) - distinct:,} of {len(values):,} values are there more than once"),
+        )
+
+
+# ---- limits
+
+
+def _checks(
+    view: FeatureView, gates: GatesConfig, checks: Sequence[Check], gate: str | None = None
+) -> Iterator[tuple[Feature, Check, float]]:
+    """Each feature's checks that are on, with the factor of their limits."""
+    for feature in view.features:
+        kind = kind_of(feature)
+        for check in checks:
+            factor = _factor(gates, gate or check.gate, feature)
+            if kind in check.kinds and factor is not None:
+                yield feature, check, factor
+
+
+def _factor(gates: GatesConfig, gate: str, feature: Feature) -> float | None:
+    own = gates.features.get(feature.name)
+    if own is not None and gate in own.model_fields_set:
+        of_feature: float | None = getattr(own, gate)
+        return of_feature
+    of_view: float | None = getattr(gates, gate)
+    return of_view
+
+
+def _floor(evidence: Evidence, feature: Feature, check: Check, center: float) -> float:
+    """The least reach beside the view's own nights."""
+    floor = float(check.floor or 0.0)
+    rows = evidence.rows.num_rows
+    if check.gate == "moved":
+        rows = 0 if evidence.pairs is None else evidence.pairs.common
+    floor += _chance(check, center, rows, _CHANCE)
+    if check.scale == LEVEL and not feature.dtype.startswith("float"):
+        floor += 1 / _unit(evidence, feature, center)
+    return floor
+
+
+def _chance(check: Check, center: float, rows: int, deviations: float) -> float:
+    """How far a figure of so many sampled rows may be off by chance."""
+    if not rows:
+        return 1.0
+    if check.scale == SHARE:
+        share = min(max(center, 1 / rows), 1 - 1 / rows) if rows > 1 else 0.5
+        return deviations * math.sqrt(share * (1 - share) / rows)
+    return 4 / math.sqrt(rows) if check.scale == CORRELATION else 0.0
+
+
+def _unit(evidence: Evidence, feature: Feature, center: float) -> float:
+    """The spread of a feature's values: of its nights, else of what is live."""
+    name = f"{feature.name}.spread"
+    spreads = [value for _, value in counted(evidence.nights, name)]
+    spread = float(np.median(spreads)) if spreads else evidence.live_figures.get(name, 0.0)
+    return spread or 0.05 * abs(center) or 1.0
+
+
+def _judges_labels(evidence: Evidence, feature: Feature, check: Check) -> bool:
+    """Whether a check applies before the view has nights of its own: texts that nearly all differ
+    may be others every night."""
+    if check.figure not in ("moved.changed", "moved.unseen"):
+        return True
+    figures = evidence.live_figures or evidence.figures
+    return figures.get(f"{feature.name}.distinct", 0.0) <= LABELS
+
+
+def _scaled(value: float, scale: str) -> float:
+    if scale == LOG:
+        return math.log(max(abs(value), _TINY))
+    if scale == COUNT:
+        return math.log1p(max(value, 0.0))
+    if scale == CORRELATION:
+        return math.atanh(min(max(value, -0.999), 0.999))
+    return value
+
+
+def _unscaled(value: float, scale: str) -> float:
+    if scale == LOG:
+        return math.exp(value)
+    if scale == COUNT:
+        return math.expm1(value)
+    return math.tanh(value) if scale == CORRELATION else value
+
+
+def _off(value: float, center: float, check: Check, unit: float) -> float:
+    """How far a figure is from the center, to the side that is judged; by its scale, unless
+    ``unit`` is 0, which a bound has."""
+    if unit == 0:
+        off = value - center
+    else:
+        off = (_scaled(value, check.scale) - _scaled(center, check.scale)) / unit
+    if math.isnan(off):
+        return math.inf
+    return (
+        abs(off)
+        if check.side == BOTH
+        else off
+        if check.side == UP
+        else -off
+        if check.side == DOWN
+        else 0.0
+    )
+
+
+# ---- verdicts
+
+
+def _verdicts(evidence: Evidence, found: Sequence[_Found]) -> list[Verdict]:
+    """Of each gate one verdict: what refuses, or the nearest to it. What is announced, or compares
+    rows of another recipe, warns."""
+    by_gate: dict[str, list[_Found]] = {}
+    for one in found:
+        by_gate.setdefault(one.gate, []).append(one)
+    verdicts = []
+    for gate, of_gate in by_gate.items():
+        worst = sorted(of_gate, key=lambda one: (-one.ratio, one.feature, one.figure))
+        over = [one for one in worst if one.ratio > 1]
+        refused = [one for one in over if not _is_announced(evidence, one)]
+        shown = refused or over or worst[:1]
+        message = "; ".join(one.message for one in shown[:3])
+        if len(shown) > 3:
+            message += f"; and {len(shown) - 3} more"
+        if over:
+            message += rows_at_fault(evidence, shown[0].feature)
+        first = shown[0]
+        verdicts.append(
+            Verdict(
+                gate, not refused, first.value, first.limit, message, bool(over) and not refused
+            )
+        )
+    return verdicts
+
+
+COMPARES = ("null", "constant", "shape", "computed", "moved", "anchor", "never")
+
+
+def _is_announced(evidence: Evidence, found: _Found) -> bool:
+    if not evidence.alike and found.gate in COMPARES:
+        return True
+    features = evidence.announced.get(found.gate, frozenset())
+    return features is None or found.feature in features
+
+
+def rows_at_fault(evidence: Evidence, feature: str) -> str:
+    """Some keys whose rows moved most, with their values before and after, in words; nothing where
+    no keys are compared."""
+    pairs = evidence.pairs
+    if pairs is None or feature not in pairs.then.column_names or not len(pairs.now):
+        return ""
+    now, then = (of.column(feature) for of in (pairs.now, pairs.then))
+    order = _most_moved(now, then)[:3]
+    entity = list(evidence.view.entity)
+    lines = []
+    for at in order.tolist():
+        key = ", ".join(str(pairs.now.column(name)[at].as_py()) for name in entity)
+        before, after = (_short(of[at].as_py()) for of in (then, now))
+        lines.append(f"{key}: {before} → {after}")
+    return f"; of keys {'; '.join(lines)}" if lines else ""
+
+
+def _most_moved(
+    now: pa.ChunkedArray, then: pa.ChunkedArray
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    if pa.types.is_integer(now.type) or pa.types.is_floating(now.type):
+        by = np.abs(_as_floats(now) - _as_floats(then))
+        return np.argsort(-np.nan_to_num(by, nan=np.inf), kind="stable")
+    differ = [a != b for a, b in zip(now.to_pylist(), then.to_pylist(), strict=True)]
+    return np.flatnonzero(differ)
+
+
+def _as_floats(values: pa.ChunkedArray) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.asarray(values.cast(pa.float64()).combine_chunks().to_numpy(zero_copy_only=False))
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return f"[{', '.join(_short(one) for one in value[:3])}{', …' if len(value) > 3 else ''}]"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
