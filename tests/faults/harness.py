@@ -315,6 +315,8 @@ def act(scene: FaultScene, what: str, **options: Any) -> str:
     project = scene.project()
     if what == "rollback":
         return project.rollback(**options).status
+    if what == "resume":
+        return project.resume(**options).status
     if what in ("drop", "remove"):
         drop(project, VIEW, data=what == "remove")
         return "dropped"
