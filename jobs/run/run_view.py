@@ -23,8 +23,9 @@ from functools import partial
 from precompute.jobs.config.project import Project, RetentionConfig
 from precompute.jobs.config.view import PartitionConfig, ViewConfig
 from precompute.jobs.run.command_process import Progress, operator
+from precompute.jobs.run.judge.contract import judge_contract
 from precompute.jobs.run.judge.gates import accept, served_snapshot
-from precompute.jobs.run.judge.value_gates import Verdicts, judge_contract
+from precompute.jobs.run.judge.verdicts import Verdicts
 from precompute.jobs.run.materialize import dry_run, materialize
 from precompute.jobs.run.publisher import Publisher
 from precompute.jobs.run.report import PUBLISHING, close_dead, notify, notifying, reporting_run
@@ -673,7 +674,7 @@ def contract_verdict(config: ViewConfig, store: ViewStore) -> Verdict | None:
     served = served_snapshot(store)
     if served is None or not config.gates.contract:
         return None
-    verdicts = Verdicts(config.gates, 0)
+    verdicts = Verdicts(config.gates)
     judge_contract(config.feature_view(), served.view, verdicts)
     return verdicts.all[0]
 

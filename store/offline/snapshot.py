@@ -44,6 +44,8 @@ class Verdict(Record, frozen=True):
     message: str = ""
     warned: bool = False
     """It was announced, or compares with another recipe's rows: it is told, and refuses nothing."""
+    figures: tuple[str, ...] = ()
+    """Those that are beyond their limits, of a gate that judges several."""
 
 
 class Counts(Record, frozen=True):
@@ -142,7 +144,13 @@ class Snapshot(Record, frozen=True):
     """When the source it was computed from was last modified, ISO 8601 in UTC; None where that is
     not known."""
     quality: Mapping[str, float] = field(default_factory=dict)
-    """Figures the gates judged by."""
+    """Figures the gates judged by: ``<feature>.<figure>``."""
+    nights: Part | None = None
+    """File of the figures of the nights before it, by which its gates know what is usual; None of
+    a first one."""
+    announced: str = ""
+    """Why its figures tell nothing of what is usual, as it was announced; empty of an ordinary
+    one."""
     figures: RowFigures | None = None
     """Counted of the rows that a reader sees: of those of their sample what is not counted one by
     one."""
@@ -334,7 +342,8 @@ class Entry:
     def of(cls, number: int, snapshot: Snapshot) -> Entry:
         """What the manifest of this number says."""
         rejected = None if snapshot.rejected is None else snapshot.rejected.path
-        beside = tuple(path for path in (rejected, snapshot.frame) if path is not None)
+        nights = None if snapshot.nights is None else snapshot.nights.path
+        beside = tuple(path for path in (rejected, snapshot.frame, nights) if path is not None)
         return cls(
             number,
             snapshot.run,

@@ -359,6 +359,32 @@ class Standing:
                 log.warning("%s", exc)
         return None
 
+    def night_before(self, snapshot: Snapshot) -> Snapshot | None:
+        """The newest snapshot that was made as one that is not committed yet, with rows, and that
+        is not bad nor refused: by it is known what is usual. Of a partition one of the nearest
+        earlier partition."""
+        entries = sorted(
+            self._store.catalog().entries.values(),
+            key=lambda entry: (entry.partition or "", entry.number),
+            reverse=True,
+        )
+        numbers = [
+            entry.number
+            for entry in entries
+            if entry.rows
+            and not entry.members
+            and entry.computation == snapshot.computation
+            and (
+                entry.partition is None
+                if snapshot.partition is None
+                else entry.partition is not None and entry.partition < snapshot.partition
+            )
+        ]
+        for found in self._readable(numbers):
+            if found.made_by == snapshot.made_by and isinstance(self.verdict(found), Usable):
+                return found
+        return None
+
     def newest_publishable(self, accept: Collection[str] = ()) -> int:
         """Number of the newest snapshot of the newest partition that is not bad and that no gate
         refused but those in ``accept``; the newest of all when there is none such, to say why it

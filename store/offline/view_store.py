@@ -547,12 +547,13 @@ class ViewStore:
         try:
             check_file(part.in_folder(self.folder), again=True)
         except SnapshotError as exc:
-            given = part.path.endswith(f"/{FRAME}")
-            remedy = (
-                "give a run its rows again: precompute.open(…).run(view, frame=df), in Python"
-                if given
-                else f"the next run of {self.name!r} tries these rows again"
-            )
+            remedy = f"the next run of {self.name!r} tries these rows again"
+            if part.path.endswith(f"/{FRAME}"):
+                remedy = (
+                    "give a run its rows again: precompute.open(…).run(view, frame=df), in Python"
+                )
+            elif part.path.endswith(".json"):
+                remedy = f"the gates of {self.name!r} learn anew what is usual"
             raise SnapshotError(f"{exc}: {remedy}") from exc
 
     def _mark_writer(self, member: int, part: Part, why: str) -> None:

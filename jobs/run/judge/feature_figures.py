@@ -421,6 +421,14 @@ def rank_overlap(a: Sequence[object], b: Sequence[object]) -> float:
     return weighted / total
 
 
+def has_values(rows: pa.Table, view: FeatureView) -> pa.ChunkedArray:
+    """Which rows have a value of any feature, bool [rows]."""
+    found = rows.column(view.features[0].name).is_valid()
+    for feature in view.features[1:]:
+        found = pc.or_(found, rows.column(feature.name).is_valid())
+    return found
+
+
 def unit_mean(column: pa.ChunkedArray) -> F8 | None:
     """The mean of vectors, each of length 1; None without any."""
     values = column.drop_null()

@@ -20,33 +20,25 @@ from precompute.engine.runner import compute
 from precompute.jobs.config.gates import COMPUTING_GATES
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import operator
-from precompute.jobs.run.judge.value_gates import (
-    OTHER_PARTITION_FACTOR,
-    Moves,
-    Verdicts,
-    judge_contract,
-    judge_keys,
-    judge_shift,
-    judge_value_moves,
-    judge_values,
+from precompute.jobs.run.judge.contract import judge_contract
+from precompute.jobs.run.judge.feature_figures import has_values
+from precompute.jobs.run.judge.judgement import FEWEST_ROWS, Evidence, judge_rows
+from precompute.jobs.run.judge.nights import Night, day_of, nights_after, read_nights, write_nights
+from precompute.jobs.run.judge.packed import judge_packed
+from precompute.jobs.run.judge.pairs import (
+    PAIRED_ROWS,
+    computed_rows,
+    judged,
     keys_gone,
-    moves_of,
-    some_rows,
+    pairs_of,
 )
-from precompute.jobs.run.judge.vector_gates import (
-    judge_duplicates,
-    judge_lengths,
-    judge_moves,
-    judge_packed,
-)
+from precompute.jobs.run.judge.verdicts import Verdicts
 from precompute.jobs.run.rows.chunks import compute_in_worker
-from precompute.jobs.run.rows.merging import JUDGED_ROWS
 from precompute.jobs.run.rows.open_view import OpenView
-from precompute.jobs.run.rows.samples import Samples
+from precompute.jobs.run.rows.samples import Samples, SnapshotSample
 from precompute.jobs.run.rows.substitute import OpenSubstitute
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
-from precompute.store.feature_view import FeatureView
 from precompute.store.keys import key_column
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.snapshot import Snapshot, Verdict
@@ -56,6 +48,13 @@ from precompute.techniques.row_errors import differing
 
 log = logging.getLogger(__name__)
 
+ROWS, FEW_ROWS, MANY_ROWS = (0.65, 1.6), (0.4, 2.5), 500
+"""How many times as many rows there may be, and where there are fewer than 500."""
+MOST_GONE = 0.5
+"""Share of the live keys that may be gone: with more, as many rows under other keys (ids padded
+with zeros, or of another table) are of no use to callers with the live ones."""
+ANCHOR_NIGHTS = 7
+"""How many nights ago what is compared with was accepted, at most."""
 PARITY_ROWS = 20
 """Rows that are computed again as the fallback does."""
 
@@ -172,13 +171,18 @@ class Judge:
             snapshot = replace(snapshot, substitute=use, figures=RowFigures())
             succeeds = not keeps_live(snapshot) and self._succeeds(snapshot, served)
             return self._empty(snapshot, served if live is None and succeeds else live)
-        verdicts = self.measure(snapshot, live, draft, served)
+        nights = self._nights(snapshot)
+        verdicts = self.measure(snapshot, live, draft, served, nights)
+        written = snapshot.nights
+        if snapshot.number == 0:
+            written = write_nights(self.store, snapshot.run, nights)
         return replace(
             snapshot,
             figures=verdicts.figures,
             quality=verdicts.quality,
             gates=(*before, *verdicts.all),
             substitute=verdicts.substitute,
+            nights=written,
         )
 
     def rejudge(self, snapshot: Snapshot) -> Snapshot:
@@ -189,6 +193,14 @@ class Judge:
         # these judged while its rows were computed
         before = [verdict for verdict in snapshot.gates if verdict.gate in COMPUTING_GATES]
         return self.judge(snapshot, before)
+
+    def _nights(self, snapshot: Snapshot) -> tuple[Night, ...]:
+        """The nights before a snapshot: those of the newest one of its recipe that is accepted; of
+        a partition, of the nearest earlier one."""
+        if snapshot.number:
+            return read_nights(self.store, snapshot)
+        base = Standing(self.store).night_before(snapshot)
+        return () if base is None else nights_after(self.store, base)
 
     def _served(self) -> Snapshot | None:
         """What readers have, or had when the backfill began."""
@@ -205,12 +217,10 @@ class Judge:
     def _empty(self, snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
         """A partition without rows: all there is to judge is whether it, or what it takes the
         place of, had rows before."""
-        limit = self.config.gates.rows
-        if before is None or limit is None or before.rows < JUDGED_ROWS:
+        if before is None or self.config.gates.rows is None or before.rows < FEWEST_ROWS:
             return replace(snapshot, quality={}, gates=())
         message = f"no rows any more, against the {before.rows:,} of snapshot {before.number}"
-        verdict = Verdict("rows", limit >= 1, -1.0, limit, message)
-        return replace(snapshot, gates=(verdict,))
+        return replace(snapshot, gates=(Verdict("rows", False, 0.0, 1.0, message),))
 
     def measure(
         self,
@@ -218,6 +228,7 @@ class Judge:
         live: Snapshot | None,
         draft: Snapshot | None = None,
         served: Snapshot | None = None,
+        nights: Sequence[Night] = (),
     ) -> Verdicts:
         """Figures and verdicts of a snapshot that is about to be committed.
 
@@ -226,41 +237,91 @@ class Judge:
             live: the snapshot that it would replace; None when nothing is live.
             draft: as of :meth:`judge`.
             served: the snapshot that readers have, if it is another partition's.
+            nights: those before it.
         """
         gates, view, draft = self.config.gates, snapshot.view, draft or snapshot
         samples = Samples(self.store)
         found = samples.of(draft)
         figures = found.figures(view)
         nulls = figures.valueless if view.definition.bad_rows == "null" else 0
-        verdicts = Verdicts(gates, snapshot.rows - nulls)
+        verdicts = Verdicts(gates)
         verdicts.figures = figures
         if view.definition.bad_rows == "null":
             verdicts.quality["nulls"] = float(nulls)
-        self._judge_counts(snapshot, live, snapshot.rows - nulls, verdicts)
-        if live is None and served is not None and self._succeeds(snapshot, served):
-            gone = None
-            if served.view.entity == view.entity:
-                gone = keys_gone(samples, found, served)
-            self._judge_succession(snapshot, served, gone, verdicts)
-        verdicts.at_most(
-            "finite",
-            figures.not_finite / figures.rows if figures.rows else 0.0,
-            gates.finite,
-            f"{figures.not_finite:,} of {figures.rows:,} rows are not finite",
-        )
-        sample = some_rows(found.rows, draft)
-        sample = sample.append_column("key", key_column(sample, view.entity))
+        self._judge_counts(snapshot, snapshot.rows - nulls, verdicts)
+        succeeds = live is None and self._succeeds(snapshot, served)
+        before = served if succeeds else live
+        if before is not None:
+            gone = keys_gone(samples, found, before) if before.view.entity == view.entity else None
+            self._judge_rows(snapshot, before, gone, succeeds, verdicts)
+        not_finite = figures.not_finite / figures.rows if figures.rows else 0.0
+        message = f"{figures.not_finite:,} of {figures.rows:,} rows are not finite"
+        verdicts.at_most("finite", not_finite, gates.finite, message)
         readers = served or live
         if readers is not None:
             judge_contract(view, readers.view, verdicts)
-        other = None if self.in_backfill else served
-        moves = None if live is None else moves_of(samples, found, draft, live)
-        self._judge_features(snapshot, figures, sample, live, other, moves, verdicts)
+        self._judge_features(samples, found, snapshot, draft, before, nights, verdicts)
+        sample = judged(found).slice(0, PAIRED_ROWS)
+        sample = sample.append_column("key", key_column(sample, view.entity))
+        for feature in view.features:
+            judge_packed(feature, sample, view, verdicts)
         if self.opened.substitute is not None:
             self._judge_substitute(self.opened.substitute, sample, verdicts)
         elif view.fallback and gates.parity is not None and sample.num_rows:
             judge_parity(self.opened, sample, gates.parity, verdicts)
         return verdicts
+
+    def _judge_features(
+        self,
+        samples: Samples,
+        found: SnapshotSample,
+        snapshot: Snapshot,
+        draft: Snapshot,
+        live: Snapshot | None,
+        nights: Sequence[Night],
+        verdicts: Verdicts,
+    ) -> None:
+        """The gates of the table."""
+        rows, beside = judged(found), None
+        if snapshot.view.definition.bad_rows == "null":
+            # what was rejected is judged by ``coverage``
+            rows = rows.filter(has_values(rows, snapshot.view))
+        if live is not None:
+            try:
+                beside = judged(samples.of(live))
+            except SnapshotError as exc:
+                # a damaged live snapshot is to be replaced, so it refuses nothing
+                log.warning("%s", exc)
+        anchor = self._anchor(snapshot, live, nights)
+        evidence = Evidence(
+            snapshot.view,
+            rows,
+            day_of(snapshot),
+            computed_rows(samples, found, draft),
+            beside,
+            None if live is None else pairs_of(samples, found, draft, live),
+            None if anchor is None else pairs_of(samples, found, draft, anchor),
+            nights,
+            alike=live is None or live.made_by == snapshot.made_by,
+        )
+        of_features, judged_by = judge_rows(evidence, self.config.gates)
+        verdicts.quality |= of_features
+        verdicts.all += judged_by
+
+    def _anchor(
+        self, snapshot: Snapshot, live: Snapshot | None, nights: Sequence[Night]
+    ) -> Snapshot | None:
+        """The accepted snapshot of a week ago, or the oldest one since that is still there."""
+        if live is None or snapshot.partition is not None:
+            return None
+        there = set(self.store.numbers())
+        week = [night for night in nights if not night.announced][-ANCHOR_NIGHTS:]
+        for night in week:
+            if night.number in there and night.number != live.number:
+                found = _whole(self.store, night.number)
+                if found is not None and found.made_by == snapshot.made_by:
+                    return found
+        return None
 
     def _judge_substitute(
         self, other: OpenSubstitute, sample: pa.Table, verdicts: Verdicts
@@ -279,75 +340,39 @@ class Judge:
             limit = None if is_off else one.least
             verdicts.add("parity", one.value, limit, one.passed, one.message, min)
 
-    def _judge_features(
+    def _judge_rows(
         self,
         snapshot: Snapshot,
-        figures: RowFigures,
-        sample: pa.Table,
-        live: Snapshot | None,
-        served: Snapshot | None,
-        moves: Moves | None,
+        before: Snapshot,
+        gone: float | None,
+        succeeds: bool,
         verdicts: Verdicts,
     ) -> None:
-        """Each feature's values, by its kind: alone, and beside the live ones; of a partition
-        without earlier rows beside those of ``served``."""
-        store, view = self.store, snapshot.view
-        before = None if live is None else _live_figures(store, live)
-        if live is not None and moves is not None:
-            kept = moves.same + moves.changed
-            judge_keys(live, 1 - kept / max(1, live.rows), verdicts)
-        same_model = live is not None and live.made_by == snapshot.made_by
-        then, limit_factor = before, 1.0 if same_model else None
-        if live is None and served is not None and served.made_by == snapshot.made_by:
-            # a partition without earlier rows is compared with the one that readers have now
-            then, limit_factor = _live_figures(store, served), OTHER_PARTITION_FACTOR
-        for feature in view.features:
-            if feature.dim is None:
-                valued = _valued(figures, view)
-                judge_values(feature, valued, sample, verdicts)
-                if then is not None:
-                    judge_shift(feature, valued, _valued(then, view), verdicts, limit_factor)
-                if moves is not None:
-                    judge_value_moves(feature, moves, before, verdicts, judged=same_model)
-            elif feature.dtype.startswith("float"):
-                judge_lengths(feature, figures, before or then, verdicts)
-                judge_duplicates(feature, sample, verdicts)
-                judge_packed(feature, sample, view, verdicts)
-                if moves is not None and same_model:
-                    judge_moves(feature, moves, verdicts)
+        """The gate ``rows``: how many there are beside what they take the place of, and whether its
+        keys are there. A partition that succeeds another one may have more; and of what a backfill
+        computes fewer, too, which another day may have."""
+        if not before.rows:
+            return
+        ratio, factor = snapshot.rows / before.rows, verdicts.gates.rows
+        low, high = ROWS if before.rows >= MANY_ROWS else FEW_ROWS
+        least, most = (1.0, 1.0) if factor is None else (low**factor, high**factor)
+        is_few = max(before.rows, snapshot.rows) < FEWEST_ROWS
+        is_within = is_few or ((succeeds or ratio <= most) and (ratio >= least))
+        is_within |= succeeds and self.in_backfill
+        message = (
+            f"{snapshot.rows:,} rows, {ratio:.2f} times the {before.rows:,} of snapshot"
+            f" {before.number} ({least:.2f} to {most:.2f})"
+        )
+        verdicts.add("rows", ratio, None if factor is None else least, is_within, message)
+        if gone is not None and factor is not None and before.rows >= FEWEST_ROWS:
+            limit = 1 - (1 - MOST_GONE) ** factor
+            if gone > limit:
+                message = f"{gone:.0%} of the keys of snapshot {before.number} are gone"
+                verdicts.add("rows", gone, limit, False, message)
 
-    def _judge_succession(
-        self, snapshot: Snapshot, served: Snapshot, gone: float | None, verdicts: Verdicts
-    ) -> None:
-        """The gate ``rows`` of a partition that is served in the place of another one: what readers
-        lose. More rows are fine; and of what a backfill computes fewer rows, too, which another
-        day may have, as long as the keys are there."""
-        if served.rows:
-            change, limit = snapshot.rows / served.rows - 1, verdicts.gates.rows
-            is_judged = not self.in_backfill and served.rows >= JUDGED_ROWS
-            limit = limit if is_judged else None
-            message = (
-                f"{snapshot.rows:,} rows, {change:+.1%} against the {served.rows:,} of snapshot"
-                f" {served.number}, which readers have"
-            )
-            verdicts.add("rows", change, limit, limit is None or change >= -limit, message)
-            if gone is not None:
-                judge_keys(served, gone, verdicts)
-
-    def _judge_counts(
-        self, snapshot: Snapshot, live: Snapshot | None, valued: int, verdicts: Verdicts
-    ) -> None:
-        """How many rows there are, beside what is live; how many were rejected, and how many have a
-        value, of those of the source."""
+    def _judge_counts(self, snapshot: Snapshot, valued: int, verdicts: Verdicts) -> None:
+        """How many rows were rejected, and how many have a value, of those of the source."""
         config, gates, counts = self.config, self.config.gates, snapshot.counts
-        if live is not None and live.rows:
-            change = snapshot.rows / live.rows - 1
-            limit = gates.rows if max(live.rows, snapshot.rows) >= JUDGED_ROWS else None
-            message = (
-                f"{snapshot.rows:,} rows, {change:+.1%} against the {live.rows:,} of snapshot"
-                f" {live.number}"
-            )
-            verdicts.add("rows", change, limit, limit is None or abs(change) <= limit, message)
         rejected = counts.rejected / counts.source if counts.source else 0.0
         limit = config.max_rejected if gates.rejected == "auto" else gates.rejected
         verdicts.at_most(
@@ -370,28 +395,6 @@ def _baseline(store: ViewStore, snapshot: Snapshot) -> Snapshot | None:
         live = standing.newest(day, refused=False, computation=snapshot.computation)
         live = live or standing.newest(day, refused=False)
     return None if live is not None and live.number == snapshot.number else live
-
-
-def _valued(figures: RowFigures, view: FeatureView) -> RowFigures:
-    """The figures of the rows that have a value: nulls in place of rejected rows are judged by
-    ``coverage`` alone."""
-    return (
-        replace(figures, sampled=figures.sampled - figures.sampled_valueless)
-        if view.definition.bad_rows == "null"
-        else figures
-    )
-
-
-def _live_figures(store: ViewStore, live: Snapshot) -> RowFigures | None:
-    """The figures of what is live; None where they cannot be read. For a snapshot of all partitions
-    those of the newest one: a day is compared with a day."""
-    try:
-        newest = store.snapshot(live.members[max(live.members)]) if live.members else live
-        return newest.figures
-    except SnapshotError as exc:
-        # a damaged live snapshot is to be replaced, so it refuses nothing
-        log.warning("%s", exc)
-        return None
 
 
 def served_snapshot(store: ViewStore) -> Snapshot | None:

@@ -545,7 +545,13 @@ def _verdicts(evidence: Evidence, found: Sequence[_Found]) -> list[Verdict]:
         first = shown[0]
         verdicts.append(
             Verdict(
-                gate, not refused, first.value, first.limit, message, bool(over) and not refused
+                gate,
+                not refused,
+                first.value,
+                first.limit,
+                message,
+                warned=bool(over) and not refused,
+                figures=tuple(f"{one.feature}.{one.figure}" for one in over),
             )
         )
     return verdicts

@@ -9,13 +9,25 @@ c is that weekday's median.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import NamedTuple
 
 import numpy as np
 
-from precompute.store.disk.record import Record, field
+from precompute.store.disk.durable_file import disk_message, make_folder
+from precompute.store.disk.record import Record, field, read_record, sealed
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.segment import Part
+from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.view_store import ViewStore
+
+log = logging.getLogger(__name__)
+
+NIGHTS = "nights.json"
+"""File of the nights before a snapshot, in the folder of its run."""
 
 MOST_NIGHTS = 28
 FEWEST_NIGHTS = 7
@@ -100,3 +112,70 @@ def appended(nights: Sequence[Night], night: Night) -> tuple[Night, ...]:
     ordinary = [i for i, one in enumerate(before) if not one.announced]
     first = ordinary[-MOST_NIGHTS] if len(ordinary) >= MOST_NIGHTS else 0
     return (*before[first:], night)
+
+
+class _Nights(Record, frozen=True):
+    """The file of them."""
+
+    nights: tuple[Night, ...] = ()
+
+
+def read_nights(store: ViewStore, snapshot: Snapshot) -> tuple[Night, ...]:
+    """The nights before a snapshot, the oldest first; none where its file is gone or damaged, so
+    that what is lost is learned again.
+
+    Raises:
+        UnreadableError: it cannot be read now.
+    """
+    if snapshot.nights is None:
+        return ()
+    try:
+        path = store.file(snapshot.nights)
+        if path is None:
+            log.warning("%s is gone: what is usual is learned again", snapshot.nights.path)
+            return ()
+        return read_record(_Nights, path.read_bytes(), path).nights
+    except SnapshotError as exc:
+        log.warning("%s: what is usual is learned again", exc)
+        return ()
+
+
+def write_nights(store: ViewStore, run: str, nights: Sequence[Night]) -> Part | None:
+    """Write the nights before the snapshot of a run; None without any.
+
+    Raises:
+        SnapshotError: the file system failed.
+    """
+    if not nights:
+        return None
+    path, data = store.data / run / NIGHTS, sealed(_Nights(tuple(nights)))
+    try:
+        make_folder(path.parent)
+        store.storage.write(path, data)
+    except OSError as exc:
+        raise SnapshotError(disk_message(path, exc)) from exc
+    relative = str(path.relative_to(store.folder))
+    return Part(relative, len(nights), len(data), hashlib.sha256(data).hexdigest())
+
+
+def nights_after(store: ViewStore, snapshot: Snapshot) -> tuple[Night, ...]:
+    """The nights before what comes after a snapshot: its own is one of them.
+
+    Raises:
+        UnreadableError: something cannot be read now.
+    """
+    accepted = store.log.accepted(snapshot.number)
+    begins = {figure for one in snapshot.failed if one.gate in accepted for figure in one.figures}
+    own = Night(
+        snapshot.number,
+        day_of(snapshot),
+        snapshot.quality,
+        snapshot.announced,
+        tuple(sorted(begins)),
+    )
+    return appended(read_nights(store, snapshot), own)
+
+
+def day_of(snapshot: Snapshot) -> str:
+    """The night of a snapshot: its partition, else the date that it was made."""
+    return snapshot.partition or snapshot.created_at[:10]

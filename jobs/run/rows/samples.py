@@ -13,7 +13,7 @@ import base64
 import logging
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -295,6 +295,11 @@ class Samples:
         is about the same."""
         for path, (drawn, odd) in self._read.items():
             self._read[path] = drawn.within(min(2 * below, drawn.below)), odd
+
+    def are_of(self, sample: SnapshotSample, paths: Collection[str]) -> npt.NDArray[np.bool_]:
+        """Which rows of a sample lie in parts of these paths, bool [rows]."""
+        places = [place // _FILE for path, place in self._places.items() if path in paths]
+        return np.isin(sample.places // _FILE, places)
 
     def layers(self, snapshot: Snapshot) -> Layers:
         """As :meth:`ViewStore.layers`."""

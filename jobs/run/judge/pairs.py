@@ -1,0 +1,125 @@
+"""Rows of another snapshot beside the new rows of the same keys, from the samples of both."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from precompute.jobs.run.judge.judgement import FEWEST_ROWS, Pairs
+from precompute.jobs.run.rows.samples import Samples, SnapshotSample
+from precompute.store.errors import SnapshotError
+from precompute.store.keys import key_column
+from precompute.store.offline.selection import rows_beside
+from precompute.store.offline.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+JUDGED_ROWS = 8192
+"""Rows of a snapshot's sample that its figures are of, at most: a share of them is within 0.55 %,
+as a standard deviation."""
+PAIRED_ROWS = 2048
+"""Rows that are compared by key, at most."""
+
+
+def judged(sample: SnapshotSample) -> pa.Table:
+    """Up to :data:`JUDGED_ROWS` of a sample's rows: those of the least key hashes, so that two
+    snapshots have the same keys."""
+    return sample.rows.slice(0, JUDGED_ROWS)
+
+
+def pairs_of(
+    samples: Samples, now: SnapshotSample, snapshot: Snapshot, other: Snapshot
+) -> Pairs | None:
+    """The rows of both snapshots by key; None where nothing can be compared: only vectors of
+    another model, another entity, or a damaged snapshot.
+
+    Args:
+        samples: reads them.
+        now: the sample of ``snapshot``.
+        snapshot: with the rows that it has from the other in the files of that.
+        other: what is compared with.
+    """
+    same_space, entity = other.made_by == snapshot.made_by, snapshot.view.entity
+    features = [
+        f.name
+        for f in snapshot.view.features
+        if (f.dim is None or same_space) and f.name in other.view.feature_names
+    ]
+    if not features or other.view.entity != entity:
+        return None
+    try:
+        then, before, after = samples.of(other), *map(samples.layers, (other, snapshot))
+    except SnapshotError as exc:
+        # what is damaged is to be replaced, so it refuses nothing
+        log.warning("%s", exc)
+        return None
+    known = then.comparable(now, entity)
+    if known is None:
+        return None
+    gone = rows_beside(before, after).count
+    # a row in the same place of the same file is the same
+    old = then.rows.take(pa.array(known[~np.isin(then.places[known], now.places)]))
+    new = now.rows.take(pa.array(np.flatnonzero(~np.isin(now.places, then.places))))
+    place = pc.index_in(key_column(new, entity), key_column(old, entity))
+    # keys that left the source, or were rejected, are not found; the same share of all changed rows
+    # is gone
+    again = np.flatnonzero(np.asarray(place.is_valid()))
+    changed = gone * len(again) / max(1, old.num_rows)
+    drawn = pa.array(again[_drawn(len(again), snapshot)])
+    columns = [*entity, *features]
+    pairs = new.select(columns).take(drawn), old.select(columns).take(place.take(drawn))
+    everything = other.rows - gone + changed
+    share = changed / everything if everything else 0.0
+    common = len(known) - old.num_rows + len(again)
+    return Pairs(*pairs, share, common, other.number)
+
+
+def keys_gone(samples: Samples, now: SnapshotSample, other: Snapshot) -> float | None:
+    """The share of another snapshot's keys that one lacks, by their samples; None where it cannot
+    be told: the other is damaged, has another entity, or keys of another type.
+
+    Args:
+        samples: reads them.
+        now: the one's.
+        other: the other.
+    """
+    try:
+        then = samples.of(other)
+    except SnapshotError as exc:
+        # what is damaged is to be replaced, so it refuses nothing
+        log.warning("%s", exc)
+        return None
+    known, entity = then.comparable(now, other.view.entity), other.view.entity
+    if known is None or not len(known):
+        return None
+    keys = key_column(then.rows.take(pa.array(known)), entity)
+    return 1 - (pc.sum(pc.is_in(keys, key_column(now.rows, entity))).as_py() or 0) / len(keys)
+
+
+def computed_rows(samples: Samples, now: SnapshotSample, draft: Snapshot) -> pa.Table:
+    """Rows of a sample that the draft's own segment has; where they are few, those of the newest
+    segments before it, too."""
+    paths: set[str] = set()
+    for segment in reversed(draft.segments):
+        if not paths and segment.run != draft.run:
+            # nothing was computed
+            return now.rows.slice(0, 0)
+        paths |= {part.path for part in segment.parts}
+        found = np.flatnonzero(samples.are_of(now, paths))
+        if len(found) >= FEWEST_ROWS:
+            break
+    return now.rows.take(pa.array(found)) if draft.segments else now.rows.slice(0, 0)
+
+
+def _drawn(rows: int, snapshot: Snapshot) -> npt.NDArray[np.int64]:
+    """Numbers of up to :data:`PAIRED_ROWS` of so many rows, ascending: the same ones of the same
+    keys and inputs, whoever computed them and when."""
+    if rows <= PAIRED_ROWS:
+        return np.arange(rows)
+    random = np.random.default_rng(zlib.crc32(snapshot.content.encode()))
+    return np.sort(random.choice(rows, PAIRED_ROWS, replace=False))
