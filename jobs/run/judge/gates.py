@@ -22,7 +22,7 @@ from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.contract import judge_contract
 from precompute.jobs.run.judge.feature_figures import has_values
-from precompute.jobs.run.judge.judgement import FEWEST_ROWS, Evidence, judge_rows
+from precompute.jobs.run.judge.judgement import Evidence, judge_rows
 from precompute.jobs.run.judge.nights import Night, day_of, nights_after, read_nights, write_nights
 from precompute.jobs.run.judge.packed import judge_packed
 from precompute.jobs.run.judge.pairs import (
@@ -32,6 +32,7 @@ from precompute.jobs.run.judge.pairs import (
     keys_gone,
     pairs_of,
 )
+from precompute.jobs.run.judge.row_count import FEWEST_ROWS, judge_row_count
 from precompute.jobs.run.judge.verdicts import Verdicts
 from precompute.jobs.run.rows.chunks import compute_in_worker
 from precompute.jobs.run.rows.open_view import OpenView
@@ -48,8 +49,6 @@ from precompute.techniques.row_errors import differing
 
 log = logging.getLogger(__name__)
 
-ROWS, FEW_ROWS, MANY_ROWS = (0.65, 1.6), (0.4, 2.5), 500
-"""How many times as many rows there may be, and where there are fewer than 500."""
 MOST_GONE = 0.5
 """Share of the live keys that may be gone: with more, as many rows under other keys (ids padded
 with zeros, or of another table) are of no use to callers with the live ones."""
@@ -353,17 +352,12 @@ class Judge:
         computes fewer, too, which another day may have."""
         if not before.rows:
             return
-        ratio, factor = snapshot.rows / before.rows, verdicts.gates.rows
-        low, high = ROWS if before.rows >= MANY_ROWS else FEW_ROWS
-        least, most = (1.0, 1.0) if factor is None else (low**factor, high**factor)
-        is_few = max(before.rows, snapshot.rows) < FEWEST_ROWS
-        is_within = is_few or ((succeeds or ratio <= most) and (ratio >= least))
-        is_within |= succeeds and self.in_backfill
-        message = (
-            f"{snapshot.rows:,} rows, {ratio:.2f} times the {before.rows:,} of snapshot"
-            f" {before.number} ({least:.2f} to {most:.2f})"
-        )
-        verdicts.add("rows", ratio, None if factor is None else least, is_within, message)
+        factor = verdicts.gates.rows
+        if factor is not None:
+            found = judge_row_count(snapshot, before, factor, more_is_fine=succeeds)
+            if succeeds and self.in_backfill:
+                found = replace(found, passed=True)
+            verdicts.all.append(found)
         if gone is not None and factor is not None and before.rows >= FEWEST_ROWS:
             limit = 1 - (1 - MOST_GONE) ** factor
             if gone > limit:

@@ -42,11 +42,10 @@ from precompute.jobs.run.judge.gate_table import (
     Check,
 )
 from precompute.jobs.run.judge.nights import SURE_NIGHTS, Night, counted, usual
+from precompute.jobs.run.judge.row_count import FEWEST_ROWS
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.snapshot import Verdict
 
-FEWEST_ROWS = 20
-"""Rows below which nothing is said of them: of fewer every figure may be chance."""
 _CHANCE = 3.5
 """Standard deviations of a sampled share that may be chance, beside the view's own nights."""
 _CHANCE_COMPUTED = 4.0

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.jobs.run.judge.judgement import FEWEST_ROWS, Pairs
+from precompute.jobs.run.judge.judgement import Pairs
+from precompute.jobs.run.judge.row_count import FEWEST_ROWS
 from precompute.jobs.run.rows.samples import Samples, SnapshotSample
 from precompute.store.errors import SnapshotError
 from precompute.store.keys import key_column

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from precompute.jobs.config.view import PartitionConfig, ViewConfig
+from precompute.jobs.run.judge.row_count import FEWEST_ROWS, judge_row_count
 from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows import chunks
 from precompute.jobs.run.rows.chunks import stored_key
@@ -39,7 +40,7 @@ from precompute.store.offline.segment import (
     kills_table,
     merged_kills,
 )
-from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
+from precompute.store.offline.snapshot import Counts, Snapshot
 from precompute.store.offline.standing import Bad, Standing, are_alike
 from precompute.store.offline.stored_file import parsing
 from precompute.store.offline.view_store import ViewStore
@@ -50,8 +51,6 @@ Value = TypeVar("Value")
 
 log = logging.getLogger(__name__)
 
-JUDGED_ROWS = 20
-"""Rows below which the gates on shares and changes are measured and not judged."""
 MOST_BACK = 0.1
 """Share of the rows: if more come back from older partitions and have to be copied, all is
 assembled again."""
@@ -463,8 +462,8 @@ def assembled_draft(
             # every read of the snapshot reads all dead rows
             dead = found.gone.num_rows + sum(part.rows for part in live.kills)
             if (
-                dead <= max(found.rows, JUDGED_ROWS)
-                and len(found.back) <= MOST_BACK * found.rows + JUDGED_ROWS
+                dead <= max(found.rows, FEWEST_ROWS)
+                and len(found.back) <= MOST_BACK * found.rows + FEWEST_ROWS
             ):
                 return _snapshot(store, run, live, members, found)
     found = newest_rows(store, members, memory_mb=memory_mb)
@@ -556,15 +555,10 @@ def _referring(store: ViewStore, draft: Snapshot) -> Snapshot:
     return replace(draft, segments=(*low, segment))
 
 
-def _judge_row_count(limit: float | None, live: Snapshot | None, snapshot: Snapshot) -> Snapshot:
+def _judge_row_count(factor: float | None, live: Snapshot | None, snapshot: Snapshot) -> Snapshot:
     """The snapshot with one verdict: whether more rows were lost than ``gates.rows`` allows; more
     rows are fine. All other gates judged each partition when it was computed."""
-    if live is None or limit is None or live.rows < JUDGED_ROWS:
+    if live is None or factor is None or live.rows < FEWEST_ROWS:
         return snapshot
-    change = snapshot.rows / live.rows - 1
-    message = (
-        f"{snapshot.rows:,} rows of {len(snapshot.members)} partitions, {change:+.1%} against the"
-        f" {live.rows:,} of snapshot {live.number}"
-    )
-    verdict = Verdict("rows", change >= -limit, change, limit, message)
-    return replace(snapshot, gates=(verdict,), quality={"rows": change})
+    verdict = judge_row_count(snapshot, live, factor, more_is_fine=True)
+    return replace(snapshot, gates=(verdict,), quality={"rows": verdict.measured})
