@@ -115,7 +115,9 @@ def materialize(
         told = check_code(store, opened, plan, report, settings.source_mb)
         report.attention += [] if told is None else [told]
         in_backfill = report.backfill is not None
-        judge = Judge(config, opened, store, in_backfill, options.live_before)
+        judge = Judge(
+            config, opened, store, in_backfill, options.live_before, options.expect, options.due
+        )
         if plan.nothing_to_do:
             return _reuse_parent(store, plan, loaded, judge, accepts, lease, report)
         if plan.source_rows:
@@ -303,7 +305,7 @@ def _reuse_parent(
     if isinstance(Standing(store).verdict(snapshot), Refused):
         with _marking_damage(store, plan.parent):
             now = judge.rejudge(snapshot)
-        report.gates, gates = list(now.gates), set(accepts)
+        report.gates, report.announced, gates = list(now.gates), now.announced, set(accepts)
         still = still_accepted(store, snapshot, now)
         if now.failed_gates != snapshot.failed_gates or store.log.accepted(snapshot.number) - still:
             gates |= still
@@ -580,7 +582,7 @@ def _judge_draft(
                 snapshot = merged(store, draft, plan.stay)
         with report.stage("gates"):
             snapshot = judge.judge(snapshot, computed.verdicts, draft)
-    report.gates = list(snapshot.gates)
+    report.gates, report.announced = list(snapshot.gates), snapshot.announced
     report.counts |= _nulls(snapshot)
     return snapshot
 

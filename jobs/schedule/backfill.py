@@ -194,6 +194,7 @@ class Conductor:
         command += ["--partitions", ",".join(item.label for item in group)]
         command += ["--full"] if self.state.options.full else []
         command += [word for gate in self.state.options.accept for word in ("--accept", gate)]
+        command += [word for gate in self.state.options.expect for word in ("--expect", gate)]
         if self.state.live_before is not None:
             command += ["--live-before", str(self.state.live_before)]
         try:
@@ -374,6 +375,7 @@ class Conductor:
                 snapshot=number,
                 backfill=state.id,
                 live_before=state.live_before,
+                expect=state.options.expect,
             ),
         )
         ref = self.store.log.live()

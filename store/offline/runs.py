@@ -304,6 +304,8 @@ class Report(Record):
     :class:`precompute.store.vectors.index_files.IndexFigures`."""
     inputs: dict[str, int] = field(default_factory=dict)
     gates: list[Verdict] = field(default_factory=list)
+    announced: str = ""
+    """Why some of these warn that would refuse, and who announced it; empty of an ordinary run."""
     resumed: int = 0
     """Rows an interrupted run had computed."""
     plan: str | None = None

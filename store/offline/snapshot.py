@@ -149,7 +149,7 @@ class Snapshot(Record, frozen=True):
     """File of the figures of the nights before it, by which its gates know what is usual; None of
     a first one."""
     announced: str = ""
-    """Why its figures tell nothing of what is usual, as it was announced; empty of an ordinary
+    """Why its figures tell nothing of what is usual, and who announced it; empty of an ordinary
     one."""
     figures: RowFigures | None = None
     """Counted of the rows that a reader sees: of those of their sample what is not counted one by

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from precompute.engine.rows import with_null_rows
 from precompute.engine.runner import compute
+from precompute.jobs.config.announcement import Announced, Days, announced
 from precompute.jobs.config.gates import COMPUTING_GATES
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import operator
@@ -45,6 +46,7 @@ from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.offline.standing import Standing, keeps_live, marks_of
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import Partition, parsed_time, utc_now
 from precompute.techniques.row_errors import differing
 
 log = logging.getLogger(__name__)
@@ -137,6 +139,9 @@ class Judge:
             clock, so nothing of it is looked at.
         live_before: number of the snapshot that readers had when that backfill began; None without
             any.
+        expect: gates that the run announces a change for.
+        due: the schedule's time that it is for, ISO 8601 in UTC: what is announced of that day
+            holds for a run that is repeated after midnight.
 
     Raises:
         SnapshotError, SourceError, ModelError: from every method: something cannot be read or
@@ -148,6 +153,8 @@ class Judge:
     store: ViewStore
     in_backfill: bool = False
     live_before: int | None = None
+    expect: Collection[str] = ()
+    due: str | None = None
 
     def judge(
         self,
@@ -182,6 +189,7 @@ class Judge:
             gates=(*before, *verdicts.all),
             substitute=verdicts.substitute,
             nights=written,
+            announced=verdicts.announced.why,
         )
 
     def rejudge(self, snapshot: Snapshot) -> Snapshot:
@@ -192,6 +200,16 @@ class Judge:
         # these judged while its rows were computed
         before = [verdict for verdict in snapshot.gates if verdict.gate in COMPUTING_GATES]
         return self.judge(snapshot, before)
+
+    def _announced(self, snapshot: Snapshot) -> Announced:
+        """What is announced of the days of a snapshot, and by its run."""
+        if snapshot.partition is not None:
+            days = {Days.of(Partition.parse(snapshot.partition))}
+        else:
+            # one that is judged again was made on an earlier day, perhaps
+            made = (parsed_time(at) for at in (snapshot.created_at, self.due, utc_now()))
+            days = {Days(at.date(), at.date()) for at in made if at is not None}
+        return announced(self.config.gates.expect, days, self.expect, operator())
 
     def _nights(self, snapshot: Snapshot) -> tuple[Night, ...]:
         """The nights before a snapshot: those of the newest one of its recipe that is accepted; of
@@ -219,7 +237,9 @@ class Judge:
         if before is None or self.config.gates.rows is None or before.rows < FEWEST_ROWS:
             return replace(snapshot, quality={}, gates=())
         message = f"no rows any more, against the {before.rows:,} of snapshot {before.number}"
-        return replace(snapshot, gates=(Verdict("rows", False, 0.0, 1.0, message),))
+        told = self._announced(snapshot)
+        verdict = told.told(Verdict("rows", False, 0.0, 1.0, message))
+        return replace(snapshot, gates=(verdict,), announced=told.why)
 
     def measure(
         self,
@@ -243,7 +263,7 @@ class Judge:
         found = samples.of(draft)
         figures = found.figures(view)
         nulls = figures.valueless if view.definition.bad_rows == "null" else 0
-        verdicts = Verdicts(gates)
+        verdicts = Verdicts(gates, self._announced(snapshot))
         verdicts.figures = figures
         if view.definition.bad_rows == "null":
             verdicts.quality["nulls"] = float(nulls)
@@ -302,6 +322,7 @@ class Judge:
             None if anchor is None else pairs_of(samples, found, draft, anchor),
             nights,
             alike=live is None or live.made_by == snapshot.made_by,
+            announced=verdicts.announced.gates,
         )
         of_features, judged_by = judge_rows(evidence, self.config.gates)
         verdicts.quality |= of_features
@@ -357,7 +378,7 @@ class Judge:
             found = judge_row_count(snapshot, before, factor, more_is_fine=succeeds)
             if succeeds and self.in_backfill:
                 found = replace(found, passed=True)
-            verdicts.all.append(found)
+            verdicts.all.append(verdicts.announced.told(found))
         if gone is not None and factor is not None and before.rows >= FEWEST_ROWS:
             limit = 1 - (1 - MOST_GONE) ** factor
             if gone > limit:
