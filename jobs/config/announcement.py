@@ -94,6 +94,9 @@ class Announced(NamedTuple):
         return replace(verdict, passed=True, warned=True)
 
 
+UNANNOUNCED = Announced()
+
+
 def announced(
     expected: Sequence[ExpectConfig],
     days: Iterable[Days],

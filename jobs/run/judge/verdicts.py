@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from precompute.jobs.config.announcement import Announced
+from precompute.jobs.config.announcement import UNANNOUNCED, Announced
 from precompute.jobs.config.gates import GatesConfig
 from precompute.store.feature_view import Substitute
 from precompute.store.offline.row_figures import RowFigures
+from precompute.store.offline.segment import Part
 from precompute.store.offline.snapshot import Verdict
 
 _ROUNDING = 1e-12
@@ -22,13 +23,15 @@ class Verdicts:
         announced: of the snapshot.
     """
 
-    def __init__(self, gates: GatesConfig, announced: Announced = Announced()) -> None:
+    def __init__(self, gates: GatesConfig, announced: Announced = UNANNOUNCED) -> None:
         self.gates, self.announced = gates, announced
         self.quality: dict[str, float] = {}
         """Figures by name, for the manifest."""
         self.all: list[Verdict] = []
         self.figures = RowFigures()
         """What was counted of its rows."""
+        self.anchor: list[Part] = []
+        """File of some of its rows."""
         self.substitute: Substitute | None = None
         """What the manifest has of what computes misses: see
         :class:`precompute.store.offline.snapshot.Snapshot`."""
