@@ -91,15 +91,19 @@ class GatesConfig(Section):
     parity: float | None = Field(default=0.05, ge=0, le=1)
     """largest share of sampled rows that the fallback, or a batch of other rows, computes
     differently"""
+    golden: Share | None = 0.0
+    """largest share of up to 64 unchanged rows of the live snapshot that come out otherwise,
+    computed again among the rows of the run, by the same model"""
 
 
-COMPUTING_GATES = ("accuracy", "batch")
-"""The gates that judge while rows are computed: by the view's ``accuracy``; and whether a row is
-the same among other rows, by ``gates.parity``."""
+COMPUTING_GATES = ("accuracy", "batch", "golden")
+"""The gates that judge while rows are computed: by the view's ``accuracy``; whether a row is the
+same among other rows, by ``gates.parity``; and whether unchanged rows come out as they are
+stored."""
 GATES = (
     "library",
     *COMPUTING_GATES,
-    *(name for name in GatesConfig.model_fields if name != "moved_by"),
+    *(name for name in GatesConfig.model_fields if name not in ("moved_by", *COMPUTING_GATES)),
 )
 """Every gate's name."""
 
