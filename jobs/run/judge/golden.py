@@ -80,7 +80,7 @@ class Golden:
         """What is stored of all golden rows, in the order of their hashes; and of those that the
         run computes anyway."""
         self._below, self._is_judged = 0, False
-        self._said = "no row is computed" if plan.nothing_to_do else "no row is unchanged"
+        self._said = "no row was compared" if plan.diff.compute else "no row was computed"
         self.rows = GoldenRows(opened.view)
         """Those that are computed again."""
         self._base = plan.parent if plan.nothing_to_do else self._live() or plan.parent
@@ -88,9 +88,8 @@ class Golden:
             self._base = self._last_partition()
         if self._base is not None:
             self._changes = code_changes(self._base.code, opened.code())
-            if config.gates.golden is None:
-                self._said = "gates.golden is null"
-            elif plan.diff.compute and not isinstance(opened.model, KeepingModel):
+            is_wanted = config.gates.golden is not None and plan.diff.compute > 0
+            if is_wanted and not isinstance(opened.model, KeepingModel):
                 with report.stage("golden"):
                     self._draw(self._base)
 
