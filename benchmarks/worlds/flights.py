@@ -65,21 +65,27 @@ def days(path: Path) -> list[tuple[str, pa.Table]]:
 
 
 def refused_days(
-    given: Sequence[tuple[str, pa.Table]], *, by_key: bool
+    given: Sequence[tuple[str, pa.Table]], *, by_key: bool, is_accepted: bool
 ) -> list[tuple[str, list[Verdict]]]:
-    """(day, what refused it), one after the other; what was refused is no history. ``by_key``: each
-    day is compared with the one that readers have; else only with the days before, as a backfill
-    does that has nothing live."""
+    """(day, what refused it), one after the other.
+
+    Args:
+        given: as :func:`days`.
+        by_key: each day is compared with the one that readers have; else only with the days before,
+            as a backfill does that has nothing live.
+        is_accepted: somebody accepts what was refused; else it is no history.
+    """
     nights: list[Night] = []
     tables: dict[int, pa.Table] = {}
     refused = []
     for number, (day, table) in enumerate(given):
         own: dict[str, float] = {}
         live = nights[-1].number if nights and by_key else None
-        found = refusals(VIEW, table, day, nights, tables, live=live, own=own)
+        found = refusals(VIEW, table, day, nights, tables, live=live, own=own, is_partition=True)
         if found:
             refused.append((day, found))
-            continue
-        nights.append(Night(number, day, own))
-        tables[number] = table
+        if not found or is_accepted:
+            figures = tuple(name for one in found for name in one.figures)
+            nights.append(Night(number, day, own, accepted=figures))
+            tables[number] = table
     return refused

@@ -13,16 +13,19 @@ import pyarrow as pa
 from benchmarks.worlds.world import Rows, World, day, joined, table_of, taken
 from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.run.judge.gate_table import ANNOUNCED
-from precompute.jobs.run.judge.gates import ANCHOR_NIGHTS, MOST_GONE
+from precompute.jobs.run.judge.gates import MOST_GONE
 from precompute.jobs.run.judge.judgement import Evidence, Pairs, judge_rows
-from precompute.jobs.run.judge.nights import MOST_NIGHTS, Night
-from precompute.jobs.run.judge.pairs import PAIRED_ROWS
+from precompute.jobs.run.judge.nights import MOST_NIGHTS, Night, anchor_of
+from precompute.jobs.run.judge.pairs import ANCHOR_ROWS, PAIRED_ROWS
 from precompute.jobs.run.judge.row_count import judge_row_count
 from precompute.store.feature_view import FeatureView
+from precompute.store.offline.segment import Part
 from precompute.store.offline.snapshot import Verdict
 
 GATES = GatesConfig()
 """As a view has them that sets none."""
+KEPT = Part("", 0, 0, "")
+"""Rows of a night are kept: here in memory."""
 
 
 @dataclass
@@ -82,7 +85,7 @@ class Past:
             now, before = self.table(night), self.table(night - 1)
             pairs = paired(now, before, night - 1)
             found = Evidence(self.view, now, day(night), live=before, pairs=pairs)
-            self._nights[night] = Night(night, day(night), found.figures)
+            self._nights[night] = Night(night, day(night), found.figures, rows=KEPT)
         return self._nights[night]
 
     def nights(self, tonight: int, accepted: int) -> list[Night]:
@@ -94,9 +97,7 @@ class Past:
         tonight: int,
         rows: Rows,
         accepted: int,
-        *,
-        is_announced: bool = False,
-        is_partition: bool = False,
+        **options: bool,
     ) -> list[Verdict]:
         """What refuses these rows as tonight's, after so many accepted nights; last night's are
         live."""
@@ -108,8 +109,7 @@ class Past:
             nights,
             {night.number: self.table(night.number) for night in nights},
             live=nights[-1].number if nights else None,
-            is_announced=is_announced,
-            is_partition=is_partition,
+            **options,
         )
 
 
@@ -122,6 +122,7 @@ def refusals(
     *,
     live: int | None,
     is_announced: bool = False,
+    is_alike: bool = True,
     is_partition: bool = False,
     own: dict[str, float] | None = None,
 ) -> list[Verdict]:
@@ -135,6 +136,7 @@ def refusals(
         tables: their rows by number.
         live: number of what readers have; None: the rows are compared with nothing by key.
         is_announced: whether a change of everything was.
+        is_alike: whether the same model computed them.
         is_partition: there is no comparison with a week ago, and more rows are fine.
         own: gets its figures.
     """
@@ -143,9 +145,9 @@ def refusals(
         pairs = paired(now, tables[live], live)
         same = np.isin(np.asarray(now["id"]), np.asarray(pairs.same))
         computed = now.filter(pa.array(~same))
-        week = nights[-ANCHOR_NIGHTS:]
-        if week[0].number != live and not is_partition:
-            anchor = paired(now, tables[week[0].number], week[0].number)
+        week_ago = None if is_partition else anchor_of(nights, today)
+        if week_ago is not None:
+            anchor = anchored(now, tables[week_ago.number], week_ago.number)
     evidence = Evidence(
         view,
         now,
@@ -155,6 +157,7 @@ def refusals(
         pairs,
         anchor,
         nights,
+        alike=is_alike,
         announced=dict.fromkeys(ANNOUNCED) if is_announced else {},
     )
     figures, verdicts = judge_rows(evidence, GATES)
@@ -190,6 +193,15 @@ def paired(now: pa.Table, then: pa.Table, number: int) -> _Pairs:
     drawn = pa.array(others)
     share = float(differs.mean()) if len(differs) else 0.0
     return _Pairs(one.take(drawn), other.take(drawn), share, len(at), number, keys[~differs])
+
+
+def anchored(now: pa.Table, then: pa.Table, number: int) -> Pairs:
+    """Some rows of a week ago, and those of the same keys now."""
+    then = then.slice(0, ANCHOR_ROWS)
+    _, at, place = np.intersect1d(
+        np.asarray(now["id"]), np.asarray(then["id"]), return_indices=True
+    )
+    return Pairs(now.take(pa.array(at)), then.take(pa.array(place)), 1.0, len(at), number)
 
 
 def _differs(one: pa.ChunkedArray, other: pa.ChunkedArray) -> Any:
