@@ -65,6 +65,7 @@ def add(commands: Commands) -> None:
         command.add_argument("--backfill", help=argparse.SUPPRESS)
     materialize.add_argument("--live-before", type=int, help=argparse.SUPPRESS)
     materialize.add_argument("--partitions", help=argparse.SUPPRESS)
+    materialize.add_argument("--in-order", action="store_true", help=argparse.SUPPRESS)
     publish = commands.add(
         "publish", _run, "load a snapshot into the online store and make it live", view=True
     )
@@ -167,6 +168,7 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
             accept=arguments.accept,
             backfill=arguments.backfill,
             live_before=arguments.live_before,
+            in_order=arguments.in_order,
             partition=partition_of(project, arguments),
         )
         try:
