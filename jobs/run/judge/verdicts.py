@@ -7,6 +7,7 @@ from collections.abc import Callable
 from precompute.jobs.config.gates import GatesConfig
 from precompute.store.feature_view import Substitute
 from precompute.store.offline.row_figures import RowFigures
+from precompute.store.offline.segment import Part
 from precompute.store.offline.snapshot import Verdict
 
 _ROUNDING = 1e-12
@@ -27,6 +28,8 @@ class Verdicts:
         self.all: list[Verdict] = []
         self.figures = RowFigures()
         """What was counted of its rows."""
+        self.anchor: list[Part] = []
+        """File of some of its rows."""
         self.substitute: Substitute | None = None
         """What the manifest has of what computes misses: see
         :class:`precompute.store.offline.snapshot.Snapshot`."""
