@@ -176,6 +176,8 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
         except PrecomputeError as exc:
             report_error(str(exc))
             status = FAILED
+            # it may be tried again, and those after it are compared with it then
+            arguments.in_order = False
     return status
 
 

@@ -23,7 +23,7 @@ from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.judge.accuracy import AccuracyCheck
 from precompute.jobs.run.judge.audit import Audit
 from precompute.jobs.run.judge.code_check import check_code
-from precompute.jobs.run.judge.gates import Judge, accept, still_accepted
+from precompute.jobs.run.judge.gates import Judge, accept, commit_again
 from precompute.jobs.run.judge.library import check_by_library
 from precompute.jobs.run.rows.chunks import Chunks, rows_in_words
 from precompute.jobs.run.rows.merging import merged, written
@@ -115,7 +115,7 @@ def materialize(
         told = check_code(store, opened, plan, report, settings.source_mb)
         report.attention += [] if told is None else [told]
         in_backfill = report.backfill is not None
-        judge = Judge(config, opened, store, in_backfill, options.live_before)
+        judge = Judge(config, opened, store, in_backfill, options.live_before, options.in_order)
         if plan.nothing_to_do:
             return _reuse_parent(store, plan, loaded, judge, accepts, lease, report)
         if plan.source_rows:
@@ -303,14 +303,11 @@ def _reuse_parent(
     if isinstance(Standing(store).verdict(snapshot), Refused):
         with _marking_damage(store, plan.parent):
             now = judge.rejudge(snapshot)
-        report.gates, gates = list(now.gates), set(accepts)
-        still = still_accepted(store, snapshot, now)
-        if now.failed_gates != snapshot.failed_gates or store.log.accepted(snapshot.number) - still:
-            gates |= still
-            again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
-            snapshot = store.commit(again, lease)
+        report.gates = list(now.gates)
+        again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
+        snapshot = commit_again(store, snapshot, again, accepts, report.command, lease)
+        if snapshot.number != plan.parent.number:
             report.snapshot, report.status = snapshot.number, "committed"
-        accept(store, snapshot, gates, report.command)
     if snapshot.frame is not None:
         # that file has the same rows as this run's
         with suppress(OSError):

@@ -76,9 +76,10 @@ class Item(Record):
     """One partition of a backfill.
 
     ``state``: pending · running · computed (and not compared yet with the partitions before it) ·
-    done · failed · refused (too many rows rejected, or a gate refuses it) · cancelled. ``started_at`` when its process was begun, ``seconds`` from there to
-    the end; ``rows`` of the source, ``written`` of them computed; ``error`` why it is not done;
-    ``refused_by`` the gates that refuse it, none where too many rows were rejected.
+    done · failed · refused (too many rows rejected, or a gate refuses it) · cancelled.
+    ``started_at`` when its process was begun, ``seconds`` from there to the end; ``rows`` of the
+    source, ``written`` of them computed; ``error`` why it is not done; ``refused_by`` the gates
+    that refuse it, none where too many rows were rejected.
     """
 
     partition: str
@@ -151,9 +152,9 @@ class PartitionPlan:
     """What a backfill does about one partition.
 
     ``why``: missing · uncompared · failed · rejected · refused · stale model · stale recipe ·
-    stale input · forced · done · running. ``reason`` says more, for people; ``snapshot`` is the number of its
-    newest one. Estimates are of measured rates: ``rows`` of the source,
-    ``seconds`` of the process, ``size_bytes`` of Parquet; None while nothing was measured.
+    stale input · forced · done · running. ``reason`` says more, for people; ``snapshot`` is the
+    number of its newest one. Estimates are of measured rates: ``rows`` of the source, ``seconds``
+    of the process, ``size_bytes`` of Parquet; None while nothing was measured.
     """
 
     partition: Partition
@@ -535,8 +536,8 @@ def in_words(count: int) -> str:
 
 def note_done(item: Item, store: ViewStore, report: Report | None = None) -> None:
     """Note that the partition was computed, by the run of this report or by another: it is done,
-    refused by a gate, or not compared yet with those before it. Without a report that names a snapshot there is a newest one of the
-    partition.
+    refused by a gate, or not compared yet with those before it. Without a report that names a
+    snapshot there is a newest one of the partition.
 
     Raises:
         SnapshotError: the snapshot is damaged or cannot be read.
@@ -554,8 +555,14 @@ def note_done(item: Item, store: ViewStore, report: Report | None = None) -> Non
         counts.get("source", snapshot.counts.source),
         counts.get("written", snapshot.counts.written),
     )
+    note_standing(item, store, snapshot)
+
+
+def note_standing(item: Item, store: ViewStore, snapshot: Snapshot) -> None:
+    """Note how a partition's snapshot stands: as :func:`note_done`."""
     refused_by = Standing(store).refused_by(snapshot)
-    item.state, item.error, item.refused_by = "done", None, list(refused_by)
+    item.snapshot, item.state, item.error = snapshot.number, "done", None
+    item.refused_by = list(refused_by)
     if NEIGHBOURS in refused_by:
         item.state, item.refused_by = "computed", []
     elif refused_by:

@@ -20,7 +20,7 @@ from precompute.store.offline import hooks
 from precompute.store.offline.log import BadMark, run_lease
 from precompute.store.offline.runs import NAME as JOURNAL
 from precompute.store.offline.runs import run_of_folder
-from precompute.store.offline.snapshot import Catalog, Entry
+from precompute.store.offline.snapshot import NEIGHBOURS, Catalog, Entry
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import utc_now
 

@@ -33,7 +33,6 @@ from precompute.store.feature_view import FeatureView, LibraryCheck, Substitute
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.segment import Part, Segment, record_path
 
-
 NEIGHBOURS = "neighbours"
 """What refuses a partition that a backfill computed until it is compared with the days before it,
 which may be computed later: no gate that anybody sets or accepts."""

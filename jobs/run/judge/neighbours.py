@@ -4,6 +4,7 @@ first, and whatever is live.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import islice
 from typing import NamedTuple
@@ -19,15 +20,16 @@ MOST_PARTITIONS = MOST_NIGHTS + 7
 
 
 class Neighbours(NamedTuple):
-    """What of the partitions before one is known: ``nights``, the figures of the last ones, the
-    oldest first; ``before``, the nearest one; and ``week``, that of the week before, on the same
-    weekday. Each made as the one was, usable and with rows; None without any."""
+    """What is known of what was before a snapshot: ``nights``, the figures of the last ones, the
+    oldest first; of a partition besides ``before``, the one before it in data time, and ``week``,
+    that of the week before, on the same weekday. Each was made as the snapshot was, is usable and
+    has rows; None without any."""
 
-    nights: tuple[Night, ...]
-    before: Snapshot | None
-    week: Snapshot | None
+    nights: Sequence[Night] = ()
+    before: Snapshot | None = None
+    week: Snapshot | None = None
 
-    def beside(self, readers: Snapshot | None = None) -> list[Snapshot]:
+    def alternatives(self, readers: Snapshot | None = None) -> list[Snapshot]:
         """What a partition may have as many rows as, and the keys of: what readers have in place of
         the nearest one, and that of the week before."""
         found = [readers or self.before, self.week]
