@@ -325,7 +325,7 @@ class Judge:
             snapshot.view,
             rows,
             day_of(snapshot),
-            computed_rows(samples, found, draft),
+            computed_rows(samples, found, draft, live),
             beside,
             None if live is None else pairs_of(samples, found, draft, live),
             self._anchor(snapshot, found, nights),
