@@ -150,6 +150,9 @@ class GatesConfig(TableGates):
     parity: Share | None = 0.05
     """largest share of sampled rows that the fallback, or a batch of other rows, computes
     differently"""
+    golden: Share | None = 0.0
+    """largest share of up to 64 unchanged rows of the live snapshot that come out otherwise,
+    computed again among the rows of the run, by the same model"""
     by: str | None = None
     """a feature of single values, or a column of the entity: a refusal says of which of its values
     the rows are at fault"""
@@ -197,13 +200,18 @@ class GatesConfig(TableGates):
                 )
 
 
-COMPUTING_GATES = ("accuracy", "batch")
-"""The gates that judge while rows are computed: by the view's ``accuracy``; and whether a row is
-the same among other rows, by ``gates.parity``."""
+COMPUTING_GATES = ("accuracy", "batch", "golden")
+"""The gates that judge while rows are computed: by the view's ``accuracy``; whether a row is the
+same among other rows, by ``gates.parity``; and whether unchanged rows come out as they are
+stored."""
 GATES = (
     "library",
     *COMPUTING_GATES,
-    *(name for name in GatesConfig.model_fields if name not in ("by", "features", "expect")),
+    *(
+        name
+        for name in GatesConfig.model_fields
+        if name not in ("by", "features", "expect", *COMPUTING_GATES)
+    ),
     "bounds",
 )
 """Every gate's name."""
