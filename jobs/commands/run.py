@@ -66,6 +66,7 @@ def add(commands: Commands) -> None:
         command.add_argument("--backfill", help=argparse.SUPPRESS)
     materialize.add_argument("--live-before", type=int, help=argparse.SUPPRESS)
     materialize.add_argument("--partitions", help=argparse.SUPPRESS)
+    materialize.add_argument("--in-order", action="store_true", help=argparse.SUPPRESS)
     publish = commands.add(
         "publish", _run, "load a snapshot into the online store and make it live", view=True
     )
@@ -193,6 +194,7 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
             expect=_expected(arguments),
             backfill=arguments.backfill,
             live_before=arguments.live_before,
+            in_order=arguments.in_order,
             partition=partition_of(project, arguments),
         )
         try:
@@ -200,6 +202,8 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
         except PrecomputeError as exc:
             report_error(str(exc))
             status = FAILED
+            # it may be tried again, and those after it are compared with it then
+            arguments.in_order = False
     return status
 
 

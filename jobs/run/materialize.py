@@ -22,7 +22,7 @@ from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.judge.accuracy import AccuracyCheck
 from precompute.jobs.run.judge.audit import Audit
-from precompute.jobs.run.judge.gates import Judge, accept, still_accepted
+from precompute.jobs.run.judge.gates import Judge, accept, commit_again
 from precompute.jobs.run.judge.golden import Golden
 from precompute.jobs.run.judge.library import check_by_library
 from precompute.jobs.run.rows.chunks import Chunks, rows_in_words
@@ -115,7 +115,14 @@ def materialize(
         golden = Golden(config, store, opened, plan, report, accepts, settings.source_mb)
         in_backfill = report.backfill is not None
         judge = Judge(
-            config, opened, store, in_backfill, options.live_before, options.expect, options.due
+            config,
+            opened,
+            store,
+            in_backfill,
+            options.live_before,
+            options.expect,
+            options.due,
+            options.in_order,
         )
         if plan.nothing_to_do:
             report.attention += golden.told()
@@ -310,14 +317,11 @@ def _reuse_parent(
     if isinstance(Standing(store).verdict(snapshot), Refused):
         with _marking_damage(store, plan.parent):
             now = judge.rejudge(snapshot)
-        report.gates, report.announced, gates = list(now.gates), now.announced, set(accepts)
-        still = still_accepted(store, snapshot, now)
-        if now.failed_gates != snapshot.failed_gates or store.log.accepted(snapshot.number) - still:
-            gates |= still
-            again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
-            snapshot = store.commit(again, lease)
+        report.gates, report.announced = list(now.gates), now.announced
+        again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
+        snapshot = commit_again(store, snapshot, again, accepts, report.command, lease)
+        if snapshot.number != plan.parent.number:
             report.snapshot, report.status = snapshot.number, "committed"
-        accept(store, snapshot, gates, report.command)
     if snapshot.frame is not None:
         # that file has the same rows as this run's
         with suppress(OSError):

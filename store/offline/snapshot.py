@@ -33,6 +33,10 @@ from precompute.store.feature_view import FeatureView, LibraryCheck, Substitute
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.segment import Part, Segment, record_path
 
+NEIGHBOURS = "neighbours"
+"""What refuses a partition that a backfill computed until it is compared with the days before it,
+which may be computed later: no gate that anybody sets or accepts."""
+
 
 class Verdict(Record, frozen=True):
     """What one gate measured and what it allows; ``message`` says it in words."""

@@ -62,8 +62,10 @@ class RunOptions:
         take_over: publish it, though another project publishes the view in the online store.
         due: the schedule's time this run is for, ISO 8601 in UTC.
         backfill: id of the backfill this run is a part of.
-        live_before: of a backfill: number of the snapshot that readers had when it began, which
-            its partitions are compared with; None without any.
+        live_before: of a backfill: number of the snapshot that readers had when it began, whose
+            contract its partitions keep; None without any.
+        in_order: of a backfill: its partitions before this one are there; otherwise it compares
+            this one with them once they are.
         deadline_s: the kernel ends the process after this long, whatever it hangs in.
         frame: the rows, of a view with ``source: {frame: …}``: see
             :func:`precompute.sources.frame.write_frame`.
@@ -81,6 +83,7 @@ class RunOptions:
     due: str | None = None
     backfill: str | None = None
     live_before: int | None = None
+    in_order: bool = False
     deadline_s: float | None = None
     frame: Any = None
 
