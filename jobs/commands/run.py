@@ -61,6 +61,7 @@ def add(commands: Commands) -> None:
             "--retry-rejected", "compute rejected rows again, though their input is the same"
         )
         add_partition(command)
+        add_expect(command)
         command.add_argument("--due", help=argparse.SUPPRESS)
         command.add_argument("--backfill", help=argparse.SUPPRESS)
     materialize.add_argument("--live-before", type=int, help=argparse.SUPPRESS)
@@ -86,6 +87,29 @@ def add(commands: Commands) -> None:
             action="append",
             default=[],
         )
+
+
+def add_expect(command: Parser) -> None:
+    """The option by which a change is announced."""
+    command.option(
+        "--expect",
+        "GATES",
+        "announce a change: these gates, as moved,shape, warn this time and refuse nothing",
+        action="append",
+        default=[],
+    )
+
+
+def _expected(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The gates that ``--expect`` names.
+
+    Raises:
+        ConfigError: one is unknown, or stays whatever is announced.
+    """
+    from precompute.jobs.config.gates import check_announced
+
+    given = [name.strip() for text in arguments.expect for name in text.split(",")]
+    return check_announced([name for name in given if name], "--expect")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -117,6 +141,7 @@ def _run(arguments: argparse.Namespace) -> int:
     options = RunOptions(
         **{name: getattr(arguments, name) for name in requested if hasattr(arguments, name)},
         partition=partition_of(project, arguments),
+        expect=_expected(arguments) if "expect" in arguments else (),
         deadline_s=None if schedule is None else schedule.deadline_s,
     )
     run_view(
@@ -166,6 +191,7 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
             command="materialize",
             full=arguments.full,
             accept=arguments.accept,
+            expect=_expected(arguments),
             backfill=arguments.backfill,
             live_before=arguments.live_before,
             in_order=arguments.in_order,
@@ -225,10 +251,21 @@ def describe_report(report: Report) -> str:
     refused = [
         f"  gate {v.gate}: {v.message} (limit {v.limit:g})" for v in report.gates if not v.passed
     ]
+    refused += announced_lines(report)
     refused += [f"  library: {report.library.said}"] if report.library is not None else []
     refused += [f"  engine: {engine}"] if (engine := engine_line(report.engine)) else []
     stages = " · ".join(f"{name} {seconds:.2f}" for name, seconds in report.stages_s.items())
     return "\n".join([f"{head}, {report.seconds:.1f} s", f"  seconds: {stages}", *refused])
+
+
+def announced_lines(report: Report) -> list[str]:
+    """A line for each gate that warned."""
+    why = report.announced or "another model, SQL or features"
+    return [
+        f"  announced ({why}): {verdict.gate}: {verdict.message} – {report.status}"
+        for verdict in report.gates
+        if verdict.warned
+    ]
 
 
 _DESCRIPTION = """Compute the partitions of a view over a range of data time, each in a process of its own; then publish the newest
@@ -255,6 +292,7 @@ _BEGUN_WITH = (
     "backwards",
     "no_publish",
     "accept",
+    "expect",
 )
 """What a backfill is begun with, and cannot be given again when it is resumed."""
 
@@ -303,6 +341,7 @@ def add_backfill(commands: Commands) -> None:
         action="append",
         default=[],
     )
+    add_expect(command)
     command.option("--resume", "ID", "go on with this one; all but --max-active is as it was")
 
 
@@ -371,6 +410,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         backwards=arguments.backwards,
         publish=not arguments.no_publish,
         accept=tuple(check_gates(arguments.accept, "--accept")),
+        expect=_expected(arguments),
     )
 
 
@@ -457,7 +497,7 @@ VIEW+   it and what depends on it, in the order of `after` and live.<view>: see 
 
 Of several each has a process of its own; one that fails stops only what depends on it. Exit status is the worst of all: 2, then 1, 3, 0."""  # noqa: E501
 
-_OF_ONE = ("accept", "partition", "due", "backfill", "take_over")
+_OF_ONE = ("accept", "expect", "partition", "due", "backfill", "take_over")
 """Options that make sense of one view alone."""
 
 

@@ -210,6 +210,7 @@ class Conductor:
         in_order = self._is_in_order(group)
         command += ["--in-order"] if in_order else []
         command += [word for gate in self.state.options.accept for word in ("--accept", gate)]
+        command += [word for gate in self.state.options.expect for word in ("--expect", gate)]
         if self.state.live_before is not None:
             command += ["--live-before", str(self.state.live_before)]
         try:
@@ -436,6 +437,7 @@ class Conductor:
                 snapshot=number,
                 backfill=state.id,
                 live_before=state.live_before,
+                expect=state.options.expect,
             ),
         )
         ref = self.store.log.live()

@@ -70,6 +70,8 @@ class Options(Record, frozen=True):
     publish: bool = True
     accept: tuple[str, ...] = ()
     """Gates whose refusal is accepted, of each partition that is computed or judged again."""
+    expect: tuple[str, ...] = ()
+    """Gates that a change is announced for, of each of them."""
 
 
 class Item(Record):

@@ -156,7 +156,7 @@ class Snapshot(Record, frozen=True):
     """Files of some rows of the nights before, and of its own: a little each night is much in a
     week."""
     announced: str = ""
-    """Why its figures tell nothing of what is usual, as it was announced; empty of an ordinary
+    """Why its figures tell nothing of what is usual, and who announced it; empty of an ordinary
     one."""
     figures: RowFigures | None = None
     """Counted of the rows that a reader sees: of those of their sample what is not counted one by

@@ -124,7 +124,7 @@ def daily(make_project: MakeProject, tmp_path: Path) -> MakeDaily:
             "model": {"use": "gated_model:Gated", "args": {"path": str(tmp_path / "gate"), **args}},
             "partition": {"by": "day", "column": "day", "start": "2024-01-01"},
             "max_rejected": 0.4,
-            "gates": {"drift": None, "moved": None, "norm": None},
+            "gates": {"moved": None},
         }
         return make_project(table if rows else None, view=settings | (view or {}))
 

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from precompute.jobs.run.judge.value_gates import STATISTICS, Verdicts, _labels
 
 from precompute.engine import runner
 from precompute.engine.runner import compute
@@ -21,7 +22,6 @@ from precompute.jobs.config.gates import GATES, GatesConfig
 from precompute.jobs.run import materialize
 from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.gates import Judge
-from precompute.jobs.run.judge.value_gates import STATISTICS, Verdicts, _labels
 from precompute.jobs.run.rows import chunks, samples
 from precompute.jobs.run.rows.open_view import open_view
 from precompute.store.disk.record import replace

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-
-from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.run.judge.value_gates import Verdicts
 from precompute.jobs.run.judge.vector_gates import judge_packed
+
+from precompute.jobs.config.gates import GatesConfig
 from precompute.store.errors import GateError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online.row_values import packed_vectors, unpacked_vectors

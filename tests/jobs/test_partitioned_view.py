@@ -60,7 +60,7 @@ def make(make_project: MakeProject, table: pa.Table | None = None, **view: Any) 
     definition = {
         "source": {"sql": SQL},
         "partition": {"by": "day", "start": DAYS[0].date().isoformat()},
-        "gates": {"rows": None, "drift": None, "moved": None, "norm": None},
+        "gates": {"rows": None, "moved": None},
     }
     return make_project(events() if table is None else table, view=definition | view)
 
@@ -441,9 +441,9 @@ def test_a_partition_that_lost_all_rows_is_refused_until_accepted(
     make_project: MakeProject,
 ) -> None:
     table = pa.table({"id": range(30), "x": [float(n) for n in range(30)], "t": [DAYS[2]] * 30})
-    project = make(make_project, table, gates={"rows": 0.2, "drift": None, "norm": None})
+    project = make(make_project, table, gates={})
     run_day(project, 2)
-    make(make_project, table.slice(0, 0), gates={"rows": 0.2, "drift": None, "norm": None})
+    make(make_project, table.slice(0, 0), gates={})
     with pytest.raises(
         GateError, match=r"no rows any more, against the 30 of snapshot 1 \(limit 0.2\)"
     ):

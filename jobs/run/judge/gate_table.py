@@ -212,7 +212,5 @@ ANCHOR_FACTOR = 2.5
 """And how many times what usually moves in a night: what is noise each night is no more than
 √2 of that apart."""
 
-ANNOUNCED = ("shape", "computed", "moved", "anchor", "never", "rows")
-"""Gates that a change can be announced for: they compare. What judges alone stays."""
 TABLE = ("first", "null", "constant", "shape", "computed", "moved", "anchor", "never", "bounds")
 """Gates of this table."""

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from precompute.engine.rows import with_null_rows
 from precompute.engine.runner import compute
+from precompute.jobs.config.announcement import Announced, Days, announced
 from precompute.jobs.config.gates import COMPUTING_GATES
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import operator
@@ -58,7 +59,7 @@ from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.snapshot import NEIGHBOURS, Snapshot, Verdict
 from precompute.store.offline.standing import Standing, keeps_live, marks_of
 from precompute.store.offline.view_store import ViewStore
-from precompute.store.times import utc_now
+from precompute.store.times import Partition, parsed_time, utc_now
 from precompute.techniques.row_errors import differing
 
 log = logging.getLogger(__name__)
@@ -157,6 +158,9 @@ class Judge:
             contract is kept; None without any.
         in_order: of a backfill: the partitions before this one are there. Otherwise what compares
             waits until they are, and the snapshot is refused until then.
+        expect: gates that the run announces a change for.
+        due: the schedule's time that it is for, ISO 8601 in UTC: what is announced of that day
+            holds for a run that is repeated after midnight.
 
     Raises:
         SnapshotError, SourceError, ModelError: from every method: something cannot be read or
@@ -169,6 +173,8 @@ class Judge:
     in_backfill: bool = False
     live_before: int | None = None
     in_order: bool = False
+    expect: Collection[str] = ()
+    due: str | None = None
 
     def judge(
         self,
@@ -205,6 +211,7 @@ class Judge:
             substitute=verdicts.substitute,
             nights=written,
             anchors=anchors,
+            announced=verdicts.announced.why,
         )
 
     def rejudge(self, snapshot: Snapshot) -> Snapshot:
@@ -224,18 +231,30 @@ class Judge:
         are."""
         if not snapshot.rows:
             return self._empty(snapshot)
-        samples, verdicts = Samples(self.store), Verdicts(self.config.gates)
+        told = self._announced(snapshot)
+        samples, verdicts = Samples(self.store), Verdicts(self.config.gates, told)
         self._compare(samples, snapshot, snapshot, self._neighbours(snapshot), verdicts)
         alone = [verdict for verdict in snapshot.gates if verdict.gate not in COMPARING]
         return replace(
             snapshot,
             quality={**snapshot.quality, **verdicts.quality},
             gates=(*alone, *verdicts.all),
+            announced=told.why,
         )
 
     def _waits(self, snapshot: Snapshot) -> bool:
         """Whether partitions before it may not be there yet."""
         return self.in_backfill and not self.in_order and snapshot.partition is not None
+
+    def _announced(self, snapshot: Snapshot) -> Announced:
+        """What is announced of the days of a snapshot, and by its run."""
+        if snapshot.partition is not None:
+            days = {Days.of(Partition.parse(snapshot.partition))}
+        else:
+            # one that is judged again was made on an earlier day, perhaps
+            made = (parsed_time(at) for at in (snapshot.created_at, self.due, utc_now()))
+            days = {Days(at.date(), at.date()) for at in made if at is not None}
+        return announced(self.config.gates.expect, days, self.expect, operator())
 
     def _neighbours(self, snapshot: Snapshot) -> Neighbours:
         """What was before a snapshot: the nights of the newest one of its recipe that is accepted;
@@ -271,7 +290,9 @@ class Judge:
         if before is None or self.config.gates.rows is None or before.rows < FEWEST_ROWS:
             return replace(snapshot, quality={}, gates=())
         message = f"no rows any more, against the {before.rows:,} of snapshot {before.number}"
-        return replace(snapshot, gates=(Verdict("rows", False, 0.0, 1.0, message),))
+        told = self._announced(snapshot)
+        verdict = told.told(Verdict("rows", False, 0.0, 1.0, message))
+        return replace(snapshot, gates=(verdict,), announced=told.why)
 
     def _replaced(self, snapshot: Snapshot, neighbours: Neighbours) -> list[Snapshot]:
         """What a partition that was never computed before is compared with: what readers have, if
@@ -307,7 +328,7 @@ class Judge:
         found = samples.of(draft)
         figures = found.figures(view)
         nulls = figures.valueless if view.definition.bad_rows == "null" else 0
-        verdicts = Verdicts(gates)
+        verdicts = Verdicts(gates, self._announced(snapshot))
         verdicts.figures = figures
         if view.definition.bad_rows == "null":
             verdicts.quality["nulls"] = float(nulls)
@@ -371,6 +392,7 @@ class Judge:
             self._anchor(snapshot, found, neighbours.nights),
             neighbours.nights,
             alike=before is None or before.computation == snapshot.computation,
+            announced=verdicts.announced.gates,
         )
         if snapshot.number == 0 and snapshot.partition is None:
             verdicts.anchor = [write_anchor(self.store, snapshot, found)]
@@ -435,7 +457,8 @@ class Judge:
                 verdict = Verdict("rows", False, gone, limit, message)
             found.append(verdict)
         if found:
-            verdicts.all.append(next((one for one in found if one.passed), found[0]))
+            verdict = next((one for one in found if one.passed), found[0])
+            verdicts.all.append(verdicts.announced.told(verdict))
 
     def _judge_counts(self, snapshot: Snapshot, valued: int, verdicts: Verdicts) -> None:
         """How many rows were rejected, and how many have a value, of those of the source."""

@@ -47,6 +47,7 @@ from precompute.jobs.run.judge.nights import (
     Night,
     Value,
     counted,
+    last_alike,
     usual,
 )
 from precompute.jobs.run.judge.row_count import FEWEST_ROWS
@@ -241,12 +242,13 @@ def _young_limit(
         return [_bound_by_key(check, factor, evidence.pairs.common, evidence.pairs.number)]
     if not values:
         return []
-    center = values[-1].value
+    last = last_alike(values, evidence.day)
+    center = last.value
     unit = _unit(evidence, feature, center) if check.scale == LEVEL else 1.0
     reach = check.young + _chance(check, center, evidence.rows.num_rows, _CHANCE)
     if check.scale == LEVEL and not feature.dtype.startswith("float"):
         reach += 1 / unit
-    return [(center, factor * reach, unit, "in the last accepted snapshot")]
+    return [(center, factor * reach, unit, f"on {last.day}")]
 
 
 def _bound_by_key(check: Check, factor: float, rows: int, number: int) -> _Limit:

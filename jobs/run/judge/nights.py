@@ -101,18 +101,24 @@ def usual(values: Sequence[Value], day: str, floor: float = 0.0) -> Usual | None
         if of_weekday < spread / 2:
             center, spread = float(own[today]), of_weekday
     reach = max(float(np.interp(n, _K_NIGHTS, _K)) * spread, floor)
-    off = x - center
-    # what somebody accepted may come again, about, and what that weekday was
-    may = [
-        one + math.copysign(reach, one) for one, v in zip(off, values, strict=True) if v.is_accepted
-    ]
-    may += [
-        one + math.copysign(floor, one)
-        for one, w in zip(off, weekdays, strict=True)
-        if w is not None and w == today
-    ]
+    may = []
+    for one, of_day in zip(values, weekdays, strict=True):
+        off = one.value - center
+        # what somebody accepted may come again, about, and what that weekday was, half as far again
+        if one.is_accepted:
+            may.append(off + math.copysign(reach, off))
+        elif of_day is not None and of_day == today:
+            may.append(off + math.copysign(max(floor, abs(off) / 2), off))
     below, above = (max(reach, *(sign * one for one in may), 0.0) for sign in (-1, 1))
     return Usual(center, below, above, n)
+
+
+def last_alike(values: Sequence[Value], day: str) -> Value:
+    """The last value of the same weekday; before there is one, of a weekend or none, as the day
+    is."""
+    same = [one for one in values if weekday(one.day) == weekday(day)]
+    alike = [one for one in values if _is_weekend(one.day) == _is_weekend(day)]
+    return (same or alike or values)[-1]
 
 
 def _spread(off: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:

@@ -57,6 +57,7 @@ class RunOptions:
         full: compute every row.
         retry_rejected: compute rows that were rejected with the same input, too.
         accept: gates whose refusal is accepted, which is noted beside the snapshot.
+        expect: gates that a change is announced for: they warn, and refuse nothing.
         reload: publish it again, though the online store seems to hold it.
         take_over: publish it, though another project publishes the view in the online store.
         due: the schedule's time this run is for, ISO 8601 in UTC.
@@ -76,6 +77,7 @@ class RunOptions:
     full: bool = False
     retry_rejected: bool = False
     accept: Collection[str] = ()
+    expect: Collection[str] = ()
     reload: bool = False
     take_over: bool = False
     due: str | None = None
