@@ -35,7 +35,7 @@ from precompute.store.times import Partition, containing
 from precompute.workers.process import ChildProcess
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 from tests.server import eventually
 
 KEYS = (1, 2, 3)
@@ -124,7 +124,7 @@ def daily(make_project: MakeProject, tmp_path: Path) -> MakeDaily:
             "model": {"use": "gated_model:Gated", "args": {"path": str(tmp_path / "gate"), **args}},
             "partition": {"by": "day", "column": "day", "start": "2024-01-01"},
             "max_rejected": 0.4,
-            "gates": {"moved": None},
+            "gates": UNJUDGED,
         }
         return make_project(table if rows else None, view=settings | (view or {}))
 
@@ -693,7 +693,7 @@ def test_verdicts_do_not_depend_on_the_clock(
     before."""
     rows = [(key, times * (100 + key), day(n)) for n, (keys, times) in WEEK.items() for key in keys]
     publish, killed = requested.get("publish", True), requested.pop("killed", False)
-    view = {"gates": {"duplicates": None}}
+    view = {"gates": UNJUDGED}
     project = daily(extra=rows, view=view, pause_s=0.1 if publish else 0.0)
     if publish:
         # each partition in a process of its own, and what is done goes live before the next

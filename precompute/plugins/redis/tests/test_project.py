@@ -7,12 +7,10 @@ from typing import Any
 import redis
 
 from tests.fixtures import MakeProject
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 UNJUDGED: dict[str, Any] = {
-    "gates": dict.fromkeys(
-        ("duplicates", "drift", "moved", "constant", "shift", "mass", "agreement")
-    ),
+    "gates": UNJUDGED,
     "index": {"on": "vector"},
 }
 
