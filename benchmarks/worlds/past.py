@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.worlds.world import Rows, World, day, joined, table_of, taken
-from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.config.announcement import ANNOUNCED
+from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.run.judge.gates import MOST_GONE
 from precompute.jobs.run.judge.judgement import Evidence, Pairs, judge_rows
 from precompute.jobs.run.judge.nights import MOST_NIGHTS, Night, anchor_of

@@ -120,9 +120,9 @@ def materialize(
             store,
             in_backfill,
             options.live_before,
+            options.in_order,
             options.expect,
             options.due,
-            options.in_order,
         )
         if plan.nothing_to_do:
             report.attention += golden.told()
