@@ -140,11 +140,12 @@ def refusals(
         is_partition: there is no comparison with a week ago, and more rows are fine.
         own: gets its figures.
     """
-    computed, pairs, anchor = now, None, None
+    computed, pairs, anchor = None, None, None
     if live is not None:
         pairs = paired(now, tables[live], live)
         same = np.isin(np.asarray(now["id"]), np.asarray(pairs.same))
-        computed = now.filter(pa.array(~same))
+        # all rows of a partition are its own
+        computed = None if is_partition else now.filter(pa.array(~same))
         week_ago = None if is_partition else anchor_of(nights, today)
         if week_ago is not None:
             anchor = anchored(now, tables[week_ago.number], week_ago.number)
