@@ -197,13 +197,21 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
             in_order=arguments.in_order,
             partition=partition_of(project, arguments),
         )
+        ended: list[Report] = []
         try:
-            run_view(project, arguments.view, progress_for(True), options, load=models)
+            run_view(
+                project,
+                arguments.view,
+                progress_for(True),
+                options,
+                finished=ended.append,
+                load=models,
+            )
         except PrecomputeError as exc:
             report_error(str(exc))
             status = FAILED
-            # it may be tried again, and those after it are compared with it then
-            arguments.in_order = False
+            # one that never began is tried again, and those after it are compared with it then
+            arguments.in_order &= bool(ended)
     return status
 
 
@@ -260,9 +268,11 @@ def describe_report(report: Report) -> str:
 
 def announced_lines(report: Report) -> list[str]:
     """A line for each gate that warned."""
-    why = report.announced or "another model, SQL or features"
+    told = f"announced ({report.announced})"
+    if not report.announced:
+        told = "told, since what it is compared with was announced, or is of another recipe"
     return [
-        f"  announced ({why}): {verdict.gate}: {verdict.message} – {report.status}"
+        f"  {told}: {verdict.gate}: {verdict.message} – {report.status}"
         for verdict in report.gates
         if verdict.warned
     ]

@@ -120,9 +120,9 @@ def materialize(
             store,
             in_backfill,
             options.live_before,
+            options.in_order,
             options.expect,
             options.due,
-            options.in_order,
         )
         if plan.nothing_to_do:
             report.attention += golden.told()
@@ -367,18 +367,13 @@ def _compute(
         audit = Audit(config, opened, plan.diff.compute, sum(stages.values()) - stages["open"])
         store.journals.begin(report.run, plan.recipe, report.partition, full=options.full)
         allowed = math.floor(plan.source_rows * config.max_rejected + 1e-9)
-
-        def judged() -> None:
-            accuracy.checked()
-            golden.checked()
-
         chunks = Chunks(
             store,
             report,
             opened,
             allowed,
             plan.source_rows,
-            judged,
+            lambda: [check() for check in (accuracy.checked, golden.checked)],
             audit.sample.draw,
             golden.rows,
         )

@@ -272,7 +272,6 @@ class Conductor:
             else:
                 item.state = "refused" if report.status in ("refused", "rejected") else "failed"
                 item.run, item.error = report.run, report.error
-                group.in_order = False
             self._report(item)
         return over
 

@@ -206,9 +206,10 @@ def await_free(project: Scene, *days: int) -> None:
 
 
 def committed(project: Scene) -> list[str]:
-    """Partition of every snapshot ever committed, in the order of their numbers."""
-    store = project.store
-    return [str(store.snapshot(n).partition) for n in store.numbers()]
+    """Partition of every run that committed rows, in that order: what is compared later has another
+    manifest of the same run."""
+    snapshots = map(project.store.snapshot, project.store.numbers())
+    return list({snapshot.run: str(snapshot.partition) for snapshot in snapshots}.values())
 
 
 def live(project: Scene) -> str | None:

@@ -202,7 +202,7 @@ ANCHOR = (
     (_SCALES, "moved.rank", True, "rank correlation"),
     ((TEXT, FLAG), "moved.changed", False, "share of other values"),
     ((LIST,), "moved.overlap", True, "overlap by rank"),
-    ((VECTOR,), "moved.cosine50", True, "median cosine"),
+    ((VECTOR,), "moved.turned", False, "median turn, as a share of a right angle,"),
 )
 """What is compared with an accepted snapshot some nights ago: kinds, figure, whether less is worse,
 words."""

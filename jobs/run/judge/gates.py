@@ -156,11 +156,11 @@ class Judge:
             clock, so it is compared with its neighbours in data time alone.
         live_before: number of the snapshot that readers had when that backfill began, whose
             contract is kept; None without any.
+        in_order: of a backfill: the partitions before this one are there. Otherwise what compares
+            waits until they are, and the snapshot is refused until then.
         expect: gates that the run announces a change for.
         due: the schedule's time that it is for, ISO 8601 in UTC: what is announced of that day
             holds for a run that is repeated after midnight.
-        in_order: of a backfill: the partitions before this one are there. Otherwise what compares
-            waits until they are, and the snapshot is refused until then.
 
     Raises:
         SnapshotError, SourceError, ModelError: from every method: something cannot be read or
@@ -172,9 +172,9 @@ class Judge:
     store: ViewStore
     in_backfill: bool = False
     live_before: int | None = None
+    in_order: bool = False
     expect: Collection[str] = ()
     due: str | None = None
-    in_order: bool = False
 
     def judge(
         self,
@@ -226,6 +226,26 @@ class Judge:
         # what compares is judged again once the partitions before it are there
         return snapshot if self._waits(snapshot) and then == alone else now
 
+    def compared(self, snapshot: Snapshot) -> Snapshot:
+        """A committed snapshot with new verdicts of the gates that compare, all others as they
+        are."""
+        if not snapshot.rows:
+            return self._empty(snapshot)
+        told = self._announced(snapshot)
+        samples, verdicts = Samples(self.store), Verdicts(self.config.gates, told)
+        self._compare(samples, snapshot, snapshot, self._neighbours(snapshot), verdicts)
+        alone = [verdict for verdict in snapshot.gates if verdict.gate not in COMPARING]
+        return replace(
+            snapshot,
+            quality={**snapshot.quality, **verdicts.quality},
+            gates=(*alone, *verdicts.all),
+            announced=told.why,
+        )
+
+    def _waits(self, snapshot: Snapshot) -> bool:
+        """Whether partitions before it may not be there yet."""
+        return self.in_backfill and not self.in_order and snapshot.partition is not None
+
     def _announced(self, snapshot: Snapshot) -> Announced:
         """What is announced of the days of a snapshot, and by its run."""
         if snapshot.partition is not None:
@@ -235,26 +255,6 @@ class Judge:
             made = (parsed_time(at) for at in (snapshot.created_at, self.due, utc_now()))
             days = {Days(at.date(), at.date()) for at in made if at is not None}
         return announced(self.config.gates.expect, days, self.expect, operator())
-
-    def compared(self, snapshot: Snapshot) -> Snapshot:
-        """A committed snapshot with new verdicts of the gates that compare, all others as they
-        are."""
-        if not snapshot.rows:
-            return self._empty(snapshot)
-        samples = Samples(self.store)
-        verdicts = Verdicts(self.config.gates, self._announced(snapshot))
-        self._compare(samples, snapshot, snapshot, self._neighbours(snapshot), verdicts)
-        alone = [verdict for verdict in snapshot.gates if verdict.gate not in COMPARING]
-        return replace(
-            snapshot,
-            quality={**snapshot.quality, **verdicts.quality},
-            gates=(*alone, *verdicts.all),
-            announced=verdicts.announced.why,
-        )
-
-    def _waits(self, snapshot: Snapshot) -> bool:
-        """Whether partitions before it may not be there yet."""
-        return self.in_backfill and not self.in_order and snapshot.partition is not None
 
     def _neighbours(self, snapshot: Snapshot) -> Neighbours:
         """What was before a snapshot: the nights of the newest one of its recipe that is accepted;
@@ -366,6 +366,7 @@ class Judge:
         found, live = samples.of(draft), _baseline(self.store, snapshot)
         others = self._replaced(snapshot, neighbours) if live is None else []
         before, is_other = next(iter(others), live), bool(others)
+        verdicts.announced = verdicts.announced.back_from(before)
         # of all partitions together each has keys of its own
         by_key = not (is_other and self.config.serves_all)
         beside = [(one, keys_gone(samples, found, one) if by_key else None) for one in others]
@@ -386,7 +387,7 @@ class Judge:
             snapshot.view,
             rows,
             day_of(snapshot),
-            None if is_other else computed_rows(samples, found, draft),
+            None if is_other else computed_rows(samples, found, draft, before),
             live_rows,
             None if before is None or not by_key else pairs_of(samples, found, draft, before),
             self._anchor(snapshot, found, neighbours.nights),
@@ -457,8 +458,8 @@ class Judge:
                 verdict = Verdict("rows", False, gone, limit, message)
             found.append(verdict)
         if found:
-            best = next((one for one in found if one.passed), found[0])
-            verdicts.all.append(verdicts.announced.told(best))
+            verdict = next((one for one in found if one.passed), found[0])
+            verdicts.all.append(verdicts.announced.told(verdict))
 
     def _judge_counts(self, snapshot: Snapshot, valued: int, verdicts: Verdicts) -> None:
         """How many rows were rejected, and how many have a value, of those of the source."""
