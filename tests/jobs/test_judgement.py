@@ -122,7 +122,7 @@ def at(check: Check, center: float, off: float) -> float:
 
 
 def ends(check: Check, center: float, reach: float) -> Iterator[tuple[float, int]]:
-    """The values at that distance from the center, and to which side, that the check is there for."""
+    """Values at that distance from the center, and to which side, that the check is there for."""
     if check.side in (BOTH, UP):
         yield at(check, center, reach), 1
     if check.side in (BOTH, DOWN):
@@ -141,13 +141,24 @@ def passes_inside_alone(
 ) -> None:
     """Whether a value just inside of a limit passes, and one just outside does not, and is told."""
     step = side * 1e-6 * max(1.0, abs(limit))
-    inside, outside = judged(limit - step), judged(limit + step)
+    inside, outside = judged(limit - step if limit else 0.0), judged(limit + step)
     assert inside.passed, inside.message
     assert not outside.passed, outside.message
     assert words in outside.message
     assert f"{limit + step:.4g}" in outside.message
     assert outside.measured == limit + step
     assert all(name.startswith("f.") for name in outside.figures)
+
+
+def judging(
+    gate: str,
+    kind: str,
+    figure: str,
+    nights: Sequence[Mapping[str, float]] = (),
+    **gates: Any,
+) -> Callable[[float], Verdict]:
+    """A value of the figure → the gate's verdict."""
+    return lambda x: verdict(gate, given(kind, {figure: x}, nights), **gates)
 
 
 def ids(checks: Sequence[Any]) -> list[str]:
@@ -165,9 +176,7 @@ def test_beside_the_views_own_nights(check: Check) -> None:
             reach = factor * (check.floor + chance(check, center, 3.5))
             for limit, side in ends(check, center, reach):
                 passes_inside_alone(
-                    lambda x, kind=kind, nights=nights, factor=factor: verdict(
-                        check.gate, given(kind, {check.figure: x}, nights), **{check.gate: factor}
-                    ),
+                    judging(check.gate, kind, check.figure, nights, **{check.gate: factor}),
                     limit,
                     side,
                     f"f: {check.words} ",
@@ -192,9 +201,7 @@ def test_beside_the_last_night_while_a_view_is_young(check: Check) -> None:
             reach = check.young + chance(check, center, 3.5)
             for limit, side in ends(check, center, reach):
                 passes_inside_alone(
-                    lambda x, kind=kind, nights=nights: verdict(
-                        gate, given(kind, {check.figure: x}, nights)
-                    ),
+                    judging(gate, kind, check.figure, nights),
                     limit,
                     side,
                     f"f: {check.words} ",
@@ -218,7 +225,7 @@ def test_by_key_while_a_view_is_young(check: Check) -> None:
     limit, side = bound(check, chance(check, check.young or 0.0, 3.5))
     for kind in check.kinds:
         passes_inside_alone(
-            lambda x, kind=kind: verdict("moved", given(kind, {check.figure: x})),
+            judging("moved", kind, check.figure),
             limit,
             side,
             f"f: {check.words} ",
@@ -231,7 +238,7 @@ def test_by_key_while_a_view_is_young(check: Check) -> None:
 def test_of_a_first_snapshot(check: Any) -> None:
     for kind in check.kinds:
         passes_inside_alone(
-            lambda x, kind=kind: verdict("first", given(kind, {check.figure: max(x, 0.0)})),
+            judging("first", kind, check.figure),
             check.most,
             1,
             f"f: {check.words} ",
@@ -367,7 +374,9 @@ def test_a_features_own_bounds(case: str) -> None:
     own, feature, values, passes, said = BOUNDS[case]
     table = pa.table({"id": range(len(values)), "f": pa.array(values, feature.arrow_type)})
     view = FeatureView("view", ("id",), (feature,), 3600.0, 0.0)
-    _, found = judge_rows(Evidence(view, table, day(0)), GatesConfig(features={"f": own}))
+    _, found = judge_rows(
+        Evidence(view, table, day(0)), GatesConfig.model_validate({"features": {"f": own}})
+    )
     assert all(one.gate == "bounds" for one in found)
     assert all(one.passed for one in found) == passes
     assert said in "".join(one.message for one in found)
