@@ -146,9 +146,10 @@ MOVED: dict[str, tuple[Feature, list[Any], list[Any], dict[str, float], Figures]
         [-x for x in TEN],
         TEN,
         {},
-        {"quarter": 0.9, "one": 0.8, "four": 0.4, "rank": -1.0},
+        {"quarter": 0.9, "one": 0.8, "four": 0.39, "rank": -1.0},
     ),
     "no number was another": (NUMBER, [1.0] * 4, [2.0] * 4, {}, {"quarter": 1.0, "four": 1.0}),
+    "nor one": (NUMBER, [1.0] * 4, [1.0] * 4, {}, {"quarter": 0.0, "one": 0.0, "four": 0.0}),
     "nulls are no pairs": (
         NUMBER,
         [None, 1.0, NAN, 3.0],
@@ -217,14 +218,21 @@ MOVED: dict[str, tuple[Feature, list[Any], list[Any], dict[str, float], Figures]
         [[0, 1]] * 5 + [[3, 4]] * 15,
         [[1, 0]] * 5 + [[6, 8]] * 15,
         {},
-        {"cosine05": 0.0, "cosine50": 1.0},
+        {"cosine05": 0.0, "cosine50": 1.0, "turned": 0.0},
     ),
     "vectors, few of all": (
         VECTOR,
         [[0, 1]] * 10,
         [[1, 0]] * 10,
         {"changed": 0.4},
-        {"cosine05": 0.0, "cosine50": 1.0},
+        {"cosine05": 0.0, "cosine50": 1.0, "turned": 0.0},
+    ),
+    "a turn by half a right angle": (
+        VECTOR,
+        [[1, 1]] * 3,
+        [[1, 0]] * 3,
+        {},
+        {"cosine05": math.sqrt(0.5), "cosine50": math.sqrt(0.5), "turned": 0.5},
     ),
     "a dimension negated": (
         VECTOR,
@@ -235,7 +243,7 @@ MOVED: dict[str, tuple[Feature, list[Any], list[Any], dict[str, float], Figures]
     ),
     "of no rows": (NUMBER, [], [], {}, {"quarter": 0.0, "one": 0.0, "four": 0.0, "rank": 1.0}),
     "of no lists": (ITEMS, [], [], {}, {"overlap": 1.0, "lost": 0.0, "order": 1.0}),
-    "of no vectors": (VECTOR, [], [], {}, {"cosine05": 1.0, "cosine50": 1.0}),
+    "of no vectors": (VECTOR, [], [], {}, {"cosine05": 1.0, "cosine50": 1.0, "turned": 0.0}),
 }
 
 
