@@ -114,7 +114,7 @@ def package(install: Install) -> Path:
 def test_another_packages_model_computes_misses(package: Path, tmp_path: Path) -> None:
     def have(pips: int) -> None:
         fallback = {"enabled": True, "deadline": "20s", "dice": pips}
-        few = {"rows": None, "duplicates": None}
+        few = {"rows": None, "first": None, "constant": None}
         make_folder(tmp_path, {"numbers": {"fallback": fallback, "gates": few, "index": None}})
 
     def said(*arguments: str) -> list[str]:

@@ -124,7 +124,7 @@ def daily(make_project: MakeProject, tmp_path: Path) -> MakeDaily:
             "model": {"use": "gated_model:Gated", "args": {"path": str(tmp_path / "gate"), **args}},
             "partition": {"by": "day", "column": "day", "start": "2024-01-01"},
             "max_rejected": 0.4,
-            "gates": {"drift": None, "moved": None, "norm": None},
+            "gates": {"computed": None, "moved": None, "shape": None},
         }
         return make_project(table if rows else None, view=settings | (view or {}))
 
@@ -692,7 +692,7 @@ def test_verdicts_do_not_depend_on_the_clock(
     before."""
     rows = [(key, times * (100 + key), day(n)) for n, (keys, times) in WEEK.items() for key in keys]
     publish, killed = requested.get("publish", True), requested.pop("killed", False)
-    view = {"gates": {"duplicates": None}}
+    view = {"gates": {"first": None, "constant": None}}
     project = daily(extra=rows, view=view, pause_s=0.1 if publish else 0.0)
     if publish:
         # each partition in a process of its own, and what is done goes live before the next

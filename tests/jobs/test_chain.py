@@ -18,7 +18,7 @@ from tests.scene import Scene
 
 Captured = pytest.CaptureFixture[str]
 KEYS = (1, 2, 3)
-GATES = dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved", "shift", "agreement"))
+GATES = dict.fromkeys(("rows", "shape", "computed", "first", "constant", "moved"))
 
 
 def of(view: str | None) -> dict[str, Any]:

@@ -44,7 +44,7 @@ VIEW: dict[str, Any] = {
     "features": {"head": {"dtype": "string"}, "letters": {"dtype": "float32", "dim": 4}},
     "index": {"on": "letters"},
     "fallback": {"enabled": True, "deadline": "10s"},
-    "gates": dict.fromkeys(("rows", "shift", "constant", "duplicates", "moved", "mass")),
+    "gates": dict.fromkeys(("rows", "shape", "computed", "constant", "first", "moved", "null")),
 }
 
 MakeDocuments = Callable[..., Scene]

@@ -603,7 +603,9 @@ def test_a_second_rollback_names_where_it_would_go(
     make_project: MakeProject, capsys: Captured
 ) -> None:
     for factor in (1.0, 10.0, 100.0):
-        project = make_project([(1, factor), (2, 2 * factor)], view={"gates": {"shift": None}})
+        project = make_project(
+            [(1, factor), (2, 2 * factor)], view={"gates": {"shape": None, "computed": None}}
+        )
         project.run(accept=["norm", "moved", "drift", "agreement"])
     assert project.cli("rollback", "numbers") == 0
     ref = project.live()

@@ -99,7 +99,7 @@ def torch_project(
     chosen = {key: view.pop(key) for key in ("precision", "backend", "concurrent") if key in view}
     view.setdefault("model", torch_model(module, **chosen))
     view.setdefault(
-        "gates", {"duplicates": None}
+        "gates", {"first": None, "constant": None}
     )  # bfloat16 makes equal vectors of nearly equal ones
     project = make_project(rows, view=view, **options)
     state = {"linear.weight": torch.ones(4, 1), "linear.bias": torch.arange(4.0)}
@@ -676,7 +676,11 @@ def computed(project: Scene, fallback: ViewFallback, view: str, key: str) -> dic
 
 
 def test_the_fallback_computes_in_the_precision_of_each_snapshot(make_project: MakeProject) -> None:
-    on = {"accuracy": LOOSE, "gates": {"duplicates": None}, "fallback": {"enabled": True}}
+    on = {
+        "accuracy": LOOSE,
+        "gates": {"first": None, "constant": None},
+        "fallback": {"enabled": True},
+    }
     plain = torch_project(make_project, ROWS, view=on)
     shared = {
         "entity": ["id"],

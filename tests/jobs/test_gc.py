@@ -467,7 +467,10 @@ def test_a_view_at_work_holds_up_no_other(make_project: MakeProject, capsys: Cap
         rows = [(i, i * factor) for i in (1, 2, 3)]
         retention = {"retention": {"keep": 1, "grace": "1d"}}
         project = make_project(
-            rows, project=retention, views={"other": other}, view={"gates": {"norm": None}}
+            rows,
+            project=retention,
+            views={"other": other},
+            view={"gates": {"shape": None, "computed": None}},
         )
         project.run("other")
         project.run()

@@ -53,11 +53,11 @@ def view(packed: str | None, **more: Any) -> dict[str, Any]:
         "model": {"use": f"{HERE}:Directions"},
         "features": features,
         "index": {"on": "vector", "metric": "cosine"},
-        "gates": {"norm": None, "drift": None},
+        "gates": {"shape": None, "computed": None, "moved": None},
     } | more
 
 
-ANY = {"gates": {"packed": None, "norm": None}}
+ANY = {"gates": {"packed": None, "shape": None, "computed": None}}
 """Gates that let binary pass."""
 
 

@@ -27,7 +27,7 @@ from tests.models import Doubler
 from tests.scene import Scene
 
 Captured = pytest.CaptureFixture[str]
-OPEN = {"gates": dict.fromkeys(("rows", "moved", "norm", "drift", "shift", "mass"))}
+OPEN = {"gates": dict.fromkeys(("rows", "moved", "shape", "computed", "null"))}
 
 
 def three_snapshots(make_project: MakeProject) -> Scene:

@@ -542,7 +542,9 @@ def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
 ) -> None:
     """Manifests, reports and folders: what is read is what is needed, and 64 folders to be looked
     through in turn."""
-    project = make_project([(i, float(i)) for i in range(3)], view={"gates": {"norm": None}})
+    project = make_project(
+        [(i, float(i)) for i in range(3)], view={"gates": {"shape": None, "computed": None}}
+    )
     first = project.run().snapshot
     assert first is not None
     store = project.store
@@ -552,7 +554,8 @@ def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
         first = store.numbers()[-1]
         for step in (0.1, 0.2):  # the first one learns what it did not know of
             project = make_project(
-                [(i, i + past + step) for i in range(3)], view={"gates": {"norm": None}}
+                [(i, i + past + step) for i in range(3)],
+                view={"gates": {"shape": None, "computed": None}},
             )
             seen = looked_at(project, monkeypatch)
         few = few or seen

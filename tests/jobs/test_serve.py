@@ -211,7 +211,7 @@ def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(
 ) -> None:
     ids = list(range(40))
     # all rows are the same, and grow from snapshot to snapshot
-    alike = {"gates": dict.fromkeys(("norm", "duplicates", "constant", "shift", "moved"))}
+    alike = {"gates": dict.fromkeys(("shape", "computed", "first", "constant", "moved"))}
     project = make_folder(
         tmp_path, {"numbers": alike}, online=url_of(request, kind, "table:./var/online")
     )

@@ -19,7 +19,7 @@ ROWS = 40
 def run(make_project: MakeProject, rows: int, factor: float, **how: object) -> Scene:
     project = make_project(
         [(i, i * factor) for i in range(rows)],
-        view={"gates": {"moved": None, "shift": None}},
+        view={"gates": {"moved": None, "shape": None, "computed": None}},
     )
     project.run(**how)  # type: ignore[arg-type]
     return project

@@ -96,7 +96,7 @@ def test_vectors_that_are_all_alike_verify(make_project: MakeProject) -> None:
             rows,
             view={
                 "index": {"on": "vector", "metric": metric},
-                "gates": {"duplicates": None, "constant": None, "contract": None},
+                "gates": {"first": None, "constant": None, "contract": None},
             },
         )
         project.run(full=True)
@@ -348,7 +348,7 @@ def test_an_index_of_another_snapshot_with_as_many_rows_is_found(
 ) -> None:
     view = {
         "index": {"on": "vector", "metric": metric},
-        "gates": dict.fromkeys(("drift", "moved", "shift", "agreement")),
+        "gates": dict.fromkeys(("moved", "computed", "shape")),
     }
     for sign in (1.0, -1.0):
         project = make_project([(i, sign * (i * i + 1)) for i in range(rows)], view=view)

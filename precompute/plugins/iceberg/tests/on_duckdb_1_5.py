@@ -12,7 +12,7 @@ from tests.precompute.on_duckdb_1_5 import opened, ordered
 
 
 def test_our_iceberg_table_is_what_we_read_and_a_source(make_project: MakeProject) -> None:
-    gates = {"rows": None, "moved": None, "shift": None, "norm": None}
+    gates = {"rows": None, "moved": None, "shape": None, "computed": None}
     rows = [(i, float(i)) for i in range(400)]
     scene = make_project(rows, view={"gates": gates}, project={"iceberg": ["numbers"]})
     scene.run()

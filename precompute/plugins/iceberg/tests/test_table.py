@@ -31,7 +31,7 @@ from tests.object_store import KEYS, ObjectStore
 from tests.scene import Scene
 
 WANTED = {"iceberg": ["numbers"]}
-GATES = {"rows": None, "moved": None, "shift": None, "norm": None}
+GATES = {"rows": None, "moved": None, "shape": None, "computed": None}
 Log = pytest.LogCaptureFixture
 
 

@@ -12,7 +12,7 @@ from precompute.store.disk.storage import mount
 from tests.object_store import ObjectStore
 from tests.scene import Scene
 
-VIEW = {"gates": {"rows": None, "shift": None, "norm": None}}
+VIEW = {"gates": {"rows": None, "shape": None, "computed": None}}
 
 
 def storage_in(bucket: ObjectStore, folder: Path) -> ObjectStorage:

@@ -118,7 +118,7 @@ def make_texts(make_project: MakeProject, tmp_path: Path, online: str) -> MakeTe
             "ttl": "1h",
             "stale_for": "1d",
             "fallback": {"enabled": True, "deadline": "20s"},
-            "gates": {"duplicates": None},
+            "gates": {"first": None, "constant": None},
         }
         labelled = {
             "model": {"use": f"{HERE}:Labeller", "args": {"path": str(tmp_path / "calls")}},

@@ -289,7 +289,7 @@ def test_rows_of_few_inputs_are_no_lesson(make_project: MakeProject, inputs: int
     scene = scene_of(
         make_project,
         [(i, float(i % inputs)) for i in range(600)],
-        gates={"constant": None, "duplicates": None, "shift": None},
+        gates={"constant": None, "first": None, "shape": None, "computed": None},
     )
     with pytest.raises(ConfigError, match="its 600 rows have so few different inputs that"):
         optimize(scene, "numbers")
