@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -459,11 +459,7 @@ def read_catalog(
     return found
 
 
-<<<<<<< HEAD
-def _complete(path: Path, found: Catalog, lines: int, new: Sequence[bytes]) -> None:
-=======
 def _complete(path: Path, found: Catalog, lines: int, new: list[bytes]) -> None:
->>>>>>> main
     """Append new lines to a catalog's file, or write it anew where many of its lines are of what is
     gone."""
     # No space, or not ours to write: it is derived again the next time.
