@@ -43,11 +43,11 @@ class Check(NamedTuple):
 
 
 CHECKS = (
-    Check("null", ALL, "null", SHARE, UP, 0.15, 0.02, "share of nulls"),
-    Check("null", (NUMBER, VECTOR), "not_finite", SHARE, UP, 0.15, 0.02, "share not finite"),
-    Check("null", (VECTOR,), "zero", SHARE, UP, 0.15, 0.02, "share of zero vectors"),
-    Check("null", (TEXT, LIST, NUMBERS), "empty", SHARE, UP, 0.15, 0.02, "share of empty ones"),
-    Check("null", (TEXT,), "missing", SHARE, UP, 0.15, 0.02, "share of words for no value"),
+    Check("null", ALL, "null", SHARE, UP, 0.05, 0.02, "share of nulls"),
+    Check("null", (NUMBER, VECTOR), "not_finite", SHARE, UP, 0.05, 0.02, "share not finite"),
+    Check("null", (VECTOR,), "zero", SHARE, UP, 0.05, 0.02, "share of zero vectors"),
+    Check("null", (TEXT, LIST, NUMBERS), "empty", SHARE, UP, 0.05, 0.02, "share of empty ones"),
+    Check("null", (TEXT,), "missing", SHARE, UP, 0.05, 0.02, "share of words for no value"),
     Check("constant", (NUMBER, TEXT), "common", SHARE, UP, 0.15, 0.02, "share of one value"),
     Check("constant", (LIST, NUMBERS), "common", SHARE, UP, 0.15, 0.02, "share of one list"),
     Check("constant", (VECTOR,), "common", SHARE, UP, 0.15, 0.02, "share of one vector"),
@@ -206,7 +206,7 @@ ANCHOR = (
 )
 """What is compared with an accepted snapshot some nights ago: kinds, figure, whether less is worse,
 words."""
-ANCHOR_LEAST = 0.2
+ANCHOR_LEAST = 0.15
 """What moved since then at least, where it is too much."""
 ANCHOR_FACTOR = 2.5
 """And how many times what usually moves in a night: what is noise each night is no more than
