@@ -146,8 +146,8 @@ class Snapshot(Record, frozen=True):
     quality: Mapping[str, float] = field(default_factory=dict)
     """Figures the gates judged by: ``<feature>.<figure>``."""
     nights: Part | None = None
-    """File of the figures of the nights before it, by which its gates know what is usual; None of
-    a first one."""
+    """File of the figures of the nights before it, by which its gates know what is usual, and of
+    the limits that follow from them; None where it has neither."""
     announced: str = ""
     """Why its figures tell nothing of what is usual, as it was announced; empty of an ordinary
     one."""

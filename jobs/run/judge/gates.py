@@ -22,7 +22,7 @@ from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.contract import judge_contract
 from precompute.jobs.run.judge.feature_figures import has_values
-from precompute.jobs.run.judge.judgement import Evidence, judge_rows
+from precompute.jobs.run.judge.judgement import Evidence, judge
 from precompute.jobs.run.judge.nights import Night, day_of, nights_after, read_nights, write_nights
 from precompute.jobs.run.judge.packed import judge_packed
 from precompute.jobs.run.judge.pairs import (
@@ -174,7 +174,7 @@ class Judge:
         verdicts = self.measure(snapshot, live, draft, served, nights)
         written = snapshot.nights
         if snapshot.number == 0:
-            written = write_nights(self.store, snapshot.run, nights)
+            written = write_nights(self.store, snapshot.run, nights, verdicts.limits)
         return replace(
             snapshot,
             figures=verdicts.figures,
@@ -303,9 +303,10 @@ class Judge:
             nights,
             alike=live is None or live.made_by == snapshot.made_by,
         )
-        of_features, judged_by = judge_rows(evidence, self.config.gates)
-        verdicts.quality |= of_features
-        verdicts.all += judged_by
+        by_table = judge(evidence, self.config.gates)
+        verdicts.quality |= by_table.figures
+        verdicts.all += by_table.verdicts
+        verdicts.limits = by_table.limits
 
     def _anchor(
         self, snapshot: Snapshot, live: Snapshot | None, nights: Sequence[Night]

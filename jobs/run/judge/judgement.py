@@ -41,7 +41,7 @@ from precompute.jobs.run.judge.gate_table import (
     UP,
     Check,
 )
-from precompute.jobs.run.judge.nights import SURE_NIGHTS, Night, counted, usual
+from precompute.jobs.run.judge.nights import SURE_NIGHTS, Limits, Night, counted, usual
 from precompute.jobs.run.judge.row_count import FEWEST_ROWS
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.snapshot import Verdict
@@ -53,6 +53,7 @@ _CHANCE_COMPUTED = 4.0
 _CHANCE_NEVER = 9.0
 """Rows of a kind that are expected where none is: by chance once in 10⁴."""
 _TINY = 1e-30
+_MOST_EXPONENT = 700.0
 SHOWN_KEYS = 10
 
 
@@ -124,6 +125,17 @@ class _Found(NamedTuple):
     limit: float
     ratio: float
     message: str
+    between: Limits = (None, None)
+    """Where the figure would have passed, of one that is compared with nights or judged alone."""
+
+
+class Judged(NamedTuple):
+    """Figures of a snapshot by ``<feature>.<figure>``, the verdicts of the gates on its features,
+    and between which limits they let each figure pass."""
+
+    figures: Figures
+    verdicts: list[Verdict]
+    limits: dict[str, Limits]
 
 
 def judge_rows(evidence: Evidence, gates: GatesConfig) -> tuple[Figures, list[Verdict]]:
@@ -132,8 +144,14 @@ def judge_rows(evidence: Evidence, gates: GatesConfig) -> tuple[Figures, list[Ve
     Returns:
         figures by ``<feature>.<figure>``; of each gate that judged anything one verdict, the worst.
     """
+    found = judge(evidence, gates)
+    return found.figures, found.verdicts
+
+
+def judge(evidence: Evidence, gates: GatesConfig) -> Judged:
+    """As :func:`judge_rows`, with the limits."""
     if evidence.rows.num_rows < FEWEST_ROWS:
-        return evidence.figures, _verdicts(evidence, [*_bounds(evidence, gates)])
+        return Judged(evidence.figures, _verdicts(evidence, [*_bounds(evidence, gates)]), {})
     found = [
         *_first(evidence, gates),
         *_by_nights(evidence, gates),
@@ -142,7 +160,15 @@ def judge_rows(evidence: Evidence, gates: GatesConfig) -> tuple[Figures, list[Ve
         *_anchored(evidence, gates),
         *_bounds(evidence, gates),
     ]
-    return evidence.figures, _verdicts(evidence, found)
+    limits: dict[str, Limits] = {}
+    for one in found:
+        name, (low, high) = f"{one.feature}.{one.figure}", one.between
+        if one.between != (None, None):
+            least, most = limits.get(name, (None, None))
+            lows = [x for x in (low, least) if x is not None]
+            highs = [x for x in (high, most) if x is not None]
+            limits[name] = (max(lows, default=None), min(highs, default=None))
+    return Judged(evidence.figures, _verdicts(evidence, found), limits)
 
 
 # ---- each gate
@@ -166,7 +192,8 @@ def _first(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             message = (
                 f"{feature.name}: {bound.words} {value:.4g}, more than {most:.4g} of any first rows"
             )
-            yield _Found("first", feature.name, bound.figure, value, most, ratio, message)
+            between = (None, most)
+            yield _Found("first", feature.name, bound.figure, value, most, ratio, message, between)
 
 
 def _by_nights(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
@@ -190,7 +217,27 @@ def _by_nights(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             continue
         ratio, center, reach, words = max(tested, key=lambda one: one[0])
         message = f"{feature.name}: {check.words} {value:.4g}, against {center:.4g} {words}"
-        yield _Found(check.gate, feature.name, check.figure, value, reach, ratio, message)
+        between = _between(check, limits)
+        yield _Found(check.gate, feature.name, check.figure, value, reach, ratio, message, between)
+
+
+def _between(check: Check, limits: Sequence[_Limit]) -> Limits:
+    """Between which values a figure passes all of its limits, to six digits; None to a side where
+    it may be anything."""
+    lows, highs = [], []
+    for center, reach, unit, _ in limits:
+        ends = (center - reach, center + reach)
+        if unit:
+            middle, off = _scaled(center, check.scale), reach * unit
+            ends = (_unscaled(middle - off, check.scale), _unscaled(middle + off, check.scale))
+        lows.append(ends[0])
+        highs.append(ends[1])
+    low, high = (float(f"{end:.6g}") for end in (max(lows), min(highs)))
+    least, most = (0.0, 1.0) if check.scale == SHARE else (-math.inf, math.inf)
+    return (
+        low if check.side != UP and low > least else None,
+        high if check.side != DOWN and high < most else None,
+    )
 
 
 _Limit = tuple[float, float, float, str]
@@ -494,10 +541,9 @@ def _scaled(value: float, scale: str) -> float:
 
 
 def _unscaled(value: float, scale: str) -> float:
-    if scale == LOG:
-        return math.exp(value)
-    if scale == COUNT:
-        return math.expm1(value)
+    if scale in (LOG, COUNT):
+        value = min(value, _MOST_EXPONENT)
+        return math.exp(value) if scale == LOG else math.expm1(value)
     return math.tanh(value) if scale == CORRELATION else value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from precompute.jobs.config.gates import GatesConfig
+from precompute.jobs.run.judge.nights import Limits
 from precompute.store.feature_view import Substitute
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.snapshot import Verdict
@@ -25,6 +26,8 @@ class Verdicts:
         self.quality: dict[str, float] = {}
         """Figures by name, for the manifest."""
         self.all: list[Verdict] = []
+        self.limits: dict[str, Limits] = {}
+        """Between which values the gates on features let each figure pass."""
         self.figures = RowFigures()
         """What was counted of its rows."""
         self.substitute: Substitute | None = None
