@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypedDict
 
 from precompute.jobs.config.project import Project
+from precompute.jobs.ops.gate_history import nights_learned
 from precompute.jobs.ops.retention import partitions_in_words, partitions_served
 from precompute.jobs.run.report import COMPUTING, PUBLISHING, with_real_status
 from precompute.jobs.run.rows.open_view import REPORTS, known_source_at
@@ -183,6 +184,7 @@ class StatusLine(TypedDict):
     source_age_s: float | None
     coverage: float | None
     rejected: int | None
+    gates: dict[str, Any] | None
     online: bool | None
     index: dict[str, Any] | None
     held: dict[str, Any] | None
@@ -252,6 +254,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         line |= _live(snapshot, ref) | {
             "online": pointer is not None and pointer.epoch == ref.epoch if answers else None
         }
+        line["gates"] = {"nights": nights_learned(store, snapshot)}
         line["index"] = _index(store, ref)
         line |= _source(known_source_at(snapshot, reports))
         line["partitions"] = (
