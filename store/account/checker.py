@@ -541,7 +541,7 @@ class _Look:
                 for part in (segment.record, *segment.files):
                     named.setdefault(part.path, (holder, segment, part))
         for holder in holders:
-            for beside in (holder.rejected, holder.frame_file, holder.nights):
+            for beside in (holder.rejected, holder.frame_file, holder.nights, *holder.anchors):
                 if beside is not None:
                     named.setdefault(beside.path, (holder, None, beside))
         yield from named.values()

@@ -148,6 +148,9 @@ class Snapshot(Record, frozen=True):
     nights: Part | None = None
     """File of the figures of the nights before it, by which its gates know what is usual, and of
     the limits that follow from them; None where it has neither."""
+    anchors: tuple[Part, ...] = ()
+    """Files of some rows of the nights before, and of its own: a little each night is much in a
+    week."""
     announced: str = ""
     """Why its figures tell nothing of what is usual, as it was announced; empty of an ordinary
     one."""
@@ -343,7 +346,8 @@ class Entry:
         """What the manifest of this number says."""
         rejected = None if snapshot.rejected is None else snapshot.rejected.path
         nights = None if snapshot.nights is None else snapshot.nights.path
-        beside = tuple(path for path in (rejected, snapshot.frame, nights) if path is not None)
+        others = (rejected, snapshot.frame, nights, *(part.path for part in snapshot.anchors))
+        beside = tuple(path for path in others if path is not None)
         return cls(
             number,
             snapshot.run,

@@ -552,7 +552,7 @@ class ViewStore:
                 remedy = (
                     "give a run its rows again: precompute.open(…).run(view, frame=df), in Python"
                 )
-            elif part.path.endswith(".json"):
+            elif Path(part.path).stem in ("nights", "anchor"):
                 remedy = f"the gates of {self.name!r} learn anew what is usual"
             raise SnapshotError(f"{exc}: {remedy}") from exc
 

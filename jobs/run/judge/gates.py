@@ -22,15 +22,25 @@ from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.contract import judge_contract
 from precompute.jobs.run.judge.feature_figures import has_values
-from precompute.jobs.run.judge.judgement import Evidence, judge
-from precompute.jobs.run.judge.nights import Night, day_of, nights_after, read_nights, write_nights
+from precompute.jobs.run.judge.judgement import Evidence, Pairs, judge
+from precompute.jobs.run.judge.nights import (
+    Night,
+    anchor_of,
+    anchors_of,
+    day_of,
+    nights_after,
+    read_nights,
+    write_nights,
+)
 from precompute.jobs.run.judge.packed import judge_packed
 from precompute.jobs.run.judge.pairs import (
     PAIRED_ROWS,
+    anchor_pairs,
     computed_rows,
     judged,
     keys_gone,
     pairs_of,
+    write_anchor,
 )
 from precompute.jobs.run.judge.row_count import FEWEST_ROWS, judge_row_count
 from precompute.jobs.run.judge.verdicts import Verdicts
@@ -52,8 +62,6 @@ log = logging.getLogger(__name__)
 MOST_GONE = 0.5
 """Share of the live keys that may be gone: with more, as many rows under other keys (ids padded
 with zeros, or of another table) are of no use to callers with the live ones."""
-ANCHOR_NIGHTS = 7
-"""How many nights ago what is compared with was accepted, at most."""
 PARITY_ROWS = 20
 """Rows that are computed again as the fallback does."""
 
@@ -172,9 +180,10 @@ class Judge:
             return self._empty(snapshot, served if live is None and succeeds else live)
         nights = self._nights(snapshot)
         verdicts = self.measure(snapshot, live, draft, served, nights)
-        written = snapshot.nights
+        written, anchors = snapshot.nights, snapshot.anchors
         if snapshot.number == 0:
             written = write_nights(self.store, snapshot.run, nights, verdicts.limits)
+            anchors = (*anchors_of(nights), *verdicts.anchor)
         return replace(
             snapshot,
             figures=verdicts.figures,
@@ -182,6 +191,7 @@ class Judge:
             gates=(*before, *verdicts.all),
             substitute=verdicts.substitute,
             nights=written,
+            anchors=anchors,
         )
 
     def rejudge(self, snapshot: Snapshot) -> Snapshot:
@@ -291,7 +301,6 @@ class Judge:
             except SnapshotError as exc:
                 # a damaged live snapshot is to be replaced, so it refuses nothing
                 log.warning("%s", exc)
-        anchor = self._anchor(snapshot, live, nights)
         evidence = Evidence(
             snapshot.view,
             rows,
@@ -299,29 +308,29 @@ class Judge:
             computed_rows(samples, found, draft),
             beside,
             None if live is None else pairs_of(samples, found, draft, live),
-            None if anchor is None else pairs_of(samples, found, draft, anchor),
+            self._anchor(snapshot, found, nights),
             nights,
             alike=live is None or live.made_by == snapshot.made_by,
         )
+        if snapshot.number == 0 and snapshot.partition is None:
+            verdicts.anchor = [write_anchor(self.store, snapshot, found)]
         by_table = judge(evidence, self.config.gates)
         verdicts.quality |= by_table.figures
         verdicts.all += by_table.verdicts
         verdicts.limits = by_table.limits
 
     def _anchor(
-        self, snapshot: Snapshot, live: Snapshot | None, nights: Sequence[Night]
-    ) -> Snapshot | None:
-        """The accepted snapshot of a week ago, or the oldest one since that is still there."""
-        if live is None or snapshot.partition is not None:
+        self, snapshot: Snapshot, found: SnapshotSample, nights: Sequence[Night]
+    ) -> Pairs | None:
+        """Rows of a week ago beside those of the same keys now; None where there are none."""
+        night = None if snapshot.partition is not None else anchor_of(nights, day_of(snapshot))
+        if night is None or night.rows is None:
             return None
-        there = set(self.store.numbers())
-        week = [night for night in nights if not night.announced][-ANCHOR_NIGHTS:]
-        for night in week:
-            if night.number in there and night.number != live.number:
-                found = _whole(self.store, night.number)
-                if found is not None and found.made_by == snapshot.made_by:
-                    return found
-        return None
+        try:
+            return anchor_pairs(self.store, found, snapshot, night.rows, night.number)
+        except SnapshotError as exc:
+            log.warning("%s: nothing is compared with it", exc)
+            return None
 
     def _judge_substitute(
         self, other: OpenSubstitute, sample: pa.Table, verdicts: Verdicts

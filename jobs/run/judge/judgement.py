@@ -41,7 +41,16 @@ from precompute.jobs.run.judge.gate_table import (
     UP,
     Check,
 )
-from precompute.jobs.run.judge.nights import SURE_NIGHTS, Limits, Night, counted, usual
+from precompute.jobs.run.judge.nights import (
+    FEWEST_NIGHTS,
+    SURE_NIGHTS,
+    Limits,
+    Night,
+    Value,
+    counted,
+    last_alike,
+    usual,
+)
 from precompute.jobs.run.judge.row_count import FEWEST_ROWS
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.snapshot import Verdict
@@ -205,8 +214,7 @@ def _by_nights(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
         if value is None:
             continue
         values = counted(evidence.nights, name)
-        own = usual(values, evidence.day)
-        limits = [] if own is None else [_own_limit(evidence, feature, check, values, factor)]
+        limits = _own_limit(evidence, feature, check, values, factor)
         if len(values) < SURE_NIGHTS and check.young is not None:
             limits += _young_limit(evidence, feature, check, values, factor)
         tested = [
@@ -248,25 +256,31 @@ def _own_limit(
     evidence: Evidence,
     feature: Feature,
     check: Check,
-    values: Sequence[tuple[str, float]],
+    values: Sequence[Value],
     factor: float,
-) -> _Limit:
-    scaled = [(day, _scaled(value, check.scale)) for day, value in values]
-    found = usual(scaled, evidence.day)
-    assert found is not None
-    center = _unscaled(found.center, check.scale)
+) -> list[_Limit]:
+    """The limit that follows from the view's own nights; none of too few."""
+    if len(values) < FEWEST_NIGHTS:
+        return []
+    center = float(np.median([one.value for one in values]))
     unit = _unit(evidence, feature, center) if check.scale == LEVEL else 1.0
-    floor = _floor(evidence, feature, check, center)
-    raw = [value for _, value in values]
+    floor = _floor(evidence, feature, check, center) * unit
+    found = usual(
+        [one._replace(value=_scaled(one.value, check.scale)) for one in values], evidence.day, floor
+    )
+    assert found is not None
+    raw = [one.value for one in values]
     words = f"in {found.nights} nights ({min(raw):.4g} to {max(raw):.4g})"
-    return center, factor * max(found.reach / unit, floor), unit, words
+    value = _scaled(evidence.figures[f"{feature.name}.{check.figure}"], check.scale)
+    reach = found.above if value >= found.center else found.below
+    return [(_unscaled(found.center, check.scale), factor * reach / unit, unit, words)]
 
 
 def _young_limit(
     evidence: Evidence,
     feature: Feature,
     check: Check,
-    values: Sequence[tuple[str, float]],
+    values: Sequence[Value],
     factor: float,
 ) -> list[_Limit]:
     assert check.young is not None
@@ -276,12 +290,13 @@ def _young_limit(
         return [_bound_by_key(check, factor, evidence.pairs.common, evidence.pairs.number)]
     if not values:
         return []
-    center = values[-1][1]
+    last = last_alike(values, evidence.day)
+    center = last.value
     unit = _unit(evidence, feature, center) if check.scale == LEVEL else 1.0
     reach = check.young + _chance(check, center, evidence.rows.num_rows, _CHANCE)
     if check.scale == LEVEL and not feature.dtype.startswith("float"):
         reach += 1 / unit
-    return [(center, factor * reach, unit, "in the last accepted snapshot")]
+    return [(center, factor * reach, unit, f"on {last.day}")]
 
 
 def _bound_by_key(check: Check, factor: float, rows: int, number: int) -> _Limit:
@@ -299,8 +314,8 @@ def _never(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             continue
         name = f"{feature.name}.{check.figure}"
         value = evidence.figures.get(name)
-        values = [one for _, one in counted(evidence.nights, name)]
-        if value is None or usual([("", one) for one in values], "") is None:
+        values = [one for _, one, _ in counted(evidence.nights, name)]
+        if value is None or len(values) < FEWEST_NIGHTS:
             continue
         center, rows = float(np.median(values)), evidence.rows.num_rows
         expected = rows * (center if value == 0 else 1 - center)
@@ -394,7 +409,7 @@ def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
                 continue
             value = 1 - moved[name] if is_less_worse else moved[name]
             nightly = [
-                1 - one if is_less_worse else one for _, one in counted(evidence.nights, name)
+                1 - one if is_less_worse else one for _, one, _ in counted(evidence.nights, name)
             ]
             usually = float(np.median(nightly)) if nightly else 0.0
             limit = factor * max(ANCHOR_LEAST, ANCHOR_FACTOR * usually)
@@ -516,7 +531,7 @@ def _chance(check: Check, center: float, rows: int, deviations: float) -> float:
 def _unit(evidence: Evidence, feature: Feature, center: float) -> float:
     """The spread of a feature's values: of its nights, else of what is live."""
     name = f"{feature.name}.spread"
-    spreads = [value for _, value in counted(evidence.nights, name)]
+    spreads = [value for _, value, _ in counted(evidence.nights, name)]
     spread = float(np.median(spreads)) if spreads else evidence.live_figures.get(name, 0.0)
     return spread or 0.05 * abs(center) or 1.0
 

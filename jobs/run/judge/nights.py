@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from precompute.store.disk.durable_file import disk_message, make_folder
-from precompute.store.disk.record import Record, field, read_record, sealed
+from precompute.store.disk.record import Record, field, read_record, replace, sealed
 from precompute.store.errors import SnapshotError
 from precompute.store.offline.segment import Part
 from precompute.store.offline.snapshot import Snapshot
@@ -26,9 +27,10 @@ from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
 
+ANCHOR_NIGHTS = 7
+"""How many nights ago the rows are from that tonight's are compared with by key."""
 NIGHTS = "nights.json"
 """File of the nights before a snapshot, in the folder of its run."""
-
 MOST_NIGHTS = 28
 FEWEST_NIGHTS = 7
 """Nights below which a view has no limits of its own."""
@@ -48,8 +50,19 @@ class Night(Record, frozen=True):
     figures: Mapping[str, float] = field(default_factory=dict)
     announced: str = ""
     """Why it is no history: what was announced of it. Empty of an ordinary one."""
-    begins: tuple[str, ...] = ()
-    """Figures whose earlier nights count no more, since what refused them was accepted."""
+    accepted: tuple[str, ...] = ()
+    """Figures that a gate refused and somebody accepted: as far off as that is usual from then
+    on."""
+    rows: Part | None = None
+    """Some of its rows, by which a little each night is seen; of the last :data:`ANCHOR_NIGHTS`."""
+
+
+class Value(NamedTuple):
+    """What a figure was on a day; whether a gate refused that, and it was accepted."""
+
+    day: str
+    value: float
+    is_accepted: bool = False
 
 
 Limits = tuple[float | None, float | None]
@@ -58,43 +71,59 @@ be anything."""
 
 
 class Usual(NamedTuple):
-    """What a figure was in ``nights``: ``center``, and ``reach``, by which tonight's may be off."""
+    """What a figure was in ``nights``: ``center``, and how far tonight's may be below and above."""
 
     center: float
-    reach: float
+    below: float
+    above: float
     nights: int
-    low: float
-    high: float
 
 
-def counted(nights: Sequence[Night], figure: str) -> list[tuple[str, float]]:
-    """(day, value) of the nights that tell what is usual of a figure: the newest
-    :data:`MOST_NIGHTS` that were not announced, oldest first."""
-    found: list[tuple[str, float]] = []
-    for night in reversed(nights):
-        if not night.announced and figure in night.figures:
-            found.append((night.day, night.figures[figure]))
-        if figure in night.begins or len(found) == MOST_NIGHTS:
-            break
-    return found[::-1]
+def counted(nights: Sequence[Night], figure: str) -> list[Value]:
+    """What a figure was in the nights that tell what is usual: the newest :data:`MOST_NIGHTS` that
+    were not announced, oldest first."""
+    found = [
+        Value(night.day, night.figures[figure], figure in night.accepted)
+        for night in nights
+        if not night.announced and figure in night.figures
+    ]
+    return found[-MOST_NIGHTS:]
 
 
-def usual(values: Sequence[tuple[str, float]], day: str) -> Usual | None:
-    """What a figure usually is on a day; None of fewer than :data:`FEWEST_NIGHTS` nights."""
+def usual(values: Sequence[Value], day: str, floor: float = 0.0) -> Usual | None:
+    """What a figure usually is on a day, and how far from it tonight's may be: ``floor`` at least;
+    None of fewer than :data:`FEWEST_NIGHTS` nights."""
     n = len(values)
     if n < FEWEST_NIGHTS:
         return None
-    x = np.array([value for _, value in values])
+    x = np.array([one.value for one in values])
     center, spread = float(np.median(x)), _spread(x - np.median(x))
-    weekdays = [weekday(one) for one, _ in values]
+    weekdays = [weekday(one.day) for one in values]
     today = weekday(day)
     if n >= SURE_NIGHTS and today is not None and weekdays.count(today) >= 2:
         own = {w: np.median(x[[v == w for v in weekdays]]) for w in set(weekdays)}
         of_weekday = _spread(x - np.array([own[w] for w in weekdays]))
         if of_weekday < spread / 2:
             center, spread = float(own[today]), of_weekday
-    k = float(np.interp(n, _K_NIGHTS, _K))
-    return Usual(center, k * spread, n, float(x.min()), float(x.max()))
+    reach = max(float(np.interp(n, _K_NIGHTS, _K)) * spread, floor)
+    may = []
+    for one, of_day in zip(values, weekdays, strict=True):
+        off = one.value - center
+        # what somebody accepted may come again, about, and what that weekday was, half as far again
+        if one.is_accepted:
+            may.append(off + math.copysign(reach, off))
+        elif of_day is not None and of_day == today:
+            may.append(off + math.copysign(max(floor, abs(off) / 2), off))
+    below, above = (max(reach, *(sign * one for one in may), 0.0) for sign in (-1, 1))
+    return Usual(center, below, above, n)
+
+
+def last_alike(values: Sequence[Value], day: str) -> Value:
+    """The last value of the same weekday; before there is one, of a weekend or none, as the day
+    is."""
+    same = [one for one in values if weekday(one.day) == weekday(day)]
+    alike = [one for one in values if _is_weekend(one.day) == _is_weekend(day)]
+    return (same or alike or values)[-1]
 
 
 def _spread(off: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
@@ -116,7 +145,31 @@ def appended(nights: Sequence[Night], night: Night) -> tuple[Night, ...]:
     before = [one for one in nights if one.day != night.day]
     ordinary = [i for i, one in enumerate(before) if not one.announced]
     first = ordinary[-MOST_NIGHTS] if len(ordinary) >= MOST_NIGHTS else 0
+    without = len(before) - ANCHOR_NIGHTS + 1
+    before = [replace(one, rows=None) if i < without else one for i, one in enumerate(before)]
     return (*before[first:], night)
+
+
+def anchors_of(nights: Sequence[Night]) -> tuple[Part, ...]:
+    """Files of rows of the last nights, the oldest first."""
+    return tuple(one.rows for one in nights[1 - ANCHOR_NIGHTS :] if one.rows is not None)
+
+
+def anchor_of(nights: Sequence[Night], day: str) -> Night | None:
+    """The night whose rows tonight's are compared with: of the last week the one of the same
+    weekday, before there is one the oldest; None without rows, and of last night, which is compared
+    with by itself."""
+    week = [one for one in nights[-ANCHOR_NIGHTS:] if one.rows is not None and not one.announced]
+    today = weekday(day)
+    same = [one for one in week if weekday(one.day) == today]
+    if not same and len(nights) < ANCHOR_NIGHTS:
+        # a Saturday is none of the days before it
+        same = [one for one in week if _is_weekend(one.day) == _is_weekend(day)]
+    return same[0] if same and same[0] is not nights[-1] else None
+
+
+def _is_weekend(day: str) -> bool:
+    return (weekday(day) or 0) > 4
 
 
 class _Nights(Record, frozen=True):
@@ -187,13 +240,14 @@ def nights_after(store: ViewStore, snapshot: Snapshot) -> tuple[Night, ...]:
         UnreadableError: something cannot be read now.
     """
     accepted = store.log.accepted(snapshot.number)
-    begins = {figure for one in snapshot.failed if one.gate in accepted for figure in one.figures}
+    refused = {figure for one in snapshot.failed if one.gate in accepted for figure in one.figures}
     own = Night(
         snapshot.number,
         day_of(snapshot),
         snapshot.quality,
         snapshot.announced,
-        tuple(sorted(begins)),
+        tuple(sorted(refused)),
+        snapshot.anchors[-1] if snapshot.anchors else None,
     )
     return appended(read_nights(store, snapshot), own)
 

@@ -9,20 +9,26 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from precompute.jobs.run.judge.judgement import Pairs
 from precompute.jobs.run.judge.row_count import FEWEST_ROWS
 from precompute.jobs.run.rows.samples import Samples, SnapshotSample
 from precompute.store.errors import SnapshotError
 from precompute.store.keys import key_column
+from precompute.store.offline.segment import Part
 from precompute.store.offline.selection import rows_beside
 from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.stored_file import parsing
+from precompute.store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
 
 JUDGED_ROWS = 8192
 """Rows of a snapshot's sample that its figures are of, at most: a share of them is within 0.55 %,
 as a standard deviation."""
+ANCHOR_ROWS = 512
+"""Rows that are kept of a night."""
 PAIRED_ROWS = 2048
 """Rows that are compared by key, at most."""
 
@@ -78,6 +84,47 @@ def pairs_of(
     share = changed / everything if everything else 0.0
     common = len(known) - old.num_rows + len(again)
     return Pairs(*pairs, share, common, other.number)
+
+
+def write_anchor(store: ViewStore, snapshot: Snapshot, sample: SnapshotSample) -> Part:
+    """Write some rows of a snapshot beside its parts, those of the least key hashes: what later
+    nights are compared with when the snapshot itself is gone.
+
+    Raises:
+        SnapshotError: the file system failed.
+    """
+    view = snapshot.view
+    rows = sample.rows.slice(0, ANCHOR_ROWS).select([*view.entity, *view.feature_names])
+    return store.write_part(snapshot.run, "anchor.parquet", rows)
+
+
+def anchor_pairs(
+    store: ViewStore, now: SnapshotSample, snapshot: Snapshot, anchor: Part, number: int
+) -> Pairs | None:
+    """The rows of an earlier night beside those of the same keys now; None where its file is gone,
+    or has other keys.
+
+    Args:
+        store: of the view.
+        now: the sample of ``snapshot``.
+        snapshot: what is judged.
+        anchor: the file that :func:`write_anchor` wrote.
+        number: of the snapshot that it is of.
+
+    Raises:
+        SnapshotError: the file is damaged.
+    """
+    path, entity = store.file(anchor), list(snapshot.view.entity)
+    if path is None:
+        return None
+    with parsing(path), pq.ParquetFile(path) as file:
+        then = file.read()
+    if then.select(entity).schema.types != now.rows.select(entity).schema.types:
+        return None
+    place = pc.index_in(key_column(then, entity), key_column(now.rows, entity))
+    there = pa.array(np.flatnonzero(np.asarray(place.is_valid())))
+    rows = now.rows.select(then.column_names).take(place.take(there))
+    return Pairs(rows, then.take(there), 1.0, len(there), number)
 
 
 def keys_gone(samples: Samples, now: SnapshotSample, other: Snapshot) -> float | None:

@@ -8,6 +8,7 @@ from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.run.judge.nights import Limits
 from precompute.store.feature_view import Substitute
 from precompute.store.offline.row_figures import RowFigures
+from precompute.store.offline.segment import Part
 from precompute.store.offline.snapshot import Verdict
 
 _ROUNDING = 1e-12
@@ -30,6 +31,8 @@ class Verdicts:
         """Between which values the gates on features let each figure pass."""
         self.figures = RowFigures()
         """What was counted of its rows."""
+        self.anchor: list[Part] = []
+        """File of some of its rows."""
         self.substitute: Substitute | None = None
         """What the manifest has of what computes misses: see
         :class:`precompute.store.offline.snapshot.Snapshot`."""
