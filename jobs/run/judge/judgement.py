@@ -27,12 +27,12 @@ from precompute.jobs.run.judge.gate_table import (
     ANCHOR,
     ANCHOR_FACTOR,
     ANCHOR_LEAST,
-    BOTH,
     CHECKS,
     COMPUTED,
     CORRELATION,
     COUNT,
     DOWN,
+    FALL,
     FIRST,
     LABELS,
     LEVEL,
@@ -124,6 +124,17 @@ class Evidence:
         return moves_of(pairs.now, pairs.then, self.view, share, self.live_figures)
 
 
+class _Limit(NamedTuple):
+    """How far a figure may be ``below`` and ``above`` a center, by the check's scale in a ``unit``,
+    which of a bound is 0; and what that follows from, in words."""
+
+    center: float
+    below: float
+    above: float
+    unit: float
+    words: str
+
+
 class _Found(NamedTuple):
     """What a check found of a feature: how many times its limit, and in words."""
 
@@ -198,11 +209,36 @@ def _first(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             # a share of 1 is the most there is
             most = bound.most * factor if bound.most > 1 else 1 - (1 - bound.most) / factor
             ratio = value / most if most else (0.0 if value == 0 else math.inf)
-            message = (
-                f"{feature.name}: {bound.words} {value:.4g}, more than {most:.4g} of any first rows"
-            )
-            between = (None, most)
-            yield _Found("first", feature.name, bound.figure, value, most, ratio, message, between)
+            message = f"{feature.name}: {bound.words} {value:.4g} of rows that nothing is before"
+            between = (None, float(f"{most:.6g}"))
+            yield _found("first", feature.name, bound.figure, value, ratio, message, between)
+
+
+def _found(
+    gate: str,
+    feature: str,
+    figure: str,
+    value: float,
+    ratio: float,
+    message: str,
+    between: Limits,
+    shown: bool = True,
+) -> _Found:
+    """What a check found, whose message says between which values the figure passes; ``shown``:
+    these are limits of the snapshot's figure."""
+    low, high = between
+    near = high if low is None or (high is not None and value > (low + high) / 2) else low
+    limit = value if near is None else near
+    message = f"{message}; {_passes(between)}"
+    between = between if shown else (None, None)
+    return _Found(gate, feature, figure, value, limit, ratio, message, between)
+
+
+def _passes(between: Limits) -> str:
+    low, high = between
+    if low is None:
+        return "passes" if high is None else f"passes up to {high:.4g}"
+    return f"passes from {low:.4g}" + ("" if high is None else f" to {high:.4g}")
 
 
 def _by_nights(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
@@ -217,39 +253,14 @@ def _by_nights(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
         limits = _own_limit(evidence, feature, check, values, factor)
         if len(values) < SURE_NIGHTS and check.young is not None:
             limits += _young_limit(evidence, feature, check, values, factor)
-        tested = [
-            (_off(value, c, check, unit) / max(reach, _TINY), c, reach, words)
-            for c, reach, unit, words in limits
-        ]
-        if not tested:
+        if not limits:
             continue
-        ratio, center, reach, words = max(tested, key=lambda one: one[0])
-        message = f"{feature.name}: {check.words} {value:.4g}, against {center:.4g} {words}"
+        ratio, limit = max(
+            ((_ratio(value, limit, check), limit) for limit in limits), key=lambda one: one[0]
+        )
         between = _between(check, limits)
-        yield _Found(check.gate, feature.name, check.figure, value, reach, ratio, message, between)
-
-
-def _between(check: Check, limits: Sequence[_Limit]) -> Limits:
-    """Between which values a figure passes all of its limits, to six digits; None to a side where
-    it may be anything."""
-    lows, highs = [], []
-    for center, reach, unit, _ in limits:
-        ends = (center - reach, center + reach)
-        if unit:
-            middle, off = _scaled(center, check.scale), reach * unit
-            ends = (_unscaled(middle - off, check.scale), _unscaled(middle + off, check.scale))
-        lows.append(ends[0])
-        highs.append(ends[1])
-    low, high = (float(f"{end:.6g}") for end in (max(lows), min(highs)))
-    least, most = (0.0, 1.0) if check.scale == SHARE else (-math.inf, math.inf)
-    return (
-        low if check.side != UP and low > least else None,
-        high if check.side != DOWN and high < most else None,
-    )
-
-
-_Limit = tuple[float, float, float, str]
-"""Center, reach by the check's scale, its unit, and what it follows from in words."""
+        message = f"{feature.name}: {check.words} {value:.4g}, {limit.words}"
+        yield _found(check.gate, feature.name, check.figure, value, ratio, message, between)
 
 
 def _own_limit(
@@ -270,10 +281,9 @@ def _own_limit(
     )
     assert found is not None
     raw = [one.value for one in values]
-    words = f"in {found.nights} nights ({min(raw):.4g} to {max(raw):.4g})"
-    value = _scaled(evidence.figures[f"{feature.name}.{check.figure}"], check.scale)
-    reach = found.above if value >= found.center else found.below
-    return [(_unscaled(found.center, check.scale), factor * reach / unit, unit, words)]
+    words = f"in the {found.nights} nights before {min(raw):.4g} to {max(raw):.4g}"
+    below, above = factor * found.below / unit, factor * found.above / unit
+    return [_Limit(_unscaled(found.center, check.scale), below, above, unit, words)]
 
 
 def _young_limit(
@@ -296,7 +306,8 @@ def _young_limit(
     reach = check.young + _chance(check, center, evidence.rows.num_rows, _CHANCE)
     if check.scale == LEVEL and not feature.dtype.startswith("float"):
         reach += 1 / unit
-    return [(center, factor * reach, unit, f"on {last.day}")]
+    words = f"on {last.day} {center:.4g}"
+    return [_Limit(center, factor * reach, factor * reach, unit, words)]
 
 
 def _bound_by_key(check: Check, factor: float, rows: int, number: int) -> _Limit:
@@ -304,7 +315,8 @@ def _bound_by_key(check: Check, factor: float, rows: int, number: int) -> _Limit
     best, young = (0.0 if check.side == UP else 1.0), float(check.young or 0.0)
     reach = abs(best - young)
     reach += _chance(check, young, rows, _CHANCE) if check.scale == SHARE else 0.0
-    return best, factor * reach, 0.0, f"where no row is another than in snapshot {number}"
+    words = f"of {rows:,} keys beside snapshot {number}"
+    return _Limit(best, factor * reach, factor * reach, 0.0, words)
 
 
 def _never(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
@@ -351,19 +363,20 @@ def _computed(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             if evidence.pairs is None or not _judges_labels(evidence, feature, check):
                 continue
             limit = _bound_by_key(check, factor, len(evidence.pairs.now), evidence.pairs.number)
-            against = f"of {len(evidence.pairs.now):,} keys"
+            against = limit.words
         elif name not in then and check.figure != "direction":
             continue
         else:
             limit = _computed_limit(check, feature, then, center, rows.num_rows, factor)
-            against = f"against {limit[0]:.4g} of what is live"
-        center, reach, unit, _ = limit
-        ratio = _off(value, center, check, unit) / max(reach, _TINY)
+            against = f"of the live rows {center:.4g}"
+        ratio, between = _ratio(value, limit, check), _between(check, [limit])
         message = (
             f"{feature.name} of {rows.num_rows:,} rows computed: {check.words} {value:.4g},"
             f" {against}"
         )
-        yield _Found("computed", feature.name, check.figure, value, reach, ratio, message)
+        yield _found(
+            "computed", feature.name, check.figure, value, ratio, message, between, shown=False
+        )
 
 
 def _computed_limit(
@@ -374,9 +387,10 @@ def _computed_limit(
         low, high = (then.get(f"{feature.name}.{name}", center) for name in ("p05", "p95"))
         step = 0.0 if feature.dtype.startswith("float") else 1.0
         middle, reach = (low + high) / 2, (high - low) / 2 + step
-        return middle, factor * (reach + 1e-9 * abs(middle)), 1.0, ""
+        reach = factor * (reach + 1e-9 * abs(middle))
+        return _Limit(middle, reach, reach, 1.0, "")
     reach = check.young + _chance(check, center, rows, _CHANCE_COMPUTED)
-    return center, factor * reach, 1.0, ""
+    return _Limit(center, factor * reach, factor * reach, 1.0, "")
 
 
 def _directions(feature: Feature, rows: pa.Table, live: pa.Table) -> tuple[float, float] | None:
@@ -418,7 +432,17 @@ def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
                 f"{feature.name}: {words} {moved[name]:.4g} since snapshot {anchor.number}, in a"
                 f" usual night {1 - usually if is_less_worse else usually:.4g}"
             )
-            yield _Found("anchor", feature.name, figure, value, limit, value / limit, message)
+            between = (1 - limit, None) if is_less_worse else (None, limit)
+            yield _found(
+                "anchor",
+                feature.name,
+                figure,
+                moved[name],
+                value / limit,
+                message,
+                between,
+                shown=False,
+            )
 
 
 def _bounds(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
@@ -562,24 +586,39 @@ def _unscaled(value: float, scale: str) -> float:
     return math.tanh(value) if scale == CORRELATION else value
 
 
-def _off(value: float, center: float, check: Check, unit: float) -> float:
-    """How far a figure is from the center, to the side that is judged; by its scale, unless
-    ``unit`` is 0, which a bound has."""
-    if unit == 0:
-        off = value - center
+def _ratio(value: float, limit: _Limit, check: Check) -> float:
+    """How many times its limit a figure is from the center, to the side that is judged."""
+    if limit.unit == 0:
+        off = value - limit.center
     else:
-        off = (_scaled(value, check.scale) - _scaled(center, check.scale)) / unit
+        off = (_scaled(value, check.scale) - _scaled(limit.center, check.scale)) / limit.unit
     if math.isnan(off):
         return math.inf
+    above, below = off / max(limit.above, _TINY), -off / max(limit.below, _TINY)
+    return above if check.side == UP else below if check.side == DOWN else max(above, below)
+
+
+def _between(check: Check, limits: Sequence[_Limit]) -> Limits:
+    """Between which values a figure passes all of its limits, to six digits; None to a side where
+    it may be anything."""
+    lows, highs = [], []
+    for center, below, above, unit, _ in limits:
+        ends = (center - below, center + above)
+        if unit:
+            middle, low, high = _scaled(center, check.scale), below * unit, above * unit
+            ends = (_unscaled(middle - low, check.scale), _unscaled(middle + high, check.scale))
+        lows.append(ends[0])
+        highs.append(ends[1])
+    low, high = (float(f"{end:.6g}") for end in (max(lows), min(highs)))
+    least, most = _ENDS.get(check.scale, (-math.inf, math.inf))
     return (
-        abs(off)
-        if check.side == BOTH
-        else off
-        if check.side == UP
-        else -off
-        if check.side == DOWN
-        else 0.0
+        low if check.side != UP and low > least else None,
+        high if check.side != DOWN and high < most else None,
     )
+
+
+_ENDS = {SHARE: (0.0, 1.0), FALL: (-1.0, 1.0), CORRELATION: (-1.0, 1.0)}
+"""Least and largest value that a figure can have."""
 
 
 # ---- verdicts
