@@ -285,14 +285,19 @@ def _gates(arguments: argparse.Namespace) -> int:
     found = gate_history(store, snapshot)
     if feature is not None:
         found = found._replace(figures=[one for one in found.figures if one.feature == feature])
-    return answer(arguments, found.to_json(), describe_gates(found, blocks=_has_blocks()))
+    text = describe_gates(found, blocks=_has_blocks())
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    # of a letter that the terminal has not, a question mark
+    text = text if _has_blocks() else text.replace("→", "->")
+    text = text.encode(encoding, "replace").decode(encoding)
+    return answer(arguments, found.to_json(), text)
 
 
 def _has_blocks() -> bool:
     """Whether the terminal shows block characters."""
     try:
-        _BLOCKS.encode(sys.stdout.encoding or "ascii")
-    except (LookupError, UnicodeEncodeError):
+        _BLOCKS.encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
         return False
     return os.environ.get("TERM") != "dumb"
 
@@ -320,20 +325,11 @@ def describe_gates(found: GateHistory, *, blocks: bool = True) -> str:
                 figure.words,
                 ", ".join(figure.gates),
                 f"{figure.value:.4g}",
-                _passes(figure.low, figure.high),
+                figure.passes(),
                 _sparkline([v for _, v in figure.nights], figure.value, nights, blocks=blocks),
             )
         )
     return "\n".join([*lines, "", *table(rows, right=(4,))])
-
-
-def _passes(low: float | None, high: float | None) -> str:
-    """Between which values a figure passes, in words."""
-    if low is not None and high is not None:
-        return f"{low:.4g} to {high:.4g}"
-    if low is None and high is None:
-        return "-"
-    return f"up to {high:.4g}" if low is None else f"from {low:.4g}"
 
 
 def _sparkline(before: Sequence[float], tonight: float, width: int, *, blocks: bool) -> str:

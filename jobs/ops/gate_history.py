@@ -48,6 +48,12 @@ class GateFigure(NamedTuple):
     nights: Sequence[tuple[str, float]]
     state: str
 
+    def passes(self) -> str:
+        """Between which values it passes, in words; ``-`` where it may be anything."""
+        if self.low is None:
+            return "-" if self.high is None else f"up to {self.high:.4g}"
+        return f"from {self.low:.4g}" if self.high is None else f"{self.low:.4g} to {self.high:.4g}"
+
     @property
     def used(self) -> float:
         """The share of its way from what is usual to its limit; 0 without a limit."""
@@ -191,9 +197,8 @@ def _figures(
         if kind_of(feature) in check.kinds:
             gates.setdefault(check.figure, []).append(check.gate)
             words.setdefault(check.figure, check.words)
-    for bound in FIRST:
-        name = f"{feature.name}.{bound.figure}"
-        if kind_of(feature) in bound.kinds and (name in limits or bound.figure in gates):
+    for bound in FIRST if not nights else ():
+        if kind_of(feature) in bound.kinds:
             gates.setdefault(bound.figure, []).append("first")
             words.setdefault(bound.figure, bound.words)
     states: dict[str, str] = {}
@@ -207,7 +212,8 @@ def _figures(
         value = snapshot.quality.get(name)
         if value is not None:
             low, high = limits.get(name, (None, None))
-            before, state = counted(nights, name), states.get(name, "")
+            before = [(one.day, one.value) for one in counted(nights, name)]
+            state = states.get(name, "")
             found.append(
                 GateFigure(
                     feature.name, figure, words[figure], tuple(of), value, low, high, before, state

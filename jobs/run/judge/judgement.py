@@ -52,6 +52,7 @@ from precompute.jobs.run.judge.nights import (
     usual,
 )
 from precompute.jobs.run.judge.row_count import FEWEST_ROWS
+from precompute.jobs.run.judge.rows_at_fault import rows_at_fault
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.snapshot import Verdict
 
@@ -63,7 +64,6 @@ _CHANCE_NEVER = 9.0
 """Rows of a kind that are expected where none is: by chance once in 10⁴."""
 _TINY = 1e-30
 _MOST_EXPONENT = 700.0
-SHOWN_KEYS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +168,10 @@ def judge_rows(evidence: Evidence, gates: GatesConfig) -> tuple[Figures, list[Ve
     return found.figures, found.verdicts
 
 
-def judge(evidence: Evidence, gates: GatesConfig) -> Judged:
-    """As :func:`judge_rows`, with the limits."""
+def judge(evidence: Evidence, gates: GatesConfig, by: str | None = None) -> Judged:
+    """As :func:`judge_rows`, with the limits; ``by``: the column whose values a refusal names."""
     if evidence.rows.num_rows < FEWEST_ROWS:
-        return Judged(evidence.figures, _verdicts(evidence, [*_bounds(evidence, gates)]), {})
+        return Judged(evidence.figures, _verdicts(evidence, [*_bounds(evidence, gates)], by), {})
     found = [
         *_first(evidence, gates),
         *_by_nights(evidence, gates),
@@ -188,7 +188,7 @@ def judge(evidence: Evidence, gates: GatesConfig) -> Judged:
             lows = [x for x in (low, least) if x is not None]
             highs = [x for x in (high, most) if x is not None]
             limits[name] = (max(lows, default=None), min(highs, default=None))
-    return Judged(evidence.figures, _verdicts(evidence, found), limits)
+    return Judged(evidence.figures, _verdicts(evidence, found, by), limits)
 
 
 # ---- each gate
@@ -209,36 +209,38 @@ def _first(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             # a share of 1 is the most there is
             most = bound.most * factor if bound.most > 1 else 1 - (1 - bound.most) / factor
             ratio = value / most if most else (0.0 if value == 0 else math.inf)
-            message = f"{feature.name}: {bound.words} {value:.4g} of rows that nothing is before"
             between = (None, float(f"{most:.6g}"))
-            yield _found("first", feature.name, bound.figure, value, ratio, message, between)
+            yield _found("first", feature, bound.figure, value, ratio, between, bound.words)
 
 
 def _found(
     gate: str,
-    feature: str,
+    feature: Feature,
     figure: str,
     value: float,
     ratio: float,
-    message: str,
     between: Limits,
-    shown: bool = True,
+    words: str,
+    beside: str = "",
+    of: str = "",
 ) -> _Found:
-    """What a check found, whose message says between which values the figure passes; ``shown``:
-    these are limits of the snapshot's figure."""
+    """What a check found, in words: the figure's ``words``, its value, between which values it
+    passes, and what it stands ``beside``; ``of`` which other rows than the snapshot's it is, whose
+    limits are none of the snapshot's figure."""
     low, high = between
     near = high if low is None or (high is not None and value > (low + high) / 2) else low
     limit = value if near is None else near
-    message = f"{message}; {_passes(between)}"
-    between = between if shown else (None, None)
-    return _Found(gate, feature, figure, value, limit, ratio, message, between)
+    message = f"{feature.name}{of}: {words} {value:.4g}{_passes(between)}"
+    message += f" ({beside})" if beside else ""
+    kept = (None, None) if of else between
+    return _Found(gate, feature.name, figure, value, limit, ratio, message, kept)
 
 
 def _passes(between: Limits) -> str:
     low, high = between
     if low is None:
-        return "passes" if high is None else f"passes up to {high:.4g}"
-    return f"passes from {low:.4g}" + ("" if high is None else f" to {high:.4g}")
+        return "" if high is None else f", passes up to {high:.4g}"
+    return f", passes from {low:.4g}" + ("" if high is None else f" to {high:.4g}")
 
 
 def _by_nights(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
@@ -259,8 +261,9 @@ def _by_nights(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             ((_ratio(value, limit, check), limit) for limit in limits), key=lambda one: one[0]
         )
         between = _between(check, limits)
-        message = f"{feature.name}: {check.words} {value:.4g}, {limit.words}"
-        yield _found(check.gate, feature.name, check.figure, value, ratio, message, between)
+        yield _found(
+            check.gate, feature, check.figure, value, ratio, between, check.words, limit.words
+        )
 
 
 def _own_limit(
@@ -370,12 +373,16 @@ def _computed(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             limit = _computed_limit(check, feature, then, center, rows.num_rows, factor)
             against = f"of the live rows {center:.4g}"
         ratio, between = _ratio(value, limit, check), _between(check, [limit])
-        message = (
-            f"{feature.name} of {rows.num_rows:,} rows computed: {check.words} {value:.4g},"
-            f" {against}"
-        )
         yield _found(
-            "computed", feature.name, check.figure, value, ratio, message, between, shown=False
+            "computed",
+            feature,
+            check.figure,
+            value,
+            ratio,
+            between,
+            check.words,
+            against,
+            f" of {rows.num_rows:,} rows computed",
         )
 
 
@@ -428,20 +435,17 @@ def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             usually = float(np.median(nightly)) if nightly else 0.0
             limit = factor * max(ANCHOR_LEAST, ANCHOR_FACTOR * usually)
             limit += _CHANCE * math.sqrt(limit * (1 - min(1.0, limit)) / anchor.common)
-            message = (
-                f"{feature.name}: {words} {moved[name]:.4g} since snapshot {anchor.number}, in a"
-                f" usual night {1 - usually if is_less_worse else usually:.4g}"
-            )
             between = (1 - limit, None) if is_less_worse else (None, limit)
             yield _found(
                 "anchor",
-                feature.name,
+                feature,
                 figure,
                 moved[name],
                 value / limit,
-                message,
                 between,
-                shown=False,
+                words,
+                f"in a usual night {1 - usually if is_less_worse else usually:.4g}",
+                f" since snapshot {anchor.number}",
             )
 
 
@@ -624,7 +628,7 @@ _ENDS = {SHARE: (0.0, 1.0), FALL: (-1.0, 1.0), CORRELATION: (-1.0, 1.0)}
 # ---- verdicts
 
 
-def _verdicts(evidence: Evidence, found: Sequence[_Found]) -> list[Verdict]:
+def _verdicts(evidence: Evidence, found: Sequence[_Found], by: str | None = None) -> list[Verdict]:
     """Of each gate one verdict: what refuses, or the nearest to it. What is announced, or compares
     rows of another recipe, warns."""
     by_gate: dict[str, list[_Found]] = {}
@@ -640,7 +644,13 @@ def _verdicts(evidence: Evidence, found: Sequence[_Found]) -> list[Verdict]:
         if len(shown) > 3:
             message += f"; and {len(shown) - 3} more"
         if over:
-            message += rows_at_fault(evidence, shown[0].feature)
+            worst_one, feature = shown[0], evidence.view.feature(shown[0].feature)
+            rows = evidence.rows
+            if gate == "computed" and evidence.computed is not None:
+                rows = evidence.computed
+            message += rows_at_fault(
+                rows, evidence.pairs, feature, worst_one.figure, evidence.view.entity, by
+            )
         first = shown[0]
         verdicts.append(
             Verdict(
@@ -664,43 +674,3 @@ def _is_announced(evidence: Evidence, found: _Found) -> bool:
         return True
     features = evidence.announced.get(found.gate, frozenset())
     return features is None or found.feature in features
-
-
-def rows_at_fault(evidence: Evidence, feature: str) -> str:
-    """Some keys whose rows moved most, with their values before and after, in words; nothing where
-    no keys are compared."""
-    pairs = evidence.pairs
-    if pairs is None or feature not in pairs.then.column_names or not len(pairs.now):
-        return ""
-    now, then = (of.column(feature) for of in (pairs.now, pairs.then))
-    order = _most_moved(now, then)[:3]
-    entity = list(evidence.view.entity)
-    lines = []
-    for at in order.tolist():
-        key = ", ".join(str(pairs.now.column(name)[at].as_py()) for name in entity)
-        before, after = (_short(of[at].as_py()) for of in (then, now))
-        lines.append(f"{key}: {before} → {after}")
-    return f"; of keys {'; '.join(lines)}" if lines else ""
-
-
-def _most_moved(
-    now: pa.ChunkedArray, then: pa.ChunkedArray
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    if pa.types.is_integer(now.type) or pa.types.is_floating(now.type):
-        by = np.abs(_as_floats(now) - _as_floats(then))
-        return np.argsort(-np.nan_to_num(by, nan=np.inf), kind="stable")
-    differ = [a != b for a, b in zip(now.to_pylist(), then.to_pylist(), strict=True)]
-    return np.flatnonzero(differ)
-
-
-def _as_floats(values: pa.ChunkedArray) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.asarray(values.cast(pa.float64()).combine_chunks().to_numpy(zero_copy_only=False))
-
-
-def _short(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return f"[{', '.join(_short(one) for one in value[:3])}{', …' if len(value) > 3 else ''}]"
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
