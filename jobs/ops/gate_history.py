@@ -85,7 +85,7 @@ class GateHistory(NamedTuple):
     def said(self) -> str:
         """How many nights it was judged by, in a sentence."""
         head = f"snapshot {self.snapshot} of {self.view} ({self.day})"
-        if not self.figures and self.rows < FEWEST_ROWS:
+        if self.rows < FEWEST_ROWS:
             return (
                 f"{head} has {_many(self.rows, 'row')}: below {FEWEST_ROWS} its features are judged"
                 " by their own bounds alone (gates.features)"
