@@ -184,7 +184,7 @@ class StatusLine(TypedDict):
     source_age_s: float | None
     coverage: float | None
     rejected: int | None
-    gates: dict[str, Any] | None
+    gates: dict[str, int] | None
     online: bool | None
     index: dict[str, Any] | None
     held: dict[str, Any] | None
@@ -254,8 +254,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         line |= _live(snapshot, ref) | {
             "online": pointer is not None and pointer.epoch == ref.epoch if answers else None
         }
-        line["gates"] = {"nights": nights_learned(store, snapshot)}
-        line["index"] = _index(store, ref)
+        line |= {"gates": _gates(store, snapshot), "index": _index(store, ref)}
         line |= _source(known_source_at(snapshot, reports))
         line["partitions"] = (
             None
@@ -382,6 +381,16 @@ def notes(line: Mapping[str, Any]) -> list[str]:
         else []
     )
     return [text for text in details if text and text not in line["attention"]]
+
+
+def _gates(store: ViewStore, snapshot: Snapshot) -> dict[str, int] | None:
+    """From how many nights the gates have learned; None where the partition that was judged last is
+    damaged, which `verify` tells."""
+    try:
+        return {"nights": nights_learned(store, snapshot)}
+    except SnapshotError as exc:
+        log.warning("%s", exc)
+        return None
 
 
 def _index(store: ViewStore, ref: LiveRef) -> dict[str, Any] | None:

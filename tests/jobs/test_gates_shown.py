@@ -16,7 +16,7 @@ from precompute.jobs.commands.review import describe_gates
 from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.ops.gate_history import GateFigure, GateHistory, gate_history
 from precompute.jobs.run import materialize
-from precompute.jobs.run.judge.judgement import Evidence, Pairs, judge
+from precompute.jobs.run.judge.judgement import Evidence, judge
 from precompute.jobs.run.judge.nights import Night
 from precompute.jobs.run.judge.rows_at_fault import rows_at_fault
 from precompute.store.feature_view import Feature, FeatureView
@@ -181,7 +181,7 @@ def test_a_refusal_says_which_rows() -> None:
         2 * v if country == "DE" else v for v, country in zip(spread(10.0), countries, strict=True)
     ]
     after = rows(moved, country=countries)
-    pairs = Pairs(after, before, 1.0, 200, 7)
+    pairs = (after, before)
     said = rows_at_fault(after, pairs, SPEND, "p50", ["id"], "country")
     head, *keys = said.split("; ")[1:]
     assert head == "most in country = DE: 1 of 50 rows, 0 elsewhere"
@@ -203,10 +203,10 @@ def test_a_share_is_of_rows_that_have_it() -> None:
     said = rows_at_fault(everywhere, None, SPEND, "null", ["id"], "country")
     assert said.startswith("; about alike in every country; keys 0; 1; 4; 5")
     then = replace_values(everywhere, [1.0] * 60)
-    said = rows_at_fault(everywhere, Pairs(everywhere, then, 1.0, 60, 3), SPEND, "null", ["id"])
+    said = rows_at_fault(everywhere, (everywhere, then), SPEND, "null", ["id"])
     assert said.startswith("; keys 0: 1 → null; 1: 1 → null")
     # nothing moved, and no share of it
-    same = Pairs(lost, lost, 1.0, 60, 3)
+    same = (lost, lost)
     assert rows_at_fault(lost, same, SPEND, "p50", ["id"], "country") == ""
 
 
@@ -219,11 +219,11 @@ def test_vectors_and_lists_at_fault() -> None:
     kind = vector.arrow_type
     now, then = ([[1.0, 0.0], [0.0, 2.0], None], [[1.0, 0.0], [2.0, 0.0], [1.0, 1.0]])
     tables = [pa.table({"id": [1, 2, 3], "v": pa.array(v, kind)}) for v in (now, then)]
-    assert rows_at_fault(tables[0], Pairs(*tables, 1.0, 3, 1), vector, "norm.p50", ["id"]) == (
+    assert rows_at_fault(tables[0], (tables[0], tables[1]), vector, "norm.p50", ["id"]) == (
         "; keys 3: [1, 1] → null; 2: [2, 0] → [0, 2]"
     )
     items = Feature("l", "string", max_items=3)
     lists = [pa.table({"id": [1], "l": pa.array([v], items.arrow_type)}) for v in (["b"], ["a"])]
-    assert rows_at_fault(lists[0], Pairs(*lists, 1.0, 1, 1), items, "length", ["id"]) == (
+    assert rows_at_fault(lists[0], (lists[0], lists[1]), items, "length", ["id"]) == (
         "; keys 1: ['a'] → ['b']"
     )

@@ -648,9 +648,9 @@ def _verdicts(evidence: Evidence, found: Sequence[_Found], by: str | None = None
             rows = evidence.rows
             if gate == "computed" and evidence.computed is not None:
                 rows = evidence.computed
-            message += rows_at_fault(
-                rows, evidence.pairs, feature, worst_one.figure, evidence.view.entity, by
-            )
+            beside = None if evidence.pairs is None else (evidence.pairs.now, evidence.pairs.then)
+            entity = evidence.view.entity
+            message += rows_at_fault(rows, beside, feature, worst_one.figure, entity, by)
         first = shown[0]
         verdicts.append(
             Verdict(

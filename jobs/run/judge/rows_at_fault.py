@@ -4,7 +4,6 @@ some keys with their values before and after."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +12,6 @@ import pyarrow.compute as pc
 
 from precompute.jobs.run.judge.feature_figures import MISSING_WORDS, NUMBER, VECTOR, kind_of
 from precompute.store.feature_view import Feature
-
-if TYPE_CHECKING:
-    from precompute.jobs.run.judge.judgement import Pairs
 
 SHOWN_KEYS = 10
 """Keys that are named, at most."""
@@ -27,13 +23,15 @@ be at fault."""
 _TIMES = 2.0
 """How many times the share elsewhere a segment has at least where it is named."""
 
+Beside = tuple[pa.Table, pa.Table]
+"""Rows now and rows before of the same keys, row by row."""
 Flags = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.float64]
 
 
 def rows_at_fault(
     rows: pa.Table,
-    pairs: Pairs | None,
+    pairs: Beside | None,
     feature: Feature,
     figure: str,
     entity: Sequence[str],
@@ -43,18 +41,18 @@ def rows_at_fault(
 
     Args:
         rows: those that were judged.
-        pairs: rows beside the live ones of the same keys.
+        pairs: rows beside the live ones of the same keys; of the feature alone where both have it.
         feature: of the figure.
         figure: its name without the feature's.
         entity: columns of the key.
         by: the column whose values are segments; what has none of that name has no segments.
     """
-    beside = None if pairs is None or feature.name not in pairs.then.column_names else pairs
+    beside = None if pairs is None or feature.name not in pairs[1].column_names else pairs
     moves = None if beside is None else row_moves(beside, feature)
     flags = _alone(rows.column(feature.name), feature, figure)
     said = []
     if flags is None and beside is not None and moves is not None:
-        said.append(worst_segment(beside.now, moves > 1, by))
+        said.append(worst_segment(beside[0], moves > 1, by))
     elif flags is not None:
         said.append(worst_segment(rows, flags, by))
     if beside is not None and moves is not None and (moves > 0).any():
@@ -93,10 +91,10 @@ def worst_segment(rows: pa.Table, flags: Flags, by: str | None) -> str:
     return f"most in {by} = {names[at]}: {here:.2g} of {of[at]:,} rows, {there:.2g} elsewhere"
 
 
-def row_moves(pairs: Pairs, feature: Feature) -> Numbers:
+def row_moves(pairs: Beside, feature: Feature) -> Numbers:
     """How far each row is from what it was, float64 [rows]: more than 1 is at fault, infinite where
     one of both is null or not finite, 0 where it is the same."""
-    now, then = (of.column(feature.name) for of in (pairs.now, pairs.then))
+    now, then = (of.column(feature.name) for of in pairs)
     there = [np.asarray(column.is_valid()) for column in (now, then)]
     both = there[0] & there[1]
     moves = np.where(there[0] != there[1], np.inf, 0.0)
@@ -143,10 +141,10 @@ def _alone(column: pa.ChunkedArray, feature: Feature, figure: str) -> Flags | No
     return None
 
 
-def _keys(pairs: Pairs, feature: Feature, entity: Sequence[str], at: Sequence[int]) -> str:
-    now, then = (of.column(feature.name) for of in (pairs.now, pairs.then))
+def _keys(pairs: Beside, feature: Feature, entity: Sequence[str], at: Sequence[int]) -> str:
+    now, then = (of.column(feature.name) for of in pairs)
     named = (
-        f"{_key(pairs.now, entity, row)}: {_short(then[row].as_py())} → {_short(now[row].as_py())}"
+        f"{_key(pairs[0], entity, row)}: {_short(then[row].as_py())} → {_short(now[row].as_py())}"
         for row in at
     )
     return f"keys {'; '.join(named)}"
