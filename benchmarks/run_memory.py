@@ -276,7 +276,7 @@ def large(folder: Path, shape: Shape, rows: int, source: str = "${data}/x") -> N
         "model": {"use": "columns"},
         "features": {name: feature for name, (_, feature) in shape.columns.items()},
     }
-    gates = {"gates": {"shift": None}}
+    gates = {"gates": {"shape": None}}
     write_project(folder, {"large": view | gates | dict(shape.view or {})})
     if shape.settings:
         settle(folder, **shape.settings)

@@ -105,7 +105,7 @@ class History:
             "stale_for": good_for[1],
             "max_rejected": 1.0,
             "bad_rows": self.random.choice(["reject", "null"]),
-            "gates": {"coverage": None, "rows": None, "drift": None},
+            "gates": {"coverage": None, "rows": None},
             **(
                 {"partition": {"by": "day", "start": f"{FIRST_DAY:%Y-%m-%d}", "empty": empty}}
                 if self.partitioned

@@ -196,11 +196,12 @@ def make_project(
     """:func:`write_project` into a folder of the test's own; called again, it rewrites the files of
     the same project, also of a ``prepared`` one.
 
-    Runs in the test's own process have no audit: how many rows there is time for differs, and tests
-    count what the model computes.
+    Runs in the test's own process have no audit, for which there is time for other rows each time,
+    and no golden rows: tests count what the model computes, and change it under one fingerprint.
     """
     for name in ("AUDIT_LEAST_S", "AUDIT_SHARE"):
         monkeypatch.setattr(f"precompute.jobs.run.judge.audit.{name}", 0.0)
+    monkeypatch.setattr("precompute.jobs.run.judge.golden.GOLDEN_ROWS", 0)
     own = tmp_path
     if "prepared" in request.fixturenames:
         # the path of a source's file is part of its SQL: a copy lies where the original was made

@@ -176,6 +176,6 @@ def view_of(case: str, made: Made, **over: Any) -> dict[str, Any]:
         "model": {"use": case, "args": made.args},
         "features": made.features,
         "fallback": {"enabled": True, "deadline": "20s"},
-        "gates": dict.fromkeys(("duplicates", "constant")),
+        "gates": {"constant": None},
         **over,
     }

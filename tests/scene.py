@@ -16,6 +16,7 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.ops.status import StatusLine, view_status
 from precompute.jobs.ops.verify import Check, verify
 from precompute.jobs.run.command_process import Silent
+from precompute.jobs.run.judge.gate_table import TABLE
 from precompute.jobs.run.rollback import resume, rollback
 from precompute.jobs.run.rows.plan import Plan, RunOptions
 from precompute.jobs.run.run_view import plan_view, run_view
@@ -54,6 +55,10 @@ def files_of_at_most(size_bytes: int) -> Iterator[None]:
     finally:
         sys.dont_write_bytecode = cached
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+UNJUDGED: dict[str, Any] = dict.fromkeys(name for name in TABLE if name != "bounds")
+"""``gates``: of the features' values nothing is said."""
 
 
 class Scene(Project):

@@ -61,10 +61,12 @@ def add(commands: Commands) -> None:
             "--retry-rejected", "compute rejected rows again, though their input is the same"
         )
         add_partition(command)
+        add_expect(command)
         command.add_argument("--due", help=argparse.SUPPRESS)
         command.add_argument("--backfill", help=argparse.SUPPRESS)
     materialize.add_argument("--live-before", type=int, help=argparse.SUPPRESS)
     materialize.add_argument("--partitions", help=argparse.SUPPRESS)
+    materialize.add_argument("--in-order", action="store_true", help=argparse.SUPPRESS)
     publish = commands.add(
         "publish", _run, "load a snapshot into the online store and make it live", view=True
     )
@@ -85,6 +87,29 @@ def add(commands: Commands) -> None:
             action="append",
             default=[],
         )
+
+
+def add_expect(command: Parser) -> None:
+    """The option by which a change is announced."""
+    command.option(
+        "--expect",
+        "GATES",
+        "announce a change: these gates, as moved,shape, warn this time and refuse nothing",
+        action="append",
+        default=[],
+    )
+
+
+def _expected(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The gates that ``--expect`` names.
+
+    Raises:
+        ConfigError: one is unknown, or stays whatever is announced.
+    """
+    from precompute.jobs.config.gates import check_announced
+
+    given = [name.strip() for text in arguments.expect for name in text.split(",")]
+    return check_announced([name for name in given if name], "--expect")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -116,6 +141,7 @@ def _run(arguments: argparse.Namespace) -> int:
     options = RunOptions(
         **{name: getattr(arguments, name) for name in requested if hasattr(arguments, name)},
         partition=partition_of(project, arguments),
+        expect=_expected(arguments) if "expect" in arguments else (),
         deadline_s=None if schedule is None else schedule.deadline_s,
     )
     run_view(
@@ -165,15 +191,27 @@ def _materialize_each(arguments: argparse.Namespace) -> int:
             command="materialize",
             full=arguments.full,
             accept=arguments.accept,
+            expect=_expected(arguments),
             backfill=arguments.backfill,
             live_before=arguments.live_before,
+            in_order=arguments.in_order,
             partition=partition_of(project, arguments),
         )
+        ended: list[Report] = []
         try:
-            run_view(project, arguments.view, progress_for(True), options, load=models)
+            run_view(
+                project,
+                arguments.view,
+                progress_for(True),
+                options,
+                finished=ended.append,
+                load=models,
+            )
         except PrecomputeError as exc:
             report_error(str(exc))
             status = FAILED
+            # one that never began is tried again, and those after it are compared with it then
+            arguments.in_order &= bool(ended)
     return status
 
 
@@ -221,10 +259,23 @@ def describe_report(report: Report) -> str:
     refused = [
         f"  gate {v.gate}: {v.message} (limit {v.limit:g})" for v in report.gates if not v.passed
     ]
+    refused += announced_lines(report)
     refused += [f"  library: {report.library.said}"] if report.library is not None else []
     refused += [f"  engine: {engine}"] if (engine := engine_line(report.engine)) else []
     stages = " · ".join(f"{name} {seconds:.2f}" for name, seconds in report.stages_s.items())
     return "\n".join([f"{head}, {report.seconds:.1f} s", f"  seconds: {stages}", *refused])
+
+
+def announced_lines(report: Report) -> list[str]:
+    """A line for each gate that warned."""
+    told = f"announced ({report.announced})"
+    if not report.announced:
+        told = "told, since what it is compared with was announced, or is of another recipe"
+    return [
+        f"  {told}: {verdict.gate}: {verdict.message} – {report.status}"
+        for verdict in report.gates
+        if verdict.warned
+    ]
 
 
 _DESCRIPTION = """Compute the partitions of a view over a range of data time, each in a process of its own; then publish the newest
@@ -251,6 +302,7 @@ _BEGUN_WITH = (
     "backwards",
     "no_publish",
     "accept",
+    "expect",
 )
 """What a backfill is begun with, and cannot be given again when it is resumed."""
 
@@ -299,6 +351,7 @@ def add_backfill(commands: Commands) -> None:
         action="append",
         default=[],
     )
+    add_expect(command)
     command.option("--resume", "ID", "go on with this one; all but --max-active is as it was")
 
 
@@ -367,6 +420,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         backwards=arguments.backwards,
         publish=not arguments.no_publish,
         accept=tuple(check_gates(arguments.accept, "--accept")),
+        expect=_expected(arguments),
     )
 
 
@@ -453,7 +507,7 @@ VIEW+   it and what depends on it, in the order of `after` and live.<view>: see 
 
 Of several each has a process of its own; one that fails stops only what depends on it. Exit status is the worst of all: 2, then 1, 3, 0."""  # noqa: E501
 
-_OF_ONE = ("accept", "partition", "due", "backfill", "take_over")
+_OF_ONE = ("accept", "expect", "partition", "due", "backfill", "take_over")
 """Options that make sense of one view alone."""
 
 

@@ -34,15 +34,21 @@ OWN_VARIABLES = frozenset({"PRECOMPUTE_CONFIG", "PRECOMPUTE_CRASH", "PRECOMPUTE_
 """Environment variables with our prefix that are no configuration values."""
 
 
+_NULL = "tag:yaml.org,2002:null"
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML that refuses a key given twice instead of keeping the last, and reads only true and
     false as booleans, as YAML 1.2 does: in YAML 1.1 the key of ``index: {on: embedding}`` is
-    ``True``."""
+    ``True``. The key of ``gates: {null: 2}`` is a text."""
 
 
 def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     lines: dict[Any, int] = {}
     for key_node, _ in node.value:
+        if key_node.tag == _NULL and key_node.value == "null":
+            # a name: of a gate
+            key_node.tag = yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG
         # one that cannot be a key is refused below
         key = (
             loader.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else key_node
@@ -341,7 +347,13 @@ def config_files(folder: Path) -> list[Path]:
 def descriptions(section: type[Section]) -> dict[str, str]:
     """Key → the text below it. Pydantic's own ``use_attribute_docstrings`` would parse the file for
     every command."""
-    return {key: text for part in section.parts() for key, text in _descriptions(part).items()}
+    classes = (
+        one
+        for part in section.parts()
+        for one in reversed(part.__mro__)
+        if issubclass(one, Section) and one is not Section
+    )
+    return {key: text for one in classes for key, text in _descriptions(one).items()}
 
 
 def _descriptions(section: type[Section]) -> dict[str, str]:
@@ -480,7 +492,8 @@ def _located(mistake: Any, data: Any) -> dict[str, Any]:
     named = re.match(r"([a-z_0-9]+(?:\.[A-Za-z_0-9]+)*): (?=.)", error["msg"])
     parts = [] if named is None else named[1].split(".")
     if named is not None and isinstance(data, Mapping) and parts[0] in data:
-        found, error["msg"] = [*found, *parts], error["msg"][named.end() :]
+        at = (int(part) if part.isdigit() else part for part in parts)
+        found, error["msg"] = [*found, *at], error["msg"][named.end() :]
     elif isinstance(error["input"], (int, float, str)) and isinstance(data, (int, float, str)):
         error["input"] = data
     return error | {"loc": tuple(found)}

@@ -308,6 +308,7 @@ class ViewConfig(OpenSection):
                 near = nearest_or_all(name, self.features)
                 raise ValueError(f"accuracy.features.{name}: {name!r} is no feature{near}")
         self._check_default()
+        self.gates.check_fits(self.feature_view().features, self.entity)
         self._check_frame()
         for name, query in model_queries(self.model.args).items():
             if not isinstance(query, str):

@@ -11,6 +11,7 @@ import numpy as np
 
 from precompute.jobs.run.judge.feature_figures import kind_of
 from precompute.jobs.run.judge.gate_table import CHECKS, FIRST, TABLE
+from precompute.jobs.run.judge.neighbours import neighbours_of
 from precompute.jobs.run.judge.nights import (
     FEWEST_NIGHTS,
     MOST_NIGHTS,
@@ -19,6 +20,7 @@ from precompute.jobs.run.judge.nights import (
     Night,
     counted,
     day_of,
+    night_of,
     nights_after,
     read_judged_by,
 )
@@ -154,7 +156,7 @@ def gate_history(store: ViewStore, snapshot: Snapshot) -> GateHistory:
     Raises:
         UnreadableError: its nights cannot be read now.
     """
-    nights, limits = read_judged_by(store, snapshot)
+    nights, limits = _judged_by(store, snapshot)
     ordinary = [night for night in nights if not night.announced][-MOST_NIGHTS:]
     figures = [
         figure
@@ -175,6 +177,16 @@ def gate_history(store: ViewStore, snapshot: Snapshot) -> GateHistory:
     )
 
 
+def _judged_by(
+    store: ViewStore, snapshot: Snapshot
+) -> tuple[Sequence[Night], Mapping[str, Limits]]:
+    """The nights before a snapshot and the limits that it was judged by; of a partition those
+    before it in data time, as they are now, whose limits are kept nowhere."""
+    if snapshot.partition is None:
+        return read_judged_by(store, snapshot)
+    return neighbours_of(store, snapshot).nights, {}
+
+
 def nights_learned(store: ViewStore, snapshot: Snapshot) -> int:
     """How many nights the gates have learned from once a snapshot is published.
 
@@ -183,7 +195,11 @@ def nights_learned(store: ViewStore, snapshot: Snapshot) -> int:
     """
     if snapshot.members:
         snapshot = store.snapshot(snapshot.members[max(snapshot.members)])
-    nights = nights_after(store, snapshot) if snapshot.quality else ()
+    nights: Sequence[Night] = ()
+    if snapshot.quality and snapshot.partition is None:
+        nights = nights_after(store, snapshot)
+    elif snapshot.quality:
+        nights = (*neighbours_of(store, snapshot).nights, night_of(store, snapshot))
     return min(MOST_NIGHTS, sum(not night.announced for night in nights))
 
 

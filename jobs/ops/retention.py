@@ -29,9 +29,15 @@ from precompute.store.errors import (
 )
 from precompute.store.feature_view import NAME, FeatureView
 from precompute.store.offline.gc import Garbage, collect, damage, forget
-from precompute.store.offline.log import DROP_LEASE, EVENTS, PUBLISH_LEASE
+from precompute.store.offline.log import (
+    BACKFILLS,
+    DROP_LEASE,
+    EVENTS,
+    PUBLISH_LEASE,
+    backfill_lease,
+)
 from precompute.store.offline.runs import Report
-from precompute.store.offline.snapshot import Entry, Snapshot
+from precompute.store.offline.snapshot import NEIGHBOURS, Entry, Snapshot
 from precompute.store.offline.standing import Bad, Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.online.url import open_online_store
@@ -299,7 +305,7 @@ def _facts(standing: Standing, store: ViewStore, snapshot: Snapshot) -> dict[str
 
 
 def partitions_served(
-    config: ViewConfig, store: ViewStore, live: Snapshot, reports: Sequence[Report]
+    config: ViewConfig, store: ViewStore, live: Snapshot | None, reports: Sequence[Report]
 ) -> dict[str, Any] | None:
     """What of a view's partitions is live; None for a view that has none. Read from the catalog and
     the runs' reports: few manifests are read, and no source.
@@ -307,13 +313,14 @@ def partitions_served(
     Args:
         config: of the view.
         store: its snapshots.
-        live: the one that is served.
+        live: the one that is served; None while nothing is.
         reports: its newest runs', the newest first.
 
     Returns:
         ``serve`` (newest or all, as what is live was published), ``served`` and ``computed``
         (partitions with rows), ``left_out``: reason → how many partitions are not served as they
         were computed last, ``refused``: partition → the gates that refuse its newest snapshot,
+        ``uncompared``: those that their backfill has not compared with the days before them,
         ``older``: partitions of another model or source than the view would be computed with now,
         ``looked_at``: how many partitions' sources these runs
         read again to look for late rows, and ``late``: those of them that have other rows now.
@@ -333,16 +340,29 @@ def partitions_served(
         for name, of in sorted(newest.items())
         if (gates := standing.refused_by(of))
     }
-    rest = {"refused": refused, "older": _older(config, store, newest)} | _late(newest, reports)
+    uncompared = [name for name, gates in refused.items() if NEIGHBOURS in gates]
+    for name in uncompared:
+        del refused[name]
+    # one that goes on does it
+    uncompared = [] if uncompared and _is_backfilled(store) else uncompared
+    rest = {"refused": refused, "uncompared": uncompared, "older": _older(config, store, newest)}
+    rest |= _late(newest, reports)
     newest = {partition: entry for partition, entry in newest.items() if entry.rows}
-    facts = {"serve": "newest", "served": 1, "computed": len(newest), "left_out": {}} | rest
-    if live.members:
+    served = 0 if live is None else 1
+    facts = {"serve": "newest", "served": served, "computed": len(newest), "left_out": {}} | rest
+    if live is not None and live.members:
         facts |= {
             "serve": "all",
             "served": len(live.members),
             "left_out": _left_out(config, store, live, newest),
         }
     return facts
+
+
+def _is_backfilled(store: ViewStore) -> bool:
+    """Whether a backfill of the view is going on."""
+    ids = (Path(name).stem for name in store.storage.names(store.folder / BACKFILLS))
+    return any(is_held(store.leases, backfill_lease(id)) for id in ids)
 
 
 def _left_out(
@@ -451,14 +471,7 @@ def partitions_in_words(
             f"newest partition only: {rows:,} keys of {_date(live)}; lookups see no other of the"
             f" {partitions['computed']:,} partitions computed so far"
         )
-    if partitions["refused"]:
-        refused = list(partitions["refused"])
-        gates = sorted({gate for by in partitions["refused"].values() for gate in by})
-        lines.append(
-            f"{_count(refused)} refused by {', '.join(gates)} ({_named(refused)}):"
-            f" {_backfill(view, refused)} --reprocess refused` judges these again; with --accept"
-            " and the gate's name they count as they are"
-        )
+    lines += not_done_in_words(view, partitions)
     if partitions["older"]:
         older = partitions["older"]
         lines.append(
@@ -471,6 +484,26 @@ def partitions_in_words(
             f"late rows in {_count(late)} ({_named(late)}) of the {partitions['looked_at']:,} that"
             f" runs looked at: {_backfill(view, late)} --reprocess stale --check-inputs` computes"
             " these, and looks at all others"
+        )
+    return lines
+
+
+def not_done_in_words(view: str, partitions: Mapping[str, Any]) -> list[str]:
+    """Which partitions were computed and do not count, and what would mend that: readers and
+    training sets have older rows in their place. As :func:`partitions_in_words`."""
+    lines, uncompared = [], partitions["uncompared"]
+    if partitions["refused"]:
+        refused = list(partitions["refused"])
+        gates = sorted({gate for by in partitions["refused"].values() for gate in by})
+        lines.append(
+            f"{_count(refused)} refused by {', '.join(gates)} ({_named(refused)}):"
+            f" {_backfill(view, refused)} --reprocess refused` judges these again; with --accept"
+            " and the gate's name they count as they are"
+        )
+    if uncompared:
+        lines.append(
+            f"{_count(uncompared)} not compared with the days before ({_named(uncompared)}), since"
+            f" a backfill ended before: {_backfill(view, uncompared)}` does it"
         )
     return lines
 

@@ -12,7 +12,11 @@ from typing import Any, Literal, TypedDict
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.ops.gate_history import nights_learned
-from precompute.jobs.ops.retention import partitions_in_words, partitions_served
+from precompute.jobs.ops.retention import (
+    not_done_in_words,
+    partitions_in_words,
+    partitions_served,
+)
 from precompute.jobs.run.report import COMPUTING, PUBLISHING, with_real_status
 from precompute.jobs.run.rows.open_view import REPORTS, known_source_at
 from precompute.jobs.schedule.due import outlook
@@ -256,11 +260,6 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         }
         line |= {"gates": _gates(store, snapshot), "index": _index(store, ref)}
         line |= _source(known_source_at(snapshot, reports))
-        line["partitions"] = (
-            None
-            if name in project.broken
-            else partitions_served(project.view(name), store, snapshot, reports)
-        )
         attention += _too_old(project, name, line["source_age_s"])
         line["behind"] = inputs_behind(store, snapshot, reports)
         attention += [
@@ -271,6 +270,10 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
             for key in snapshot.view.powers
             if not VIEW_KEYS.is_here(key)
         ]
+    if name not in project.broken:
+        live = None if ref is None else snapshot
+        parts = line["partitions"] = partitions_served(project.view(name), store, live, reports)
+        attention += [] if parts is None else not_done_in_words(name, parts)
     attention += [str(broken)] if broken else []
     attention += _behind_root(store) + hooks.left(store)
     # where the pointer was moved since it was looked at, what is wrong is with another one

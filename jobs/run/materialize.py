@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,8 @@ from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.judge.accuracy import AccuracyCheck
 from precompute.jobs.run.judge.audit import Audit
-from precompute.jobs.run.judge.code_check import check_code
-from precompute.jobs.run.judge.gates import Judge, accept, still_accepted
+from precompute.jobs.run.judge.gates import Judge, accept, commit_again
+from precompute.jobs.run.judge.golden import Golden
 from precompute.jobs.run.judge.library import check_by_library
 from precompute.jobs.run.rows.chunks import Chunks, rows_in_words
 from precompute.jobs.run.rows.merging import merged, written
@@ -108,24 +108,38 @@ def materialize(
         loaded = _load(config, store.offline, opened, report)
         plan = _plan(config, store, opened, loaded, options, report)
         if plan.source_rows and not plan.nothing_to_do:
-            # in float32, which a conversion ends, that of the code's check, too
+            # in float32, which a conversion ends
             check_by_library(
                 config, store, opened, plan.parent, accepts, report, settings.memory_mb
             )
-        told = check_code(store, opened, plan, report, settings.source_mb)
-        report.attention += [] if told is None else [told]
+        golden = Golden(config, store, opened, plan, report, accepts, settings.source_mb)
         in_backfill = report.backfill is not None
-        judge = Judge(config, opened, store, in_backfill, options.live_before)
+        judge = Judge(
+            config,
+            opened,
+            store,
+            in_backfill,
+            options.live_before,
+            options.in_order,
+            options.expect,
+            options.due,
+        )
         if plan.nothing_to_do:
+            report.attention += golden.told()
             return _reuse_parent(store, plan, loaded, judge, accepts, lease, report)
         if plan.source_rows:
             with report.stage("open"):
                 opened.convert()
                 if opened.substitute is not None:
                     opened.substitute.check_fits(opened, opened.source)
-        computed = _compute(project, config, store, opened, plan, options, lease, report, progress)
-        draft = _draft_snapshot(config, store, opened, loaded, plan, computed, report)
-        snapshot = _judge_draft(store, plan, computed, draft, judge, report)
+        with _forgetting_refused(store, plan, report):
+            computed = _compute(
+                project, config, store, opened, plan, options, lease, report, progress, golden
+            )
+            draft = _draft_snapshot(config, store, opened, loaded, plan, computed, report)
+            verdicts = [*computed.verdicts, *golden.verdicts(draft)]
+        report.attention += golden.told()
+        snapshot = _judge_draft(store, plan, verdicts, draft, judge, report)
         with report.stage("commit"):
             snapshot = store.commit(snapshot, lease)
             accept(store, snapshot, accepts, report.command)
@@ -303,14 +317,11 @@ def _reuse_parent(
     if isinstance(Standing(store).verdict(snapshot), Refused):
         with _marking_damage(store, plan.parent):
             now = judge.rejudge(snapshot)
-        report.gates, gates = list(now.gates), set(accepts)
-        still = still_accepted(store, snapshot, now)
-        if now.failed_gates != snapshot.failed_gates or store.log.accepted(snapshot.number) - still:
-            gates |= still
-            again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
-            snapshot = store.commit(again, lease)
+        report.gates, report.announced = list(now.gates), now.announced
+        again = replace(now, run=report.run, created_at=utc_now(), source_at=loaded.source_at)
+        snapshot = commit_again(store, snapshot, again, accepts, report.command, lease)
+        if snapshot.number != plan.parent.number:
             report.snapshot, report.status = snapshot.number, "committed"
-        accept(store, snapshot, gates, report.command)
     if snapshot.frame is not None:
         # that file has the same rows as this run's
         with suppress(OSError):
@@ -333,7 +344,7 @@ class ComputedRows:
     """When the first and the last row were computed by this run, µs since 1970; empty without
     any."""
     verdicts: tuple[Verdict, ...]
-    """Verdicts of the gates that judge while rows are computed: ``accuracy`` and ``batch``."""
+    """Verdicts of the gates ``accuracy`` and ``batch``."""
 
 
 def _compute(
@@ -346,6 +357,7 @@ def _compute(
     lease: Lease | None,
     report: Report,
     progress: Progress,
+    golden: Golden,
 ) -> ComputedRows:
     settings = project.settings
     built_on = "compacting" if plan.compact else "delta"
@@ -356,7 +368,14 @@ def _compute(
         store.journals.begin(report.run, plan.recipe, report.partition, full=options.full)
         allowed = math.floor(plan.source_rows * config.max_rejected + 1e-9)
         chunks = Chunks(
-            store, report, opened, allowed, plan.source_rows, accuracy.checked, audit.sample.draw
+            store,
+            report,
+            opened,
+            allowed,
+            plan.source_rows,
+            lambda: [check() for check in (accuracy.checked, golden.checked)],
+            audit.sample.draw,
+            golden.rows,
         )
         chunks.take_over(plan, opened.source)
         progress.begin(f"materialize {config.name}", plan.diff.compute)
@@ -372,10 +391,6 @@ def _compute(
                 chunks.compute(opened.source.batches, settings, progress, options.retry_rejected)
             chunks.rejections.write()
             _check_answered(opened, chunks)
-        except GateError:
-            # no chunk was written
-            store.journals.end(report.run)
-            raise
         except (RejectedError, ModelError) as exc:
             _check_fit(opened, plan, chunks, exc)
             of_all = isinstance(exc, RejectedError) and not chunks.fits
@@ -566,7 +581,7 @@ def _draft_snapshot(
 def _judge_draft(
     store: ViewStore,
     plan: Plan,
-    computed: ComputedRows,
+    verdicts: Sequence[Verdict],
     draft: Snapshot,
     judge: Judge,
     report: Report,
@@ -579,8 +594,8 @@ def _judge_draft(
             with report.stage("compact"):
                 snapshot = merged(store, draft, plan.stay)
         with report.stage("gates"):
-            snapshot = judge.judge(snapshot, computed.verdicts, draft)
-    report.gates = list(snapshot.gates)
+            snapshot = judge.judge(snapshot, verdicts, draft)
+    report.gates, report.announced = list(snapshot.gates), snapshot.announced
     report.counts |= _nulls(snapshot)
     return snapshot
 
@@ -595,6 +610,20 @@ def _end_journals(store: ViewStore, draft: Snapshot, snapshot: Snapshot, report:
     attempts = attempts_of(store, report) if "shards" in report.engine else []
     for run in {report.run, *took_over, *attempts}:
         store.journals.end(run)
+
+
+@contextmanager
+def _forgetting_refused(store: ViewStore, plan: Plan, report: Report) -> Iterator[None]:
+    """Where a gate refuses before the commit, let no later run take over what was computed, nor
+    what this run took over of interrupted ones: once the model is as it was, these rows would lie
+    among its own."""
+    try:
+        yield
+    except GateError:
+        took_over = {Path(file.path).parent.name for one in plan.finished for file in one.files}
+        for run in {report.run, *took_over, *attempts_of(store, report)}:
+            store.journals.end(run)
+        raise
 
 
 @contextmanager

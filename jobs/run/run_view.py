@@ -410,6 +410,7 @@ def _all_partitions(
         report,
         forced="rows" in options.accept,
         live_before=options.live_before,
+        expect=options.expect,
         memory_mb=memory_mb,
     )
     if every is None:

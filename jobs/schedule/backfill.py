@@ -15,14 +15,14 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from statistics import median
 
 from precompute.jobs.config.project import Project
 from precompute.jobs.run.command_process import Silent
-from precompute.jobs.run.judge.gates import served_snapshot
+from precompute.jobs.run.judge.gates import compare_again, served_snapshot
 from precompute.jobs.run.rows.plan import RunOptions
 from precompute.jobs.run.run_view import check_before
 from precompute.jobs.schedule.backfill_plan import (
@@ -38,6 +38,7 @@ from precompute.jobs.schedule.backfill_plan import (
     check_overlap,
     in_words,
     note_done,
+    note_standing,
     one_begins,
     plan_backfill,
     range_of,
@@ -46,11 +47,12 @@ from precompute.jobs.schedule.backfill_plan import (
     take_backfill,
     why_partition,
 )
-from precompute.store.disk.lease import Lease
+from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.record import replace
 from precompute.store.errors import ConflictError, GateError, PrecomputeError, SnapshotError
+from precompute.store.offline.log import run_lease
 from precompute.store.offline.runs import Report
-from precompute.store.offline.standing import Standing, Usable
+from precompute.store.offline.standing import Refused, Standing, Usable
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition, utc_now
 from precompute.workers.process import ChildProcess, end_all, installed_module
@@ -64,6 +66,9 @@ POLL_S = 0.05
 
 LOOK_AGAIN_S = 0.5
 """How often a partition that another process computes is looked at."""
+
+LEASE_WAIT_S = 60.0
+"""How long a partition's verdicts wait for another run of it."""
 
 ATTEMPTS = 3
 """How often a run is begun again that finds its partition taken the moment before."""
@@ -80,14 +85,20 @@ PUBLISH_EVERY_S = 5.0
 spent on it."""
 
 
+OVER = ("done", "failed", "refused", "cancelled")
+"""States of a partition that has its verdicts, or gets none."""
+
+
 @dataclass(slots=True)
 class _Group:
     """A process, and the partitions it was given that are not known to be over, in their order;
-    ``began`` by the monotonic clock, in s."""
+    ``began`` by the monotonic clock, in s. ``in_order``: those before each are there when it is
+    judged."""
 
     items: list[Item]
     process: ChildProcess
     began: float
+    in_order: bool
 
 
 @dataclass(slots=True)
@@ -168,12 +179,15 @@ class Conductor:
                     todo[:0] = self._note_end(group) if ended else []
                     save_backfill(self.store, self.state, self.lease)
                     self._unpublished |= over > 0 and self.state.options.publish
+            if looks:
+                self._compare()
             if self._unpublished and time.monotonic() >= self._publish_at:
                 self._publish_early()
             if looks:
                 todo[:0] = self._look_elsewhere()
                 look_at = time.monotonic() + LOOK_AGAIN_S
             time.sleep(POLL_S)
+        self._compare()
 
     def _start(self, todo: list[Item]) -> None:
         """Begin a process for the next partitions, which are taken off the list."""
@@ -193,7 +207,10 @@ class Conductor:
         command += ["materialize", self.state.view, "--json", "--backfill", self.state.id]
         command += ["--partitions", ",".join(item.label for item in group)]
         command += ["--full"] if self.state.options.full else []
+        in_order = self._is_in_order(group)
+        command += ["--in-order"] if in_order else []
         command += [word for gate in self.state.options.accept for word in ("--accept", gate)]
+        command += [word for gate in self.state.options.expect for word in ("--expect", gate)]
         if self.state.live_before is not None:
             command += ["--live-before", str(self.state.live_before)]
         try:
@@ -204,11 +221,17 @@ class Conductor:
                 item.error = f"its process cannot be started: {exc.strerror or exc}"
                 self._report(item)
             return
-        self._active.append(_Group(group, process, time.monotonic()))
+        self._active.append(_Group(group, process, time.monotonic(), in_order))
         for item in group:
             self._attempts[item.partition] += 1
         group[0].state, group[0].started_at = "running", utc_now()
         save_backfill(self.store, self.state, self.lease)
+
+    def _is_in_order(self, group: Sequence[Item]) -> bool:
+        """Whether all partitions before those of a group, each in its turn, are there by then."""
+        names = [item.partition for item in group]
+        open_ = sorted(item.partition for item in self.state.items if item.state not in OVER)
+        return names == open_[: len(names)]
 
     def _group_size(self, left: int) -> int:
         share = math.ceil(left / self.state.options.max_active)
@@ -243,6 +266,9 @@ class Conductor:
             self._seconds.append(report.seconds)
             if report.error is None and report.snapshot is not None:
                 note_done(item, self.store, report)
+                if item.refused_by and not group.in_order:
+                    # it was refused before, and is compared again
+                    item.state, item.error, item.refused_by = "computed", None, []
             else:
                 item.state = "refused" if report.status in ("refused", "rejected") else "failed"
                 item.run, item.error = report.run, report.error
@@ -279,6 +305,42 @@ class Conductor:
             self._report(item)
         group.items.clear()
         return again
+
+    # ---- verdicts
+
+    def _compare(self) -> None:
+        """Have the partitions that were computed before those before them were there judged by
+        what compares, in the order of data time, as far as nothing before them is still to come:
+        so the verdicts do not depend on what was computed first."""
+        for item in sorted(self.state.items, key=lambda item: item.partition):
+            if self._signal is not None or item.state not in (*OVER, "computed"):
+                break
+            if item.state == "computed":
+                self._compare_one(item)
+                self._report(item)
+                save_backfill(self.store, self.state, self.lease)
+                self._unpublished |= self.state.options.publish
+
+    def _compare_one(self, item: Item) -> None:
+        store, config = self.store, self.project.view(self.state.view)
+        try:
+            with take(
+                store.leases,
+                run_lease(item.partition),
+                "backfill",
+                ttl_s=self.project.settings.lease,
+                wait_s=LEASE_WAIT_S,
+            ) as lease:
+                snapshot = Standing(store).newest(item.partition)
+                if snapshot is None:
+                    raise SnapshotError(f"partition {item.partition} has no good snapshot any more")
+                if isinstance(Standing(store).verdict(snapshot), Refused):
+                    accept = self.state.options.accept
+                    snapshot = compare_again(config, store, snapshot, accept, lease)
+        except PrecomputeError as exc:
+            item.state, item.error = "failed", str(exc)
+            return
+        note_standing(item, store, snapshot)
 
     # ---- partitions that another process computes
 
@@ -374,6 +436,7 @@ class Conductor:
                 snapshot=number,
                 backfill=state.id,
                 live_before=state.live_before,
+                expect=state.options.expect,
             ),
         )
         ref = self.store.log.live()
@@ -447,8 +510,10 @@ class Conductor:
     # ---- words
 
     def _report(self, item: Item) -> None:
+        if item.state == "computed":
+            return
         self._finished += 1
-        total = self.state.count("pending", "running")
+        total = self.state.count("pending", "running", "computed")
         elapsed = time.monotonic() - self._began
         left = f", {total} left, about {elapsed / self._finished * total:,.0f} s" if total else ""
         rows = "" if item.rows is None else f"  {item.rows:,} rows"

@@ -26,8 +26,9 @@ from precompute.store.disk.lease import Lease, is_held, take
 from precompute.store.disk.record import Record, field, sealed
 from precompute.store.disk.storage import read_record_file, storage_of
 from precompute.store.errors import ConfigError, ConflictError, SnapshotError, SourceError
+from precompute.store.offline.log import BACKFILLS, backfill_lease
 from precompute.store.offline.runs import Report
-from precompute.store.offline.snapshot import Snapshot
+from precompute.store.offline.snapshot import NEIGHBOURS, Snapshot
 from precompute.store.offline.standing import Bad, Standing
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition, containing, partitions, utc_now
@@ -39,12 +40,13 @@ NOT_DONE = ("failed", "rejected", "refused")
 of its snapshot. A backfill that does not take them leaves them, and says so."""
 Reprocess = Literal["missing", "failed", "refused", "stale", "all"]
 _STALE = ("stale model", "stale recipe", "stale input")
+_MISSING = ("missing", "uncompared")
 REPROCESS: Mapping[Reprocess, tuple[str, ...]] = {
-    "missing": ("missing",),
-    "failed": ("missing", "failed", "rejected"),
-    "refused": ("missing", *NOT_DONE),
-    "stale": ("missing", *NOT_DONE, *_STALE),
-    "all": ("missing", *NOT_DONE, *_STALE, "done"),
+    "missing": _MISSING,
+    "failed": (*_MISSING, "failed", "rejected"),
+    "refused": (*_MISSING, *NOT_DONE),
+    "stale": (*_MISSING, *NOT_DONE, *_STALE),
+    "all": (*_MISSING, *NOT_DONE, *_STALE, "done"),
 }
 """Which partitions are computed: each value takes what the one before it does, and more.
 ``missing`` and ``failed`` are Airflow's ``Missing Runs`` and ``Missing and Errored``. One that
@@ -68,15 +70,18 @@ class Options(Record, frozen=True):
     publish: bool = True
     accept: tuple[str, ...] = ()
     """Gates whose refusal is accepted, of each partition that is computed or judged again."""
+    expect: tuple[str, ...] = ()
+    """Gates that a change is announced for, of each of them."""
 
 
 class Item(Record):
     """One partition of a backfill.
 
-    ``state``: pending · running · done · failed · refused (too many rows rejected, or a gate
-    refuses it) · cancelled. ``started_at`` when its process was begun, ``seconds`` from there to
-    the end; ``rows`` of the source, ``written`` of them computed; ``error`` why it is not done;
-    ``refused_by`` the gates that refuse it, none where too many rows were rejected.
+    ``state``: pending · running · computed (and not compared yet with the partitions before it) ·
+    done · failed · refused (too many rows rejected, or a gate refuses it) · cancelled.
+    ``started_at`` when its process was begun, ``seconds`` from there to the end; ``rows`` of the
+    source, ``written`` of them computed; ``error`` why it is not done; ``refused_by`` the gates
+    that refuse it, none where too many rows were rejected.
     """
 
     partition: str
@@ -127,8 +132,8 @@ class Backfill(Record):
     signal: int | None = None
     """What cancelled it."""
     live_before: int | None = None
-    """The snapshot that readers had when it began: what is live meanwhile moves with the clock, and
-    no partition is compared with it."""
+    """The snapshot that readers had when it began, whose contract its partitions keep: what is live
+    meanwhile moves with the clock, and no partition is compared with it."""
 
     def count(self, *states: str) -> int:
         """Partitions in one of these states."""
@@ -148,10 +153,10 @@ class Backfill(Record):
 class PartitionPlan:
     """What a backfill does about one partition.
 
-    ``why``: missing · failed · rejected · refused · stale model · stale recipe · stale input ·
-    forced · done · running. ``reason`` says more, for people; ``snapshot`` is the number of its
-    newest one. Estimates are of measured rates: ``rows`` of the source,
-    ``seconds`` of the process, ``size_bytes`` of Parquet; None while nothing was measured.
+    ``why``: missing · uncompared · failed · rejected · refused · stale model · stale recipe ·
+    stale input · forced · done · running. ``reason`` says more, for people; ``snapshot`` is the
+    number of its newest one. Estimates are of measured rates: ``rows`` of the source, ``seconds``
+    of the process, ``size_bytes`` of Parquet; None while nothing was measured.
     """
 
     partition: Partition
@@ -460,6 +465,11 @@ def why_partition(
     if undone and status in ("failed", "rejected", "refused", "killed"):
         return status.replace("killed", "failed"), f"{ended}; snapshot {snapshot.number} is older"
     refused_by = past.standing.refused_by(snapshot)
+    if NEIGHBOURS in refused_by:
+        return (
+            "uncompared",
+            f"snapshot {snapshot.number} is not compared with the partitions before it yet",
+        )
     if refused_by:
         return "refused", f"snapshot {snapshot.number}, {refusal(snapshot, refused_by)}"
     recipe, model, input_models = recipes.of(partition)
@@ -528,8 +538,8 @@ def in_words(count: int) -> str:
 
 def note_done(item: Item, store: ViewStore, report: Report | None = None) -> None:
     """Note that the partition was computed, by the run of this report or by another: it is done,
-    or refused by a gate. Without a report that names a snapshot there is a newest one of the
-    partition.
+    refused by a gate, or not compared yet with those before it. Without a report that names a
+    snapshot there is a newest one of the partition.
 
     Raises:
         SnapshotError: the snapshot is damaged or cannot be read.
@@ -537,6 +547,9 @@ def note_done(item: Item, store: ViewStore, report: Report | None = None) -> Non
     number = None if report is None else report.snapshot
     # A run that was killed after the commit had no time to say which snapshot it made.
     snapshot = Standing(store).newest(item.partition) if number is None else store.snapshot(number)
+    if snapshot is not None and NEIGHBOURS in snapshot.failed_gates:
+        # it has been compared since, and is another one
+        snapshot = Standing(store).newest(item.partition) or snapshot
     assert snapshot is not None
     item.run, item.snapshot = snapshot.run if report is None else report.run, snapshot.number
     counts = {} if report is None else report.counts
@@ -544,9 +557,17 @@ def note_done(item: Item, store: ViewStore, report: Report | None = None) -> Non
         counts.get("source", snapshot.counts.source),
         counts.get("written", snapshot.counts.written),
     )
+    note_standing(item, store, snapshot)
+
+
+def note_standing(item: Item, store: ViewStore, snapshot: Snapshot) -> None:
+    """Note how a partition's snapshot stands: as :func:`note_done`."""
     refused_by = Standing(store).refused_by(snapshot)
-    item.state, item.error, item.refused_by = "done", None, list(refused_by)
-    if refused_by:
+    item.snapshot, item.state, item.error = snapshot.number, "done", None
+    item.refused_by = list(refused_by)
+    if NEIGHBOURS in refused_by:
+        item.state, item.refused_by = "computed", []
+    elif refused_by:
         item.state, item.error = "refused", refusal(snapshot, refused_by)
 
 
@@ -613,7 +634,7 @@ def take_backfill(store: ViewStore, state: Backfill, ttl_s: float) -> Lease:
         f"backfill {state.id} of view {state.view!r} is going on; wait for it, or look at"
         f" {backfill_folder(store) / state.id}.json"
     )
-    return take(store.leases, _lease_name(state.id), "backfill", ttl_s=ttl_s, busy=busy)
+    return take(store.leases, backfill_lease(state.id), "backfill", ttl_s=ttl_s, busy=busy)
 
 
 def check_overlap(store: ViewStore, requested: Collection[str], own: str) -> None:
@@ -623,7 +644,7 @@ def check_overlap(store: ViewStore, requested: Collection[str], own: str) -> Non
         ConflictError: there is one.
     """
     for id in backfills(store):
-        if id != own and is_held(store.leases, _lease_name(id)):
+        if id != own and is_held(store.leases, backfill_lease(id)):
             common = sorted(
                 set(requested).intersection(
                     item.partition for item in read_backfill(store, id).items
@@ -638,8 +659,4 @@ def check_overlap(store: ViewStore, requested: Collection[str], own: str) -> Non
 
 def backfill_folder(store: ViewStore) -> Path:
     """Where a view's backfills keep their files."""
-    return store.folder / "backfills"
-
-
-def _lease_name(id: str) -> str:
-    return f"backfill-{id}"
+    return store.folder / BACKFILLS

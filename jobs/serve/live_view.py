@@ -269,7 +269,7 @@ class Opener:
     def _tell_other_code(self, pointer: Pointer, opened: OpenView) -> None:
         """Log that this host's code of the model is not the code that computed what is live, under
         the same fingerprint. It is no refusal: a harmless change would take all misses away until
-        the next run, which compares unchanged rows."""
+        the next run that computes rows, which compares unchanged ones."""
         if pointer.in_stead is not None:
             return
         # what cannot be read here is told by others
@@ -279,7 +279,7 @@ class Opener:
                 log.warning(
                     "view %r: this host's code of the model differs from what computed snapshot %d"
                     " (%s), under the same fingerprint: if its values differ, so do misses from"
-                    " rows; `precompute run` compares 64 of them",
+                    " rows; the next run that computes rows compares 64 of them",
                     pointer.view.name,
                     pointer.snapshot,
                     changes,

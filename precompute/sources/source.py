@@ -724,6 +724,32 @@ class Source:
             parts = [f"replace(replace({p}, '%', '%25'), '/', '%2F')" for p in parts]
         return " || '/' || ".join(parts)
 
+    def unchanged(self, keys: Sequence[str], hashes: Sequence[int]) -> pa.Table:
+        """Of some entities, by key text and input hash, the loaded rows with that input.
+
+        Returns:
+            ``row``, its number, int64; ``key``, string; ``size_bytes``, int64; ``todo``, whether
+            :meth:`batches` yields it, bool. In no order.
+        """
+        size = "input_bytes" if self._bytes_sql else f"{self._fixed_bytes}::BIGINT"
+        todo = "rowid IN (SELECT i FROM todo)" if self.narrowed else "true"
+        # of all rows only their hashes are looked at, whatever a key is made of
+        return self.database.query(
+            f'SELECT i."row", i.key, i.size_bytes, i.todo FROM (SELECT rowid AS "row",'
+            f" {self.key_text_sql()} AS key, input_hash, {size} AS size_bytes, {todo} AS todo FROM"
+            " input WHERE input_hash IN (SELECT unnest($hashes::BIGINT[]))) i JOIN (SELECT"
+            " unnest($keys::VARCHAR[]) AS key, unnest($hashes::BIGINT[]) AS input_hash) w ON i.key"
+            " = w.key AND i.input_hash = w.input_hash",
+            {"keys": list(keys), "hashes": list(hashes)},
+        )
+
+    def numbered(self, numbers: Sequence[int]) -> pa.Table:
+        """Loaded rows by their numbers, at least one; in no order."""
+        if self._is_wide:
+            return self._at(numbers)
+        names, among = ", ".join(map(quoted, self.schema.names)), ", ".join(map(str, numbers))
+        return self.database.query(f"SELECT {names} FROM input WHERE rowid IN ({among})")
+
     def sample(self, rows: int) -> pa.Table:
         """Rows drawn at random: those whose keys hash lowest, so that they are the same ones in
         whatever order the source comes, before and after :meth:`load`. In order of that hash, so

@@ -20,7 +20,7 @@ from precompute.store.offline import hooks
 from precompute.store.offline.log import BadMark, run_lease
 from precompute.store.offline.runs import NAME as JOURNAL
 from precompute.store.offline.runs import run_of_folder
-from precompute.store.offline.snapshot import Catalog, Entry
+from precompute.store.offline.snapshot import NEIGHBOURS, Catalog, Entry
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import utc_now
 
@@ -272,6 +272,9 @@ def _newest(
     other: dict[str | None, str] = {}
     for number in sorted(manifests.keys() - set(marks), reverse=True):
         partition, recipe = manifests[number].partition, manifests[number].computation
+        # one that a backfill compared with its neighbours has another manifest since
+        if NEIGHBOURS in manifests[number].failed_gates and (partition, recipe) in kept:
+            continue
         if recipe in live or recipe == other.setdefault(partition, recipe):
             kept[partition, recipe] = kept.get((partition, recipe), 0) + 1
             if kept[partition, recipe] <= keep:

@@ -73,6 +73,15 @@ def run_lease(partition: str | None) -> str:
     return "run" if partition is None else "run-" + partition.partition("/")[0].replace(":", "")
 
 
+BACKFILLS = "backfills"
+"""Folder of a view where its backfills keep their records."""
+
+
+def backfill_lease(id: str) -> str:
+    """Name of the lease that the process of a backfill holds."""
+    return f"backfill-{id}"
+
+
 class Publishing(Record, frozen=True):
     """What readers are served from ``since`` (ISO 8601 in UTC) until the next one.
 

@@ -304,6 +304,8 @@ class Report(Record):
     :class:`precompute.store.vectors.index_files.IndexFigures`."""
     inputs: dict[str, int] = field(default_factory=dict)
     gates: list[Verdict] = field(default_factory=list)
+    announced: str = ""
+    """Why some of these warn that would refuse, and who announced it; empty of an ordinary run."""
     resumed: int = 0
     """Rows an interrupted run had computed."""
     plan: str | None = None
@@ -334,9 +336,6 @@ class Report(Record):
     """That its view is held, since when and by whom, and what waits; None where it is not."""
     library: LibraryCheck | None = None
     """How the view's model compares with its own library; None of one that has none."""
-    code: dict[str, str] = field(default_factory=dict)
-    """Other code of a user's model than :attr:`snapshot` was computed by, of equal values, as of
-    :func:`precompute.model_code.model_code`; empty where it is the same."""
     versions: dict[str, str] = field(default_factory=dict)
     usage: Usage = field(default_factory=Usage)
 

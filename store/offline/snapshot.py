@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,10 @@ from precompute.store.errors import SnapshotError
 from precompute.store.feature_view import FeatureView, LibraryCheck, Substitute
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.segment import Part, Segment, record_path
+
+NEIGHBOURS = "neighbours"
+"""What refuses a partition that a backfill computed until it is compared with the days before it,
+which may be computed later: no gate that anybody sets or accepts."""
 
 
 class Verdict(Record, frozen=True):
@@ -152,7 +156,7 @@ class Snapshot(Record, frozen=True):
     """Files of some rows of the nights before, and of its own: a little each night is much in a
     week."""
     announced: str = ""
-    """Why its figures tell nothing of what is usual, as it was announced; empty of an ordinary
+    """Why its figures tell nothing of what is usual, and who announced it; empty of an ordinary
     one."""
     figures: RowFigures | None = None
     """Counted of the rows that a reader sees: of those of their sample what is not counted one by
@@ -450,17 +454,22 @@ def read_catalog(
         new += _lines_of(snapshot, entries[number], stamp, segments)
         segments |= {one.name: _paths_of(one) for one in snapshot.segments}
     found = _catalog(entries, damaged, stamps, segments)
-    if not is_read:
-        return found
+    if is_read:
+        _complete(path, found, len(lines) + len(listed), new)
+    return found
+
+
+def _complete(path: Path, found: Catalog, lines: int, new: Sequence[bytes]) -> None:
+    """Append new lines to a catalog's file, or write it anew where many of its lines are of what is
+    gone."""
     # No space, or not ours to write: it is derived again the next time.
     with contextlib.suppress(OSError):
-        if len(lines) + len(listed) > 2 * (len(stamps) + len(found.segments)) + _SPARE_LINES:
+        if lines > 2 * (len(found.stamps) + len(found.segments)) + _SPARE_LINES:
             every = [_segment_line(*one) for one in found.segments.items()]
-            every += [_line(stamps[number], entry) for number, entry in entries.items()]
+            every += [_line(found.stamps[n], entry) for n, entry in found.entries.items()]
             replace_undurably(path, b"\n".join([b"", *every, b""]))
         elif new and path.parent.is_dir():
             _append(path, new)
-    return found
 
 
 def _catalog(

@@ -10,13 +10,13 @@ build on it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from precompute.store.errors import GateError, SnapshotError
 from precompute.store.offline.log import BadMark, Hold, LiveRef, Publishing
-from precompute.store.offline.snapshot import Entry, Snapshot
+from precompute.store.offline.snapshot import NEIGHBOURS, Entry, Snapshot
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import shown_time
 
@@ -181,6 +181,8 @@ class Standing:
             case Bad(number, reason):
                 builds = "" if number == snapshot.number else f"it builds on snapshot {number}: "
                 return f"{builds}{reason}"
+            case Refused(gates) if NEIGHBOURS in gates:
+                return "not compared yet with the partitions before it"
             case Refused(gates):
                 return f"refused by {', '.join(gates)}"
             case Usable():
@@ -217,6 +219,13 @@ class Standing:
                 raise GateError(
                     f"view {view!r}: snapshot {bad} is marked bad ({reason}){how}; the live one"
                     f" stays. Mend the source or the model, and run the view again{on_purpose}"
+                )
+            case Refused(gates) if NEIGHBOURS in gates:
+                at = str(snapshot.partition).partition("/")[0]
+                raise GateError(
+                    f"view {view!r}: snapshot {number} of partition {snapshot.partition} is not"
+                    " published: the backfill that computed it ended before it was compared with"
+                    f" the partitions before it: precompute backfill {view} --from {at} --to {at}"
                 )
             case Refused(gates):
                 said = "; ".join(
@@ -364,29 +373,37 @@ class Standing:
 
     def night_before(self, snapshot: Snapshot) -> Snapshot | None:
         """The newest snapshot that was made as one that is not committed yet, with rows, and that
-        is not bad nor refused: by it is known what is usual. Of a partition one of the nearest
-        earlier partition."""
-        entries = sorted(
-            self._store.catalog().entries.values(),
-            key=lambda entry: (entry.partition or "", entry.number),
-            reverse=True,
-        )
+        is not bad nor refused: by it is known what is usual. Of a view that has no partitions."""
+        return next(self._made_as(snapshot, lambda entry: entry.partition is None), None)
+
+    def earlier_partitions(self, snapshot: Snapshot) -> Iterator[Snapshot]:
+        """Of each partition before that of ``snapshot``, the latest first, the newest snapshot that
+        was made as this one, with rows, and that is not bad nor refused."""
+        seen, before = set[str](), snapshot.partition or ""
+        for found in self._made_as(snapshot, lambda entry: "" < (entry.partition or "") < before):
+            if found.partition is not None and found.partition not in seen:
+                seen.add(found.partition)
+                yield found
+
+    def _made_as(self, snapshot: Snapshot, fits: Callable[[Entry], bool]) -> Iterator[Snapshot]:
+        """The usable snapshots with rows that were made as this one, the newest of the latest
+        partition first."""
         numbers = [
             entry.number
-            for entry in entries
+            for entry in sorted(
+                self._store.catalog().entries.values(),
+                key=lambda entry: (entry.partition or "", entry.number),
+                reverse=True,
+            )
             if entry.rows
             and not entry.members
             and entry.computation == snapshot.computation
-            and (
-                entry.partition is None
-                if snapshot.partition is None
-                else entry.partition is not None and entry.partition < snapshot.partition
-            )
+            and not self.refused_by(entry)
+            and fits(entry)
         ]
         for found in self._readable(numbers):
             if found.made_by == snapshot.made_by and isinstance(self.verdict(found), Usable):
-                return found
-        return None
+                yield found
 
     def newest_publishable(self, accept: Collection[str] = ()) -> int:
         """Number of the newest snapshot of the newest partition that is not bad and that no gate

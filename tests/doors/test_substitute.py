@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.doors.conftest import Install, called
+from tests.scene import UNJUDGED
 from tests.server import make_folder, write_numbers
 
 DICE = """
@@ -114,7 +115,7 @@ def package(install: Install) -> Path:
 def test_another_packages_model_computes_misses(package: Path, tmp_path: Path) -> None:
     def have(pips: int) -> None:
         fallback = {"enabled": True, "deadline": "20s", "dice": pips}
-        few = {"rows": None, "duplicates": None}
+        few = UNJUDGED | {"rows": None}
         make_folder(tmp_path, {"numbers": {"fallback": fallback, "gates": few, "index": None}})
 
     def said(*arguments: str) -> list[str]:

@@ -27,7 +27,7 @@ import yaml
 
 import precompute.jobs.run.rows.chunks
 import precompute.jobs.run.rows.plan
-from precompute.jobs.config.gates import COMPUTING_GATES, GATES
+from precompute.jobs.config.gates import GATES
 from precompute.jobs.ops.retention import drop
 from precompute.store.answers.lookup import Lookup
 from precompute.store.disk import crashpoint
@@ -197,11 +197,12 @@ class FaultScene:
         """Write project.yaml and the view."""
         self._project = None
         (self.folder / "views").mkdir(parents=True, exist_ok=True)
-        # what is tried is what happens to rows, whatever their values become
+        # what is tried is what happens to rows, whatever their values become; they are counted as
+        # the model is given them
         gates = dict.fromkeys(
             name
             for name in GATES
-            if name not in (*COMPUTING_GATES, "library", "rejected", "coverage")
+            if name not in ("accuracy", "batch", "library", "rejected", "coverage")
         )
         retention = {"keep": 1, "grace": "0s"}
         settings = {

@@ -35,7 +35,7 @@ from precompute.store.times import Partition, containing
 from precompute.workers.process import ChildProcess
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 from tests.server import eventually
 
 KEYS = (1, 2, 3)
@@ -124,7 +124,7 @@ def daily(make_project: MakeProject, tmp_path: Path) -> MakeDaily:
             "model": {"use": "gated_model:Gated", "args": {"path": str(tmp_path / "gate"), **args}},
             "partition": {"by": "day", "column": "day", "start": "2024-01-01"},
             "max_rejected": 0.4,
-            "gates": {"drift": None, "moved": None, "norm": None},
+            "gates": UNJUDGED,
         }
         return make_project(table if rows else None, view=settings | (view or {}))
 
@@ -206,9 +206,10 @@ def await_free(project: Scene, *days: int) -> None:
 
 
 def committed(project: Scene) -> list[str]:
-    """Partition of every snapshot ever committed, in the order of their numbers."""
-    store = project.store
-    return [str(store.snapshot(n).partition) for n in store.numbers()]
+    """Partition of every run that committed rows, in that order: what is compared later has another
+    manifest of the same run."""
+    snapshots = map(project.store.snapshot, project.store.numbers())
+    return list({snapshot.run: str(snapshot.partition) for snapshot in snapshots}.values())
 
 
 def live(project: Scene) -> str | None:
@@ -692,7 +693,7 @@ def test_verdicts_do_not_depend_on_the_clock(
     before."""
     rows = [(key, times * (100 + key), day(n)) for n, (keys, times) in WEEK.items() for key in keys]
     publish, killed = requested.get("publish", True), requested.pop("killed", False)
-    view = {"gates": {"duplicates": None}}
+    view = {"gates": UNJUDGED}
     project = daily(extra=rows, view=view, pause_s=0.1 if publish else 0.0)
     if publish:
         # each partition in a process of its own, and what is done goes live before the next

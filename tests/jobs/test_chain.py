@@ -14,11 +14,11 @@ from precompute.jobs.ops.chain import made_from
 from precompute.store.disk import crashpoint
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 Captured = pytest.CaptureFixture[str]
 KEYS = (1, 2, 3)
-GATES = dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved", "shift", "agreement"))
+GATES = UNJUDGED | {"rows": None}
 
 
 def of(view: str | None) -> dict[str, Any]:

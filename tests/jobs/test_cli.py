@@ -40,7 +40,7 @@ from precompute.store.times import shown_time
 from tests import REPOSITORY
 from tests.fixtures import MakeProject
 from tests.models import Doubler
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 ROWS = [(1, 1.0), (2, 2.0), (3, 30.0)]
 INDEXED = {"index": {"on": "vector", "metric": "l2"}}
@@ -370,7 +370,9 @@ def test_status_before_and_after_a_run(make_project: MakeProject, capsys: Captur
     ]
     assert project.cli("run", "numbers", "--json") == 0
     capsys.readouterr()
-    assert table(0)[1:] == ["numbers fresh AGE 60 min AGE 1 3 100.0% 0 1 night yes published DUE 0 2 * * *"]
+    assert table(0)[1:] == [
+        "numbers fresh AGE 60 min AGE 1 3 100.0% 0 1 night yes published DUE 0 2 * * *"
+    ]
     assert project.cli("status", "--json") == 0
     assert [(row["view"], row["attention"]) for row in report_of(capsys)] == [("numbers", [])]
     make_project([(1, 1.0), (1, 2.0)], project={"schedule": {"numbers": "0 2 * * *"}})
@@ -603,7 +605,7 @@ def test_a_second_rollback_names_where_it_would_go(
     make_project: MakeProject, capsys: Captured
 ) -> None:
     for factor in (1.0, 10.0, 100.0):
-        project = make_project([(1, factor), (2, 2 * factor)], view={"gates": {"shift": None}})
+        project = make_project([(1, factor), (2, 2 * factor)], view={"gates": UNJUDGED})
         project.run(accept=["norm", "moved", "drift", "agreement"])
     assert project.cli("rollback", "numbers") == 0
     ref = project.live()

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 
 from precompute.jobs.config.gates import GatesConfig
-from precompute.jobs.run.judge.value_gates import Verdicts
-from precompute.jobs.run.judge.vector_gates import judge_packed
+from precompute.jobs.run.judge.packed import judge_packed
+from precompute.jobs.run.judge.verdicts import Verdicts
 from precompute.store.errors import GateError
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.online.row_values import packed_vectors, unpacked_vectors
 from tests.fixtures import MakeProject
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 HERE = "tests.jobs.test_packed_vectors"
 DIM = 64
@@ -53,11 +53,11 @@ def view(packed: str | None, **more: Any) -> dict[str, Any]:
         "model": {"use": f"{HERE}:Directions"},
         "features": features,
         "index": {"on": "vector", "metric": "cosine"},
-        "gates": {"norm": None, "drift": None},
+        "gates": UNJUDGED,
     } | more
 
 
-ANY = {"gates": {"packed": None, "norm": None}}
+ANY = {"gates": UNJUDGED | {"packed": None}}
 """Gates that let binary pass."""
 
 
@@ -219,7 +219,7 @@ def test_what_is_null_or_not_finite_is_not_what_it_judges() -> None:
     told = []
     for vectors in (good, holes + good + holes, holes):
         sample = pa.table({"vector": pa.array(vectors, feature.arrow_type)})
-        verdicts = Verdicts(GatesConfig(), ROWS)
+        verdicts = Verdicts(GatesConfig())
         view = FeatureView("numbers", ("id",), (feature,), 1, 1)
         judge_packed(feature, sample, view, verdicts)
         told.append((verdicts.quality, verdicts.all))

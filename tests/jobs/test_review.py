@@ -24,10 +24,10 @@ from precompute.store.offline.log import BadMark
 from precompute.techniques.row_errors import MOST
 from tests.fixtures import MakeProject
 from tests.models import Doubler
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 Captured = pytest.CaptureFixture[str]
-OPEN = {"gates": dict.fromkeys(("rows", "moved", "norm", "drift", "shift", "mass"))}
+OPEN = {"gates": UNJUDGED | {"rows": None}}
 
 
 def three_snapshots(make_project: MakeProject) -> Scene:
@@ -272,7 +272,7 @@ def hostile_project(make_project: MakeProject) -> Scene:
         "entity": ["id", "part"],
         "model": {"use": "tests.jobs.test_review:Hostile"},
         "features": {"text": {"dtype": "string"}, "vector": {"dtype": "float32", "dim": 2}},
-        "gates": {"constant": None},
+        "gates": UNJUDGED,
     }
     project = make_project(table, view=view)
     project.run()

@@ -26,7 +26,7 @@ from precompute.store.offline.log import PUBLISH_LEASE, Hold
 from precompute.store.times import containing, parsed_time, shown_time
 from tests.fixtures import MakeProject, Prepared
 from tests.online import of_number
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}, "gates": {"rows": None}}
 KEYS = (1, 2, 3)
@@ -300,7 +300,7 @@ def test_when_the_source_goes_back_too_there_is_nothing_to_do(versions: Versions
 def test_publish_never_picks_one_that_has_rows_of_a_bad_one(
     make_project: MakeProject, changed: int
 ) -> None:
-    make = {"view": {"gates": {"rows": None, "norm": None, "drift": None, "moved": None}}}
+    make = {"view": {"gates": UNJUDGED | {"rows": None}}}
     rows = [(i, float(i)) for i in range(20)]
     make_project(rows, **make).run()
     make_project([(0, 50.0), *rows[1:]], **make).run()
@@ -326,7 +326,7 @@ def test_back_from_a_partition_goes_to_the_one_before_it(make_project: MakeProje
         }
         project = make_project(
             [(key, float(key)) for key in KEYS],
-            view=INDEXED | {"gates": {"rows": None, "norm": None}} | view,
+            view=INDEXED | {"gates": UNJUDGED | {"rows": None}} | view,
         )
         partition = containing("day", datetime(2026, 1, day, tzinfo=UTC))
         project.run(command=command, partition=partition)

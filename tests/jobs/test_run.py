@@ -36,7 +36,7 @@ from precompute.store.offline.runs import Journals
 from precompute.store.times import containing
 from tests import REPOSITORY
 from tests.fixtures import MakeProject, Prepared
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 KEYS = (1, 2, 3, 4, 5)
 OLD, NEW = [2.0, 4.0, 6.0, 8.0, 10.0], [20.0, 40.0, 60.0, 80.0, 100.0]
@@ -542,7 +542,7 @@ def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
 ) -> None:
     """Manifests, reports and folders: what is read is what is needed, and 64 folders to be looked
     through in turn."""
-    project = make_project([(i, float(i)) for i in range(3)], view={"gates": {"norm": None}})
+    project = make_project([(i, float(i)) for i in range(3)], view={"gates": UNJUDGED})
     first = project.run().snapshot
     assert first is not None
     store = project.store
@@ -552,7 +552,7 @@ def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
         first = store.numbers()[-1]
         for step in (0.1, 0.2):  # the first one learns what it did not know of
             project = make_project(
-                [(i, i + past + step) for i in range(3)], view={"gates": {"norm": None}}
+                [(i, i + past + step) for i in range(3)], view={"gates": UNJUDGED}
             )
             seen = looked_at(project, monkeypatch)
         few = few or seen

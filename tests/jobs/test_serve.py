@@ -26,6 +26,7 @@ from precompute.store.wire import bodies
 from tests import REPOSITORY
 from tests.asgi import call
 from tests.online_rig import KINDS, rig_of, url_of
+from tests.scene import UNJUDGED
 from tests.server import OPERATORS, Server, eventually, make_folder, read_reply, slow, write_numbers
 
 # ---- life and death
@@ -211,7 +212,7 @@ def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(
 ) -> None:
     ids = list(range(40))
     # all rows are the same, and grow from snapshot to snapshot
-    alike = {"gates": dict.fromkeys(("norm", "duplicates", "constant", "shift", "moved"))}
+    alike = {"gates": UNJUDGED}
     project = make_folder(
         tmp_path, {"numbers": alike}, online=url_of(request, kind, "table:./var/online")
     )

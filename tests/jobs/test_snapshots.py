@@ -11,7 +11,7 @@ import pytest
 from precompute.jobs.commands.operations import describe_snapshots
 from precompute.jobs.ops.retention import list_snapshots
 from tests.fixtures import MakeProject
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 ROWS = 40
 
@@ -19,7 +19,7 @@ ROWS = 40
 def run(make_project: MakeProject, rows: int, factor: float, **how: object) -> Scene:
     project = make_project(
         [(i, i * factor) for i in range(rows)],
-        view={"gates": {"moved": None, "shift": None}},
+        view={"gates": UNJUDGED},
     )
     project.run(**how)  # type: ignore[arg-type]
     return project

@@ -26,7 +26,7 @@ from precompute.store.online.url import open_online_store
 from tests.fixtures import MakeProject, Prepared
 from tests.online import batch_of, of_number
 from tests.online_rig import rigged
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 CHECKS = ["manifest", "checksums", "rows", "online pointer", "online rows", "index", "account"]
 ROWS = 60
@@ -96,7 +96,7 @@ def test_vectors_that_are_all_alike_verify(make_project: MakeProject) -> None:
             rows,
             view={
                 "index": {"on": "vector", "metric": metric},
-                "gates": {"duplicates": None, "constant": None, "contract": None},
+                "gates": UNJUDGED | {"contract": None},
             },
         )
         project.run(full=True)
@@ -348,7 +348,7 @@ def test_an_index_of_another_snapshot_with_as_many_rows_is_found(
 ) -> None:
     view = {
         "index": {"on": "vector", "metric": metric},
-        "gates": dict.fromkeys(("drift", "moved", "shift", "agreement")),
+        "gates": UNJUDGED,
     }
     for sign in (1.0, -1.0):
         project = make_project([(i, sign * (i * i + 1)) for i in range(rows)], view=view)

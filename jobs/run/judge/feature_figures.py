@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.store.feature_view import Feature, FeatureView
-from precompute.store.online.kernels import hashes
+from precompute.store.online.kernels import Packed, hashes
 from precompute.store.online.row_values import packed_strings
 
 Figures = dict[str, float]
@@ -42,10 +42,11 @@ MISSING_WORDS = ("", "n/a", "na", "nan", "none", "null", "unknown", "undefined",
 HUGE = 1e15
 """A float beyond is an overflow, and no score."""
 LARGEST_FLOAT16 = 65504.0
-PAIRED_LISTS = 512
-"""Lists that are compared with those before; of 100 items each that takes 0.1 s."""
-PAIRED_ITEMS = 500_000
-"""Items of these lists, about; fewer lists are compared where they are longer."""
+MOST_ITEMS = 1_000_000
+"""Items of lists that are looked at together: what is made of them takes 8 bytes for each, several
+times."""
+PAIRED_TEXTS = 512
+"""Texts whose words are compared with those before."""
 LEAST_OVERLAP = 0.1
 """Rank overlap of a list with the one before of its key up to which nothing is left of it."""
 LABEL_ROWS = 20
@@ -134,41 +135,60 @@ def _commonest(values: pa.ChunkedArray) -> int:
 
 
 def _of_list(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
-    lengths = np.asarray(pc.list_value_length(values))
+    (values,) = _looked_at(values)
+    of_list, items = np.asarray(pc.list_parent_indices(values.combine_chunks())), _codes(values)
+    yield from _lists(values, items)
+    most = items.max(initial=0) + 1
+    each = np.sort(of_list * most + items)
+    twice = each[1:][each[1:] == each[:-1]] // most
+    yield "doubled", len(np.unique(twice)) / len(values)
+    if len(items):
+        counts = np.bincount(items)
+        yield "coverage", len(counts)
+        yield "item", counts.max() / len(items)
+        firsts = items[np.flatnonzero(np.diff(of_list, prepend=-1))]
+        yield "first", np.bincount(firsts).max() / len(firsts)
+
+
+def _looked_at(*columns: pa.ChunkedArray) -> list[pa.ChunkedArray]:
+    """As many rows of columns of lists as have :data:`MOST_ITEMS` items together, one at least."""
+    items = sum(np.asarray(pc.list_value_length(one)).astype(np.int64) for one in columns)
+    most = int(np.searchsorted(np.cumsum(items), MOST_ITEMS, "right"))
+    return [one.slice(0, max(1, most)) for one in columns]
+
+
+def _lists(
+    values: pa.ChunkedArray, items: npt.NDArray[np.int64] | F8
+) -> Iterator[tuple[str, float]]:
+    """Figures of lists of whatever, from their flat items of eight bytes each."""
+    lengths = np.asarray(pc.list_value_length(values)).astype(np.int64)
     yield "empty", (lengths == 0).mean()
     yield "length", float(lengths.mean())
-    of_list, doubled = _list_hashes(values)
-    yield "common", np.unique(of_list, return_counts=True)[1].max() / len(of_list)
-    yield "doubled", doubled
-    items = values.combine_chunks().flatten().drop_null()
-    if not len(items):
-        return
-    counts = np.asarray(pc.value_counts(items).field(1))
-    yield "coverage", len(counts)
-    yield "item", counts.max() / len(items)
-    filled = values.filter(pa.array(lengths > 0))
-    firsts = pc.list_element(filled.combine_chunks(), 0).drop_null()
-    if len(firsts):
-        yield "first", np.asarray(pc.value_counts(firsts).field(1)).max() / len(firsts)
+    yield "common", _times(items, np.append(0, lengths.cumsum())).max() / len(lengths)
 
 
-def _list_hashes(values: pa.ChunkedArray) -> tuple[npt.NDArray[np.int64], float]:
-    """A number for each list; and the share that has an item twice."""
-    found, doubled = np.empty(len(values), np.int64), 0
-    for at, scalar in enumerate(values):
-        # of many lists of thousands of items no more is held than a number each
-        items = tuple(scalar.as_py())
-        found[at] = hash(items)
-        doubled += len(set(items)) < len(items)
-    return found, doubled / len(found)
+def _codes(*values: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """A number for each item of some columns of lists, one after the other: equal ones have the
+    same, from 0 on."""
+    items = pa.chunked_array([one.combine_chunks().flatten() for one in values])
+    return np.asarray(items.combine_chunks().dictionary_encode().indices).astype(np.int64)
+
+
+def _times(numbers: npt.NDArray[np.generic], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How often each different run of numbers is there, by the hash of its bytes.
+
+    Args:
+        numbers: of a row each, or of eight bytes each, all runs one after the other.
+        ends: the number's place where the first run begins, and where each ends.
+    """
+    data = np.ascontiguousarray(numbers).view(np.uint8).reshape(-1)
+    return np.unique(hashes(Packed(data, ends * numbers.itemsize)), return_counts=True)[1]
 
 
 def _of_numbers(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
-    lengths = np.asarray(pc.list_value_length(values))
-    yield "empty", (lengths == 0).mean()
-    yield "length", float(lengths.mean())
-    yield "common", np.unique(_list_hashes(values)[0], return_counts=True)[1].max() / len(values)
-    numbers = _numbers(pa.chunked_array([values.combine_chunks().flatten().drop_null()]))
+    (values,) = _looked_at(values)
+    numbers = _numbers(pa.chunked_array([values.combine_chunks().flatten()]))
+    yield from _lists(values, numbers)
     finite = numbers[np.isfinite(numbers)]
     if len(finite):
         yield "zero", (finite == 0).mean()
@@ -185,12 +205,12 @@ def _of_vector(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
     with np.errstate(over="ignore"):
         norms = np.linalg.norm(vectors, axis=1)
     yield "zero", (norms == 0).mean()
-    for name, share in QUANTILES.items():
-        yield f"norm.{name}", float(np.quantile(norms, share))
-    unique, times = np.unique(vectors, axis=0, return_counts=True)
+    quantiles = np.quantile(norms, [*QUANTILES.values()]).tolist()
+    yield from zip((f"norm.{name}" for name in QUANTILES), quantiles, strict=True)
+    times = _times(vectors, vectors.shape[1] * np.arange(len(vectors) + 1))
     yield "common", times.max() / len(vectors)
-    yield "repeated", 1 - len(unique) / len(vectors)
-    if len(unique) > 2:
+    yield "repeated", 1 - len(times) / len(vectors)
+    if len(times) > 2:
         spread = vectors.std(axis=0)
         yield "dead", (spread <= 1e-6 * max(float(spread.max()), 1e-30)).mean()
     unit = vectors[norms > 0] / norms[norms > 0, None]
@@ -256,8 +276,10 @@ def _distances(a: F8, b: F8, share: float, spread: float) -> Iterator[tuple[str,
     spread = spread or (high - low) / 2.56 or float(b.std())
     with np.errstate(over="ignore", invalid="ignore"):
         by = np.abs(a - b)
+        by = by / spread if spread else np.where(by > 0, np.inf, 0.0)
     for figure, spreads in (("quarter", 0.25), ("one", 1.0), ("four", 4.0)):
-        yield figure, share * (by > spreads * spread).mean()
+        # not at once: of whole numbers many move by the same, and the spread is another each night
+        yield figure, share * np.clip(2 * by / spreads - 1.5, 0, 1).mean()
     correlation = rank_correlation(a, b)
     if correlation is not None:
         yield "rank", 1 - share * (1 - correlation)
@@ -295,7 +317,7 @@ def _text_moves(
         yield "tokens", 1.0
         return
     alike = []
-    spaced = np.unique(np.linspace(0, len(now) - 1, min(len(now), PAIRED_LISTS)).astype(np.int64))
+    spaced = np.unique(np.linspace(0, len(now) - 1, min(len(now), PAIRED_TEXTS)).astype(np.int64))
     for one, other in zip(
         *(of.take(pa.array(spaced)).to_pylist() for of in (now, then)), strict=True
     ):
@@ -310,25 +332,65 @@ def _list_moves(
     if not len(now):
         yield from (("overlap", 1.0), ("lost", 0.0), ("order", 1.0))
         return
-    items = float(pc.mean(pc.list_value_length(now)).as_py() or 0)
-    most = max(1, min(len(now), PAIRED_LISTS, int(PAIRED_ITEMS / max(1.0, items))))
-    spaced = pa.array(np.unique(np.linspace(0, len(now) - 1, most).astype(np.int64)))
-    a, b = (of.take(spaced).to_pylist() for of in (now, then))
-    overlaps = np.array([rank_overlap(one, other) for one, other in zip(a, b, strict=True)])
+    now, then = _looked_at(now, then)
+    pair, here, there = _shared(now, then)
+    lengths = [np.asarray(pc.list_value_length(of)) for of in (now, then)]
+    overlaps = _rank_overlaps(pair, np.maximum(here, there), np.maximum(*lengths))
     yield "overlap", 1 - share * (1 - float(overlaps.mean()))
     yield "lost", share * (overlaps <= LEAST_OVERLAP).mean()
-    orders = [order for one, other in zip(a, b, strict=True) for order in _order(one, other)]
-    if orders:
-        yield "order", 1 - share * (1 - float(np.mean(orders)))
+    n = np.bincount(pair, minlength=len(now))
+    pairs = n > 2
+    if pairs.any():
+        # Spearman's, of ranks among the shared ones, no two of which are equal
+        off = _places(pair, here) - _places(pair, there)
+        squares = np.bincount(pair, off * off, len(now))[pairs]
+        n = n[pairs]
+        yield "order", 1 - share * float((6 * squares / (n * (n * n - 1.0))).mean())
 
 
-def _order(now: Sequence[Any], then: Sequence[Any]) -> Iterator[float]:
-    """How far items that both lists have stand in one order, -1 to 1; nothing of two or less."""
-    rank = {item: at for at, item in enumerate(then)}
-    shared = [(at, rank[item]) for at, item in enumerate(now) if item in rank]
-    if len(shared) > 2:
-        order = rank_correlation(*np.array(shared, np.float64).T)
-        yield 0.0 if order is None else order
+def _shared(
+    now: pa.ChunkedArray, then: pa.ChunkedArray
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The items that both lists of a pair have: number of the pair, its place here and there."""
+    codes, lists, places = _codes(now, then), [], []
+    for of in (now, then):
+        lengths = np.asarray(pc.list_value_length(of)).astype(np.int64)
+        lists.append(np.repeat(np.arange(len(of)), lengths))
+        places.append(np.arange(len(lists[-1])) - np.repeat(lengths.cumsum() - lengths, lengths))
+    most = codes.max(initial=0) + 1
+    of_now, of_then = np.split(np.concatenate(lists) * most + codes, [len(lists[0])])
+    # of an item that a list has twice the first place
+    (ours, at), (theirs, was) = (np.unique(of, return_index=True) for of in (of_now, of_then))
+    both, a, b = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
+    return both // most, places[0][at[a]], places[1][was[b]]
+
+
+def _rank_overlaps(
+    pair: npt.NDArray[np.int64], place: npt.NDArray[np.int64], depths: npt.NDArray[np.integer[Any]]
+) -> F8:
+    """Rank-biased overlap of pairs of lists, 0 to 1 [pairs], by their agreement at each depth up to
+    the longer's length (truncated, and scaled so that equal lists have 1); 1 of two empty ones.
+
+    Args:
+        pair: of each item that both lists have, the pair's number.
+        place: from which depth on both have it, less 1.
+        depths: the longer's length of each pair.
+    """
+    # no power, which CPUs round differently
+    weights = np.append(1.0, np.full(int(depths.max(initial=0)), RBO_P)).cumprod()[:-1]
+    # what an item adds that both have from the first place on, up to each depth
+    adds = np.append(0.0, (weights / np.arange(1, len(weights) + 1)).cumsum())
+    total = np.append(0.0, weights.cumsum())[depths]
+    found = np.bincount(pair, adds[depths[pair]] - adds[place], len(depths))
+    return np.where(depths > 0, found / np.where(depths > 0, total, 1.0), 1.0)
+
+
+def _places(pair: npt.NDArray[np.int64], place: npt.NDArray[np.int64]) -> F8:
+    """The rank of each item among those of its pair, by its place."""
+    order = np.lexsort((place, pair))
+    found = np.empty(len(pair))
+    found[order] = np.arange(len(pair)) - np.searchsorted(pair[order], pair[order])
+    return found
 
 
 def _numbers_moves(
@@ -348,7 +410,7 @@ def _vector_moves(
     now: pa.ChunkedArray, then: pa.ChunkedArray, share: float, _: float
 ) -> Iterator[tuple[str, float]]:
     if not len(now):
-        yield from (("cosine05", 1.0), ("cosine50", 1.0))
+        yield from (("cosine05", 1.0), ("cosine50", 1.0), ("turned", 0.0))
         return
     a, b = _matrix(now), _matrix(then)
     finite = np.isfinite(a).all(axis=1) & np.isfinite(b).all(axis=1)
@@ -361,7 +423,10 @@ def _vector_moves(
     for figure, at in (("cosine05", 0.05), ("cosine50", 0.5)):
         # of all common keys: those whose row is the same have 1
         place = int(at / share * len(order)) if share > 0 else len(order)
-        yield figure, order[place] if place < len(order) else 1.0
+        cosine = float(order[place]) if place < len(order) else 1.0
+        yield figure, cosine
+    # by the angle, since the cosine of a small one says next to nothing
+    yield "turned", math.acos(min(1.0, max(-1.0, cosine))) / (math.pi / 2)
     if len(a) >= LABEL_ROWS:
         x, y = a - a.mean(axis=0), b - b.mean(axis=0)
         scale = np.sqrt(np.square(x).sum(axis=0) * np.square(y).sum(axis=0))
@@ -401,26 +466,6 @@ def _ranks(values: F8) -> F8:
     return (ends - (times - 1) / 2)[where.reshape(-1)]
 
 
-def rank_overlap(a: Sequence[object], b: Sequence[object]) -> float:
-    """Rank-biased overlap of two lists, 0 to 1, by their agreement at each depth up to the longer's
-    length (truncated, and scaled so that equal lists have 1); 1 of two empty ones."""
-    depth = max(len(a), len(b))
-    if not depth:
-        return 1.0
-    seen_a, seen_b, shared = set[object](), set[object](), 0
-    weighted = total = 0.0
-    weight = 1.0
-    for place in range(depth):
-        for items, seen, others in ((a, seen_a, seen_b), (b, seen_b, seen_a)):
-            if place < len(items) and items[place] not in seen:
-                seen.add(items[place])
-                shared += items[place] in others
-        weighted += weight * min(1.0, shared / (place + 1))
-        total += weight
-        weight *= RBO_P
-    return weighted / total
-
-
 def has_values(rows: pa.Table, view: FeatureView) -> pa.ChunkedArray:
     """Which rows have a value of any feature, bool [rows]."""
     found = rows.column(view.features[0].name).is_valid()
@@ -440,10 +485,11 @@ def unit_mean(column: pa.ChunkedArray) -> F8 | None:
 
 
 def _numbers(values: pa.ChunkedArray) -> F8:
-    return np.asarray(values.combine_chunks()).astype(np.float64)
+    """As float64, no zero of which is negative: equal numbers have equal bytes."""
+    return np.asarray(values.combine_chunks()).astype(np.float64) + 0.0
 
 
 def _matrix(column: pa.ChunkedArray) -> F8:
     """[rows, dim] of vectors without nulls, of a row at least."""
-    values = column.combine_chunks().flatten()
-    return np.asarray(values).astype(np.float64).reshape(len(column), -1)
+    flat = pa.chunked_array([column.combine_chunks().flatten()])
+    return _numbers(flat).reshape(len(column), -1)

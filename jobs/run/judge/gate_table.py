@@ -202,7 +202,7 @@ ANCHOR = (
     (_SCALES, "moved.rank", True, "rank correlation"),
     ((TEXT, FLAG), "moved.changed", False, "share of other values"),
     ((LIST,), "moved.overlap", True, "overlap by rank"),
-    ((VECTOR,), "moved.cosine50", True, "median cosine"),
+    ((VECTOR,), "moved.turned", False, "median turn, as a share of a right angle,"),
 )
 """What is compared with an accepted snapshot some nights ago: kinds, figure, whether less is worse,
 words."""
@@ -212,7 +212,5 @@ ANCHOR_FACTOR = 2.5
 """And how many times what usually moves in a night: what is noise each night is no more than
 √2 of that apart."""
 
-ANNOUNCED = ("shape", "computed", "moved", "anchor", "never", "rows")
-"""Gates that a change can be announced for: they compare. What judges alone stays."""
 TABLE = ("first", "null", "constant", "shape", "computed", "moved", "anchor", "never", "bounds")
 """Gates of this table."""

@@ -17,12 +17,15 @@ import pyarrow as pa
 
 from precompute.engine.rows import with_null_rows
 from precompute.engine.runner import compute
+from precompute.jobs.config.announcement import Announced, Days, announced
 from precompute.jobs.config.gates import COMPUTING_GATES
 from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.contract import judge_contract
 from precompute.jobs.run.judge.feature_figures import has_values
+from precompute.jobs.run.judge.gate_table import TABLE
 from precompute.jobs.run.judge.judgement import Evidence, Pairs, judge
+from precompute.jobs.run.judge.neighbours import Neighbours, neighbours_of
 from precompute.jobs.run.judge.nights import (
     Night,
     anchor_of,
@@ -48,17 +51,24 @@ from precompute.jobs.run.rows.chunks import compute_in_worker
 from precompute.jobs.run.rows.open_view import OpenView
 from precompute.jobs.run.rows.samples import Samples, SnapshotSample
 from precompute.jobs.run.rows.substitute import OpenSubstitute
+from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.keys import key_column
 from precompute.store.offline.row_figures import RowFigures
-from precompute.store.offline.snapshot import Snapshot, Verdict
+from precompute.store.offline.snapshot import NEIGHBOURS, Snapshot, Verdict
 from precompute.store.offline.standing import Standing, keeps_live, marks_of
 from precompute.store.offline.view_store import ViewStore
+from precompute.store.times import Partition, parsed_time, utc_now
 from precompute.techniques.row_errors import differing
 
 log = logging.getLogger(__name__)
 
+COMPARING = {"rows", *TABLE, NEIGHBOURS}
+"""Gates that compare a snapshot with others: of a partition they wait for those before it."""
+_WAITS = Verdict(
+    NEIGHBOURS, False, message="it is compared with the partitions before it once they are there"
+)
 MOST_GONE = 0.5
 """Share of the live keys that may be gone: with more, as many rows under other keys (ids padded
 with zeros, or of another table) are of no use to callers with the live ones."""
@@ -139,12 +149,18 @@ class Judge:
 
     Args:
         config: the view's, with their limits.
-        opened: the view; its source is loaded, its model computes the parity sample.
+        opened: the view; its source is loaded, its model computes the parity sample. None where
+            nothing but :meth:`compared` is asked for.
         store: of the view.
         in_backfill: whether a backfill computes the snapshot. What is live then moves with the
-            clock, so nothing of it is looked at.
-        live_before: number of the snapshot that readers had when that backfill began; None without
-            any.
+            clock, so it is compared with its neighbours in data time alone.
+        live_before: number of the snapshot that readers had when that backfill began, whose
+            contract is kept; None without any.
+        in_order: of a backfill: the partitions before this one are there. Otherwise what compares
+            waits until they are, and the snapshot is refused until then.
+        expect: gates that the run announces a change for.
+        due: the schedule's time that it is for, ISO 8601 in UTC: what is announced of that day
+            holds for a run that is repeated after midnight.
 
     Raises:
         SnapshotError, SourceError, ModelError: from every method: something cannot be read or
@@ -152,10 +168,13 @@ class Judge:
     """
 
     config: ViewConfig
-    opened: OpenView
+    opened: OpenView | None
     store: ViewStore
     in_backfill: bool = False
     live_before: int | None = None
+    in_order: bool = False
+    expect: Collection[str] = ()
+    due: str | None = None
 
     def judge(
         self,
@@ -171,17 +190,17 @@ class Judge:
             draft: the snapshot before segments were merged: the same rows, those that it has from
                 what is live in the files of that.
         """
-        live, served = _baseline(self.store, snapshot), self._served()
         if not snapshot.rows:
-            other = self.opened.substitute
+            other = None if self.opened is None else self.opened.substitute
             use = None if other is None else other.use
-            snapshot = replace(snapshot, substitute=use, figures=RowFigures())
-            succeeds = not keeps_live(snapshot) and self._succeeds(snapshot, served)
-            return self._empty(snapshot, served if live is None and succeeds else live)
-        nights = self._nights(snapshot)
-        verdicts = self.measure(snapshot, live, draft, served, nights)
+            return self._empty(replace(snapshot, substitute=use, figures=RowFigures()))
+        # what a partition's segments were before they were merged depends on what was computed when
+        draft = snapshot if draft is None or self.in_backfill else draft
+        neighbours = self._neighbours(snapshot)
+        nights = neighbours.nights
+        verdicts = self.measure(snapshot, draft, neighbours)
         written, anchors = snapshot.nights, snapshot.anchors
-        if snapshot.number == 0:
+        if snapshot.number == 0 and snapshot.partition is None:
             written = write_nights(self.store, snapshot.run, nights, verdicts.limits)
             anchors = (*anchors_of(nights), *verdicts.anchor)
         return replace(
@@ -192,24 +211,61 @@ class Judge:
             substitute=verdicts.substitute,
             nights=written,
             anchors=anchors,
+            announced=verdicts.announced.why,
         )
 
     def rejudge(self, snapshot: Snapshot) -> Snapshot:
         """Judge a committed snapshot by the gates as configured now; returns it with their
         verdicts."""
-        if snapshot.rows:
+        if snapshot.rows and self.opened is not None:
             self.opened.convert()
         # these judged while its rows were computed
         before = [verdict for verdict in snapshot.gates if verdict.gate in COMPUTING_GATES]
-        return self.judge(snapshot, before)
+        now = self.judge(snapshot, before)
+        then, alone = ({v.gate for v in one.failed} - COMPARING for one in (snapshot, now))
+        # what compares is judged again once the partitions before it are there
+        return snapshot if self._waits(snapshot) and then == alone else now
 
-    def _nights(self, snapshot: Snapshot) -> tuple[Night, ...]:
-        """The nights before a snapshot: those of the newest one of its recipe that is accepted; of
-        a partition, of the nearest earlier one."""
+    def compared(self, snapshot: Snapshot) -> Snapshot:
+        """A committed snapshot with new verdicts of the gates that compare, all others as they
+        are."""
+        if not snapshot.rows:
+            return self._empty(snapshot)
+        told = self._announced(snapshot)
+        samples, verdicts = Samples(self.store), Verdicts(self.config.gates, told)
+        self._compare(samples, snapshot, snapshot, self._neighbours(snapshot), verdicts)
+        alone = [verdict for verdict in snapshot.gates if verdict.gate not in COMPARING]
+        return replace(
+            snapshot,
+            quality={**snapshot.quality, **verdicts.quality},
+            gates=(*alone, *verdicts.all),
+            announced=told.why,
+        )
+
+    def _waits(self, snapshot: Snapshot) -> bool:
+        """Whether partitions before it may not be there yet."""
+        return self.in_backfill and not self.in_order and snapshot.partition is not None
+
+    def _announced(self, snapshot: Snapshot) -> Announced:
+        """What is announced of the days of a snapshot, and by its run."""
+        if snapshot.partition is not None:
+            days = {Days.of(Partition.parse(snapshot.partition))}
+        else:
+            # one that is judged again was made on an earlier day, perhaps
+            made = (parsed_time(at) for at in (snapshot.created_at, self.due, utc_now()))
+            days = {Days(at.date(), at.date()) for at in made if at is not None}
+        return announced(self.config.gates.expect, days, self.expect, operator())
+
+    def _neighbours(self, snapshot: Snapshot) -> Neighbours:
+        """What was before a snapshot: the nights of the newest one of its recipe that is accepted;
+        of a partition those before it in data time."""
+        if snapshot.partition is not None:
+            waits = self._waits(snapshot)
+            return Neighbours() if waits else neighbours_of(self.store, snapshot)
         if snapshot.number:
-            return read_nights(self.store, snapshot)
+            return Neighbours(read_nights(self.store, snapshot))
         base = Standing(self.store).night_before(snapshot)
-        return () if base is None else nights_after(self.store, base)
+        return Neighbours() if base is None else Neighbours(nights_after(self.store, base))
 
     def _served(self) -> Snapshot | None:
         """What readers have, or had when the backfill began."""
@@ -223,81 +279,107 @@ class Judge:
             return False
         return served.partition is None or snapshot.partition > served.partition
 
-    def _empty(self, snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
+    def _empty(self, snapshot: Snapshot) -> Snapshot:
         """A partition without rows: all there is to judge is whether it, or what it takes the
         place of, had rows before."""
+        before = _baseline(self.store, snapshot)
+        if before is None and not keeps_live(snapshot):
+            if self._waits(snapshot):
+                return replace(snapshot, quality={}, gates=(_WAITS,))
+            before = next(iter(self._replaced(snapshot, self._neighbours(snapshot))), None)
         if before is None or self.config.gates.rows is None or before.rows < FEWEST_ROWS:
             return replace(snapshot, quality={}, gates=())
         message = f"no rows any more, against the {before.rows:,} of snapshot {before.number}"
-        return replace(snapshot, gates=(Verdict("rows", False, 0.0, 1.0, message),))
+        told = self._announced(snapshot)
+        verdict = told.told(Verdict("rows", False, 0.0, 1.0, message))
+        return replace(snapshot, gates=(verdict,), announced=told.why)
+
+    def _replaced(self, snapshot: Snapshot, neighbours: Neighbours) -> list[Snapshot]:
+        """What a partition that was never computed before is compared with: what readers have, if
+        it will be served in its place, else the one before it in data time; and that of the week
+        before, on the same weekday."""
+        if snapshot.partition is None:
+            return []
+        served = None if self.in_backfill else self._served()
+        readers = served if self._succeeds(snapshot, served) else None
+        return neighbours.alternatives(readers)
 
     def measure(
         self,
         snapshot: Snapshot,
-        live: Snapshot | None,
         draft: Snapshot | None = None,
-        served: Snapshot | None = None,
-        nights: Sequence[Night] = (),
+        neighbours: Neighbours = Neighbours(),  # noqa: B008 - immutable
     ) -> Verdicts:
         """Figures and verdicts of a snapshot that is about to be committed.
 
         Args:
             snapshot: its parts are written; it has no number yet.
-            live: the snapshot that it would replace; None when nothing is live.
             draft: as of :meth:`judge`.
-            served: the snapshot that readers have, if it is another partition's.
-            nights: those before it.
+            neighbours: what was before it.
         """
-        gates, view, draft = self.config.gates, snapshot.view, draft or snapshot
+        gates, view, draft, opened = (
+            self.config.gates,
+            snapshot.view,
+            draft or snapshot,
+            self.opened,
+        )
+        assert opened is not None
         samples = Samples(self.store)
         found = samples.of(draft)
         figures = found.figures(view)
         nulls = figures.valueless if view.definition.bad_rows == "null" else 0
-        verdicts = Verdicts(gates)
+        verdicts = Verdicts(gates, self._announced(snapshot))
         verdicts.figures = figures
         if view.definition.bad_rows == "null":
             verdicts.quality["nulls"] = float(nulls)
         self._judge_counts(snapshot, snapshot.rows - nulls, verdicts)
-        succeeds = live is None and self._succeeds(snapshot, served)
-        before = served if succeeds else live
-        if before is not None:
-            gone = keys_gone(samples, found, before) if before.view.entity == view.entity else None
-            self._judge_rows(snapshot, before, gone, succeeds, verdicts)
         not_finite = figures.not_finite / figures.rows if figures.rows else 0.0
         message = f"{figures.not_finite:,} of {figures.rows:,} rows are not finite"
         verdicts.at_most("finite", not_finite, gates.finite, message)
-        readers = served or live
+        readers = self._served() or _baseline(self.store, snapshot)
         if readers is not None:
             judge_contract(view, readers.view, verdicts)
-        self._judge_features(samples, found, snapshot, draft, before, nights, verdicts)
         sample = judged(found).slice(0, PAIRED_ROWS)
         sample = sample.append_column("key", key_column(sample, view.entity))
         for feature in view.features:
             judge_packed(feature, sample, view, verdicts)
-        if self.opened.substitute is not None:
-            self._judge_substitute(self.opened.substitute, sample, verdicts)
+        if opened.substitute is not None:
+            self._judge_substitute(opened, opened.substitute, sample, verdicts)
         elif view.fallback and gates.parity is not None and sample.num_rows:
-            judge_parity(self.opened, sample, gates.parity, verdicts)
+            judge_parity(opened, sample, gates.parity, verdicts)
+        if self._waits(snapshot):
+            verdicts.all.append(_WAITS)
+        else:
+            self._compare(samples, snapshot, draft, neighbours, verdicts)
         return verdicts
 
-    def _judge_features(
+    def _compare(
         self,
         samples: Samples,
-        found: SnapshotSample,
         snapshot: Snapshot,
         draft: Snapshot,
-        live: Snapshot | None,
-        nights: Sequence[Night],
+        neighbours: Neighbours,
         verdicts: Verdicts,
     ) -> None:
-        """The gates of the table."""
-        rows, beside = judged(found), None
+        """The gates that compare a snapshot with others: with what is live, or, of a partition,
+        with its own earlier rows, or else with those of others."""
+        found, live = samples.of(draft), _baseline(self.store, snapshot)
+        others = self._replaced(snapshot, neighbours) if live is None else []
+        before, is_other = next(iter(others), live), bool(others)
+        verdicts.announced = verdicts.announced.back_from(before)
+        # of all partitions together each has keys of its own
+        by_key = not (is_other and self.config.serves_all)
+        beside = [(one, keys_gone(samples, found, one) if by_key else None) for one in others]
+        if live is not None:
+            beside = [(live, keys_gone(samples, found, live))]
+        self._judge_rows(snapshot, beside, verdicts)
+        rows, live_rows = judged(found), None
         if snapshot.view.definition.bad_rows == "null":
             # what was rejected is judged by ``coverage``
             rows = rows.filter(has_values(rows, snapshot.view))
-        if live is not None:
+        if before is not None:
             try:
-                beside = judged(samples.of(live))
+                live_rows = judged(samples.of(before))
             except SnapshotError as exc:
                 # a damaged live snapshot is to be replaced, so it refuses nothing
                 log.warning("%s", exc)
@@ -305,16 +387,17 @@ class Judge:
             snapshot.view,
             rows,
             day_of(snapshot),
-            computed_rows(samples, found, draft),
-            beside,
-            None if live is None else pairs_of(samples, found, draft, live),
-            self._anchor(snapshot, found, nights),
-            nights,
-            alike=live is None or live.made_by == snapshot.made_by,
+            None if is_other else computed_rows(samples, found, draft, before),
+            live_rows,
+            None if before is None or not by_key else pairs_of(samples, found, draft, before),
+            self._anchor(snapshot, found, neighbours.nights),
+            neighbours.nights,
+            alike=before is None or before.computation == snapshot.computation,
+            announced=verdicts.announced.gates,
         )
         if snapshot.number == 0 and snapshot.partition is None:
             verdicts.anchor = [write_anchor(self.store, snapshot, found)]
-        by_table = judge(evidence, self.config.gates)
+        by_table = judge(evidence, self.config.gates, self.config.gates.by)
         verdicts.quality |= by_table.figures
         verdicts.all += by_table.verdicts
         verdicts.limits = by_table.limits
@@ -333,11 +416,11 @@ class Judge:
             return None
 
     def _judge_substitute(
-        self, other: OpenSubstitute, sample: pa.Table, verdicts: Verdicts
+        self, opened: OpenView, other: OpenSubstitute, sample: pa.Table, verdicts: Verdicts
     ) -> None:
         """The gate ``parity`` of a view whose misses another model computes: whether it agrees with
         the rows as it promised. Of few rows nothing is said, and what it promised stands."""
-        found, use = other.compare_rows(self.opened, self.opened.source, sample), other.use
+        found, use = other.compare_rows(opened, opened.source, sample), other.use
         is_off, most = self.config.gates.parity is None, self.config.max_rejected
         if found.rejected > most * found.given:
             computed = 1 - found.rejected / found.given
@@ -352,27 +435,32 @@ class Judge:
     def _judge_rows(
         self,
         snapshot: Snapshot,
-        before: Snapshot,
-        gone: float | None,
-        succeeds: bool,
+        beside: Sequence[tuple[Snapshot, float | None]],
         verdicts: Verdicts,
     ) -> None:
         """The gate ``rows``: how many there are beside what they take the place of, and whether its
-        keys are there. A partition that succeeds another one may have more; and of what a backfill
-        computes fewer, too, which another day may have."""
-        if not before.rows:
-            return
-        factor = verdicts.gates.rows
-        if factor is not None:
-            found = judge_row_count(snapshot, before, factor, more_is_fine=succeeds)
-            if succeeds and self.in_backfill:
-                found = replace(found, passed=True)
-            verdicts.all.append(found)
-        if gone is not None and factor is not None and before.rows >= FEWEST_ROWS:
+        keys are there.
+
+        Args:
+            snapshot: what is judged.
+            beside: what it is compared with, and the share of its keys that are gone (None: not
+                looked at): of a partition one of these is enough, and it may have more rows.
+            verdicts: gets the verdict.
+        """
+        factor, found = verdicts.gates.rows, list[Verdict]()
+        for before, gone in beside if factor is not None else ():
+            if not before.rows or factor is None:
+                continue
+            more_is_fine = before.partition != snapshot.partition
+            verdict = judge_row_count(snapshot, before, factor, more_is_fine=more_is_fine)
             limit = 1 - (1 - MOST_GONE) ** factor
-            if gone > limit:
+            if verdict.passed and gone is not None and before.rows >= FEWEST_ROWS and gone > limit:
                 message = f"{gone:.0%} of the keys of snapshot {before.number} are gone"
-                verdicts.add("rows", gone, limit, False, message)
+                verdict = Verdict("rows", False, gone, limit, message)
+            found.append(verdict)
+        if found:
+            verdict = next((one for one in found if one.passed), found[0])
+            verdicts.all.append(verdicts.announced.told(verdict))
 
     def _judge_counts(self, snapshot: Snapshot, valued: int, verdicts: Verdicts) -> None:
         """How many rows were rejected, and how many have a value, of those of the source."""
@@ -386,6 +474,53 @@ class Judge:
         limit = 1 - config.max_rejected if gates.coverage == "auto" else gates.coverage
         message = f"{valued:,} of {counts.source:,} source rows have a value"
         verdicts.at_least("coverage", coverage, limit, message)
+
+
+def commit_again(
+    store: ViewStore,
+    before: Snapshot,
+    now: Snapshot,
+    accepts: Collection[str],
+    by: str,
+    lease: Lease | None,
+) -> Snapshot:
+    """Commit what was judged again, where other gates refuse it, and note what is accepted of it:
+    what was accepted before counts on where it says the same.
+
+    Args:
+        store: of the view.
+        before: the committed snapshot.
+        now: the same with other verdicts.
+        accepts: gates whose refusal is accepted.
+        by: which command.
+        lease: of the run.
+
+    Returns:
+        the snapshot that counts; ``before`` itself where nothing changed.
+
+    Raises:
+        SnapshotError, FencedError: as :meth:`ViewStore.commit`.
+    """
+    still, gates = still_accepted(store, before, now), set(accepts)
+    if now.failed_gates != before.failed_gates or store.log.accepted(before.number) - still:
+        gates |= still
+        before = store.commit(now, lease)
+    accept(store, before, gates, by)
+    return before
+
+
+def compare_again(
+    config: ViewConfig, store: ViewStore, snapshot: Snapshot, accepts: Collection[str], lease: Lease
+) -> Snapshot:
+    """Judge a committed partition of a backfill by the gates that compare, now that those before it
+    are there; returns the snapshot that counts. As :func:`commit_again`.
+
+    Raises:
+        SnapshotError, FencedError: files cannot be read or written, or the lease was lost.
+    """
+    now = Judge(config, None, store, in_backfill=True, in_order=True).compared(snapshot)
+    now = replace(now, created_at=utc_now())
+    return commit_again(store, snapshot, now, accepts, "backfill", lease)
 
 
 def _baseline(store: ViewStore, snapshot: Snapshot) -> Snapshot | None:

@@ -207,7 +207,8 @@ def _first(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             if value is None or factor is None:
                 continue
             # a share of 1 is the most there is
-            most = bound.most * factor if bound.most > 1 else 1 - (1 - bound.most) / factor
+            is_share = bound.most <= 1 < factor
+            most = 1 - (1 - bound.most) / factor if is_share else bound.most * factor
             ratio = value / most if most else (0.0 if value == 0 else math.inf)
             between = (None, float(f"{most:.6g}"))
             yield _found("first", feature, bound.figure, value, ratio, between, bound.words)
@@ -225,14 +226,13 @@ def _found(
     of: str = "",
 ) -> _Found:
     """What a check found, in words: the figure's ``words``, its value, between which values it
-    passes, and what it stands ``beside``; ``of`` which other rows than the snapshot's it is, whose
-    limits are none of the snapshot's figure."""
+    passes, and what it stands ``beside``; ``of`` which other rows than the snapshot's it is."""
     low, high = between
     near = high if low is None or (high is not None and value > (low + high) / 2) else low
     limit = value if near is None else near
     message = f"{feature.name}{of}: {words} {value:.4g}{_passes(between)}"
     message += f" ({beside})" if beside else ""
-    kept = (None, None) if of else between
+    kept = (None, None) if gate in ("computed", "anchor") else between
     return _Found(gate, feature.name, figure, value, limit, ratio, message, kept)
 
 
@@ -406,8 +406,9 @@ def _directions(feature: Feature, rows: pa.Table, live: pa.Table) -> tuple[float
     found = [unit_mean(of.column(feature.name)) for of in (rows, live)]
     if found[0] is None or found[1] is None:
         return None
-    length = float(np.linalg.norm(found[1]))
-    return (float(found[0] @ found[1]) / length, length) if length > 0 else None
+    # no dot product, which CPUs sum up in another order
+    length = float(np.sqrt(np.square(found[1]).sum()))
+    return (float((found[0] * found[1]).sum()) / length, length) if length > 0 else None
 
 
 def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
@@ -444,8 +445,8 @@ def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
                 value / limit,
                 between,
                 words,
-                f"in a usual night {1 - usually if is_less_worse else usually:.4g}",
-                f" since snapshot {anchor.number}",
+                f"since snapshot {anchor.number}, in a usual night"
+                f" {1 - usually if is_less_worse else usually:.4g}",
             )
 
 

@@ -239,9 +239,18 @@ def nights_after(store: ViewStore, snapshot: Snapshot) -> tuple[Night, ...]:
     Raises:
         UnreadableError: something cannot be read now.
     """
+    return appended(read_nights(store, snapshot), night_of(store, snapshot))
+
+
+def night_of(store: ViewStore, snapshot: Snapshot) -> Night:
+    """A committed snapshot as a night.
+
+    Raises:
+        UnreadableError: what was accepted of it cannot be read now.
+    """
     accepted = store.log.accepted(snapshot.number)
     refused = {figure for one in snapshot.failed if one.gate in accepted for figure in one.figures}
-    own = Night(
+    return Night(
         snapshot.number,
         day_of(snapshot),
         snapshot.quality,
@@ -249,7 +258,6 @@ def nights_after(store: ViewStore, snapshot: Snapshot) -> tuple[Night, ...]:
         tuple(sorted(refused)),
         snapshot.anchors[-1] if snapshot.anchors else None,
     )
-    return appended(read_nights(store, snapshot), own)
 
 
 def day_of(snapshot: Snapshot) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from precompute.jobs.config.announcement import UNANNOUNCED, Announced
 from precompute.jobs.config.gates import GatesConfig
 from precompute.jobs.run.judge.nights import Limits
 from precompute.store.feature_view import Substitute
@@ -20,10 +21,11 @@ class Verdicts:
 
     Args:
         gates: the limits.
+        announced: of the snapshot.
     """
 
-    def __init__(self, gates: GatesConfig) -> None:
-        self.gates = gates
+    def __init__(self, gates: GatesConfig, announced: Announced = UNANNOUNCED) -> None:
+        self.gates, self.announced = gates, announced
         self.quality: dict[str, float] = {}
         """Figures by name, for the manifest."""
         self.all: list[Verdict] = []
@@ -62,7 +64,7 @@ class Verdicts:
         elif gate not in self.quality or not passed:
             self.quality[gate] = measured
         if limit is not None:
-            self.all.append(Verdict(gate, passed, measured, limit, message))
+            self.all.append(self.announced.told(Verdict(gate, passed, measured, limit, message)))
 
     def at_most(
         self, gate: str, measured: float, limit: float | None, message: str, chance: float = 0.0

@@ -21,6 +21,7 @@ from precompute.engine.runner import Runner
 from precompute.jobs.config.project import EngineConfig, ProjectConfig
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.report import OverlappingCpu
+from precompute.jobs.run.rows.golden_rows import GoldenRows
 from precompute.jobs.run.rows.open_model import OpenModel
 from precompute.jobs.run.rows.plan import Plan
 from precompute.jobs.run.rows.samples import write_rows
@@ -330,6 +331,7 @@ class Chunks:
         wait_until_writable: called before anything is written; waits until rows may be, or
             raises.
         on_batch: called with each batch and its outcome.
+        golden: rows that are computed among those of the run; none by default.
 
     Raises:
         RejectedError: from every method that takes rows: see
@@ -346,8 +348,10 @@ class Chunks:
         rows: int,
         wait_until_writable: Callable[[], object] = lambda: None,
         on_batch: Callable[[pa.RecordBatch, Outcome], object] = lambda batch, done: None,
+        golden: GoldenRows | None = None,
     ) -> None:
         self.store, self.report, self._opened = store, report, opened
+        self.golden = GoldenRows(opened.view) if golden is None else golden
         self._wait_until_writable, self._on_batch = wait_until_writable, on_batch
         self._rows = rows
         bad_rows = opened.view.definition.bad_rows
@@ -417,10 +421,12 @@ class Chunks:
         runner = engine_of(self._opened, settings.engine, meter, again)
         # workers share windows out
         rows = window_rows(self._opened.columns) if isinstance(runner, Runner) else WIDE_ROWS
-        windows = joined(self._good_keys(batches(min(WINDOW_ROWS, rows))), runner.window_rows)
+        wanted = self.golden.among(batches(min(WINDOW_ROWS, rows)))
+        windows = joined(self._good_keys(wanted), runner.window_rows)
         stream = runner.stream(windows, hidden=("input_hash",), memory_mb=settings.stream_mb)
         try:
             for batch, done in stream:
+                done = self.golden.take(batch, done)
                 self._add(batch, done)
                 progress.advance(done.done, meter.rows_retried)
         finally:

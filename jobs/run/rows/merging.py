@@ -4,7 +4,7 @@ made one, all partitions assembled; and which rows a run kills."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -13,7 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from precompute.jobs.config.announcement import Announced, Days, announced
 from precompute.jobs.config.view import PartitionConfig, ViewConfig
+from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.row_count import FEWEST_ROWS, judge_row_count
 from precompute.jobs.run.report import versions
 from precompute.jobs.run.rows import chunks
@@ -245,6 +247,7 @@ def assembled(
     *,
     forced: bool,
     live_before: int | None,
+    expect: Collection[str],
     memory_mb: int,
 ) -> Snapshot | None:
     """The snapshot of all partitions as they are now: the live one if nothing changed, or a new
@@ -257,6 +260,7 @@ def assembled(
         report: of the run that publishes; gets what needs attention.
         forced: whether partitions that were served may be left out.
         live_before: of a backfill: number of the snapshot that was live when it began.
+        expect: gates that the run announces a change for.
         memory_mb: DuckDB's memory.
 
     Raises:
@@ -288,7 +292,12 @@ def assembled(
                 # the damaged one is marked bad now: assemble again without it
                 continue
             before = live if report.backfill is None else _before_backfill(store, live_before)
-            return store.commit(_judge_row_count(config.gates.rows, before, snapshot), lease)
+            days = Days.of(Partition.parse(report.partition or max(members)))
+            told = announced(config.gates.expect, [days], expect, operator())
+            snapshot = _judge_row_count(config.gates.rows, before, snapshot, told)
+            report.gates += [verdict for verdict in snapshot.gates if verdict.warned]
+            report.announced = snapshot.announced or report.announced
+            return store.commit(snapshot, lease)
 
 
 def _before_backfill(store: ViewStore, number: int | None) -> Snapshot | None:
@@ -555,10 +564,14 @@ def _referring(store: ViewStore, draft: Snapshot) -> Snapshot:
     return replace(draft, segments=(*low, segment))
 
 
-def _judge_row_count(factor: float | None, live: Snapshot | None, snapshot: Snapshot) -> Snapshot:
+def _judge_row_count(
+    factor: float | None, live: Snapshot | None, snapshot: Snapshot, announced: Announced
+) -> Snapshot:
     """The snapshot with one verdict: whether more rows were lost than ``gates.rows`` allows; more
     rows are fine. All other gates judged each partition when it was computed."""
     if live is None or factor is None or live.rows < FEWEST_ROWS:
         return snapshot
-    verdict = judge_row_count(snapshot, live, factor, more_is_fine=True)
-    return replace(snapshot, gates=(verdict,), quality={"rows": verdict.measured})
+    verdict = announced.told(judge_row_count(snapshot, live, factor, more_is_fine=True))
+    why = announced.why if verdict.warned else ""
+    quality = {"rows": verdict.measured}
+    return replace(snapshot, gates=(verdict,), quality=quality, announced=why)

@@ -57,12 +57,15 @@ class RunOptions:
         full: compute every row.
         retry_rejected: compute rows that were rejected with the same input, too.
         accept: gates whose refusal is accepted, which is noted beside the snapshot.
+        expect: gates that a change is announced for: they warn, and refuse nothing.
         reload: publish it again, though the online store seems to hold it.
         take_over: publish it, though another project publishes the view in the online store.
         due: the schedule's time this run is for, ISO 8601 in UTC.
         backfill: id of the backfill this run is a part of.
-        live_before: of a backfill: number of the snapshot that readers had when it began, which
-            its partitions are compared with; None without any.
+        live_before: of a backfill: number of the snapshot that readers had when it began, whose
+            contract its partitions keep; None without any.
+        in_order: of a backfill: its partitions before this one are there; otherwise it compares
+            this one with them once they are.
         deadline_s: the kernel ends the process after this long, whatever it hangs in.
         frame: the rows, of a view with ``source: {frame: …}``: see
             :func:`precompute.sources.frame.write_frame`.
@@ -74,11 +77,13 @@ class RunOptions:
     full: bool = False
     retry_rejected: bool = False
     accept: Collection[str] = ()
+    expect: Collection[str] = ()
     reload: bool = False
     take_over: bool = False
     due: str | None = None
     backfill: str | None = None
     live_before: int | None = None
+    in_order: bool = False
     deadline_s: float | None = None
     frame: Any = None
 

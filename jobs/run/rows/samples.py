@@ -253,10 +253,11 @@ class Samples:
         """Path of a part → its sample, and kind → numbers of all its odd rows; dead ones too."""
         self._places: dict[str, int] = {}
 
-    def of(self, snapshot: Snapshot) -> SnapshotSample:
-        """The sample of a snapshot, committed or not: of the least threshold of its parts'."""
+    def of(self, snapshot: Snapshot, most: int = ALL_HASHES) -> SnapshotSample:
+        """The sample of a snapshot, committed or not: of the least threshold of its parts', and of
+        ``most`` where that is less."""
         try:
-            return self._of(snapshot)
+            return self._of(snapshot, most)
         except (pa.ArrowException, KeyError) as exc:
             # a bit of a file's footer is enough for another name
             raise SnapshotError(
@@ -264,14 +265,14 @@ class Samples:
                 f" columns ({exc}): it is damaged; publish another one"
             ) from exc
 
-    def _of(self, snapshot: Snapshot) -> SnapshotSample:
+    def _of(self, snapshot: Snapshot, most: int) -> SnapshotSample:
         layers, entity = self._store.layers(snapshot), snapshot.view.entity
         nothing = self._store.schema(snapshot).empty_table()
         dead_of = [layers.dead.get(n, np.empty(0, np.int64)) for n in range(len(layers.paths))]
         living = [n for n, part in enumerate(snapshot.parts) if len(dead_of[n]) < part.rows]
         # parts that were written otherwise have no threshold
         below = threshold(snapshot.view, snapshot.counts.source)
-        below = min([below, *(snapshot.parts[n].below for n in living)])
+        below = min([below, most, *(snapshot.parts[n].below for n in living)])
         pieces = [_Drawn(nothing, key_hashes(nothing, entity), np.empty(0, np.int64), below)]
         total, odd, size_bytes = 0, dict[str, int](), 0
         for number in living:

@@ -15,6 +15,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.engine.batches import WIDE_ROWS
@@ -31,6 +32,7 @@ from precompute.jobs.run.shards.shard_folder import (
     ShardResult,
     WorkerProgress,
     error_of,
+    read_shard_table,
     shard_file_path,
     write_shard_table,
     write_shards,
@@ -135,7 +137,7 @@ def compute_in_shards(
                     allowed=chunks.rejections.allowed,
                     rows=plan.source_rows,
                     audited=audit.sample_rows,
-                    **_written(folder, opened, plan.diff.compute, shards),
+                    **_written(folder, opened, plan.diff.compute, shards, chunks.golden.inputs),
                 )
                 _check_arguments(opened, shard_plan)
                 folder.open(shard_plan)
@@ -151,8 +153,11 @@ def attempts_of(store: ViewStore, report: Report) -> list[str]:
     return [run for run in store.journals.runs() if run_of_folder(run) == report.run]
 
 
-def _written(folder: ShardFolder, opened: OpenView, rows: int, shards: int) -> dict[str, Any]:
-    """The files of a plan: the rows of each shard, and what a worker needs to open the model.
+def _written(
+    folder: ShardFolder, opened: OpenView, rows: int, shards: int, golden: pa.Table | None
+) -> dict[str, Any]:
+    """The files of a plan: the rows of each shard, golden rows, and what a worker needs to open the
+    model.
 
     Raises:
         OSError: the file system failed.
@@ -163,6 +168,7 @@ def _written(folder: ShardFolder, opened: OpenView, rows: int, shards: int) -> d
         "shards": write_shards(
             folder.store, folder.name, opened.source.batches(WIDE_ROWS), rows, shards
         ),
+        "golden": None if golden is None else write("golden", golden),
         "columns": write("columns", opened.columns.empty_table()),
         "examples": None
         if opened.variant == REFERENCE
@@ -373,6 +379,9 @@ class _Coordinator:
         )
         if result.sample is not None:
             self._sample.add(shard_file_path(self._folder.store, result.sample), result.sampled)
+        if result.golden is not None:
+            computed = read_shard_table(shard_file_path(self._folder.store, result.golden))
+            self._chunks.golden.add(computed)
 
     def _add_rejected(self, chunks: Sequence[Finished]) -> None:
         for chunk in chunks:

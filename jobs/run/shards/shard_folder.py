@@ -60,6 +60,8 @@ class ShardPlan(Record, frozen=True):
     """How many the source has."""
     audited: int
     """How many rows the audit's sample is to have, of all shards together."""
+    golden: Part | None
+    """Golden rows, which are computed among those of the first shard; None without any."""
 
 
 class ShardResult(Record, frozen=True):
@@ -79,6 +81,8 @@ class ShardResult(Record, frozen=True):
     """The file of rows for the audit."""
     sampled: int = 0
     """How many rows they were drawn from."""
+    golden: Part | None = None
+    """What came of the golden rows, of the shard that had them."""
     seconds: float = 0.0
     cpu_s: float = 0.0
     """CPU seconds of the worker, its children's included, while it computed the shard."""

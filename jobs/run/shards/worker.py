@@ -30,6 +30,7 @@ from precompute.jobs.config.project import EngineConfig, Project
 from precompute.jobs.run.command_process import Progress
 from precompute.jobs.run.judge.audit import Sample
 from precompute.jobs.run.rows.chunks import Chunks
+from precompute.jobs.run.rows.golden_rows import GoldenRows
 from precompute.jobs.run.rows.open_model import OpenModel, open_model
 from precompute.jobs.run.shards.shard_folder import (
     ShardFolder,
@@ -40,6 +41,7 @@ from precompute.jobs.run.shards.shard_folder import (
     read_shard_table,
     shard_batches,
     shard_file_path,
+    write_shard_table,
 )
 from precompute.model import is_in_run_process
 from precompute.model_code import code_changes
@@ -356,7 +358,14 @@ class _Worker:
         wanted = -(-plan.audited * left // max(1, sum(each.rows for each in plan.shards)))
         sample = Sample(plan.view, left, wanted, extremes=opened.variant != REFERENCE)
         chunks = Chunks(
-            self._store, report, opened, plan.allowed, plan.rows, lease.check, sample.draw
+            self._store,
+            report,
+            opened,
+            plan.allowed,
+            plan.rows,
+            lease.check,
+            sample.draw,
+            self._golden(shard),
         )
         progress = _ShardProgress(self._folder, known, chunks, part.rows - left, self._check)
         done = resumed.keys if resumed.chunks else None
@@ -381,6 +390,7 @@ class _Worker:
             fits=chunks.fits or bool(resumed.chunks),
             sample=self._sample(sample, known),
             sampled=sample.rows,
+            golden=self._written(chunks.golden, known),
             seconds=round(time.monotonic() - began, 3),
             cpu_s=round(_cpu_s() - cpu_s, 3),
             model_s=round(report.stages_s.get("model", 0.0), 3),
@@ -446,6 +456,21 @@ class _Worker:
             if not pc.any(pc.is_in(keys, value_set=resumed.keys)).as_py():
                 resumed.add(chunk, keys, table.column("computed_at"))
         return resumed
+
+    def _golden(self, shard: int) -> GoldenRows:
+        """Those that are computed among the rows of a shard; each attempt computes them anew."""
+        part = self._plan.golden if shard == 0 else None
+        inputs = None if part is None else read_shard_table(shard_file_path(self._store, part))
+        return GoldenRows(self._plan.view, inputs)
+
+    def _written(self, golden: GoldenRows, known: ShardResult) -> Part | None:
+        if not golden.computed.num_rows:
+            return None
+        name = f"golden-{known.attempt}"
+        try:
+            return write_shard_table(self._store, self._folder.name, name, golden.computed)
+        except OSError as exc:
+            raise SnapshotError(disk_message(self._folder.folder, exc)) from exc
 
     def _sample(self, sample: Sample, known: ShardResult) -> Part | None:
         path = self._folder.folder / f"sample-{known.shard:05d}-{known.attempt}.arrow"

@@ -96,6 +96,7 @@ class OpenProject:
         full: bool = False,
         retry_rejected: bool = False,
         accept: Collection[str] = (),
+        expect: Collection[str] = (),
         partition: str | datetime | None = None,
         progress: bool = True,
     ) -> Ran:
@@ -111,6 +112,8 @@ class OpenProject:
             full: compute every row, changed or not.
             retry_rejected: compute rejected rows again, though their input is the same.
             accept: names of gates whose refusal is accepted.
+            expect: gates that a change is announced for, of ``shape``, ``computed``, ``moved``,
+                ``anchor``, ``never`` and ``rows``: they warn this time, and refuse nothing.
             partition: the one that contains this time, UTC; the latest that is over by default.
             progress: a bar on stderr where that is a terminal, else a line now and then.
 
@@ -122,7 +125,7 @@ class OpenProject:
                 published.
             ConflictError: another run of the view is going on.
         """
-        from precompute.jobs.config.gates import check_gates
+        from precompute.jobs.config.gates import check_announced, check_gates
         from precompute.jobs.run.command_process import progress_for
         from precompute.jobs.run.rows.plan import RunOptions
         from precompute.jobs.run.run_view import run_view
@@ -133,6 +136,7 @@ class OpenProject:
             full=full,
             retry_rejected=retry_rejected,
             accept=check_gates([accept] if isinstance(accept, str) else accept, "accept"),
+            expect=check_announced([expect] if isinstance(expect, str) else expect, "expect"),
             partition=(
                 None
                 if partition is None

@@ -9,10 +9,11 @@ from precompute.store.doors import ROOTS
 from tests.fixtures import MakeProject
 from tests.object_store import ObjectStore
 from tests.precompute.on_duckdb_1_5 import opened, ordered
+from tests.scene import UNJUDGED
 
 
 def test_our_iceberg_table_is_what_we_read_and_a_source(make_project: MakeProject) -> None:
-    gates = {"rows": None, "moved": None, "shift": None, "norm": None}
+    gates = UNJUDGED | {"rows": None}
     rows = [(i, float(i)) for i in range(400)]
     scene = make_project(rows, view={"gates": gates}, project={"iceberg": ["numbers"]})
     scene.run()

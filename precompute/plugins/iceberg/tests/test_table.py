@@ -28,10 +28,10 @@ from tests import REPOSITORY
 from tests.fixtures import MakeProject
 from tests.jobs.test_serve_all import Corpus
 from tests.object_store import KEYS, ObjectStore
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 WANTED = {"iceberg": ["numbers"]}
-GATES = {"rows": None, "moved": None, "shift": None, "norm": None}
+GATES = UNJUDGED | {"rows": None}
 Log = pytest.LogCaptureFixture
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from precompute.plugins.object_root.storage import ObjectStorage
 from precompute.store.disk.storage import mount
 from tests.object_store import ObjectStore
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
-VIEW = {"gates": {"rows": None, "shift": None, "norm": None}}
+VIEW = {"gates": UNJUDGED | {"rows": None}}
 
 
 def storage_in(bucket: ObjectStore, folder: Path) -> ObjectStorage:

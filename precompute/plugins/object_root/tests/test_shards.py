@@ -15,8 +15,8 @@ from precompute.jobs.run.shards import coordinator as coordinator_module
 from precompute.jobs.run.shards import worker as worker_module
 from precompute.jobs.run.shards.worker import WorkSummary, work
 from tests.fixtures import MakeProject
-from tests.jobs.test_code_check import VIEW as TIMES
-from tests.jobs.test_code_check import write as write_model
+from tests.jobs.test_golden import VIEW as TIMES
+from tests.jobs.test_golden import write as write_model
 from tests.object_store import ObjectStore
 from tests.scene import Scene
 

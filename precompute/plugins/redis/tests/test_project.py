@@ -7,12 +7,10 @@ from typing import Any
 import redis
 
 from tests.fixtures import MakeProject
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
-UNJUDGED: dict[str, Any] = {
-    "gates": dict.fromkeys(
-        ("duplicates", "drift", "moved", "constant", "shift", "mass", "agreement")
-    ),
+CHANGING: dict[str, Any] = {
+    "gates": UNJUDGED,
     "index": {"on": "vector"},
 }
 
@@ -34,7 +32,7 @@ def test_runs_deltas_rollback_loss_and_end(make_project: MakeProject, cluster_ur
 
     def published() -> Scene:
         project = make_project(
-            sorted(table.items()), project={"online": cluster_url}, view=UNJUDGED
+            sorted(table.items()), project={"online": cluster_url}, view=CHANGING
         )
         assert project.run().status == "published"
         return project

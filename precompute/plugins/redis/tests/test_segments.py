@@ -15,6 +15,7 @@ from precompute.plugins.redis.store import RedisStore
 from precompute.plugins.redis.tests.rig import RIG
 from tests.fixtures import MakeProject
 from tests.jobs.test_segments import SNAPSHOTS, Served, World
+from tests.scene import UNJUDGED
 
 
 def held(client: redis.Redis, view: str, name: str) -> bytes:
@@ -60,7 +61,7 @@ def test_a_damaged_segment_is_loaded_again_alone_as_it_was(
     make_project: MakeProject, redis_url: str, number: int, dim: int
 ) -> None:
     """In the buckets that its narrow rows lay in, or under a key for each row."""
-    view: dict[str, Any] = {"gates": {"rows": None, "moved": None}}
+    view: dict[str, Any] = {"gates": UNJUDGED | {"rows": None}}
     if not dim:
         view |= {"model": {"use": "tests.models:Doubler", "args": {"dim": 0}}}
         view |= {"features": {"double": {"dtype": "float64"}}}

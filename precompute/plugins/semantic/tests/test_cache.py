@@ -36,7 +36,7 @@ from precompute.store.wire.lookup_options import CacheControl, LookupOptions
 from tests.asgi import call
 from tests.fixtures import MakeProject
 from tests.jobs.test_formats import contents, make_all_earlier
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 HERE = "precompute.plugins.semantic.tests.test_cache"
 TEXTS = {1: "aaaa", 2: "bbbb", 3: "aaab", 4: "abbb", 5: "cccc"}
@@ -118,7 +118,7 @@ def make_texts(make_project: MakeProject, tmp_path: Path, online: str) -> MakeTe
             "ttl": "1h",
             "stale_for": "1d",
             "fallback": {"enabled": True, "deadline": "20s"},
-            "gates": {"duplicates": None},
+            "gates": UNJUDGED,
         }
         labelled = {
             "model": {"use": f"{HERE}:Labeller", "args": {"path": str(tmp_path / "calls")}},

@@ -51,7 +51,7 @@ from precompute.store.times import Partition
 from tests.fixtures import MakeProject
 from tests.jobs.test_converted_view import LOOSE, expected, torch_model, torch_project
 from tests.jobs.test_warmer import Models
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 from tests.server import Server, eventually
 
 HERE = "precompute.plugins.students.tests.angles"
@@ -153,7 +153,7 @@ def make(make_project: MakeProject) -> Make:
             },
             "index": {"on": "vector"},
             "fallback": {"enabled": True, "deadline": "20s"},
-            "gates": {"duplicates": None, "rows": None},
+            "gates": UNJUDGED | {"rows": None},
             "max_rejected": 0.1,
         }
         scene = make_project(None, view=definition | (view or {}), **options)
@@ -294,7 +294,7 @@ def test_a_student_that_does_not_agree_as_promised_is_refused(make: Make) -> Non
     assert scene.run(accept=["parity"]).status == "published"
     assert scene.pointer().substitute == measured
     # by a gate that is off it is measured all the same
-    scene = make({"fallback": FALLBACK, "gates": {"duplicates": None, "parity": None}})
+    scene = make({"fallback": FALLBACK, "gates": UNJUDGED | {"parity": None}})
     scene.run(full=True)
     assert scene.pointer().substitute == measured
     assert scene.snapshot().quality["parity"] == value
@@ -523,7 +523,7 @@ def test_only_rows_that_it_never_learned_from_say_how_it_agrees(make: Make) -> N
 
 
 def test_rows_that_neither_can_take_say_nothing_of_the_student(make: Make) -> None:
-    nulls = {"bad_rows": "null", "gates": {"duplicates": None, "rows": None, "coverage": None}}
+    nulls = {"bad_rows": "null", "gates": UNJUDGED | {"rows": None, "coverage": None}}
     scene = make(nulls)
     x = [*[None] * 12, *(7 * i / 10 for i in range(ROWS))]
     table = pa.table({"id": range(len(x)), "x": pa.array(x, pa.float64())})
@@ -551,7 +551,7 @@ def test_a_model_behind_no_miss_is_audited_among_other_rows(make: Make) -> None:
 
 def test_a_partition_without_rows_has_its_student(make: Make) -> None:
     fallback = {"index": None, "fallback": FALLBACK}
-    gates = {"gates": {"duplicates": None, "rows": None, "contract": None}}
+    gates = {"gates": UNJUDGED | {"rows": None, "contract": None}}
     make().run()
     scene = make(days(empty="publish") | fallback | gates)
     student = write_student(scene)

@@ -42,7 +42,7 @@ from precompute.store.errors import ConfigError, ConflictError, SnapshotError
 from precompute.store.feature_view import Feature, FeatureView
 from tests.fixtures import MakeProject
 from tests.precompute.sentence_models import WORDS, sentence_model
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 ROWS = [(i, float(i % 590)) for i in range(600)]
 """Ten inputs come twice."""
@@ -289,7 +289,7 @@ def test_rows_of_few_inputs_are_no_lesson(make_project: MakeProject, inputs: int
     scene = scene_of(
         make_project,
         [(i, float(i % inputs)) for i in range(600)],
-        gates={"constant": None, "duplicates": None, "shift": None},
+        gates=UNJUDGED,
     )
     with pytest.raises(ConfigError, match="its 600 rows have so few different inputs that"):
         optimize(scene, "numbers")
