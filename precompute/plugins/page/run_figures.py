@@ -235,8 +235,12 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
     other, compared_as = _compared(store, snapshot, manifest)
     features, maps, judged_by = list[FeatureSection](), list[RowMap](), ""
     if snapshot is not None:
-        gates = gate_history(store, judged_snapshot(store, snapshot.number))
-        judged_by = gates.said()
+        gates = None
+        try:
+            gates = gate_history(store, judged_snapshot(store, snapshot.number))
+            judged_by = gates.said()
+        except SnapshotError as exc:
+            notes.append(str(exc))
         features = [_section(feature, snapshot, other, gates) for feature in snapshot.view.features]
         began = None if report.snapshot is None else parsed_time(report.started_at)
         vectors = [
@@ -350,7 +354,7 @@ def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[
 
 
 def _section(
-    feature: Feature, snapshot: Snapshot, other: Snapshot | None, gates: GateHistory
+    feature: Feature, snapshot: Snapshot, other: Snapshot | None, gates: GateHistory | None
 ) -> FeatureSection:
     lines = (
         [
@@ -371,7 +375,8 @@ def _section(
         else ""
     )
     of, bars = _bars(feature, snapshot, other)
-    nights = [night_line(one) for one in gates.figures if one.feature == feature.name]
+    looked_at = () if gates is None else gates.figures
+    nights = [night_line(one) for one in looked_at if one.feature == feature.name]
     return FeatureSection(feature.name, f"{feature.dtype}{shape}", lines, bars, of, nights)
 
 
