@@ -459,11 +459,7 @@ def read_catalog(
     return found
 
 
-<<<<<<< HEAD
-def _complete(path: Path, found: Catalog, lines: int, new: Sequence[bytes]) -> None:
-=======
 def _complete(path: Path, found: Catalog, lines: int, new: list[bytes]) -> None:
->>>>>>> main
     """Append new lines to a catalog's file, or write it anew where many of its lines are of what is
     gone."""
     # No space, or not ours to write: it is derived again the next time.
