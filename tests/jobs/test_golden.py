@@ -218,7 +218,7 @@ def test_values_that_are_others_are_refused_before_anything_is_written(
             match=r"^view 'numbers': of 64 unchanged rows of snapshot 1 that were computed again 6[0-4]"
             r" come out otherwise; the first, '\d+': double .*\. Nothing was committed, and the live"
             r" snapshot stays\. Put back what changed since: the code of mine:Times, a file or"
-            r" variable .* --accept golden --full, .*golden: null\}$",
+            r" variable .* --accept golden --full\. .*golden: null\}$",
         ):
             scene.run()
         report = scene.report()

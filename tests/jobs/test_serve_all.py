@@ -295,7 +295,7 @@ def test_a_refused_day_is_left_out_and_too_many_lost_rows_are_refused(
 ) -> None:
     # time enough to look at the other day, however busy the machine is
     monkeypatch.setattr("precompute.jobs.run.run_view.LATE_ROWS_LEAST_S", 60.0)
-    corpus.view = {"gates": UNGATED | {"rows": 0.2, "finite": 0.0}, "bad_rows": "reject"}
+    corpus.view = {"gates": UNGATED | {"rows": 0.5, "finite": 0.0}, "bad_rows": "reject"}
     for day in range(2):
         corpus.run(day, {100 * day + key: 1.0 for key in range(50)})
     corpus.write(partition=serving(keep="1d"))
