@@ -69,9 +69,12 @@ def kind_of(feature: Feature) -> str:
 
 
 def figures_of(rows: pa.Table, view: FeatureView) -> Figures:
-    """Figures of each feature of some rows; of no rows none."""
+    """Figures of each feature of some rows; of no rows none, nor of a feature that they lack, or
+    have of another type."""
     found: Figures = {}
     for feature in view.features if rows.num_rows else ():
+        if not _has(rows, feature):
+            continue
         column = rows.column(feature.name)
         values = column.drop_null()
         found[f"{feature.name}.null"] = 1 - len(values) / len(column)
@@ -249,7 +252,7 @@ def moves_of(
     found: Figures = {}
     for feature in view.features:
         name = feature.name
-        if name not in then.column_names or then.schema.field(name).type != feature.arrow_type:
+        if not _has(then, feature):
             continue
         here = len(now)
         both = pc.and_(now.column(name).is_valid(), then.column(name).is_valid())
@@ -464,6 +467,13 @@ def _ranks(values: F8) -> F8:
     _, where, times = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(times)
     return (ends - (times - 1) / 2)[where.reshape(-1)]
+
+
+def _has(rows: pa.Table, feature: Feature) -> bool:
+    """Whether rows have a feature, of its type."""
+    return feature.name in rows.column_names and (
+        rows.schema.field(feature.name).type.equals(feature.arrow_type)
+    )
 
 
 def has_values(rows: pa.Table, view: FeatureView) -> pa.ChunkedArray:

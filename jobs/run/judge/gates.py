@@ -369,9 +369,11 @@ class Judge:
         verdicts.announced = verdicts.announced.back_from(before)
         # of all partitions together each has keys of its own
         by_key = not (is_other and self.config.serves_all)
-        beside = [(one, keys_gone(samples, found, one) if by_key else None) for one in others]
+        beside = [
+            (one, keys_gone(samples, found, snapshot, one) if by_key else None) for one in others
+        ]
         if live is not None:
-            beside = [(live, keys_gone(samples, found, live))]
+            beside = [(live, keys_gone(samples, found, snapshot, live))]
         self._judge_rows(snapshot, beside, verdicts)
         rows, live_rows = judged(found), None
         if snapshot.view.definition.bad_rows == "null":
@@ -392,7 +394,7 @@ class Judge:
             None if before is None or not by_key else pairs_of(samples, found, draft, before),
             self._anchor(snapshot, found, neighbours.nights),
             neighbours.nights,
-            alike=before is None or before.computation == snapshot.computation,
+            alike=before is None or _is_alike(before, snapshot),
             announced=verdicts.announced.gates,
         )
         if snapshot.number == 0 and snapshot.partition is None:
@@ -553,6 +555,11 @@ def _whole(store: ViewStore, number: int) -> Snapshot | None:
     except SnapshotError:
         return None
     return None if damaged else snapshot
+
+
+def _is_alike(before: Snapshot, now: Snapshot) -> bool:
+    """Whether they were made in the same way: by one recipe, of inputs by the same models."""
+    return before.computation == now.computation and before.made_by == now.made_by
 
 
 def still_accepted(store: ViewStore, before: Snapshot, now: Snapshot) -> set[str]:

@@ -303,7 +303,10 @@ def _young_limit(
         return [_bound_by_key(check, factor, evidence.pairs.common, evidence.pairs.number)]
     if not values:
         return []
-    last = last_alike(values, evidence.day)
+    value = evidence.figures[f"{feature.name}.{check.figure}"]
+    # what somebody accepted may come again
+    may = [last_alike(values, evidence.day), *(one for one in values if one.is_accepted)]
+    last = min(may, key=lambda one: abs(one.value - value))
     center = last.value
     unit = _unit(evidence, feature, center) if check.scale == LEVEL else 1.0
     reach = check.young + _chance(check, center, evidence.rows.num_rows, _CHANCE)
@@ -353,6 +356,9 @@ def _computed(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
         now = now | evidence.moves(evidence.pairs, 1.0)
     for feature, check, factor in _checks(evidence.view, gates, COMPUTED):
         name = f"{feature.name}.{check.figure}"
+        if f"{feature.name}.null" not in then:
+            # live lacks it, or has another type of it
+            continue
         if check.figure == "direction":
             directions = _directions(feature, rows, live)
             if directions is None:

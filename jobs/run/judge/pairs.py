@@ -127,22 +127,28 @@ def anchor_pairs(
     return Pairs(rows, then.take(there), 1.0, len(there), number)
 
 
-def keys_gone(samples: Samples, now: SnapshotSample, other: Snapshot) -> float | None:
+def keys_gone(
+    samples: Samples, now: SnapshotSample, snapshot: Snapshot, other: Snapshot
+) -> float | None:
     """The share of another snapshot's keys that one lacks, by their samples; None where it cannot
     be told: the other is damaged, has another entity, or keys of another type.
 
     Args:
         samples: reads them.
         now: the one's.
+        snapshot: the one.
         other: the other.
     """
+    entity = snapshot.view.entity
+    if other.view.entity != entity:
+        return None
     try:
         then = samples.of(other)
     except SnapshotError as exc:
         # what is damaged is to be replaced, so it refuses nothing
         log.warning("%s", exc)
         return None
-    known, entity = then.comparable(now, other.view.entity), other.view.entity
+    known = then.comparable(now, entity)
     if known is None or not len(known):
         return None
     keys = key_column(then.rows.take(pa.array(known)), entity)
