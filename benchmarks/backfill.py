@@ -31,7 +31,7 @@ model: {{use: "own_models:Double"}}
 features: {{double: {{dtype: float64}}}}
 ttl: 90d
 partition: {{by: day, start: 2024-01-01}}
-gates: {{shift: null, moved: null}}
+gates: {{shape: null, moved: null, computed: null}}
 """  # noqa: E501
 
 

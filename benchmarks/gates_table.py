@@ -152,7 +152,7 @@ class Bench:
         ways = [
             (kind, name, change)
             for kind in KINDS
-            for name, change in (changes.EVERY | changes.OWN[kind]).items()
+            for name, change in changes.ordinary(kind).items()
         ]
         for bucket, goal in ((YOUNG, "≤ 1 in 100"), (LEARNED, "≤ 1 in 200")):
             refused = dict.fromkeys(bucket, 0)
@@ -216,9 +216,10 @@ class Bench:
         late, of = [], 0
         for seed in self.seeds:
             for name, (kind, grow) in faults.FROGS.items():
+                start = night_of(f"{name} {seed}", name)
                 for n in (1, 7, 14, 28):
                     of += 1
-                    nights = stopped_after(self.past(kind, seed), TONIGHT, n, grow)
+                    nights = stopped_after(self.past(kind, seed), start, n, grow)
                     self.tables.told["nights that a growing fault was published"].append(
                         f"{name}, after {n}: {nights}"
                     )

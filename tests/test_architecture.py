@@ -103,6 +103,7 @@ SEAMS = {
     },
     "prometheus_client": {"store/http/metrics.py"},
     "pydantic": {
+        "jobs/config/announcement.py",
         "jobs/config/gates.py",
         "jobs/config/open_section.py",
         "jobs/config/project.py",

@@ -221,7 +221,8 @@ EVERY: dict[str, Change] = {
     "3 % of the keys left": leave(0.03),
     "2 % of the rows are late": late(0.02),
 }
-"""What happens to any view."""
+"""What happens to any view; of a day's counts something changes every day."""
+DAILY = ("count", "store_day")
 RETRAINED = "retrained and alike"
 """By another model, so what compares is told and refuses nothing."""
 SATURDAY, SUNDAY, MONDAY = "a Saturday", "a Sunday", "a Monday"
@@ -244,6 +245,7 @@ OWN: dict[str, dict[str, Change]] = {
         "prices up by 2 %": _times(1.02, "spend"),
     },
     "classifier": {
+        SATURDAY: plain,
         RETRAINED: _retrained_labels,
         "+ 20 % keys": newcomers(0.2),
     },
@@ -268,9 +270,17 @@ OWN: dict[str, dict[str, Change]] = {
         "2 % of the items sold out": _some_items_gone(0.02),
         "shorter lists of a twentieth": _shorter,
     },
-    "store_day": {SATURDAY: plain, MONDAY: plain},
+    "store_day": {SATURDAY: plain, SUNDAY: plain, MONDAY: plain},
 }
 """What happens to one kind of view."""
+
+
+def ordinary(kind: str) -> dict[str, Change]:
+    """What happens to a kind of view and needs no announcement."""
+    found = EVERY | OWN[kind]
+    return {n: c for n, c in found.items() if not (kind in DAILY and n == "nothing changed")}
+
+
 WEEKDAYS = {SATURDAY: 5, SUNDAY: 6, MONDAY: 0}
 
 

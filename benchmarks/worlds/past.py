@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.worlds.world import Rows, World, day, joined, table_of, taken
+from precompute.jobs.config.announcement import ANNOUNCED
 from precompute.jobs.config.gates import GatesConfig
-from precompute.jobs.run.judge.gate_table import ANNOUNCED
 from precompute.jobs.run.judge.gates import MOST_GONE
 from precompute.jobs.run.judge.judgement import Evidence, Pairs, judge_rows
 from precompute.jobs.run.judge.nights import MOST_NIGHTS, Night, anchor_of
@@ -140,11 +140,12 @@ def refusals(
         is_partition: there is no comparison with a week ago, and more rows are fine.
         own: gets its figures.
     """
-    computed, pairs, anchor = now, None, None
+    computed, pairs, anchor = None, None, None
     if live is not None:
         pairs = paired(now, tables[live], live)
         same = np.isin(np.asarray(now["id"]), np.asarray(pairs.same))
-        computed = now.filter(pa.array(~same))
+        # all rows of a partition are its own
+        computed = None if is_partition else now.filter(pa.array(~same))
         week_ago = None if is_partition else anchor_of(nights, today)
         if week_ago is not None:
             anchor = anchored(now, tables[week_ago.number], week_ago.number)

@@ -268,9 +268,11 @@ def describe_report(report: Report) -> str:
 
 def announced_lines(report: Report) -> list[str]:
     """A line for each gate that warned."""
-    why = report.announced or "another model, SQL or features"
+    told = f"announced ({report.announced})"
+    if not report.announced:
+        told = "told, since what it is compared with was announced, or is of another recipe"
     return [
-        f"  announced ({why}): {verdict.gate}: {verdict.message} – {report.status}"
+        f"  {told}: {verdict.gate}: {verdict.message} – {report.status}"
         for verdict in report.gates
         if verdict.warned
     ]

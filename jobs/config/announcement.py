@@ -11,11 +11,12 @@ from pydantic import Field, PlainValidator
 
 from precompute.jobs.config.section import Name, Section
 from precompute.store.disk.record import replace
-from precompute.store.offline.snapshot import Verdict
+from precompute.store.offline.snapshot import Snapshot, Verdict
 from precompute.store.times import Partition
 
 COMPARING = ("shape", "computed", "moved", "anchor", "never")
 """Gates that compare a feature with what it was. They are what is announced where none is named."""
+_OF_ONE = ("computed", "moved", "rows")
 ANNOUNCED = (*COMPARING, "rows")
 """Gates that a change can be announced for. What judges rows by themselves stays on any day."""
 
@@ -92,6 +93,14 @@ class Announced(NamedTuple):
         if verdict.passed or self.gates.get(verdict.gate, frozenset()) is not None:
             return verdict
         return replace(verdict, passed=True, warned=True)
+
+    def back_from(self, before: Snapshot | None) -> Announced:
+        """The same with the way back: what compares with one snapshot alone warns where it warned
+        of that, and that was announced. The night tells what is usual all the same."""
+        if before is None or not before.announced:
+            return self
+        of_one = {one.gate for one in before.gates if one.warned}.intersection(_OF_ONE)
+        return self._replace(gates={**self.gates, **dict.fromkeys(sorted(of_one))})
 
 
 UNANNOUNCED = Announced()

@@ -367,18 +367,13 @@ def _compute(
         audit = Audit(config, opened, plan.diff.compute, sum(stages.values()) - stages["open"])
         store.journals.begin(report.run, plan.recipe, report.partition, full=options.full)
         allowed = math.floor(plan.source_rows * config.max_rejected + 1e-9)
-
-        def judged() -> None:
-            accuracy.checked()
-            golden.checked()
-
         chunks = Chunks(
             store,
             report,
             opened,
             allowed,
             plan.source_rows,
-            judged,
+            lambda: [check() for check in (accuracy.checked, golden.checked)],
             audit.sample.draw,
             golden.rows,
         )

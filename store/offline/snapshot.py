@@ -454,17 +454,22 @@ def read_catalog(
         new += _lines_of(snapshot, entries[number], stamp, segments)
         segments |= {one.name: _paths_of(one) for one in snapshot.segments}
     found = _catalog(entries, damaged, stamps, segments)
-    if not is_read:
-        return found
+    if is_read:
+        _complete(path, found, len(lines) + len(listed), new)
+    return found
+
+
+def _complete(path: Path, found: Catalog, lines: int, new: list[bytes]) -> None:
+    """Append new lines to a catalog's file, or write it anew where many of its lines are of what is
+    gone."""
     # No space, or not ours to write: it is derived again the next time.
     with contextlib.suppress(OSError):
-        if len(lines) + len(listed) > 2 * (len(stamps) + len(found.segments)) + _SPARE_LINES:
+        if lines > 2 * (len(found.stamps) + len(found.segments)) + _SPARE_LINES:
             every = [_segment_line(*one) for one in found.segments.items()]
-            every += [_line(stamps[number], entry) for number, entry in entries.items()]
+            every += [_line(found.stamps[n], entry) for n, entry in found.entries.items()]
             replace_undurably(path, b"\n".join([b"", *every, b""]))
         elif new and path.parent.is_dir():
             _append(path, new)
-    return found
 
 
 def _catalog(

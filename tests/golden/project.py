@@ -66,7 +66,7 @@ VIEWS: dict[str, dict[str, Any]] = {
     # an early snapshot stays
     "pinned": {},
     # a refusal that was accepted, and one that was not
-    "judged": {"gates": UNGATED | {"rows": 0.2}},
+    "judged": {"gates": UNGATED | {"rows": 0.5}},
     # a rollback that did not hold left marks, and a damaged manifest was given up
     "marked": {},
     # a run was killed with its chunks computed

@@ -19,6 +19,7 @@ from precompute.store.account.checker import Rounds, check_live, is_due, share_o
 from precompute.store.account.rows import segments_of
 from precompute.store.disk.record import replace
 from precompute.store.errors import PrecomputeError
+from precompute.store.online.url import open_online_store
 from tests.fixtures import MakeProject, Prepared
 from tests.online import of_number
 from tests.online_rig import rig_of, rigs
@@ -155,6 +156,18 @@ def test_it_is_seen_and_healed_from_the_root(project: Scene, damage: str) -> Non
     assert tables(project) == before
     assert (project.status()["attention"], project.faults()) == ([], [])
     assert project.served(range(ROWS)) == (2, [2 * x for _, x in rows(2)])
+
+
+@pytest.mark.parametrize("online", ["table"], indirect=True)
+def test_what_was_loaded_again_is_whole_at_once(project: Scene) -> None:
+    damaged = table(project, 1)
+    flip(damaged, 0.0)
+    with contextlib.closing(open_online_store(project.online)) as online:
+        account = check_live(project.store, online, share=1.0)
+    assert {finding.segments for finding in account.findings} == {(damaged.stem,)}
+    assert project.publish().status == "published"
+    assert read_account(project.store.leases, "numbers").findings == ()
+    assert project.publish().status == "current"
 
 
 @pytest.mark.parametrize("online", ["table"], indirect=True)

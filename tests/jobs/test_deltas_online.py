@@ -27,18 +27,7 @@ from tests.scene import Scene
 ROWS = 40
 UNJUDGED: dict[str, Any] = {
     "gates": dict.fromkeys(
-        (
-            "rows",
-            "norm",
-            "duplicates",
-            "drift",
-            "moved",
-            "constant",
-            "shift",
-            "mass",
-            "agreement",
-            "contract",
-        )
+        ("rows", "shape", "computed", "first", "constant", "moved", "null", "contract")
     )
 }
 

@@ -276,8 +276,10 @@ def _distances(a: F8, b: F8, share: float, spread: float) -> Iterator[tuple[str,
     spread = spread or (high - low) / 2.56 or float(b.std())
     with np.errstate(over="ignore", invalid="ignore"):
         by = np.abs(a - b)
+        by = by / spread if spread else np.where(by > 0, np.inf, 0.0)
     for figure, spreads in (("quarter", 0.25), ("one", 1.0), ("four", 4.0)):
-        yield figure, share * (by > spreads * spread).mean()
+        # not at once: of whole numbers many move by the same, and the spread is another each night
+        yield figure, share * np.clip(2 * by / spreads - 1.5, 0, 1).mean()
     correlation = rank_correlation(a, b)
     if correlation is not None:
         yield "rank", 1 - share * (1 - correlation)
@@ -408,7 +410,7 @@ def _vector_moves(
     now: pa.ChunkedArray, then: pa.ChunkedArray, share: float, _: float
 ) -> Iterator[tuple[str, float]]:
     if not len(now):
-        yield from (("cosine05", 1.0), ("cosine50", 1.0))
+        yield from (("cosine05", 1.0), ("cosine50", 1.0), ("turned", 0.0))
         return
     a, b = _matrix(now), _matrix(then)
     finite = np.isfinite(a).all(axis=1) & np.isfinite(b).all(axis=1)
@@ -421,7 +423,10 @@ def _vector_moves(
     for figure, at in (("cosine05", 0.05), ("cosine50", 0.5)):
         # of all common keys: those whose row is the same have 1
         place = int(at / share * len(order)) if share > 0 else len(order)
-        yield figure, order[place] if place < len(order) else 1.0
+        cosine = float(order[place]) if place < len(order) else 1.0
+        yield figure, cosine
+    # by the angle, since the cosine of a small one says next to nothing
+    yield "turned", math.acos(min(1.0, max(-1.0, cosine))) / (math.pi / 2)
     if len(a) >= LABEL_ROWS:
         x, y = a - a.mean(axis=0), b - b.mean(axis=0)
         scale = np.sqrt(np.square(x).sum(axis=0) * np.square(y).sum(axis=0))

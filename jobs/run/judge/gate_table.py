@@ -43,11 +43,11 @@ class Check(NamedTuple):
 
 
 CHECKS = (
-    Check("null", ALL, "null", SHARE, UP, 0.15, 0.02, "share of nulls"),
-    Check("null", (NUMBER, VECTOR), "not_finite", SHARE, UP, 0.15, 0.02, "share not finite"),
-    Check("null", (VECTOR,), "zero", SHARE, UP, 0.15, 0.02, "share of zero vectors"),
-    Check("null", (TEXT, LIST, NUMBERS), "empty", SHARE, UP, 0.15, 0.02, "share of empty ones"),
-    Check("null", (TEXT,), "missing", SHARE, UP, 0.15, 0.02, "share of words for no value"),
+    Check("null", ALL, "null", SHARE, UP, 0.05, 0.02, "share of nulls"),
+    Check("null", (NUMBER, VECTOR), "not_finite", SHARE, UP, 0.05, 0.02, "share not finite"),
+    Check("null", (VECTOR,), "zero", SHARE, UP, 0.05, 0.02, "share of zero vectors"),
+    Check("null", (TEXT, LIST, NUMBERS), "empty", SHARE, UP, 0.05, 0.02, "share of empty ones"),
+    Check("null", (TEXT,), "missing", SHARE, UP, 0.05, 0.02, "share of words for no value"),
     Check("constant", (NUMBER, TEXT), "common", SHARE, UP, 0.15, 0.02, "share of one value"),
     Check("constant", (LIST, NUMBERS), "common", SHARE, UP, 0.15, 0.02, "share of one list"),
     Check("constant", (VECTOR,), "common", SHARE, UP, 0.15, 0.02, "share of one vector"),
@@ -140,7 +140,7 @@ FIRST = (
     Bound((VECTOR,), "common", 0.2, "share of one vector"),
     Bound((VECTOR,), "dead", 0.1, "share of dimensions without spread"),
     Bound((VECTOR,), "norm.p50", 1e6, "median length"),
-    Bound((VECTOR,), "cosine", 0.98, "mean cosine of two rows"),
+    Bound((VECTOR,), "cosine", 0.995, "mean cosine of two rows"),
     Bound((VECTOR,), "zero", 0.2, "share of zero vectors"),
     Bound((LIST, NUMBERS), "common", 0.7, "share of one list"),
     Bound((TEXT,), "missing", 0.3, "share of words for no value"),
@@ -202,11 +202,11 @@ ANCHOR = (
     (_SCALES, "moved.rank", True, "rank correlation"),
     ((TEXT, FLAG), "moved.changed", False, "share of other values"),
     ((LIST,), "moved.overlap", True, "overlap by rank"),
-    ((VECTOR,), "moved.cosine50", True, "median cosine"),
+    ((VECTOR,), "moved.turned", False, "median turn, as a share of a right angle,"),
 )
 """What is compared with an accepted snapshot some nights ago: kinds, figure, whether less is worse,
 words."""
-ANCHOR_LEAST = 0.2
+ANCHOR_LEAST = 0.15
 """What moved since then at least, where it is too much."""
 ANCHOR_FACTOR = 2.5
 """And how many times what usually moves in a night: what is noise each night is no more than

@@ -366,6 +366,7 @@ class Judge:
         found, live = samples.of(draft), _baseline(self.store, snapshot)
         others = self._replaced(snapshot, neighbours) if live is None else []
         before, is_other = next(iter(others), live), bool(others)
+        verdicts.announced = verdicts.announced.back_from(before)
         # of all partitions together each has keys of its own
         by_key = not (is_other and self.config.serves_all)
         beside = [(one, keys_gone(samples, found, one) if by_key else None) for one in others]
@@ -386,7 +387,7 @@ class Judge:
             snapshot.view,
             rows,
             day_of(snapshot),
-            None if is_other else computed_rows(samples, found, draft),
+            None if is_other else computed_rows(samples, found, draft, before),
             live_rows,
             None if before is None or not by_key else pairs_of(samples, found, draft, before),
             self._anchor(snapshot, found, neighbours.nights),

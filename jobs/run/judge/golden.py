@@ -263,12 +263,17 @@ class Golden:
         return None if by_parity and opened.substitute is None else ASSUMED_PRECISION
 
     def _way_out(self) -> str:
-        use, by_new = self._opened.view.definition.model.use, "computes every row as they are now"
+        use, config = self._opened.view.definition.model.use, self._config
+        again = f"{config.accepting('golden')} --full"
+        if config.source.frame:
+            again = (
+                f"precompute.open(…).run({config.name!r}, frame=df, full=True, accept=['golden'])"
+            )
         return (
             f"Put back what changed since: the code of {use}, a file or variable that it reads, a"
-            f" library, the machine. Or have fingerprint() of {use} return another text, which"
-            f" {by_new}; or {self._config.accepting('golden')} --full, which does so too and"
-            " accepts it. Where one input need not give the same twice: gates: {golden: null}"
+            f" library, the machine. Or have every row computed by what is there now: let"
+            f" fingerprint() of {use} return another text, or {again}. Where one input need not"
+            " give the same twice: gates: {golden: null}"
         )
 
     def _of_code(self) -> str:

@@ -169,7 +169,8 @@ def _first(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             if value is None or factor is None:
                 continue
             # a share of 1 is the most there is
-            most = bound.most * factor if bound.most > 1 else 1 - (1 - bound.most) / factor
+            is_share = bound.most <= 1 < factor
+            most = 1 - (1 - bound.most) / factor if is_share else bound.most * factor
             ratio = value / most if most else (0.0 if value == 0 else math.inf)
             message = (
                 f"{feature.name}: {bound.words} {value:.4g}, more than {most:.4g} of any first rows"
@@ -337,8 +338,9 @@ def _directions(feature: Feature, rows: pa.Table, live: pa.Table) -> tuple[float
     found = [unit_mean(of.column(feature.name)) for of in (rows, live)]
     if found[0] is None or found[1] is None:
         return None
-    length = float(np.linalg.norm(found[1]))
-    return (float(found[0] @ found[1]) / length, length) if length > 0 else None
+    # no dot product, which CPUs sum up in another order
+    length = float(np.sqrt(np.square(found[1]).sum()))
+    return (float((found[0] * found[1]).sum()) / length, length) if length > 0 else None
 
 
 def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:

@@ -149,19 +149,22 @@ def keys_gone(samples: Samples, now: SnapshotSample, other: Snapshot) -> float |
     return 1 - (pc.sum(pc.is_in(keys, key_column(now.rows, entity))).as_py() or 0) / len(keys)
 
 
-def computed_rows(samples: Samples, now: SnapshotSample, draft: Snapshot) -> pa.Table:
-    """Rows of a sample that the draft's own segment has; where they are few, those of the newest
-    segments before it, too."""
+def computed_rows(
+    samples: Samples, now: SnapshotSample, draft: Snapshot, live: Snapshot | None
+) -> pa.Table:
+    """Rows of a sample that were computed after those that are live: by this run, by one that was
+    refused and that it builds on, or by the one that made a snapshot that is judged again. Where
+    they are few, those of the newest segments, too."""
+    last_us = None if live is None else live.computed_at_max
+    computed_us = np.asarray(now.rows.column("computed_at").cast(pa.int64()))
+    new = np.full(len(computed_us), True) if last_us is None else computed_us > last_us
     paths: set[str] = set()
-    for segment in reversed(draft.segments):
-        if not paths and segment.run != draft.run:
-            # nothing was computed
-            return now.rows.slice(0, 0)
-        paths |= {part.path for part in segment.parts}
-        found = np.flatnonzero(samples.are_of(now, paths))
-        if len(found) >= FEWEST_ROWS:
+    for segment in reversed(draft.segments if new.any() else ()):
+        if np.count_nonzero(new) >= FEWEST_ROWS:
             break
-    return now.rows.take(pa.array(found)) if draft.segments else now.rows.slice(0, 0)
+        paths |= {part.path for part in segment.parts}
+        new |= samples.are_of(now, paths)
+    return now.rows.take(pa.array(np.flatnonzero(new)))
 
 
 def _drawn(rows: int, snapshot: Snapshot) -> npt.NDArray[np.int64]:

@@ -495,8 +495,8 @@ def _model(shape: _Shape, project: Path, name: str, path: Path) -> Draft:
         "features": "\n".join(f"{feature}: {kind}" for feature, kind in features.items()),
         # scores of classes are no embeddings
         "gates": (
-            "gates: {duplicates: null}     # rows that are alike to the model have the very same"
-            " scores"
+            "gates: {first: null, constant: null}     # rows that are alike to the model have the"
+            " very same scores"
             if any("dim:" in kind for kind in features.values())
             else ""
         ),

@@ -301,7 +301,7 @@ def test_a_mistake_in_a_frame_is_told(
 def filled(project: OpenProject) -> OpenProject:
     project.run("numbers", frame=DATA, progress=False)
     project.run(
-        "numbers", frame=DATA | {"x": [1.0, 2.0, 7.0]}, accept=["shift", "moved"], progress=False
+        "numbers", frame=DATA | {"x": [1.0, 2.0, 7.0]}, accept=["shape", "moved"], progress=False
     )
     return project
 
@@ -542,9 +542,9 @@ def test_mistakes_are_told(filled: OpenProject, scene: Scene, tmp_path: Path) ->
             "'yesterday': write a date or time",
         ),
         (
-            lambda: filled.run("numbers", frame=DATA, accept="shfit"),
+            lambda: filled.run("numbers", frame=DATA, accept="shpae"),
             pc.ConfigError,
-            "accept shfit: there is no such gate",
+            "accept shpae: there is no such gate",
         ),
         (
             lambda: filled.run("numbers", frame=DATA, partition="2026-01-01"),

@@ -9,7 +9,7 @@ import redis
 from tests.fixtures import MakeProject
 from tests.scene import UNJUDGED, Scene
 
-UNJUDGED: dict[str, Any] = {
+CHANGING: dict[str, Any] = {
     "gates": UNJUDGED,
     "index": {"on": "vector"},
 }
@@ -32,7 +32,7 @@ def test_runs_deltas_rollback_loss_and_end(make_project: MakeProject, cluster_ur
 
     def published() -> Scene:
         project = make_project(
-            sorted(table.items()), project={"online": cluster_url}, view=UNJUDGED
+            sorted(table.items()), project={"online": cluster_url}, view=CHANGING
         )
         assert project.run().status == "published"
         return project

@@ -1,0 +1,605 @@
+"""Judgement: each row of the gates' table passes just inside its limit and refuses just outside of
+it; what becomes of values is refused by the gate that is there for it; nothing else is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import date, timedelta
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from precompute.jobs.config.gates import GatesConfig
+from precompute.jobs.run.judge import judgement
+from precompute.jobs.run.judge.feature_figures import FLAG, LIST, NUMBER, NUMBERS, TEXT, VECTOR
+from precompute.jobs.run.judge.gate_table import (
+    ANCHOR,
+    BOTH,
+    CHECKS,
+    COMPUTED,
+    CORRELATION,
+    COUNT,
+    DOWN,
+    FALL,
+    FIRST,
+    LEVEL,
+    LOG,
+    SHARE,
+    UP,
+    Check,
+)
+from precompute.jobs.run.judge.judgement import Evidence, Pairs, judge_rows
+from precompute.jobs.run.judge.nights import Night
+from precompute.store.feature_view import Feature, FeatureView
+from precompute.store.offline.snapshot import Verdict
+
+OF_KIND = {
+    NUMBER: Feature("f", "float64"),
+    FLAG: Feature("f", "bool"),
+    TEXT: Feature("f", "string"),
+    LIST: Feature("f", "int64", max_items=4),
+    NUMBERS: Feature("f", "float32", max_items=4),
+    VECTOR: Feature("f", "float32", dim=2),
+}
+ROWS = 400
+SPREAD = 2.0
+MONDAY = date(2026, 11, 2)
+
+
+def day(n: int) -> str:
+    return (MONDAY + timedelta(days=n)).isoformat()
+
+
+def rows(feature: Feature, count: int = ROWS) -> pa.Table:
+    """Rows that say nothing: the figures are given."""
+    return pa.table({"id": range(count), "f": pa.nulls(count, feature.arrow_type)})
+
+
+def given(
+    kind: str,
+    figures: Mapping[str, float],
+    nights: Sequence[Mapping[str, float]] = (),
+    **more: Any,
+) -> Evidence:
+    """What is known of a snapshot with these figures of its feature ``f`` and those before it."""
+    feature = OF_KIND[kind]
+    view = FeatureView("view", ("id",), (feature,), 3600.0, 0.0)
+    before = [Night(n, day(n), named(figures)) for n, figures in enumerate(nights)]
+    same = rows(feature)
+    evidence = Evidence(
+        view,
+        same,
+        day(len(nights)),
+        live=same,
+        pairs=Pairs(same.slice(0, 0), same.slice(0, 0), 0.0, ROWS, 7),
+        nights=before,
+    )
+    evidence = replace(evidence, **more)
+    vars(evidence).update(figures=named(figures), live_figures=named({"distinct": 0.1}))
+    return evidence
+
+
+def named(figures: Mapping[str, float]) -> dict[str, float]:
+    return {f"f.{name}": value for name, value in figures.items()}
+
+
+def verdict(gate: str, evidence: Evidence, **gates: Any) -> Verdict:
+    """Of one gate, which there must be."""
+    _, verdicts = judge_rows(evidence, GatesConfig(**gates))
+    (found,) = (one for one in verdicts if one.gate == gate)
+    return found
+
+
+def gates_of(evidence: Evidence, **gates: Any) -> list[str]:
+    """Which judged."""
+    return [one.gate for one in judge_rows(evidence, GatesConfig(**gates))[1]]
+
+
+# ---- just inside of a limit, and just outside
+
+
+def center_of(check: Check) -> float:
+    """A value that a figure may well have."""
+    return {SHARE: 0.4, LEVEL: 10.0, LOG: 3.0, COUNT: 5.0, CORRELATION: 0.9, FALL: 0.6}[check.scale]
+
+
+def at(check: Check, center: float, off: float) -> float:
+    """The value so far off by the check's scale."""
+    if check.scale == LEVEL:
+        return center + off * SPREAD
+    if check.scale == LOG:
+        return center * math.exp(off)
+    if check.scale == COUNT:
+        return (1 + center) * math.exp(off) - 1
+    if check.scale == CORRELATION:
+        return math.tanh(math.atanh(center) + off)
+    return center + off
+
+
+def ends(check: Check, center: float, reach: float) -> Iterator[tuple[float, int]]:
+    """Values at that distance from the center, and to which side, that the check is there for."""
+    if check.side in (BOTH, UP):
+        yield at(check, center, reach), 1
+    if check.side in (BOTH, DOWN):
+        yield at(check, center, -reach), -1
+
+
+def chance(check: Check, center: float, deviations: float) -> float:
+    """How far a figure of so many sampled rows may be off."""
+    if check.scale == CORRELATION:
+        return 4 / math.sqrt(ROWS)
+    return deviations * math.sqrt(center * (1 - center) / ROWS) if check.scale == SHARE else 0.0
+
+
+def passes_inside_alone(
+    judged: Callable[[float], Verdict], limit: float, side: int, words: str
+) -> None:
+    """Whether a value just inside of a limit passes, and one just outside does not, and is told."""
+    step = side * 1e-6 * max(1.0, abs(limit))
+    inside, outside = judged(limit - step if limit else 0.0), judged(limit + step)
+    assert inside.passed, inside.message
+    assert not outside.passed, outside.message
+    assert words in outside.message
+    assert f"{limit + step:.4g}" in outside.message
+    assert outside.measured == limit + step
+    assert all(name.startswith("f.") for name in outside.figures)
+
+
+def judging(
+    gate: str,
+    kind: str,
+    figure: str,
+    nights: Sequence[Mapping[str, float]] = (),
+    **gates: Any,
+) -> Callable[[float], Verdict]:
+    """A value of the figure → the gate's verdict."""
+    return lambda x: verdict(gate, given(kind, {figure: x}, nights), **gates)
+
+
+def ids(checks: Sequence[Any]) -> list[str]:
+    return [f"{one.gate if isinstance(one, Check) else 'first'}-{one.figure}" for one in checks]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=ids(CHECKS))
+def test_beside_the_views_own_nights(check: Check) -> None:
+    """Of nights that were all the same: the least reach, and chance."""
+    center = center_of(check)
+    assert check.floor is not None
+    for kind in check.kinds:
+        nights = [{"spread": SPREAD, check.figure: center}] * 14
+        for factor in (1.0, 1.5):
+            reach = factor * (check.floor + chance(check, center, 3.5))
+            for limit, side in ends(check, center, reach):
+                passes_inside_alone(
+                    judging(check.gate, kind, check.figure, nights, **{check.gate: factor}),
+                    limit,
+                    side,
+                    f"f: {check.words} ",
+                )
+        assert check.gate not in gates_of(
+            given(kind, {check.figure: center}, nights), **{check.gate: None}
+        )
+
+
+YOUNG = [check for check in CHECKS if check.young is not None and check.gate != "moved"]
+
+
+@pytest.mark.parametrize("check", YOUNG, ids=ids(YOUNG))
+def test_beside_the_last_night_while_a_view_is_young(check: Check) -> None:
+    """The same bound with one night and with ten, of which all but the last were far off."""
+    center, gate = center_of(check), check.gate
+    assert check.young is not None
+    last = {"spread": SPREAD, check.figure: center}
+    far = {"spread": SPREAD, check.figure: center * (1 + (check.scale != CORRELATION))}
+    for kind in check.kinds:
+        for nights in ([last], [far, last]):
+            reach = check.young + chance(check, center, 3.5)
+            for limit, side in ends(check, center, reach):
+                passes_inside_alone(
+                    judging(gate, kind, check.figure, nights),
+                    limit,
+                    side,
+                    f"f: {check.words} ",
+                )
+        # of no night nothing is said
+        assert gate not in gates_of(given(kind, {check.figure: center}))
+
+
+MOVED = [check for check in CHECKS if check.young is not None and check.gate == "moved"]
+
+
+def bound(check: Check, share_chance: float) -> tuple[float, int]:
+    """The limit of a figure by key, and to which side."""
+    assert check.young is not None
+    more = share_chance if check.scale == SHARE else 0.0
+    return (check.young + more, 1) if check.side == UP else (check.young, -1)
+
+
+@pytest.mark.parametrize("check", MOVED, ids=ids(MOVED))
+def test_by_key_while_a_view_is_young(check: Check) -> None:
+    limit, side = bound(check, chance(check, check.young or 0.0, 3.5))
+    for kind in check.kinds:
+        passes_inside_alone(
+            judging("moved", kind, check.figure),
+            limit,
+            side,
+            f"f: {check.words} ",
+        )
+        # without anything live nothing is said
+        assert "moved" not in gates_of(given(kind, {check.figure: limit}, pairs=None))
+
+
+@pytest.mark.parametrize("check", FIRST, ids=ids(FIRST))
+def test_of_a_first_snapshot(check: Any) -> None:
+    for kind in check.kinds:
+        passes_inside_alone(
+            judging("first", kind, check.figure),
+            check.most,
+            1,
+            f"f: {check.words} ",
+        )
+        far = {check.figure: check.most * 1.001 + 1e-9}
+        assert "first" not in gates_of(given(kind, far, [{}]))
+        # of what is announced, and of another recipe, as little is known
+        for more in ({"announced": {"shape": None}}, {"alike": False}):
+            assert not verdict("first", given(kind, far, [{}], **more)).passed
+
+
+@pytest.mark.parametrize(("factor", "most"), [(2.0, 0.6), (1.0, 0.2), (0.5, 0.1)])
+def test_a_factor_of_a_share_leaves_it_a_share(factor: float, most: float) -> None:
+    """Twice the way to 1, or half of what there is."""
+    for share, passes in ((most - 0.001, True), (most + 0.001, False)):
+        evidence = given(VECTOR, {"common": share})
+        assert verdict("first", evidence, first=factor).passed == passes
+
+
+@pytest.fixture
+def of_tables(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, float]]:
+    """Rows of a table → the figures that are found of them."""
+    found: dict[int, dict[str, float]] = {}
+    monkeypatch.setattr(judgement, "figures_of", lambda table, _: found[table.num_rows])
+    monkeypatch.setattr(judgement, "moves_of", lambda table, *_: found[table.num_rows])
+    monkeypatch.setattr(
+        judgement, "_directions", lambda *_: (found[ROWS]["f.direction"], center_of(DIRECTION))
+    )
+    return found
+
+
+DIRECTION = next(check for check in COMPUTED if check.figure == "direction")
+
+
+@pytest.mark.parametrize("check", COMPUTED, ids=ids(COMPUTED))
+def test_the_rows_that_a_run_computed(of_tables: dict[int, dict[str, float]], check: Check) -> None:
+    center = center_of(check)
+    for kind in check.kinds:
+        feature = OF_KIND[kind]
+        pairs = Pairs(rows(feature, ROWS + 1), rows(feature, ROWS + 1), 0.1, 4 * ROWS, 7)
+
+        def judged(
+            value: float, feature: Feature = feature, kind: str = kind, pairs: Any = pairs
+        ) -> Verdict:
+            of_tables[ROWS] = named({"direction": center_of(DIRECTION), check.figure: value})
+            of_tables[ROWS + 1] = of_tables[ROWS]
+            evidence = given(kind, {}, [{}], computed=rows(feature), pairs=pairs)
+            vars(evidence)["live_figures"] = named(
+                {check.figure: center, "distinct": 0.1, "p05": 4.0, "p95": 16.0}
+            )
+            return verdict("computed", evidence)
+
+        if check.figure.startswith("moved"):
+            p = check.young or 0.0
+            rows_chance = 3.5 * math.sqrt(p * (1 - p) / (ROWS + 1)) if p > 0 else 0.0
+            limits = [bound(check, rows_chance)]
+        elif check.young is None:
+            limits = [(16.0, 1), (4.0, -1)]
+        else:
+            limits = [*ends(check, center, check.young + chance(check, center, 4.0))]
+        for limit, side in limits:
+            passes_inside_alone(judged, limit, side, f"f of {ROWS} rows computed: {check.words} ")
+
+
+@pytest.mark.parametrize("figure", [of[1] for of in ANCHOR])
+@pytest.mark.parametrize(("usually", "least"), [(0.02, 0.2), (0.2, 0.5)])
+def test_what_moved_in_a_week(
+    of_tables: dict[int, dict[str, float]], figure: str, usually: float, least: float
+) -> None:
+    """More than 0.2, and more than 2.5 times what usually moves in a night."""
+    kinds, _, is_less_worse, words = next(of for of in ANCHOR if of[1] == figure)
+    limit = least + 3.5 * math.sqrt(least * (1 - least) / ROWS)
+    for kind in kinds:
+        feature = OF_KIND[kind]
+        nights = [{figure: 1 - usually if is_less_worse else usually}] * 8
+        for value, passes in ((limit - 1e-6, True), (limit + 1e-6, False)):
+            of_tables[ROWS + 2] = named({figure: 1 - value if is_less_worse else value})
+            anchor = Pairs(rows(feature, ROWS + 2), rows(feature, ROWS + 2), 1.0, ROWS, 3)
+            found = verdict("anchor", given(kind, {}, nights, anchor=anchor))
+            assert found.passed == passes
+            assert f"f: {words} " in found.message
+            assert "since snapshot 3" in found.message
+
+
+def test_a_share_that_never_was_0_or_1() -> None:
+    def judged(value: float, *before: float) -> Verdict:
+        return verdict("never", given(NUMBER, {"zero": value}, [{"zero": one} for one in before]))
+
+    assert not judged(0.0, *[0.1] * 7).passed
+    assert not judged(1.0, *[0.9] * 7).passed
+    assert "share of zeros 0, which it was in none of 7 nights" in judged(0.0, *[0.1] * 7).message
+    assert judged(0.001, *[0.1] * 7).passed
+    assert judged(0.0, *[0.1] * 7, 0.0).passed
+    # of 400 rows, of which eight are expected, there may be none by chance
+    assert judged(0.0, *[0.02] * 7).passed
+    assert "never" not in gates_of(given(NUMBER, {"zero": 0.0}, [{"zero": 0.1}] * 6))
+
+
+# ---- what the configuration says of a feature
+
+
+def test_a_feature_has_gates_of_its_own() -> None:
+    far = given(NUMBER, {"p50": 100.0}, [{"p50": 0.0, "spread": 1.0}] * 14)
+    assert not verdict("shape", far).passed
+    assert "shape" not in gates_of(far, features={"f": {"shape": None}})
+    assert verdict("shape", far, features={"f": {"shape": 1000}}).passed
+    assert verdict("shape", far, shape=1000).passed
+    # the view's hold where the feature has none
+    assert not verdict("shape", far, shape=1, features={"f": {"moved": None}}).passed
+    assert not verdict("shape", far, shape=None, features={"f": {"shape": 1}}).passed
+
+
+BOUNDS: dict[str, tuple[dict[str, Any], Feature, list[Any], bool, str]] = {
+    "in range": ({"range": [0, 5]}, OF_KIND[NUMBER], [0.0, 5.0], True, ""),
+    "above": ({"range": [0, 5]}, OF_KIND[NUMBER], [0.0, 5.1], False, "5.1 is not within range"),
+    "below": ({"range": [0, 5]}, OF_KIND[NUMBER], [-1.0, 5.1], False, "-1 is not within range"),
+    "a value": ({"values": ["a", "b"]}, OF_KIND[TEXT], ["a", "a"], True, ""),
+    "others": ({"values": ["a"]}, OF_KIND[TEXT], ["z", "y", "a"], False, "'y', 'z' is none of its"),
+    "true": ({"values": [True]}, OF_KIND[FLAG], [True, False], False, "'False' is none of its"),
+    "many": ({"distinct": [2, 3]}, OF_KIND[TEXT], ["a", "b", "c"], True, ""),
+    "few": ({"distinct": [2, 3]}, OF_KIND[TEXT], ["a"], False, "1 different values, not 2 to 3"),
+    "unique": ({"unique": True}, OF_KIND[NUMBER], [1.0, 2.0, None], True, ""),
+    "twice": ({"unique": True}, OF_KIND[NUMBER], [1.0, 1.0], False, "1 of 2 values are there more"),
+    "nulls": ({"null_share": 0.5}, OF_KIND[NUMBER], [None, 1.0], True, ""),
+    "many nulls": ({"null_share": 0.4}, OF_KIND[NUMBER], [None, 1.0], False, "share of nulls 0.5"),
+    "all null": ({"range": [0, 1], "unique": True}, OF_KIND[NUMBER], [None], True, ""),
+}
+
+
+@pytest.mark.parametrize("case", BOUNDS)
+def test_a_features_own_bounds(case: str) -> None:
+    """Of however few rows."""
+    own, feature, values, passes, said = BOUNDS[case]
+    table = pa.table({"id": range(len(values)), "f": pa.array(values, feature.arrow_type)})
+    view = FeatureView("view", ("id",), (feature,), 3600.0, 0.0)
+    _, found = judge_rows(
+        Evidence(view, table, day(0)), GatesConfig.model_validate({"features": {"f": own}})
+    )
+    assert all(one.gate == "bounds" for one in found)
+    assert all(one.passed for one in found) == passes
+    assert said in "".join(one.message for one in found)
+
+
+# ---- what is announced, or of another recipe
+
+
+def test_what_is_announced_warns() -> None:
+    far = {"p50": 100.0, "null": 0.9}
+    nights = [{"p50": 0.0, "null": 0.0, "spread": 1.0}] * 14
+    for announced in ({"shape": None}, {"shape": frozenset({"f"})}):
+        evidence = given(NUMBER, far, nights, announced=announced)
+        shape, null = verdict("shape", evidence), verdict("null", evidence)
+        assert (shape.passed, shape.warned, shape.figures) == (True, True, ("f.p50",))
+        assert (null.passed, null.warned) == (False, False)
+    other = given(NUMBER, far, nights, announced={"shape": frozenset({"g"})})
+    assert not verdict("shape", other).passed
+
+
+def test_another_recipe_is_told_what_changed_and_judged_by_itself() -> None:
+    evidence = given(
+        VECTOR, {"norm.p50": 9.0, "common": 0.5}, [{"norm.p50": 1.0}] * 14, alike=False
+    )
+    shape, first = verdict("shape", evidence), verdict("first", evidence)
+    assert (shape.passed, shape.warned) == (True, True)
+    assert (first.passed, first.warned) == (False, False)
+
+
+def test_of_what_was_accepted_history_goes_on() -> None:
+    """As far off may come again, and twice as far may not."""
+    before = [Night(n, day(n), {"f.p50": 0.1 * (n % 2), "f.spread": 1.0}) for n in range(13)]
+    accepted = Night(13, day(13), {"f.p50": 20.0, "f.spread": 1.0}, accepted=("f.p50",))
+    for x, passes in ((20.2, True), (40.0, False), (-20.0, False), (0.1, True)):
+        evidence = given(NUMBER, {"p50": x})
+        nights = replace(evidence, nights=[*before, accepted], day=day(14))
+        vars(nights)["figures"] = {"f.p50": x}
+        assert verdict("shape", nights).passed == passes
+
+
+# ---- real rows
+
+
+SOUND: dict[str, tuple[Feature, Callable[[int], Any]]] = {
+    "score": (Feature("score", "float32"), lambda i: float(np.sin(i * i * 7.3))),
+    "count": (Feature("count", "int32"), lambda i: i * i % 7),
+    "label": (Feature("label", "string"), lambda i: "abcde"[i * i % 11 % 5]),
+    "flag": (Feature("flag", "bool"), lambda i: i * i % 7 < 2),
+    "items": (
+        Feature("items", "int64", max_items=4),
+        lambda i: [i % 7, 10 + i % 11, 30 + i % 13, 50 + i % 3],
+    ),
+    "vector": (
+        Feature("vector", "float32", dim=3),
+        lambda i: [math.sin(i * i), math.cos(i * i * 3.1), math.sin(i * i * 1.7)],
+    ),
+    "text": (
+        Feature("text", "string"),
+        lambda i: f"word{i * 7 % 101} word{i * i % 53} number {i}",
+    ),
+}
+"""Feature → its value in row ``i``."""
+KEYS = 1000
+Values = list[Any]
+
+FAULTS: dict[str, tuple[str, Callable[[Values], Values], str]] = {
+    # feature, what becomes of its values, and a gate that sees it, however young the view is
+    "zeros": ("score", lambda v: [0.0] * len(v), "constant"),
+    "nulls": ("score", lambda v: [None if i % 4 else x for i, x in enumerate(v)], "null"),
+    "some nulls": ("score", lambda v: [x if i % 4 else None for i, x in enumerate(v)], "null"),
+    "another sign": ("score", lambda v: [-x for x in v], "moved"),
+    "times ten": ("score", lambda v: [10 * x for x in v], "shape"),
+    "doubled": ("count", lambda v: [2 * x for x in v], "shape"),
+    "off by one": ("score", lambda v: v[1:] + v[:1], "moved"),
+    "one label": ("label", lambda v: ["a"] * len(v), "constant"),
+    "no label": ("label", lambda v: [""] * len(v), "null"),
+    "unknown labels": ("label", lambda v: ["unknown"] * len(v), "null"),
+    "labels in another order": (
+        "label",
+        lambda v: ["eabcd"["abcde".index(x)] for x in v],
+        "moved",
+    ),
+    "the other flag": ("flag", lambda v: [not x for x in v], "moved"),
+    "no lists": ("items", lambda v: [[] for _ in v], "null"),
+    "one list for all": ("items", lambda v: [[1, 2, 3, 4]] * len(v), "constant"),
+    "lists of others": ("items", lambda v: v[1:] + v[:1], "moved"),
+    "lists reversed": ("items", lambda v: [x[::-1] for x in v], "moved"),
+    "lists cut": ("items", lambda v: [x[:1] for x in v], "shape"),
+    "an item twice": ("items", lambda v: [x[:2] * 2 for x in v], "shape"),
+    "zero vectors": ("vector", lambda v: [[0.0] * 3 for _ in v], "null"),
+    "one vector": ("vector", lambda v: [v[0]] * len(v), "constant"),
+    "vectors negated": ("vector", lambda v: [[-x for x in one] for one in v], "moved"),
+    "a dimension negated": ("vector", lambda v: [[-a, b, c] for a, b, c in v], "moved"),
+    "longer vectors": ("vector", lambda v: [[9 * x for x in one] for one in v], "shape"),
+    "another key's vectors": ("vector", lambda v: v[1:] + v[:1], "moved"),
+    "long texts": ("text", lambda v: [x * 9 for x in v], "shape"),
+    "not a number of texts": ("text", lambda v: ["N/A"] * len(v), "constant"),
+}
+HISTORY = {
+    # what a fixed bound allows and nights that were all the same do not
+    "an offset": ("score", lambda v: [x + 0.5 for x in v], "moved"),
+    "two labels for one": ("label", lambda v: ["a" if x == "b" else x for x in v], "moved"),
+    "a third of others": ("vector", lambda v: v[1:334] + v[:1] + v[334:], "moved"),
+    "a third of other lists": ("items", lambda v: v[1:334] + v[:1] + v[334:], "moved"),
+    "other texts": ("text", lambda v: [x[::-1] for x in v], "moved"),
+}
+
+
+NIGHTS = 16
+VIEW = FeatureView("view", ("id",), tuple(feature for feature, _ in SOUND.values()), 3600.0, 0.0)
+
+
+@cache
+def values_of(night: int, name: str) -> Values:
+    """Of a feature in a night: scores drift a little, every fifteenth key's value is another."""
+    _, of = SOUND[name]
+    values = [of(i if (i + night) % 15 else i + 5000 + night) for i in range(KEYS)]
+    if name == "score":
+        values = [x + 0.05 * math.cos(i * night) for i, x in enumerate(values)]
+    return values
+
+
+def table(night: int, *names: str, become: Callable[[Values], Values] = list) -> pa.Table:
+    """Of some features, or of all, the rows of a night, or what becomes of them."""
+    columns: dict[str, Any] = {"id": range(KEYS)}
+    for name in names or SOUND:
+        values = become(list(values_of(night, name)))
+        columns[name] = pa.array(values, SOUND[name][0].arrow_type)
+    return pa.table(columns)
+
+
+def evidence_of(now: pa.Table, live: pa.Table, nights: Sequence[Night], night: int) -> Evidence:
+    """A full run, all of whose rows were computed again."""
+    features = tuple(SOUND[name][0] for name in now.column_names[1:])
+    pairs = Pairs(now, live, 1.0, KEYS, night - 1)
+    view = replace(VIEW, features=features)
+    return Evidence(view, now, day(night), now, live, pairs, None, nights)
+
+
+@pytest.fixture(scope="module")
+def history() -> list[Night]:
+    """Sixteen ordinary nights, each of which was published."""
+    nights: list[Night] = []
+    live = table(0)
+    first, verdicts = judge_rows(Evidence(VIEW, live, day(0)), GatesConfig())
+    assert [one.message for one in verdicts if not one.passed] == []
+    nights.append(Night(0, day(0), first))
+    for n in range(1, NIGHTS):
+        now = table(n)
+        figures, verdicts = judge_rows(evidence_of(now, live, nights, n), GatesConfig())
+        assert [one.message for one in verdicts if not one.passed or one.warned] == []
+        nights.append(Night(n, day(n), figures))
+        live = now
+    return nights
+
+
+@pytest.mark.parametrize("known", [1, NIGHTS], ids=["one night", "sixteen"])
+def test_what_becomes_of_values_is_refused(history: list[Night], known: int) -> None:
+    seen, faults = {}, FAULTS | (HISTORY if known == NIGHTS else {})
+    for fault, (feature, become, _) in faults.items():
+        live, now = table(known - 1, feature), table(known, feature, become=become)
+        _, verdicts = judge_rows(evidence_of(now, live, history[:known], known), GatesConfig())
+        seen[fault] = {one.gate for one in verdicts if not one.passed}
+    assert {fault: of[2] for fault, of in faults.items() if of[2] not in seen[fault]} == {}
+
+
+UNSEEN = ("some nulls", "doubled", "lists reversed", "an item twice")
+"""What 40 rows may well be by chance, or are by one feature's figures alone."""
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in UNSEEN])
+def test_garbage_in_a_small_delta_is_refused_in_its_first_night(
+    history: list[Night], fault: str
+) -> None:
+    """Of 4 % of the rows, all of whose others are as they were."""
+    feature, become, _ = FAULTS[fault]
+    at = list(range(3, KEYS, 25))
+    live = table(0, feature)
+    bad = become([values_of(1, feature)[i] for i in at])
+    values = list(values_of(0, feature))
+    for place, value in zip(at, bad, strict=True):
+        values[place] = value
+    now = table(0, feature, become=lambda _: values)
+    pairs = Pairs(now.take(at), live.take(at), len(at) / KEYS, KEYS, 0)
+    evidence = replace(evidence_of(now, live, history[:1], 1), computed=now.take(at), pairs=pairs)
+    found = verdict("computed", evidence)
+    assert not found.passed
+    assert f"{feature} of 40 rows computed: " in found.message
+
+
+def test_a_refusal_shows_keys_and_their_values_before_and_after(history: list[Night]) -> None:
+    live = table(15, "score")
+    now = table(16, "score", become=lambda v: [10 * x for x in v])
+    found = verdict("moved", evidence_of(now, live, history, 16))
+    assert "; of keys " in found.message
+    before, after = (of.column("score")[0].as_py() for of in (live, now))
+    assert before != after
+    assert " → " in found.message
+
+
+def test_rows_that_say_nothing_are_judged_by_their_bounds_alone() -> None:
+    """Of three rows, of one, of other keys, of nothing but nulls since ever."""
+    few = table(0).slice(0, 3)
+    evidence = Evidence(VIEW, few, day(1), few, few, Pairs(few, few, 1.0, 3, 0), None, ())
+    assert gates_of(evidence) == []
+    nulls = table(1, "score", become=lambda v: [None] * len(v))
+    nights = [Night(n, day(n), {"score.null": 1.0}) for n in range(NIGHTS)]
+    found = evidence_of(nulls, nulls, nights, NIGHTS)
+    assert [one for one in judge_rows(found, GatesConfig())[1] if not one.passed] == []
+    none = table(0).slice(0, 0)
+    others = Evidence(VIEW, table(0), day(1), table(0), table(0), Pairs(none, none, 0, 0, 0))
+    assert [one for one in judge_rows(others, GatesConfig())[1] if not one.passed] == []
+
+
+def test_a_feature_added_yesterday_is_as_young_as_that() -> None:
+    nights = [Night(n, day(n), {"f.p50": 1.0}) for n in range(9)]
+    before = [replace_figures(night, {"g.p50": 1.0}) for night in nights[:-1]] + nights[-1:]
+    evidence = replace(given(NUMBER, {}), nights=before, day=day(9))
+    vars(evidence)["figures"] = {"f.p50": 90.0}
+    found = verdict("shape", evidence)
+    assert not found.passed
+    assert f"on {day(8)}" in found.message
+
+
+def replace_figures(night: Night, figures: dict[str, float]) -> Night:
+    return Night(night.number, night.day, figures)
