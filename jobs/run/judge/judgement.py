@@ -62,6 +62,10 @@ _CHANCE_COMPUTED = 4.0
 """As many of the rows that a run computed, of which there may be few."""
 _CHANCE_NEVER = 9.0
 """Rows of a kind that are expected where none is: by chance once in 10⁴."""
+_CHANCE_RELATED = 3.0
+"""Standard deviations of a rank correlation of rows that have nothing to do with each other."""
+MOST_RELATED = 2048
+"""Rows that a rank correlation is of, at most."""
 _TINY = 1e-30
 _MOST_EXPONENT = 700.0
 
@@ -319,6 +323,9 @@ def _young_limit(
 def _bound_by_key(check: Check, factor: float, rows: int, number: int) -> _Limit:
     """A bound of a figure by key, as a limit around what it is where nothing moved."""
     best, young = (0.0 if check.side == UP else 1.0), float(check.young or 0.0)
+    if check.scale == CORRELATION and young > 0:
+        # what is noise each night has a rank correlation of 0.1, that of other keys' rows is chance
+        young = min(young, _CHANCE_RELATED / math.sqrt(min(max(rows, 1), MOST_RELATED)))
     reach = abs(best - young)
     reach += _chance(check, young, rows, _CHANCE) if check.scale == SHARE else 0.0
     words = f"of {rows:,} keys beside snapshot {number}"

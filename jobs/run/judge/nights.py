@@ -103,6 +103,8 @@ def usual(values: Sequence[Value], day: str, floor: float = 0.0) -> Usual | None
     if n >= SURE_NIGHTS and today is not None and weekdays.count(today) >= 2:
         own = {w: np.median(x[[v == w for v in weekdays]]) for w in set(weekdays)}
         of_weekday = _spread(x - np.array([own[w] for w in weekdays]))
+        # each weekday's median takes one of what the residuals have to tell
+        of_weekday *= math.sqrt((n - 1) / max(1, n - len(own)))
         if of_weekday < spread / 2:
             center, spread = float(own[today]), of_weekday
     reach = max(float(np.interp(n, _K_NIGHTS, _K)) * spread, floor)
