@@ -97,7 +97,7 @@ class Past:
         tonight: int,
         rows: Rows,
         accepted: int,
-        **options: bool,
+        **options: Any,
     ) -> list[Verdict]:
         """What refuses these rows as tonight's, after so many accepted nights; last night's are
         live."""
@@ -218,7 +218,7 @@ def _differs(one: pa.ChunkedArray, other: pa.ChunkedArray) -> Any:
 def _judge_rows(now: pa.Table, before: pa.Table, *, more_is_fine: bool) -> list[Verdict]:
     """The gate ``rows``."""
     sizes: Any = [SimpleNamespace(rows=len(of), number=0) for of in (now, before)]
-    found = [judge_row_count(*sizes, 1.0, more_is_fine=more_is_fine)]
+    found = [judge_row_count(sizes[0], sizes[1], 1.0, more_is_fine=more_is_fine)]
     gone = 1 - np.isin(np.asarray(before["id"]), np.asarray(now["id"])).mean()
     if gone > MOST_GONE:
         found.append(Verdict("rows", False, gone, MOST_GONE, f"{gone:.0%} of the keys are gone"))
