@@ -146,7 +146,7 @@ MOVED: dict[str, tuple[Feature, list[Any], list[Any], dict[str, float], Figures]
         [-x for x in TEN],
         TEN,
         {},
-        {"quarter": 0.9, "one": 0.8, "four": 0.4, "rank": -1.0},
+        {"quarter": 0.9, "one": 0.8, "four": 0.39, "rank": -1.0},
     ),
     "no number was another": (NUMBER, [1.0] * 4, [2.0] * 4, {}, {"quarter": 1.0, "four": 1.0}),
     "nulls are no pairs": (

@@ -276,7 +276,7 @@ def _distances(a: F8, b: F8, share: float, spread: float) -> Iterator[tuple[str,
     spread = spread or (high - low) / 2.56 or float(b.std())
     with np.errstate(over="ignore", invalid="ignore"):
         by = np.abs(a - b)
-        by = by / spread if spread else np.sign(by) * np.inf
+        by = by / spread if spread else np.where(by > 0, np.inf, 0.0)
     for figure, spreads in (("quarter", 0.25), ("one", 1.0), ("four", 4.0)):
         # not at once: of whole numbers many move by the same, and the spread is another each night
         yield figure, share * np.clip(2 * by / spreads - 1.5, 0, 1).mean()
