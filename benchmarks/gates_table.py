@@ -2,7 +2,7 @@
 habits of their keys, shocks of the day, weekdays and trends; ordinary changes and faults of their
 rows, and of the rows of deltas; first runs, faults that grow, partitions; and real flights.
 
-python -m benchmarks.gates_table [--seeds 1001 1002 1003] [--quick]
+python -m benchmarks.gates_table [--seeds 1001 1002] [--only faults ...]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from benchmarks.worlds.world import KINDS, World, day, table_of
 from precompute.jobs.run.judge.nights import Night
 from precompute.store.offline.snapshot import Verdict
 
-SEEDS = (1001, 1002, 1003)
+SEEDS = (1001, 1002)
 """Others than those by which limits were chosen: 0 to 99."""
 TONIGHT = 42
 """The first night that is judged, a Monday; the others follow it, so that each weekday is."""
@@ -332,7 +332,7 @@ def counted(names: Sequence[str], seeds: Sequence[int]) -> list[str]:
     return found
 
 
-def partition_changes(kind: str) -> Iterator[tuple[str, Change]] | dict[str, Change]:
+def partition_changes(kind: str) -> dict[str, Change]:
     """What happens to a day's partition."""
     ways: dict[str, Callable[[changes.Night], Any]] = {
         "an ordinary day": changes.plain,

@@ -97,7 +97,7 @@ class Past:
         tonight: int,
         rows: Rows,
         accepted: int,
-        **options: bool,
+        **options: Any,
     ) -> list[Verdict]:
         """What refuses these rows as tonight's, after so many accepted nights; last night's are
         live."""
