@@ -287,8 +287,8 @@ snapshot that may be, unless what is live is newer.
              stale    also those computed by another model, SQL or features than configured now, or (--check-inputs) from other rows
              all      every one; each computes what changed, or all rows with --full
 
-A partition is judged alone, beside its own earlier snapshot, and by how many keys it lacks of those that were live when the backfill began:
-never beside what went live meanwhile. What a gate refused, or what failed before, is not done, also where this backfill leaves it as it is.
+A partition is judged alone, beside its own earlier snapshot, and beside the partitions before it in data time, once all of these are there:
+never beside what went live meanwhile. So with --backwards nothing goes live before the oldest is there. What a gate refused, or what failed before, is not done, also where this backfill leaves it as it is.
 SIGINT or SIGTERM cancels a backfill, for good. One that was killed, or in which something failed, goes on with --resume.
 Exit status: 0 all done; 1 a partition or publishing failed; 3 only refused ones are left."""  # noqa: E501
 

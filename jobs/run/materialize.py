@@ -113,17 +113,7 @@ def materialize(
                 config, store, opened, plan.parent, accepts, report, settings.memory_mb
             )
         golden = Golden(config, store, opened, plan, report, accepts, settings.source_mb)
-        in_backfill = report.backfill is not None
-        judge = Judge(
-            config,
-            opened,
-            store,
-            in_backfill,
-            options.live_before,
-            options.in_order,
-            options.expect,
-            options.due,
-        )
+        judge = _judge_of(config, store, opened, options, report)
         if plan.nothing_to_do:
             report.attention += golden.told()
             return _reuse_parent(store, plan, loaded, judge, accepts, lease, report)
@@ -146,6 +136,22 @@ def materialize(
         _end_journals(store, draft, snapshot, report)
     report.snapshot, report.status = snapshot.number, "committed"
     return snapshot
+
+
+def _judge_of(
+    config: ViewConfig, store: ViewStore, opened: OpenView, options: RunOptions, report: Report
+) -> Judge:
+    in_backfill = report.backfill is not None
+    return Judge(
+        config,
+        opened,
+        store,
+        in_backfill,
+        options.live_before,
+        options.in_order,
+        options.expect,
+        options.due,
+    )
 
 
 def dry_run(project: Project, store: ViewStore, options: RunOptions, report: Report) -> Plan:
