@@ -1,9 +1,12 @@
 """Review: the commands that show what happened to a view and what its snapshots hold (``history``,
-``diff``, ``log``, ``export``), and what is live and needs attention (``status``, ``verify``)."""
+``diff``, ``gates``, ``log``, ``export``), and what is live and needs attention (``status``,
+``verify``)."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,18 +23,20 @@ from precompute.jobs.commands.command import (
 )
 from precompute.store.disk.record import plain
 from precompute.store.doors import COMMANDS
-from precompute.store.errors import ConfigError
+from precompute.store.errors import ConfigError, did_you_mean
 from precompute.store.times import duration, shown_time
 
 if TYPE_CHECKING:
+    from precompute.jobs.ops.gate_history import GateHistory
     from precompute.jobs.ops.history import SnapshotDiff
     from precompute.store.offline.runs import Report
 
 SHOWN_EVENTS = 30
+_BLOCKS, _DOTS = "▁▂▃▄▅▆▇█", ".:-=+*#%"
 
 
 def add(commands: Commands) -> None:
-    """The commands ``history``, ``diff``, ``log`` and ``export``."""
+    """The commands ``history``, ``diff``, ``gates``, ``log`` and ``export``."""
     history = commands.add(
         "history",
         _history,
@@ -60,6 +65,17 @@ def add(commands: Commands) -> None:
         type=int,
     )
     diff.option("second", "B", "of another one (default: the live one)", nargs="?", type=int)
+    gates = commands.add(
+        "gates",
+        _gates,
+        "what a snapshot was judged by: each figure with its limit, and what it was in the nights"
+        " before",
+        view=True,
+        only=True,
+        reads=True,
+    )
+    gates.option("--feature", "NAME", "this feature alone")
+    gates.option("--snapshot", "N", "another one than the newest", type=int)
     log = commands.add(
         "log",
         _log,
@@ -253,6 +269,81 @@ def _value(value: Any) -> str:
     return text if len(text) <= 32 else f"{text[:31]}…"
 
 
+def _gates(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.ops.gate_history import gate_history, judged_snapshot
+
+    project, feature = project_of(arguments), arguments.feature
+    store = project.stored(arguments.view)
+    snapshot = judged_snapshot(store, arguments.snapshot)
+    names = snapshot.view.feature_names
+    if feature is not None and feature not in names:
+        near = did_you_mean(feature, names) or f" (there are: {', '.join(names)})"
+        raise ConfigError(
+            f"--feature: snapshot {snapshot.number} of {store.name} has no feature"
+            f" {feature!r}{near}"
+        )
+    found = gate_history(store, snapshot)
+    if feature is not None:
+        found = found._replace(figures=[one for one in found.figures if one.feature == feature])
+    text = describe_gates(found, blocks=_has_blocks())
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    # of a letter that the terminal has not, a question mark
+    text = text if _has_blocks() else text.replace("→", "->")
+    text = text.encode(encoding, "replace").decode(encoding)
+    return answer(arguments, found.to_json(), text)
+
+
+def _has_blocks() -> bool:
+    """Whether the terminal shows block characters."""
+    try:
+        _BLOCKS.encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return os.environ.get("TERM") != "dumb"
+
+
+def describe_gates(found: GateHistory, *, blocks: bool = True) -> str:
+    """:func:`precompute.jobs.ops.gate_history.gate_history` as a table with a small picture of each
+    figure: of ``blocks``, else of dots."""
+    lines = [found.said()]
+    if found.left_out:
+        shown = ", ".join(f"{day} ({why})" for day, why in found.left_out[-5:])
+        lines.append(f"left out, as they were announced: {shown}")
+    for one in found.verdicts:
+        if one.warned or not one.passed:
+            lines.append(f"{'warns' if one.passed else 'REFUSED'}: {one.gate}: {one.message}")
+    if not found.figures:
+        return "\n".join(lines)
+    nights = max(len(one.nights) for one in found.figures)
+    head = f"{nights} nights, then tonight" if nights else ""
+    rows = [("", "feature", "figure", "gate", "tonight", "passes", head)]
+    for figure in found.figures:
+        rows.append(
+            (
+                {"refused": "REFUSED", "warned": "warns"}.get(figure.state, ""),
+                figure.feature,
+                figure.words,
+                ", ".join(figure.gates),
+                f"{figure.value:.4g}",
+                figure.passes(),
+                _sparkline([v for _, v in figure.nights], figure.value, nights, blocks=blocks),
+            )
+        )
+    return "\n".join([*lines, "", *table(rows, right=(4,))])
+
+
+def _sparkline(before: Sequence[float], tonight: float, width: int, *, blocks: bool) -> str:
+    """Values by the height of a character each, the newest to the right, tonight's apart."""
+    steps = _BLOCKS if blocks else _DOTS
+    low, high = min([*before, tonight]), max([*before, tonight])
+
+    def step(value: float) -> str:
+        share = (value - low) / (high - low) if high > low else 0.0
+        return steps[min(len(steps) - 1, int(share * len(steps)))]
+
+    return f"{''.join(map(step, before)).rjust(width)} {step(tonight)}" if before else ""
+
+
 def _log(arguments: argparse.Namespace) -> int:
     from precompute.jobs.ops.history import find_run, rejections
 
@@ -378,6 +469,7 @@ _HEAD = (
     "rows",
     "coverage",
     "rejected",
+    "gates",
     "online",
     "last run",
     "next due",
@@ -398,11 +490,19 @@ def _cells(line: Mapping[str, Any]) -> tuple[str, ...]:
         "–" if line["rows"] is None else f"{line['rows']:,}",
         "–" if line["coverage"] is None else f"{line['coverage']:.1%}",
         "–" if line["rejected"] is None else f"{line['rejected']:,}",
+        _nights(line["gates"]),
         {True: "yes", False: "NO", None: "–"}[line["online"]],
         "–" if last is None else last["status"],
         "–" if line["next_due"] is None else f"{line['next_due'][:16]}Z",
         line["schedule"] or "–",
     )
+
+
+def _nights(gates: Mapping[str, Any] | None) -> str:
+    """How many nights the gates of a view have learned from."""
+    if gates is None:
+        return "–"
+    return "1 night" if gates["nights"] == 1 else f"{gates['nights']} nights"
 
 
 def add_verify(commands: Commands) -> None:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypedDict
 
 from precompute.jobs.config.project import Project
+from precompute.jobs.ops.gate_history import nights_learned
 from precompute.jobs.ops.retention import (
     not_done_in_words,
     partitions_in_words,
@@ -187,6 +188,7 @@ class StatusLine(TypedDict):
     source_age_s: float | None
     coverage: float | None
     rejected: int | None
+    gates: dict[str, int] | None
     online: bool | None
     index: dict[str, Any] | None
     held: dict[str, Any] | None
@@ -256,7 +258,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         line |= _live(snapshot, ref) | {
             "online": pointer is not None and pointer.epoch == ref.epoch if answers else None
         }
-        line["index"] = _index(store, ref)
+        line |= {"gates": _gates(store, snapshot), "index": _index(store, ref)}
         line |= _source(known_source_at(snapshot, reports))
         attention += _too_old(project, name, line["source_age_s"])
         line["behind"] = inputs_behind(store, snapshot, reports)
@@ -382,6 +384,16 @@ def notes(line: Mapping[str, Any]) -> list[str]:
         else []
     )
     return [text for text in details if text and text not in line["attention"]]
+
+
+def _gates(store: ViewStore, snapshot: Snapshot) -> dict[str, int] | None:
+    """From how many nights the gates have learned; None where the partition that was judged last is
+    damaged, which `verify` tells."""
+    try:
+        return {"nights": nights_learned(store, snapshot)}
+    except SnapshotError as exc:
+        log.warning("%s", exc)
+        return None
 
 
 def _index(store: ViewStore, ref: LiveRef) -> dict[str, Any] | None:

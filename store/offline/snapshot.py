@@ -150,8 +150,8 @@ class Snapshot(Record, frozen=True):
     quality: Mapping[str, float] = field(default_factory=dict)
     """Figures the gates judged by: ``<feature>.<figure>``."""
     nights: Part | None = None
-    """File of the figures of the nights before it, by which its gates know what is usual; None of
-    a first one."""
+    """File of the figures of the nights before it, by which its gates know what is usual, and of
+    the limits that follow from them; None where it has neither."""
     anchors: tuple[Part, ...] = ()
     """Files of some rows of the nights before, and of its own: a little each night is much in a
     week."""

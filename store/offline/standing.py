@@ -229,10 +229,13 @@ class Standing:
                 )
             case Refused(gates):
                 said = "; ".join(
-                    f"{verdict.gate}: {verdict.message} (limit {verdict.limit:g})"
+                    f"{verdict.gate}: {verdict.message}"
+                    + ("" if verdict.figures else f" (limit {verdict.limit:g})")
                     for verdict in snapshot.failed
                     if verdict.gate in gates
                 )
+                if any(verdict.figures for verdict in snapshot.failed if verdict.gate in gates):
+                    said += f". Beside its nights: precompute gates {view} --snapshot {number}"
                 accept = " ".join(f"--accept {name}" for name in gates)
                 raise GateError(
                     f"view {view!r}: snapshot {number} is not published, the live one stays."

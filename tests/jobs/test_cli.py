@@ -363,21 +363,23 @@ def test_status_before_and_after_a_run(make_project: MakeProject, capsys: Captur
         ]
 
     assert table(1) == [
-        "view status age ttl source snapshot rows coverage rejected online last run next due schedule",
-        "numbers unpublished – 60 min – – – – – – – DUE 0 2 * * *",
+        "view status age ttl source snapshot rows coverage rejected gates online last run next due schedule",
+        "numbers unpublished – 60 min – – – – – – – – DUE 0 2 * * *",
         "",
         "numbers: unpublished",
     ]
     assert project.cli("run", "numbers", "--json") == 0
     capsys.readouterr()
-    assert table(0)[1:] == ["numbers fresh AGE 60 min AGE 1 3 100.0% 0 yes published DUE 0 2 * * *"]
+    assert table(0)[1:] == [
+        "numbers fresh AGE 60 min AGE 1 3 100.0% 0 1 night yes published DUE 0 2 * * *"
+    ]
     assert project.cli("status", "--json") == 0
     assert [(row["view"], row["attention"]) for row in report_of(capsys)] == [("numbers", [])]
     make_project([(1, 1.0), (1, 2.0)], project={"schedule": {"numbers": "0 2 * * *"}})
     assert project.cli("run", "numbers") == 1
     error = capsys.readouterr().err.removeprefix("precompute: ").strip()
     assert table(1)[1:] == [
-        "numbers fresh AGE 60 min AGE 1 3 100.0% 0 yes failed DUE 0 2 * * *",
+        "numbers fresh AGE 60 min AGE 1 3 100.0% 0 1 night yes failed DUE 0 2 * * *",
         "",
         "numbers: the last run failed",
         f"numbers: {error}",

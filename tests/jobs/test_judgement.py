@@ -576,7 +576,7 @@ def test_a_refusal_shows_keys_and_their_values_before_and_after(history: list[Ni
     live = table(15, "score")
     now = table(16, "score", become=lambda v: [10 * x for x in v])
     found = verdict("moved", evidence_of(now, live, history, 16))
-    assert "; of keys " in found.message
+    assert "; keys " in found.message
     before, after = (of.column("score")[0].as_py() for of in (live, now))
     assert before != after
     assert " → " in found.message

@@ -24,7 +24,7 @@ from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.contract import judge_contract
 from precompute.jobs.run.judge.feature_figures import has_values
 from precompute.jobs.run.judge.gate_table import TABLE
-from precompute.jobs.run.judge.judgement import Evidence, Pairs, judge_rows
+from precompute.jobs.run.judge.judgement import Evidence, Pairs, judge
 from precompute.jobs.run.judge.neighbours import Neighbours, neighbours_of
 from precompute.jobs.run.judge.nights import (
     Night,
@@ -201,7 +201,7 @@ class Judge:
         verdicts = self.measure(snapshot, draft, neighbours)
         written, anchors = snapshot.nights, snapshot.anchors
         if snapshot.number == 0 and snapshot.partition is None:
-            written = write_nights(self.store, snapshot.run, nights)
+            written = write_nights(self.store, snapshot.run, nights, verdicts.limits)
             anchors = (*anchors_of(nights), *verdicts.anchor)
         return replace(
             snapshot,
@@ -399,9 +399,10 @@ class Judge:
         )
         if snapshot.number == 0 and snapshot.partition is None:
             verdicts.anchor = [write_anchor(self.store, snapshot, found)]
-        of_features, judged_by = judge_rows(evidence, self.config.gates)
-        verdicts.quality |= of_features
-        verdicts.all += judged_by
+        by_table = judge(evidence, self.config.gates, self.config.gates.by)
+        verdicts.quality |= by_table.figures
+        verdicts.all += by_table.verdicts
+        verdicts.limits = by_table.limits
 
     def _anchor(
         self, snapshot: Snapshot, found: SnapshotSample, nights: Sequence[Night]

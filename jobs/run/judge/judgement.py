@@ -27,12 +27,12 @@ from precompute.jobs.run.judge.gate_table import (
     ANCHOR,
     ANCHOR_FACTOR,
     ANCHOR_LEAST,
-    BOTH,
     CHECKS,
     COMPUTED,
     CORRELATION,
     COUNT,
     DOWN,
+    FALL,
     FIRST,
     LABELS,
     LEVEL,
@@ -44,6 +44,7 @@ from precompute.jobs.run.judge.gate_table import (
 from precompute.jobs.run.judge.nights import (
     FEWEST_NIGHTS,
     SURE_NIGHTS,
+    Limits,
     Night,
     Value,
     counted,
@@ -51,6 +52,7 @@ from precompute.jobs.run.judge.nights import (
     usual,
 )
 from precompute.jobs.run.judge.row_count import FEWEST_ROWS
+from precompute.jobs.run.judge.rows_at_fault import rows_at_fault
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.offline.snapshot import Verdict
 
@@ -61,7 +63,7 @@ _CHANCE_COMPUTED = 4.0
 _CHANCE_NEVER = 9.0
 """Rows of a kind that are expected where none is: by chance once in 10⁴."""
 _TINY = 1e-30
-SHOWN_KEYS = 10
+_MOST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,17 @@ class Evidence:
         return moves_of(pairs.now, pairs.then, self.view, share, self.live_figures)
 
 
+class _Limit(NamedTuple):
+    """How far a figure may be ``below`` and ``above`` a center, by the check's scale in a ``unit``,
+    which of a bound is 0; and what that follows from, in words."""
+
+    center: float
+    below: float
+    above: float
+    unit: float
+    words: str
+
+
 class _Found(NamedTuple):
     """What a check found of a feature: how many times its limit, and in words."""
 
@@ -132,6 +145,17 @@ class _Found(NamedTuple):
     limit: float
     ratio: float
     message: str
+    between: Limits = (None, None)
+    """Where the figure would have passed, of one that is compared with nights or judged alone."""
+
+
+class Judged(NamedTuple):
+    """Figures of a snapshot by ``<feature>.<figure>``, the verdicts of the gates on its features,
+    and between which limits they let each figure pass."""
+
+    figures: Figures
+    verdicts: list[Verdict]
+    limits: dict[str, Limits]
 
 
 def judge_rows(evidence: Evidence, gates: GatesConfig) -> tuple[Figures, list[Verdict]]:
@@ -140,8 +164,14 @@ def judge_rows(evidence: Evidence, gates: GatesConfig) -> tuple[Figures, list[Ve
     Returns:
         figures by ``<feature>.<figure>``; of each gate that judged anything one verdict, the worst.
     """
+    found = judge(evidence, gates)
+    return found.figures, found.verdicts
+
+
+def judge(evidence: Evidence, gates: GatesConfig, by: str | None = None) -> Judged:
+    """As :func:`judge_rows`, with the limits; ``by``: the column whose values a refusal names."""
     if evidence.rows.num_rows < FEWEST_ROWS:
-        return evidence.figures, _verdicts(evidence, [*_bounds(evidence, gates)])
+        return Judged(evidence.figures, _verdicts(evidence, [*_bounds(evidence, gates)], by), {})
     found = [
         *_first(evidence, gates),
         *_by_nights(evidence, gates),
@@ -150,7 +180,15 @@ def judge_rows(evidence: Evidence, gates: GatesConfig) -> tuple[Figures, list[Ve
         *_anchored(evidence, gates),
         *_bounds(evidence, gates),
     ]
-    return evidence.figures, _verdicts(evidence, found)
+    limits: dict[str, Limits] = {}
+    for one in found:
+        name, (low, high) = f"{one.feature}.{one.figure}", one.between
+        if one.between != (None, None):
+            least, most = limits.get(name, (None, None))
+            lows = [x for x in (low, least) if x is not None]
+            highs = [x for x in (high, most) if x is not None]
+            limits[name] = (max(lows, default=None), min(highs, default=None))
+    return Judged(evidence.figures, _verdicts(evidence, found, by), limits)
 
 
 # ---- each gate
@@ -174,10 +212,37 @@ def _first(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             if bound.is_drawn:
                 most += _CHANCE * math.sqrt(most * (1 - most) / evidence.rows.num_rows)
             ratio = value / most if most else (0.0 if value == 0 else math.inf)
-            message = (
-                f"{feature.name}: {bound.words} {value:.4g}, more than {most:.4g} of any first rows"
-            )
-            yield _Found("first", feature.name, bound.figure, value, most, ratio, message)
+            between = (None, float(f"{most:.6g}"))
+            yield _found("first", feature, bound.figure, value, ratio, between, bound.words)
+
+
+def _found(
+    gate: str,
+    feature: Feature,
+    figure: str,
+    value: float,
+    ratio: float,
+    between: Limits,
+    words: str,
+    beside: str = "",
+    of: str = "",
+) -> _Found:
+    """What a check found, in words: the figure's ``words``, its value, between which values it
+    passes, and what it stands ``beside``; ``of`` which other rows than the snapshot's it is."""
+    low, high = between
+    near = high if low is None or (high is not None and value > (low + high) / 2) else low
+    limit = value if near is None else near
+    message = f"{feature.name}{of}: {words} {value:.4g}{_passes(between)}"
+    message += f" ({beside})" if beside else ""
+    kept = (None, None) if gate in ("computed", "anchor") else between
+    return _Found(gate, feature.name, figure, value, limit, ratio, message, kept)
+
+
+def _passes(between: Limits) -> str:
+    low, high = between
+    if low is None:
+        return "" if high is None else f", passes up to {high:.4g}"
+    return f", passes from {low:.4g}" + ("" if high is None else f" to {high:.4g}")
 
 
 def _by_nights(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
@@ -192,19 +257,15 @@ def _by_nights(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
         limits = _own_limit(evidence, feature, check, values, factor)
         if len(values) < SURE_NIGHTS and check.young is not None:
             limits += _young_limit(evidence, feature, check, values, factor)
-        tested = [
-            (_off(value, c, check, unit) / max(reach, _TINY), c, reach, words)
-            for c, reach, unit, words in limits
-        ]
-        if not tested:
+        if not limits:
             continue
-        ratio, center, reach, words = max(tested, key=lambda one: one[0])
-        message = f"{feature.name}: {check.words} {value:.4g}, against {center:.4g} {words}"
-        yield _Found(check.gate, feature.name, check.figure, value, reach, ratio, message)
-
-
-_Limit = tuple[float, float, float, str]
-"""Center, reach by the check's scale, its unit, and what it follows from in words."""
+        ratio, limit = max(
+            ((_ratio(value, limit, check), limit) for limit in limits), key=lambda one: one[0]
+        )
+        between = _between(check, limits)
+        yield _found(
+            check.gate, feature, check.figure, value, ratio, between, check.words, limit.words
+        )
 
 
 def _own_limit(
@@ -225,10 +286,9 @@ def _own_limit(
     )
     assert found is not None
     raw = [one.value for one in values]
-    words = f"in {found.nights} nights ({min(raw):.4g} to {max(raw):.4g})"
-    value = _scaled(evidence.figures[f"{feature.name}.{check.figure}"], check.scale)
-    reach = found.above if value >= found.center else found.below
-    return [(_unscaled(found.center, check.scale), factor * reach / unit, unit, words)]
+    words = f"in the {found.nights} nights before {min(raw):.4g} to {max(raw):.4g}"
+    below, above = factor * found.below / unit, factor * found.above / unit
+    return [_Limit(_unscaled(found.center, check.scale), below, above, unit, words)]
 
 
 def _young_limit(
@@ -254,7 +314,8 @@ def _young_limit(
     reach = check.young + _chance(check, center, evidence.rows.num_rows, _CHANCE)
     if check.scale == LEVEL and not feature.dtype.startswith("float"):
         reach += 1 / unit
-    return [(center, factor * reach, unit, f"on {last.day}")]
+    words = f"on {last.day} {center:.4g}"
+    return [_Limit(center, factor * reach, factor * reach, unit, words)]
 
 
 def _bound_by_key(check: Check, factor: float, rows: int, number: int) -> _Limit:
@@ -262,7 +323,8 @@ def _bound_by_key(check: Check, factor: float, rows: int, number: int) -> _Limit
     best, young = (0.0 if check.side == UP else 1.0), float(check.young or 0.0)
     reach = abs(best - young)
     reach += _chance(check, young, rows, _CHANCE) if check.scale == SHARE else 0.0
-    return best, factor * reach, 0.0, f"where no row is another than in snapshot {number}"
+    words = f"of {rows:,} keys beside snapshot {number}"
+    return _Limit(best, factor * reach, factor * reach, 0.0, words)
 
 
 def _never(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
@@ -312,19 +374,24 @@ def _computed(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             if evidence.pairs is None or not _judges_labels(evidence, feature, check):
                 continue
             limit = _bound_by_key(check, factor, len(evidence.pairs.now), evidence.pairs.number)
-            against = f"of {len(evidence.pairs.now):,} keys"
+            against = limit.words
         elif name not in then and check.figure != "direction":
             continue
         else:
             limit = _computed_limit(check, feature, then, center, rows.num_rows, factor)
-            against = f"against {limit[0]:.4g} of what is live"
-        center, reach, unit, _ = limit
-        ratio = _off(value, center, check, unit) / max(reach, _TINY)
-        message = (
-            f"{feature.name} of {rows.num_rows:,} rows computed: {check.words} {value:.4g},"
-            f" {against}"
+            against = f"of the live rows {center:.4g}"
+        ratio, between = _ratio(value, limit, check), _between(check, [limit])
+        yield _found(
+            "computed",
+            feature,
+            check.figure,
+            value,
+            ratio,
+            between,
+            check.words,
+            against,
+            f" of {rows.num_rows:,} rows computed",
         )
-        yield _Found("computed", feature.name, check.figure, value, reach, ratio, message)
 
 
 def _computed_limit(
@@ -335,9 +402,10 @@ def _computed_limit(
         low, high = (then.get(f"{feature.name}.{name}", center) for name in ("p05", "p95"))
         step = 0.0 if feature.dtype.startswith("float") else 1.0
         middle, reach = (low + high) / 2, (high - low) / 2 + step
-        return middle, factor * (reach + 1e-9 * abs(middle)), 1.0, ""
+        reach = factor * (reach + 1e-9 * abs(middle))
+        return _Limit(middle, reach, reach, 1.0, "")
     reach = check.young + _chance(check, center, rows, _CHANCE_COMPUTED)
-    return center, factor * reach, 1.0, ""
+    return _Limit(center, factor * reach, factor * reach, 1.0, "")
 
 
 def _directions(feature: Feature, rows: pa.Table, live: pa.Table) -> tuple[float, float] | None:
@@ -376,11 +444,18 @@ def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             usually = float(np.median(nightly)) if nightly else 0.0
             limit = factor * max(ANCHOR_LEAST, ANCHOR_FACTOR * usually)
             limit += _CHANCE * math.sqrt(limit * (1 - min(1.0, limit)) / anchor.common)
-            message = (
-                f"{feature.name}: {words} {moved[name]:.4g} since snapshot {anchor.number}, in a"
-                f" usual night {1 - usually if is_less_worse else usually:.4g}"
+            between = (1 - limit, None) if is_less_worse else (None, limit)
+            yield _found(
+                "anchor",
+                feature,
+                figure,
+                moved[name],
+                value / limit,
+                between,
+                words,
+                f"since snapshot {anchor.number}, in a usual night"
+                f" {1 - usually if is_less_worse else usually:.4g}",
             )
-            yield _Found("anchor", feature.name, figure, value, limit, value / limit, message)
 
 
 def _bounds(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
@@ -518,37 +593,51 @@ def _scaled(value: float, scale: str) -> float:
 
 
 def _unscaled(value: float, scale: str) -> float:
-    if scale == LOG:
-        return math.exp(value)
-    if scale == COUNT:
-        return math.expm1(value)
+    if scale in (LOG, COUNT):
+        value = min(value, _MOST_EXPONENT)
+        return math.exp(value) if scale == LOG else math.expm1(value)
     return math.tanh(value) if scale == CORRELATION else value
 
 
-def _off(value: float, center: float, check: Check, unit: float) -> float:
-    """How far a figure is from the center, to the side that is judged; by its scale, unless
-    ``unit`` is 0, which a bound has."""
-    if unit == 0:
-        off = value - center
+def _ratio(value: float, limit: _Limit, check: Check) -> float:
+    """How many times its limit a figure is from the center, to the side that is judged."""
+    if limit.unit == 0:
+        off = value - limit.center
     else:
-        off = (_scaled(value, check.scale) - _scaled(center, check.scale)) / unit
+        off = (_scaled(value, check.scale) - _scaled(limit.center, check.scale)) / limit.unit
     if math.isnan(off):
         return math.inf
+    above, below = off / max(limit.above, _TINY), -off / max(limit.below, _TINY)
+    return above if check.side == UP else below if check.side == DOWN else max(above, below)
+
+
+def _between(check: Check, limits: Sequence[_Limit]) -> Limits:
+    """Between which values a figure passes all of its limits, to six digits; None to a side where
+    it may be anything."""
+    lows, highs = [], []
+    for center, below, above, unit, _ in limits:
+        ends = (center - below, center + above)
+        if unit:
+            middle, low, high = _scaled(center, check.scale), below * unit, above * unit
+            ends = (_unscaled(middle - low, check.scale), _unscaled(middle + high, check.scale))
+        lows.append(ends[0])
+        highs.append(ends[1])
+    low, high = (float(f"{end:.6g}") for end in (max(lows), min(highs)))
+    least, most = _ENDS.get(check.scale, (-math.inf, math.inf))
     return (
-        abs(off)
-        if check.side == BOTH
-        else off
-        if check.side == UP
-        else -off
-        if check.side == DOWN
-        else 0.0
+        low if check.side != UP and low > least else None,
+        high if check.side != DOWN and high < most else None,
     )
+
+
+_ENDS = {SHARE: (0.0, 1.0), FALL: (-1.0, 1.0), CORRELATION: (-1.0, 1.0)}
+"""Least and largest value that a figure can have."""
 
 
 # ---- verdicts
 
 
-def _verdicts(evidence: Evidence, found: Sequence[_Found]) -> list[Verdict]:
+def _verdicts(evidence: Evidence, found: Sequence[_Found], by: str | None = None) -> list[Verdict]:
     """Of each gate one verdict: what refuses, or the nearest to it. What is announced, or compares
     rows of another recipe, warns."""
     by_gate: dict[str, list[_Found]] = {}
@@ -564,7 +653,13 @@ def _verdicts(evidence: Evidence, found: Sequence[_Found]) -> list[Verdict]:
         if len(shown) > 3:
             message += f"; and {len(shown) - 3} more"
         if over:
-            message += rows_at_fault(evidence, shown[0].feature)
+            worst_one, feature = shown[0], evidence.view.feature(shown[0].feature)
+            rows = evidence.rows
+            if gate == "computed" and evidence.computed is not None:
+                rows = evidence.computed
+            beside = None if evidence.pairs is None else (evidence.pairs.now, evidence.pairs.then)
+            entity = evidence.view.entity
+            message += rows_at_fault(rows, beside, feature, worst_one.figure, entity, by)
         first = shown[0]
         verdicts.append(
             Verdict(
@@ -588,43 +683,3 @@ def _is_announced(evidence: Evidence, found: _Found) -> bool:
         return True
     features = evidence.announced.get(found.gate, frozenset())
     return features is None or found.feature in features
-
-
-def rows_at_fault(evidence: Evidence, feature: str) -> str:
-    """Some keys whose rows moved most, with their values before and after, in words; nothing where
-    no keys are compared."""
-    pairs = evidence.pairs
-    if pairs is None or feature not in pairs.then.column_names or not len(pairs.now):
-        return ""
-    now, then = (of.column(feature) for of in (pairs.now, pairs.then))
-    order = _most_moved(now, then)[:3]
-    entity = list(evidence.view.entity)
-    lines = []
-    for at in order.tolist():
-        key = ", ".join(str(pairs.now.column(name)[at].as_py()) for name in entity)
-        before, after = (_short(of[at].as_py()) for of in (then, now))
-        lines.append(f"{key}: {before} → {after}")
-    return f"; of keys {'; '.join(lines)}" if lines else ""
-
-
-def _most_moved(
-    now: pa.ChunkedArray, then: pa.ChunkedArray
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    if pa.types.is_integer(now.type) or pa.types.is_floating(now.type):
-        by = np.abs(_as_floats(now) - _as_floats(then))
-        return np.argsort(-np.nan_to_num(by, nan=np.inf), kind="stable")
-    differ = [a != b for a, b in zip(now.to_pylist(), then.to_pylist(), strict=True)]
-    return np.flatnonzero(differ)
-
-
-def _as_floats(values: pa.ChunkedArray) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.asarray(values.cast(pa.float64()).combine_chunks().to_numpy(zero_copy_only=False))
-
-
-def _short(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return f"[{', '.join(_short(one) for one in value[:3])}{', …' if len(value) > 3 else ''}]"
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"

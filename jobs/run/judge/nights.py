@@ -65,6 +65,11 @@ class Value(NamedTuple):
     is_accepted: bool = False
 
 
+Limits = tuple[float | None, float | None]
+"""The least and the largest value of a figure that its gates let pass; None to a side where it may
+be anything."""
+
+
 class Usual(NamedTuple):
     """What a figure was in ``nights``: ``center``, and how far tonight's may be below and above."""
 
@@ -168,9 +173,11 @@ def _is_weekend(day: str) -> bool:
 
 
 class _Nights(Record, frozen=True):
-    """The file of them."""
+    """The file of them: what a snapshot was judged by."""
 
     nights: tuple[Night, ...] = ()
+    limits: Mapping[str, Limits] = field(default_factory=dict)
+    """Figure → limits of the snapshot beside which the file lies."""
 
 
 def read_nights(store: ViewStore, snapshot: Snapshot) -> tuple[Night, ...]:
@@ -180,28 +187,43 @@ def read_nights(store: ViewStore, snapshot: Snapshot) -> tuple[Night, ...]:
     Raises:
         UnreadableError: it cannot be read now.
     """
+    return read_judged_by(store, snapshot)[0]
+
+
+def read_judged_by(
+    store: ViewStore, snapshot: Snapshot
+) -> tuple[tuple[Night, ...], Mapping[str, Limits]]:
+    """As :func:`read_nights`, and the limits that the snapshot's own figures were judged by.
+
+    Raises:
+        UnreadableError: they cannot be read now.
+    """
     if snapshot.nights is None:
-        return ()
+        return (), {}
     try:
         path = store.file(snapshot.nights)
         if path is None:
             log.warning("%s is gone: what is usual is learned again", snapshot.nights.path)
-            return ()
-        return read_record(_Nights, path.read_bytes(), path).nights
+            return (), {}
+        found = read_record(_Nights, path.read_bytes(), path)
+        return found.nights, found.limits
     except SnapshotError as exc:
         log.warning("%s: what is usual is learned again", exc)
-        return ()
+        return (), {}
 
 
-def write_nights(store: ViewStore, run: str, nights: Sequence[Night]) -> Part | None:
-    """Write the nights before the snapshot of a run; None without any.
+def write_nights(
+    store: ViewStore, run: str, nights: Sequence[Night], limits: Mapping[str, Limits]
+) -> Part | None:
+    """Write the nights before the snapshot of a run, and the limits that it was judged by; None
+    without any.
 
     Raises:
         SnapshotError: the file system failed.
     """
-    if not nights:
+    if not nights and not limits:
         return None
-    path, data = store.data / run / NIGHTS, sealed(_Nights(tuple(nights)))
+    path, data = store.data / run / NIGHTS, sealed(_Nights(tuple(nights), limits))
     try:
         make_folder(path.parent)
         store.storage.write(path, data)

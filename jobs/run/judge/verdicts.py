@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from precompute.jobs.config.announcement import UNANNOUNCED, Announced
 from precompute.jobs.config.gates import GatesConfig
+from precompute.jobs.run.judge.nights import Limits
 from precompute.store.feature_view import Substitute
 from precompute.store.offline.row_figures import RowFigures
 from precompute.store.offline.segment import Part
@@ -28,6 +29,8 @@ class Verdicts:
         self.quality: dict[str, float] = {}
         """Figures by name, for the manifest."""
         self.all: list[Verdict] = []
+        self.limits: dict[str, Limits] = {}
+        """Between which values the gates on features let each figure pass."""
         self.figures = RowFigures()
         """What was counted of its rows."""
         self.anchor: list[Part] = []

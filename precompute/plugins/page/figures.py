@@ -3,6 +3,7 @@ server's processes, ready for its templates."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,13 +11,18 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from precompute.jobs.ops.gate_history import gate_history, judged_snapshot, nights_learned
+from precompute.plugins.page.night_lines import NightLine, nearest_lines
 from precompute.store.doors import METRICS
+from precompute.store.errors import PrecomputeError
 from precompute.store.http.metrics import Totals, totals
 from precompute.store.http.telemetry import instruments as counted
 from precompute.store.http.telemetry.instruments import BUCKETS, Instrument, Meter
 from precompute.store.offline.runs import Report
-from precompute.store.offline.view_store import OfflineStore
+from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.times import duration, parsed_time, shown_time
+
+log = logging.getLogger(__name__)
 
 REPORT = "report.html"
 """File in a view's folder: the report that was written last, as a page."""
@@ -38,6 +44,10 @@ class ViewFigures:
     """What of it is not whole, in words."""
     report: bool = False
     """Whether there is a report of one of its runs to be read."""
+    nights: int | None = None
+    """How many nights its gates have learned from; None where that is not known."""
+    night_lines: Sequence[NightLine] = ()
+    """Of each feature of what is live the figure that is nearest to its limit."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +115,29 @@ def gather(
         (
             view
             if store is None
-            else replace(view, runs=_runs(store, name), report=report_path(root, name) is not None)
+            else replace(
+                _with_nights(view, store.view(name)),
+                runs=_runs(store, name),
+                report=report_path(root, name) is not None,
+            )
         )
         for view, name in ((view, str(view.details["view"])) for view in views)
     ]
     return Figures(with_runs, totals(meter), store_answers, time.time())
+
+
+def _with_nights(view: ViewFigures, store: ViewStore) -> ViewFigures:
+    """A view with what its gates have learned, as far as that can be read."""
+    number = view.details["snapshot"]
+    if number not in store.numbers():
+        return view
+    try:
+        nights = nights_learned(store, store.snapshot(number))
+        found = gate_history(store, judged_snapshot(store, number))
+    except PrecomputeError as exc:
+        log.warning("%s: its nights are not shown", exc)
+        return view
+    return replace(view, nights=nights, night_lines=nearest_lines(found.figures))
 
 
 def report_path(root: Path | None, view: str) -> Path | None:

@@ -33,6 +33,7 @@ from precompute.plugins.page.figures import (
     stages,
     tables,
 )
+from precompute.plugins.page.night_lines import NightLine
 from precompute.store.answers.lookup import Lookup
 from precompute.store.errors import (
     OnlineStoreError,
@@ -398,6 +399,8 @@ class FeatureSection:
     lines: Sequence[tuple[str, str, str]]
     bars: Sequence[Bar] = ()
     of: str = ""
+    nights: Sequence[NightLine] = ()
+    """What the gates look at of it; refused figures first."""
 
     @property
     def named(self) -> bool:
@@ -447,6 +450,8 @@ class RunFigures:
     days: float = 14.0
     notes: Sequence[str] = field(default=())
     """What could not be shown, and why."""
+    judged_by: str = ""
+    """How many nights its gates judged by, in a sentence."""
     shelf: Sequence[Candidate] = ()
     """What could compute the view's rows."""
 

@@ -17,9 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.jobs.config.project import Project, read_tuning
+from precompute.jobs.ops.gate_history import GateHistory, gate_history, judged_snapshot
 from precompute.jobs.ops.history import find_run, rejections
 from precompute.jobs.run.report import COMPUTING
 from precompute.plugins.page.figures import REPORT, RUNS
+from precompute.plugins.page.night_lines import night_line
 from precompute.plugins.page.page import (
     COMMONEST_VALUES,
     Age,
@@ -231,9 +233,15 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
     # of a run that committed nothing: what is served meanwhile
     snapshot = manifest(live if report.snapshot is None else report.snapshot)
     other, compared_as = _compared(store, snapshot, manifest)
-    features, maps = list[FeatureSection](), list[RowMap]()
+    features, maps, judged_by = list[FeatureSection](), list[RowMap](), ""
     if snapshot is not None:
-        features = [_section(feature, snapshot, other) for feature in snapshot.view.features]
+        gates = None
+        try:
+            gates = gate_history(store, judged_snapshot(store, snapshot.number))
+            judged_by = gates.said()
+        except SnapshotError as exc:
+            notes.append(str(exc))
+        features = [_section(feature, snapshot, other, gates) for feature in snapshot.view.features]
         began = None if report.snapshot is None else parsed_time(report.started_at)
         vectors = [
             f for f in snapshot.view.features if f.dim is not None and f.dtype.startswith("float")
@@ -257,6 +265,7 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
         now_s,
         DAYS,
         notes,
+        judged_by,
     )
 
 
@@ -344,7 +353,9 @@ def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[
     return None if found is None else dict(plain(found))
 
 
-def _section(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> FeatureSection:
+def _section(
+    feature: Feature, snapshot: Snapshot, other: Snapshot | None, gates: GateHistory | None
+) -> FeatureSection:
     lines = (
         [
             (b.figure, shown_figure(b.first), shown_figure(b.second))
@@ -364,7 +375,9 @@ def _section(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> Fe
         else ""
     )
     of, bars = _bars(feature, snapshot, other)
-    return FeatureSection(feature.name, f"{feature.dtype}{shape}", lines, bars, of)
+    looked_at = () if gates is None else gates.figures
+    nights = [night_line(one) for one in looked_at if one.feature == feature.name]
+    return FeatureSection(feature.name, f"{feature.dtype}{shape}", lines, bars, of, nights)
 
 
 def _bars(feature: Feature, snapshot: Snapshot, other: Snapshot | None) -> tuple[str, list[Bar]]:
