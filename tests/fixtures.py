@@ -165,6 +165,8 @@ def write_project(
         "ttl": "1h",
         "stale_for": "1d",
         "max_rejected": 0.5,
+        # the model's vectors have nearly one direction
+        "gates": {"first": None},
     }
     for base, over in ((settings, project or {}), (definition, view or {})):
         base |= over

@@ -128,22 +128,24 @@ and are not judged by ``changed`` and ``unseen`` before the view has nights of i
 
 
 class Bound(NamedTuple):
-    """A figure that is judged alone: no more than ``most``."""
+    """A figure that is judged alone: no more than ``most``; ``is_drawn``: and what chance does to a
+    share of few rows."""
 
     kinds: tuple[str, ...]
     figure: str
     most: float
     words: str
+    is_drawn: bool = False
 
 
 FIRST = (
-    Bound((VECTOR,), "common", 0.2, "share of one vector"),
+    Bound((VECTOR,), "common", 0.2, "share of one vector", True),
     Bound((VECTOR,), "dead", 0.1, "share of dimensions without spread"),
     Bound((VECTOR,), "norm.p50", 1e6, "median length"),
     Bound((VECTOR,), "cosine", 0.995, "mean cosine of two rows"),
-    Bound((VECTOR,), "zero", 0.2, "share of zero vectors"),
-    Bound((LIST, NUMBERS), "common", 0.7, "share of one list"),
-    Bound((TEXT,), "missing", 0.3, "share of words for no value"),
+    Bound((VECTOR,), "zero", 0.2, "share of zero vectors", True),
+    Bound((LIST, NUMBERS), "common", 0.7, "share of one list", True),
+    Bound((TEXT,), "missing", 0.3, "share of words for no value", True),
     Bound((NUMBER,), "huge", 0.001, "share of overflows"),
     Bound((NUMBER,), "not_finite", 0.0, "share not finite"),
     Bound(ALL, "null", 0.999, "share of nulls"),

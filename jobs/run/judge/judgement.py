@@ -213,6 +213,8 @@ def _first(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
             # a share of 1 is the most there is
             is_share = bound.most <= 1 < factor
             most = 1 - (1 - bound.most) / factor if is_share else bound.most * factor
+            if bound.is_drawn:
+                most += _CHANCE * math.sqrt(most * (1 - most) / evidence.rows.num_rows)
             ratio = value / most if most else (0.0 if value == 0 else math.inf)
             between = (None, float(f"{most:.6g}"))
             yield _found("first", feature, bound.figure, value, ratio, between, bound.words)
