@@ -254,7 +254,7 @@ def test_figures_by_key(case: str) -> None:
     assert {name: found.get(name) for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
-def test_what_the_rows_before_lack_or_have_of_another_type_is_compared_with_nothing() -> None:
+def test_what_rows_before_lack_or_have_otherwise_is_not_compared() -> None:
     now = rows(NUMBER, TEN)
     for then in (now.drop_columns(["f"]), now.set_column(1, "f", now["f"].cast(pa.float32()))):
         assert moves_of(now, then, view(NUMBER), 1.0, {}) == {}
