@@ -465,7 +465,7 @@ class _Look:
         unread."""
         total = sum(check.size_bytes for check, _ in checks)
         known, read = self._before.files, 0
-        damaged = {finding.what for finding in self._before.findings}
+        damaged = {finding.what: finding for finding in self._before.findings}
         files = {check.path: known.get(check.path, 0) for check, _ in checks}
         # what was damaged, or never read, has no time, and comes first
         for number, (check, act) in enumerate(
@@ -481,9 +481,10 @@ class _Look:
                 self._share < 1.0
                 and not sighted
                 # what was loaded again since is whole
-                and check.path not in damaged
+                and not (self._publishing and check.path in damaged)
                 and ((enough and not first) or files[check.path] > self._now_us - OFTEN_S * 1e6)
             ):
+                self._findings += [damaged[check.path]] if check.path in damaged else []
                 continue
             read += check.size_bytes
             try:

@@ -49,10 +49,10 @@ class Elsewhere:
     def at(self, path): return self.there / path.relative_to(self.here)
     def items(self, folder):
         found = LOCAL.items(self.at(folder))
-        return [item._replace(path=folder / item.path.name) for item in found]
+        return [item._replace(folder=folder) for item in found]
     def logs(self, folder, name):
         found, there = LOCAL.logs(self.at(folder), name), self.at(folder)
-        return [item._replace(path=folder / item.path.relative_to(there)) for item in found]
+        return [item._replace(folder=folder / item.folder.relative_to(there)) for item in found]
     def shown(self, path): return f"mem+file://{self.at(path)}"
     def put(self, paths):
         for path in paths: copy(path, self.at(path))
