@@ -453,6 +453,9 @@ def read_catalog(
         entries[number] = Entry.of(number, snapshot)
         new += _lines_of(snapshot, entries[number], stamp, segments)
         segments |= {one.name: _paths_of(one) for one in snapshot.segments}
+    if damaged and not is_read:
+        # a line may know what it said when it was whole
+        return read_catalog(manifests, path, segment_of)
     found = _catalog(entries, damaged, stamps, segments)
     if is_read:
         _complete(path, found, len(lines) + len(listed), new)

@@ -180,6 +180,17 @@ def test_a_damaged_manifest_is_reported_and_known_by_what_it_was(store: ViewStor
     assert list(store.damage()) == [3]
 
 
+def test_one_that_came_and_was_damaged_since_is_known_by_its_line(store: ViewStore) -> None:
+    assert list(store.catalog().entries) == [1, 2, 3, 4, 5, 6]
+    commit(OfflineStore(store.offline.root).view("numbers"), "another", None)
+    manifest, expected = store.manifest_path(7), truth(store)
+    stat, data = manifest.stat(), bytearray(manifest.read_bytes())
+    data[40] ^= 1
+    manifest.write_bytes(data)
+    os.utime(manifest, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert store.catalog().entries == expected
+
+
 def test_lines_of_removed_manifests_go_once_they_are_many(
     store: ViewStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
