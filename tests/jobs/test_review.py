@@ -81,22 +81,26 @@ def test_a_difference_names_its_rows_and_figures(
         "second": now,
     }
     double = found["features"]["double"]
-    spread = float(np.std([2.0 * key for key in range(40)]))
+    low, high = np.quantile([2.0 * key for key in range(40)], [0.1, 0.9])
+    spread = (high - low) / 2.56
     assert (double["changed"], double["most_off"]) == (1, pytest.approx(194 / spread))
     figures = {line["figure"]: (line["first"], line["second"]) for line in double["figures"]}
     assert figures["mean"] == (
         pytest.approx(39.0),
         pytest.approx((39 * 40 - 6 + 200 - 78 + 80) / 40),
     )
-    assert figures["zero"] == (1, 1)
+    assert (figures["zero"], figures["null"]) == ((0.025, 0.025), (0.0, 0.0))
     assert project.cli("diff", "numbers", "1", "2") == 0
     printed = capsys.readouterr().out
     for words in (
         "rows: 40 → 40: 1 changed, 1 added, 1 gone, 38 alike",
         "precompute explain numbers KEY",
         "changed rows",
+        "share of zeros",
+        "5th percentile of lengths",
     ):
         assert words in printed
+    assert "share of nulls" not in printed
     # of the only view: what was live before the live one; what was named, beside the live one
     for given, beside in (((), "snapshot 2 "), (("numbers", "1"), "snapshot 1 ")):
         assert project.cli("diff", *given) == 0

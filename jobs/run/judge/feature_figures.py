@@ -73,7 +73,7 @@ def figures_of(rows: pa.Table, view: FeatureView) -> Figures:
     have of another type."""
     found: Figures = {}
     for feature in view.features if rows.num_rows else ():
-        if not _has(rows, feature):
+        if not has_feature(rows, feature):
             continue
         column = rows.column(feature.name)
         values = column.drop_null()
@@ -85,7 +85,7 @@ def figures_of(rows: pa.Table, view: FeatureView) -> Figures:
 
 
 def _of_number(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
-    numbers = _numbers(values)
+    numbers = numbers_of(values)
     finite = numbers[np.isfinite(numbers)]
     yield "not_finite", 1 - len(finite) / len(numbers)
     if not len(finite):
@@ -190,7 +190,7 @@ def _times(numbers: npt.NDArray[np.generic], ends: npt.NDArray[np.int64]) -> npt
 
 def _of_numbers(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
     (values,) = _looked_at(values)
-    numbers = _numbers(pa.chunked_array([values.combine_chunks().flatten()]))
+    numbers = numbers_of(pa.chunked_array([values.combine_chunks().flatten()]))
     yield from _lists(values, numbers)
     finite = numbers[np.isfinite(numbers)]
     if len(finite):
@@ -199,7 +199,7 @@ def _of_numbers(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
 
 
 def _of_vector(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
-    vectors = _matrix(values)
+    vectors = matrix_of(values)
     finite = np.isfinite(vectors).all(axis=1)
     yield "not_finite", 1 - finite.mean()
     vectors = vectors[finite]
@@ -252,7 +252,7 @@ def moves_of(
     found: Figures = {}
     for feature in view.features:
         name = feature.name
-        if not _has(then, feature):
+        if not has_feature(then, feature):
             continue
         here = len(now)
         both = pc.and_(now.column(name).is_valid(), then.column(name).is_valid())
@@ -266,7 +266,7 @@ def moves_of(
 def _number_moves(
     now: pa.ChunkedArray, then: pa.ChunkedArray, share: float, spread: float
 ) -> Iterator[tuple[str, float]]:
-    a, b = _numbers(now), _numbers(then)
+    a, b = numbers_of(now), numbers_of(then)
     finite = np.isfinite(a) & np.isfinite(b)
     yield from _distances(a[finite], b[finite], share, spread)
 
@@ -402,7 +402,7 @@ def _numbers_moves(
     """Of lists of floats: of those that are as long as before, place by place."""
     same = pc.equal(pc.list_value_length(now), pc.list_value_length(then))
     a, b = (
-        _numbers(pa.chunked_array([of.filter(same).combine_chunks().flatten()]))
+        numbers_of(pa.chunked_array([of.filter(same).combine_chunks().flatten()]))
         for of in (now, then)
     )
     finite = np.isfinite(a) & np.isfinite(b)
@@ -415,7 +415,7 @@ def _vector_moves(
     if not len(now):
         yield from (("cosine05", 1.0), ("cosine50", 1.0), ("turned", 0.0))
         return
-    a, b = _matrix(now), _matrix(then)
+    a, b = matrix_of(now), matrix_of(then)
     finite = np.isfinite(a).all(axis=1) & np.isfinite(b).all(axis=1)
     a, b = a[finite], b[finite]
     if not len(a):
@@ -469,7 +469,7 @@ def _ranks(values: F8) -> F8:
     return (ends - (times - 1) / 2)[where.reshape(-1)]
 
 
-def _has(rows: pa.Table, feature: Feature) -> bool:
+def has_feature(rows: pa.Table, feature: Feature) -> bool:
     """Whether rows have a feature, of its type."""
     return feature.name in rows.column_names and (
         rows.schema.field(feature.name).type.equals(feature.arrow_type)
@@ -486,20 +486,19 @@ def has_values(rows: pa.Table, view: FeatureView) -> pa.ChunkedArray:
 
 def unit_mean(column: pa.ChunkedArray) -> F8 | None:
     """The mean of vectors, each of length 1; None without any."""
-    values = column.drop_null()
-    vectors = _matrix(values) if len(values) else np.empty((0, 1))
+    vectors = matrix_of(column.drop_null())
     norms = np.linalg.norm(vectors, axis=1)
-    unit = vectors[(norms > 0) & np.isfinite(norms)] / norms[(norms > 0) & np.isfinite(norms), None]
-    mean: F8 | None = unit.mean(axis=0) if len(unit) else None
+    kept = (norms > 0) & np.isfinite(norms)
+    mean: F8 | None = (vectors[kept] / norms[kept, None]).mean(axis=0) if kept.any() else None
     return mean
 
 
-def _numbers(values: pa.ChunkedArray) -> F8:
+def numbers_of(values: pa.ChunkedArray) -> F8:
     """As float64, no zero of which is negative: equal numbers have equal bytes."""
     return np.asarray(values.combine_chunks()).astype(np.float64) + 0.0
 
 
-def _matrix(column: pa.ChunkedArray) -> F8:
-    """[rows, dim] of vectors without nulls, of a row at least."""
+def matrix_of(column: pa.ChunkedArray) -> F8:
+    """Vectors without nulls as float64 [rows, dim], no zero of which is negative."""
     flat = pa.chunked_array([column.combine_chunks().flatten()])
-    return _numbers(flat).reshape(len(column), -1)
+    return numbers_of(flat).reshape(-1, column.type.list_size)

@@ -136,6 +136,7 @@ class Bound(NamedTuple):
     most: float
     words: str
     is_drawn: bool = False
+    gate: str = "first"
 
 
 FIRST = (

@@ -55,7 +55,7 @@ from precompute.store.disk.lease import Lease
 from precompute.store.disk.record import replace
 from precompute.store.errors import SnapshotError
 from precompute.store.keys import key_column
-from precompute.store.offline.row_figures import RowFigures
+from precompute.store.offline.odd_rows import NOT_FINITE, VALUELESS
 from precompute.store.offline.snapshot import NEIGHBOURS, Snapshot, Verdict
 from precompute.store.offline.standing import Standing, keeps_live, marks_of
 from precompute.store.offline.view_store import ViewStore
@@ -193,7 +193,7 @@ class Judge:
         if not snapshot.rows:
             other = None if self.opened is None else self.opened.substitute
             use = None if other is None else other.use
-            return self._empty(replace(snapshot, substitute=use, figures=RowFigures()))
+            return self._empty(replace(snapshot, substitute=use))
         # what a partition's segments were before they were merged depends on what was computed when
         draft = snapshot if draft is None or self.in_backfill else draft
         neighbours = self._neighbours(snapshot)
@@ -205,7 +205,6 @@ class Judge:
             anchors = (*anchors_of(nights), *verdicts.anchor)
         return replace(
             snapshot,
-            figures=verdicts.figures,
             quality=verdicts.quality,
             gates=(*before, *verdicts.all),
             substitute=verdicts.substitute,
@@ -326,16 +325,14 @@ class Judge:
         assert opened is not None
         samples = Samples(self.store)
         found = samples.of(draft)
-        figures = found.figures(view)
-        nulls = figures.valueless if view.definition.bad_rows == "null" else 0
-        verdicts = Verdicts(gates, self._announced(snapshot))
-        verdicts.figures = figures
+        verdicts, nulls = Verdicts(gates, self._announced(snapshot)), 0
         if view.definition.bad_rows == "null":
+            nulls = found.odd.get(VALUELESS, 0)
             verdicts.quality["nulls"] = float(nulls)
         self._judge_counts(snapshot, snapshot.rows - nulls, verdicts)
-        not_finite = figures.not_finite / figures.rows if figures.rows else 0.0
-        message = f"{figures.not_finite:,} of {figures.rows:,} rows are not finite"
-        verdicts.at_most("finite", not_finite, gates.finite, message)
+        not_finite = found.odd.get(NOT_FINITE, 0)
+        message = f"{not_finite:,} of {found.living:,} rows are not finite"
+        verdicts.at_most("finite", not_finite / max(1, found.living), gates.finite, message)
         readers = self._served() or _baseline(self.store, snapshot)
         if readers is not None:
             judge_contract(view, readers.view, verdicts)
