@@ -308,15 +308,16 @@ def test_the_rows_that_a_run_computed(of_tables: dict[int, dict[str, float]], ch
             passes_inside_alone(judged, limit, side, f"f of {ROWS} rows computed: {check.words} ")
 
 
-@pytest.mark.parametrize("figure", [of[1] for of in ANCHOR])
+@pytest.mark.parametrize("figure", [check.figure for check in ANCHOR])
 @pytest.mark.parametrize(("usually", "least"), [(0.02, ANCHOR_LEAST), (0.2, 0.2 * ANCHOR_FACTOR)])
 def test_what_moved_in_a_week(
     of_tables: dict[int, dict[str, float]], figure: str, usually: float, least: float
 ) -> None:
     """More than a least share, and more than 2.5 times what usually moves in a night."""
-    kinds, _, is_less_worse, words = next(of for of in ANCHOR if of[1] == figure)
+    check = next(check for check in ANCHOR if check.figure == figure)
+    is_less_worse = check.side == DOWN
     limit = least + 3.5 * math.sqrt(least * (1 - least) / ROWS)
-    for kind in kinds:
+    for kind in check.kinds:
         feature = OF_KIND[kind]
         nights = [{figure: 1 - usually if is_less_worse else usually}] * 8
         for value, passes in ((limit - 1e-6, True), (limit + 1e-6, False)):
@@ -324,7 +325,7 @@ def test_what_moved_in_a_week(
             anchor = Pairs(rows(feature, ROWS + 2), rows(feature, ROWS + 2), 1.0, ROWS, 3)
             found = verdict("anchor", given(kind, {}, nights, anchor=anchor))
             assert found.passed == passes
-            assert f"f: {words} " in found.message
+            assert f"f: {check.words} " in found.message
             assert "since snapshot 3" in found.message
 
 

@@ -42,6 +42,8 @@ MISSING_WORDS = ("", "n/a", "na", "nan", "none", "null", "unknown", "undefined",
 HUGE = 1e15
 """A float beyond is an overflow, and no score."""
 LARGEST_FLOAT16 = 65504.0
+LARGEST_TOLD = 1e150
+"""What a float beyond counts as in quantiles, spread and distances."""
 MOST_ITEMS = 1_000_000
 """Items of lists that are looked at together: what is made of them takes 8 bytes for each, several
 times."""
@@ -101,14 +103,16 @@ def _of_number(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
 
 
 def _levels(finite: F8) -> Iterator[tuple[str, float]]:
-    """Quantiles, mean, and spread: robust against few outliers (of a normal distribution the 10th
-    and the 90th percentile are 2.56 standard deviations apart), else the standard deviation."""
-    low, high = np.quantile(finite, [0.1, 0.9])
-    with np.errstate(over="ignore", invalid="ignore"):
-        spread = (high - low) / 2.56 or float(finite.std())
-        yield "mean", float(finite.mean())
-    yield "spread", spread if math.isfinite(spread) else float(np.finfo(np.float64).max)
+    """Mean, spread and quantiles."""
+    finite = _bounded(finite)
+    yield "mean", float(finite.mean())
+    yield "spread", spread_of(finite)
     yield from zip(QUANTILES, np.quantile(finite, [*QUANTILES.values()]).tolist(), strict=True)
+
+
+def _bounded(numbers: F8) -> F8:
+    """No further than the differences and squares of numbers can be told."""
+    return np.clip(numbers, -LARGEST_TOLD, LARGEST_TOLD)
 
 
 def _of_flag(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
@@ -122,19 +126,20 @@ def _of_text(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
     yield "length", float(np.median(lengths))
     missing = pc.is_in(pc.utf8_lower(values), pa.array(MISSING_WORDS))
     yield "missing", (pc.sum(missing).as_py() or 0) / len(values)
-    yield "prefix", _commonest(pc.utf8_slice_codeunits(values, 0, 3)) / len(values)
+    yield "prefix", _counts(pc.utf8_slice_codeunits(values, 0, 3)).max() / len(values)
     yield from _common(values)
 
 
 def _common(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
     """The share of the commonest value, and of different ones."""
-    counts = np.asarray(pc.value_counts(values.combine_chunks()).field(1))
+    counts = _counts(values)
     yield "common", counts.max() / len(values)
     yield "distinct", len(counts) / len(values)
 
 
-def _commonest(values: pa.ChunkedArray) -> int:
-    return int(np.asarray(pc.value_counts(values.combine_chunks()).field(1)).max())
+def _counts(values: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """How often each different value is there."""
+    return np.asarray(pc.value_counts(values.combine_chunks()).field(1))
 
 
 def _of_list(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
@@ -275,10 +280,10 @@ def _distances(a: F8, b: F8, share: float, spread: float) -> Iterator[tuple[str,
     if not len(a):
         yield from (("quarter", 0.0), ("one", 0.0), ("four", 0.0), ("rank", 1.0))
         return
-    low, high = np.quantile(b, [0.1, 0.9])
-    spread = spread or (high - low) / 2.56 or float(b.std())
-    with np.errstate(over="ignore", invalid="ignore"):
-        by = np.abs(a - b)
+    a, b = _bounded(a), _bounded(b)
+    spread = spread or spread_of(b)
+    by = np.abs(a - b)
+    with np.errstate(over="ignore"):
         by = by / spread if spread else np.where(by > 0, np.inf, 0.0)
     for figure, spreads in (("quarter", 0.25), ("one", 1.0), ("four", 4.0)):
         # not at once: of whole numbers many move by the same, and the spread is another each night
@@ -450,6 +455,14 @@ _MOVED = {
 
 
 # ---- arithmetic
+
+
+def spread_of(numbers: F8) -> float:
+    """How far numbers lie from each other, robust against few outliers (of a normal distribution
+    the 10th and the 90th percentile are 2.56 standard deviations apart), else their standard
+    deviation."""
+    low, high = np.quantile(numbers, [0.1, 0.9])
+    return float((high - low) / 2.56 or numbers.std())
 
 
 def rank_correlation(a: F8, b: F8) -> float | None:

@@ -201,14 +201,22 @@ COMPUTED = (
 """What the rows that a run computed are judged by, beside live's: no history is needed."""
 
 ANCHOR = (
-    (_SCALES, "moved.one", False, "share moved by a spread"),
-    (_SCALES, "moved.rank", True, "rank correlation"),
-    ((TEXT, FLAG), "moved.changed", False, "share of other values"),
-    ((LIST,), "moved.overlap", True, "overlap by rank"),
-    ((VECTOR,), "moved.turned", False, "median turn, as a share of a right angle,"),
+    Check("anchor", _SCALES, "moved.one", SHARE, UP, None, None, "share moved by a spread"),
+    Check("anchor", _SCALES, "moved.rank", SHARE, DOWN, None, None, "rank correlation"),
+    Check("anchor", (TEXT, FLAG), "moved.changed", SHARE, UP, None, None, "share of other values"),
+    Check("anchor", (LIST,), "moved.overlap", SHARE, DOWN, None, None, "overlap by rank"),
+    Check(
+        "anchor",
+        (VECTOR,),
+        "moved.turned",
+        SHARE,
+        UP,
+        None,
+        None,
+        "median turn, as a share of a right angle,",
+    ),
 )
-"""What is compared with an accepted snapshot some nights ago: kinds, figure, whether less is worse,
-words."""
+"""What is compared with an accepted snapshot some nights ago."""
 ANCHOR_LEAST = 0.15
 """What moved since then at least, where it is too much."""
 ANCHOR_FACTOR = 2.5

@@ -43,6 +43,7 @@ from precompute.jobs.run.judge.pairs import (
     judged,
     keys_gone,
     pairs_of,
+    sample_beside,
     write_anchor,
 )
 from precompute.jobs.run.judge.row_count import FEWEST_ROWS, judge_row_count
@@ -88,7 +89,7 @@ def judge_parity(opened: OpenView, sample: pa.Table, limit: float, verdicts: Ver
     Raises:
         SourceError, ModelError: something cannot be read or computed.
     """
-    compared, different = computed_again(opened, sample)
+    compared, different = _computed_again(opened, sample)
     if compared:
         message = (
             f"{len(different)} of {compared} sampled rows come out differently from the fallback"
@@ -98,13 +99,11 @@ def judge_parity(opened: OpenView, sample: pa.Table, limit: float, verdicts: Ver
         verdicts.at_most("parity", len(different) / compared, limit, message)
 
 
-def computed_again(
-    opened: OpenView, sample: pa.Table, rows: int = PARITY_ROWS, most: int = PARITY_ROWS
-) -> tuple[int, dict[str, str]]:
-    """(rows compared, key → what differs): of up to ``rows`` of a sample those whose input has not
-    changed since, ``most`` of them, computed again from the source by key, as the fallback does."""
-    step = max(1, sample.num_rows // rows)
-    stored = sample.take(pa.array(range(0, sample.num_rows, step))).slice(0, rows)
+def _computed_again(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
+    """(rows compared, key → what differs): of up to :data:`PARITY_ROWS` of a sample those whose
+    input has not changed since, computed again from the source by key, as the fallback does."""
+    step = max(1, sample.num_rows // PARITY_ROWS)
+    stored = sample.take(pa.array(range(0, sample.num_rows, step))).slice(0, PARITY_ROWS)
     position = {key: row for row, key in enumerate(stored.column("key").to_pylist())}
     hashes = stored.column("input_hash").to_pylist()
     again = opened.source.rows(list(position), with_hash=True).combine_chunks()
@@ -113,7 +112,7 @@ def computed_again(
         row
         for row, h in enumerate(again.column("input_hash").to_pylist())
         if hashes[position[keys[row]]] == h
-    ][:most]
+    ]
     if not same:
         return 0, {}
     batch = (
@@ -372,22 +371,16 @@ class Judge:
         if live is not None:
             beside = [(live, keys_gone(samples, found, snapshot, live))]
         self._judge_rows(snapshot, beside, verdicts)
-        rows, live_rows = judged(found), None
+        rows, beside_it = judged(found), None if before is None else sample_beside(samples, before)
         if snapshot.view.definition.bad_rows == "null":
             # what was rejected is judged by ``coverage``
             rows = rows.filter(has_values(rows, snapshot.view))
-        if before is not None:
-            try:
-                live_rows = judged(samples.of(before))
-            except SnapshotError as exc:
-                # a damaged live snapshot is to be replaced, so it refuses nothing
-                log.warning("%s", exc)
         evidence = Evidence(
             snapshot.view,
             rows,
             day_of(snapshot),
             None if is_other else computed_rows(samples, found, draft, before),
-            live_rows,
+            None if beside_it is None else judged(beside_it),
             None if before is None or not by_key else pairs_of(samples, found, draft, before),
             self._anchor(snapshot, found, neighbours.nights),
             neighbours.nights,

@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from precompute.jobs.config.announcement import COMPARING
 from precompute.jobs.config.gates import FeatureGates, GatesConfig
 from precompute.jobs.run.judge.feature_figures import (
     Figures,
@@ -39,6 +40,7 @@ from precompute.jobs.run.judge.gate_table import (
     LOG,
     SHARE,
     UP,
+    Bound,
     Check,
 )
 from precompute.jobs.run.judge.nights import (
@@ -68,6 +70,7 @@ MOST_RELATED = 2048
 """Rows that a rank correlation is of, at most."""
 _TINY = 1e-30
 _MOST_EXPONENT = 700.0
+_Row = TypeVar("_Row", Check, Bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,22 +205,18 @@ def _first(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
     """Absolute bounds, of a view without nights of its own, and of what is announced."""
     if evidence.nights and evidence.alike and not evidence.announced:
         return
-    for feature in evidence.view.features:
-        factor = _factor(gates, "first", feature)
-        for bound in FIRST if factor is not None else ():
-            if kind_of(feature) not in bound.kinds:
-                continue
-            value = evidence.figures.get(f"{feature.name}.{bound.figure}")
-            if value is None or factor is None:
-                continue
-            # a share of 1 is the most there is
-            is_share = bound.most <= 1 < factor
-            most = 1 - (1 - bound.most) / factor if is_share else bound.most * factor
-            if bound.is_drawn:
-                most += _CHANCE * math.sqrt(most * (1 - most) / evidence.rows.num_rows)
-            ratio = value / most if most else (0.0 if value == 0 else math.inf)
-            between = (None, float(f"{most:.6g}"))
-            yield _found("first", feature, bound.figure, value, ratio, between, bound.words)
+    for feature, bound, factor in _checks(evidence.view, gates, FIRST):
+        value = evidence.figures.get(f"{feature.name}.{bound.figure}")
+        if value is None:
+            continue
+        # a share of 1 is the most there is
+        is_share = bound.most <= 1 < factor
+        most = 1 - (1 - bound.most) / factor if is_share else bound.most * factor
+        if bound.is_drawn:
+            most += _CHANCE * math.sqrt(most * (1 - most) / evidence.rows.num_rows)
+        ratio = value / most if most else (0.0 if value == 0 else math.inf)
+        between = (None, float(f"{most:.6g}"))
+        yield _found("first", feature, bound.figure, value, ratio, between, bound.words)
 
 
 def _found(
@@ -360,59 +359,58 @@ def _computed(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
     rows, live = evidence.computed, evidence.live
     if rows is None or live is None or min(rows.num_rows, live.num_rows) < FEWEST_ROWS:
         return
-    now, then = figures_of(rows, evidence.view), evidence.live_figures
-    if evidence.pairs is not None and len(evidence.pairs.now) >= FEWEST_ROWS:
-        now = now | evidence.moves(evidence.pairs, 1.0)
+    now, then = figures_of(rows, evidence.view), {**evidence.live_figures}
+    pairs = evidence.pairs
+    if pairs is not None and len(pairs.now) >= FEWEST_ROWS:
+        now |= evidence.moves(pairs, 1.0)
+    # of what live lacks, or has another type of, nothing is said
+    there = [f for f in evidence.view.features if f"{f.name}.null" in then]
+    for feature in there:
+        directions = None if feature.dim is None else _directions(feature, rows, live)
+        if directions is not None:
+            name = f"{feature.name}.direction"
+            now[name], then[name] = directions
     for feature, check, factor in _checks(evidence.view, gates, COMPUTED):
         name = f"{feature.name}.{check.figure}"
-        if f"{feature.name}.null" not in then:
-            # live lacks it, or has another type of it
+        if feature not in there or name not in now:
             continue
-        if check.figure == "direction":
-            directions = _directions(feature, rows, live)
-            if directions is None:
-                continue
-            value, center = directions
-        elif name not in now:
-            continue
-        else:
-            value, center = now[name], then.get(name, 0.0)
         if check.figure.startswith("moved"):
-            if evidence.pairs is None or not _judges_labels(evidence, feature, check):
+            if pairs is None or not _judges_labels(evidence, feature, check):
                 continue
-            limit = _bound_by_key(check, factor, len(evidence.pairs.now), evidence.pairs.number)
-            against = limit.words
-        elif name not in then and check.figure != "direction":
+            limit = _bound_by_key(check, factor, len(pairs.now), pairs.number)
+        elif name not in then:
             continue
         else:
-            limit = _computed_limit(check, feature, then, center, rows.num_rows, factor)
-            against = f"of the live rows {center:.4g}"
-        ratio, between = _ratio(value, limit, check), _between(check, [limit])
+            limit = _computed_limit(check, feature, then, rows.num_rows, factor)
+        ratio, between = _ratio(now[name], limit, check), _between(check, [limit])
+        of = f" of {rows.num_rows:,} rows computed"
         yield _found(
             "computed",
             feature,
             check.figure,
-            value,
+            now[name],
             ratio,
             between,
             check.words,
-            against,
-            f" of {rows.num_rows:,} rows computed",
+            limit.words,
+            of,
         )
 
 
 def _computed_limit(
-    check: Check, feature: Feature, then: Figures, center: float, rows: int, factor: float
+    check: Check, feature: Feature, then: Figures, rows: int, factor: float
 ) -> _Limit:
+    center = then[f"{feature.name}.{check.figure}"]
+    words = f"of the live rows {center:.4g}"
     if check.young is None:
         # the median is to lie between live's 5th and 95th percentile
         low, high = (then.get(f"{feature.name}.{name}", center) for name in ("p05", "p95"))
         step = 0.0 if feature.dtype.startswith("float") else 1.0
         middle, reach = (low + high) / 2, (high - low) / 2 + step
         reach = factor * (reach + 1e-9 * abs(middle))
-        return _Limit(middle, reach, reach, 1.0, "")
+        return _Limit(middle, reach, reach, 1.0, words)
     reach = check.young + _chance(check, center, rows, _CHANCE_COMPUTED)
-    return _Limit(center, factor * reach, factor * reach, 1.0, "")
+    return _Limit(center, factor * reach, factor * reach, 1.0, words)
 
 
 def _directions(feature: Feature, rows: pa.Table, live: pa.Table) -> tuple[float, float] | None:
@@ -433,36 +431,23 @@ def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
     if anchor is None or anchor.common < FEWEST_ROWS:
         return
     moved = evidence.moves(anchor)
-    for feature in evidence.view.features:
-        factor = _factor(gates, "anchor", feature)
-        for kinds, figure, is_less_worse, words in ANCHOR if factor is not None else ():
-            name = f"{feature.name}.{figure}"
-            if kind_of(feature) not in kinds or name not in moved or factor is None:
-                continue
-            if (
-                figure == "moved.changed"
-                and evidence.figures.get(f"{feature.name}.distinct", 0) > LABELS
-            ):
-                continue
-            value = 1 - moved[name] if is_less_worse else moved[name]
-            nightly = [
-                1 - one if is_less_worse else one for _, one, _ in counted(evidence.nights, name)
-            ]
-            usually = float(np.median(nightly)) if nightly else 0.0
-            limit = factor * max(ANCHOR_LEAST, ANCHOR_FACTOR * usually)
-            limit += _CHANCE * math.sqrt(limit * (1 - min(1.0, limit)) / anchor.common)
-            between = (1 - limit, None) if is_less_worse else (None, limit)
-            yield _found(
-                "anchor",
-                feature,
-                figure,
-                moved[name],
-                value / limit,
-                between,
-                words,
-                f"since snapshot {anchor.number}, in a usual night"
-                f" {1 - usually if is_less_worse else usually:.4g}",
-            )
+    for feature, check, factor in _checks(evidence.view, gates, ANCHOR):
+        name, is_less_worse = f"{feature.name}.{check.figure}", check.side == DOWN
+        if name not in moved:
+            continue
+        distinct = evidence.figures.get(f"{feature.name}.distinct", 0)
+        if check.figure == "moved.changed" and distinct > LABELS:
+            continue
+        nightly = [one for _, one, _ in counted(evidence.nights, name)]
+        usually = float(np.median(nightly)) if nightly else float(is_less_worse)
+        # how far from what it is where nothing moved
+        off, usual_off = (1 - x if is_less_worse else x for x in (moved[name], usually))
+        limit = factor * max(ANCHOR_LEAST, ANCHOR_FACTOR * usual_off)
+        limit += _CHANCE * math.sqrt(limit * (1 - min(1.0, limit)) / anchor.common)
+        between = (1 - limit, None) if is_less_worse else (None, limit)
+        beside = f"since snapshot {anchor.number}, in a usual night {usually:.4g}"
+        ratio, words = off / limit, check.words
+        yield _found("anchor", feature, check.figure, moved[name], ratio, between, words, beside)
 
 
 def _bounds(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
@@ -530,8 +515,8 @@ def own_bounds(
 
 
 def _checks(
-    view: FeatureView, gates: GatesConfig, checks: Sequence[Check], gate: str | None = None
-) -> Iterator[tuple[Feature, Check, float]]:
+    view: FeatureView, gates: GatesConfig, checks: Sequence[_Row], gate: str | None = None
+) -> Iterator[tuple[Feature, _Row, float]]:
     """Each feature's checks that are on, with the factor of their limits."""
     for feature in view.features:
         kind = kind_of(feature)
@@ -682,7 +667,8 @@ def _verdicts(evidence: Evidence, found: Sequence[_Found], by: str | None = None
     return verdicts
 
 
-COMPARES = ("null", "constant", "shape", "computed", "moved", "anchor", "never")
+COMPARES = ("null", "constant", *COMPARING)
+"""Gates that compare rows with those of nights before."""
 
 
 def _is_announced(evidence: Evidence, found: _Found) -> bool:

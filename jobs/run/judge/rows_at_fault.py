@@ -17,6 +17,7 @@ from precompute.jobs.run.judge.feature_figures import (
     kind_of,
     matrix_of,
     numbers_of,
+    spread_of,
 )
 from precompute.store.feature_view import Feature
 
@@ -128,8 +129,7 @@ def _spread(values: Numbers) -> float:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return 1.0
-    low, high = np.quantile(finite, [0.1, 0.9])
-    return float((high - low) / 2.56) or float(finite.std()) or abs(float(finite[0])) or 1.0
+    return spread_of(finite) or abs(float(finite[0])) or 1.0
 
 
 def _alone(column: pa.ChunkedArray, feature: Feature, figure: str) -> Flags | None:
