@@ -61,7 +61,7 @@ from precompute.store.offline.snapshot import NEIGHBOURS, Snapshot, Verdict
 from precompute.store.offline.standing import Standing, keeps_live, marks_of
 from precompute.store.offline.view_store import ViewStore
 from precompute.store.times import Partition, parsed_time, utc_now
-from precompute.techniques.row_errors import differing
+from precompute.techniques.row_errors import differing, first_of
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +91,8 @@ def judge_parity(opened: OpenView, sample: pa.Table, limit: float, verdicts: Ver
     """
     compared, different = _computed_again(opened, sample)
     if compared:
-        message = (
-            f"{len(different)} of {compared} sampled rows come out differently from the fallback"
-        )
-        if different:
-            message += "; the first, {!r}: {}".format(*next(iter(different.items())))
+        message = f"{len(different)} of {compared} sampled rows come out differently from the"
+        message += f" fallback{first_of(different)}"
         verdicts.at_most("parity", len(different) / compared, limit, message)
 
 
@@ -130,14 +127,11 @@ def _computed_again(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, 
     done = with_null_rows(opened.view, outcome)
     differs = {keys[rejection.row]: rejection.error for rejection in done.rejections}
     keys = [keys[row] for row in done.rows.tolist()]
-    # only a torch model has this attribute: a user's model says nothing of its precision
-    known = opened.gpu is not None or getattr(opened.model, "variant", None) == opened.variant
-    precision = opened.variant if known else None
     found = differing(
         stored.take(pa.array([position[key] for key in keys], pa.int64())),
         done.features,
         opened.view,
-        precision,
+        opened.known_precision,
     )
     return len(same), differs | {keys[row]: what for row, what in found.items()}
 
