@@ -343,10 +343,10 @@ def _index(store: ViewStore, report: Report, snapshot: Snapshot | None) -> dict[
 
 
 def _rows(samples: Samples, snapshot: Snapshot | None, notes: list[str]) -> pa.Table | None:
-    """The rows of a snapshot that its figures are of, in the order of their keys' hashes; None of
-    what is damaged, or none."""
+    """The rows of a snapshot that its figures are of, in the order of their keys' hashes; None
+    where there are none, or they are damaged."""
     try:
-        return None if snapshot is None else judged(samples.of(snapshot))
+        return judged(samples.of(snapshot)) if snapshot is not None and snapshot.rows else None
     except SnapshotError as exc:
         notes.append(str(exc))
         return None
