@@ -77,8 +77,17 @@ FULL = Snapshot(
     content="e:6-1",
     partition="2025-01-01T00:00Z/2025-01-02T00:00Z",
     renewed_at=2**53 + 1,
-    quality={"zero": 0.0},
-    gates=(Verdict("zero", False, 0.5, 0.01, "é"),),
+    quality={"vector.zero": 0.0},
+    nights=Part("data/r/nights.json", 9, 100, "1" * 64),
+    anchors=(
+        Part("data/q/anchor.parquet", 512, 100, "2" * 64),
+        Part("data/r/anchor.parquet", 512, 100, "3" * 64),
+    ),
+    announced="a sale, by gates.expect",
+    gates=(
+        Verdict("coverage", False, 0.5, 0.8, "é"),
+        Verdict("null", True, 0.5, 0.1, "é", warned=True, figures=("vector.zero",)),
+    ),
     substitute=Substitute(
         ModelUse("mine:Small", {"path": "./students/a"}), "a" * 64, {"vector": 0.75}
     ),
@@ -123,7 +132,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT == 3
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "e2e7a147b14e92207aa180f2340d02375d5d1d16d0e92dfbfad61f736babffa0"
+        == "4be6de92821868bd0d9ecdd4d43cbdea4935fa6dd268b94ccb45ca79817dc55b"
     )
 
 
