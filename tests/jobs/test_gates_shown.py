@@ -184,7 +184,7 @@ def test_a_refusal_says_which_rows() -> None:
     pairs = (after, before)
     said = rows_at_fault(after, pairs, SPEND, "p50", ["id"], "country")
     head, *keys = said.split("; ")[1:]
-    assert head == "most in country = DE: 1 of 50 rows, 0 elsewhere"
+    assert head == "most in country = DE: 100% of its 50 rows, 0% elsewhere"
     assert keys[:2] == ["keys 196: 12.91 → 25.82", "192: 12.79 → 25.58"]
     assert len(keys) == 10
     # of a view without such a column, or none
@@ -196,7 +196,7 @@ def test_a_share_is_of_rows_that_have_it() -> None:
     countries = ["DE", "FR"] * 30
     lost = rows([None if i < 12 and i % 2 else 1.0 for i in range(60)], country=countries)
     assert rows_at_fault(lost, None, SPEND, "null", ["country", "id"], "country") == (
-        "; most in country = FR: 0.2 of 30 rows, 0 elsewhere"
+        "; most in country = FR: 20% of its 30 rows, 0% elsewhere"
         "; keys FR/1; FR/3; FR/5; FR/7; FR/9; FR/11"
     )
     everywhere = rows([None if i % 4 < 2 else 1.0 for i in range(60)], country=countries)

@@ -64,6 +64,8 @@ _CHANCE_NEVER = 9.0
 """Rows of a kind that are expected where none is: by chance once in 10⁴."""
 _CHANCE_RELATED = 3.0
 """Standard deviations of a rank correlation of rows that have nothing to do with each other."""
+_SHOWN_FEATURES = 3
+"""Features that a message names, at most."""
 MOST_RELATED = 2048
 """Rows that a rank correlation is of, at most."""
 _TINY = 1e-30
@@ -290,7 +292,10 @@ def _own_limit(
     )
     assert found is not None
     raw = [one.value for one in values]
-    words = f"in the {found.nights} nights before {min(raw):.4g} to {max(raw):.4g}"
+    least, most = f"{min(raw):.4g}", f"{max(raw):.4g}"
+    words = f"in the {found.nights} nights before {least} to {most}"
+    if least == most:
+        words = f"in all {found.nights} nights before {least}"
     below, above = factor * found.below / unit, factor * found.above / unit
     return [_Limit(_unscaled(found.center, check.scale), below, above, unit, words)]
 
@@ -646,8 +651,10 @@ _ENDS = {SHARE: (0.0, 1.0), FALL: (-1.0, 1.0), CORRELATION: (-1.0, 1.0)}
 
 def _verdicts(evidence: Evidence, found: Sequence[_Found], by: str | None = None) -> list[Verdict]:
     """Of each gate one verdict: what refuses, or the nearest to it. What is announced, or compares
-    rows of another recipe, warns."""
+    rows of another recipe, warns. Which rows are at fault the first one says, for all that would
+    say the same."""
     by_gate: dict[str, list[_Found]] = {}
+    said = set[str]()
     for one in found:
         by_gate.setdefault(one.gate, []).append(one)
     verdicts = []
@@ -656,9 +663,12 @@ def _verdicts(evidence: Evidence, found: Sequence[_Found], by: str | None = None
         over = [one for one in worst if one.ratio > 1]
         refused = [one for one in over if not _is_announced(evidence, one)]
         shown = refused or over or worst[:1]
-        message = "; ".join(one.message for one in shown[:3])
-        if len(shown) > 3:
-            message += f"; and {len(shown) - 3} more"
+        # of each feature the worst, so that none is hidden behind five quantiles of another
+        of_feature = {one.feature: one for one in reversed(shown)}
+        heads = sorted(of_feature.values(), key=shown.index)[:_SHOWN_FEATURES]
+        message = "; ".join(one.message for one in heads)
+        if len(shown) > len(heads):
+            message += f"; and {len(shown) - len(heads)} more"
         if over:
             worst_one, feature = shown[0], evidence.view.feature(shown[0].feature)
             rows = evidence.rows
@@ -666,7 +676,9 @@ def _verdicts(evidence: Evidence, found: Sequence[_Found], by: str | None = None
                 rows = evidence.computed
             beside = None if evidence.pairs is None else (evidence.pairs.now, evidence.pairs.then)
             entity = evidence.view.entity
-            message += rows_at_fault(rows, beside, feature, worst_one.figure, entity, by)
+            at_fault = rows_at_fault(rows, beside, feature, worst_one.figure, entity, by)
+            message += "" if at_fault in said else at_fault
+            said.add(at_fault)
         first = shown[0]
         verdicts.append(
             Verdict(

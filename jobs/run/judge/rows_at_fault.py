@@ -88,7 +88,13 @@ def worst_segment(rows: pa.Table, flags: Flags, by: str | None) -> str:
     here, there = bad[at] / of[at], (bad.sum() - bad[at]) / (of.sum() - of[at])
     if share[at] < _TIMES * elsewhere[at]:
         return f"about alike in every {by}"
-    return f"most in {by} = {names[at]}: {here:.2g} of {of[at]:,} rows, {there:.2g} elsewhere"
+    of_rows = f"{_percent(here)} of its {of[at]:,} rows"
+    return f"most in {by} = {names[at]}: {of_rows}, {_percent(there)} elsewhere"
+
+
+def _percent(share: float) -> str:
+    """To two digits: a share of 1 is not to be read as one row."""
+    return f"{100 * share:.3g}%" if share > 0.99 else f"{100 * share:.2g}%"
 
 
 def row_moves(pairs: Beside, feature: Feature) -> Numbers:
