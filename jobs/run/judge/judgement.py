@@ -341,7 +341,7 @@ def _bound_by_key(check: Check, factor: float, rows: int, number: int) -> _Limit
 
 def _never(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
     """A share that was neither 0 nor 1 for a week, and is."""
-    for feature, check, _ in _checks(evidence.view, gates, CHECKS, "never"):
+    for feature, check, factor in _checks(evidence.view, gates, CHECKS, "never"):
         if check.scale != SHARE or check.figure.startswith("moved"):
             continue
         name = f"{feature.name}.{check.figure}"
@@ -352,7 +352,7 @@ def _never(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
         center, rows = float(np.median(values)), evidence.rows.num_rows
         expected = rows * (center if value == 0 else 1 - center)
         is_new = value in (0.0, 1.0) and all(0 < one < 1 for one in values)
-        ratio = 2.0 if is_new and expected > _CHANCE_NEVER else 0.0
+        ratio = 2.0 if is_new and expected > factor * _CHANCE_NEVER else 0.0
         message = (
             f"{feature.name}: {check.words} {value:.4g}, which it was in none of {len(values)}"
             " nights"
