@@ -94,6 +94,7 @@ def test_each_figure_is_shown_with_the_limits_that_judged_it(
 
 def test_status_page_and_report_show_the_nights(prepared: Prepared, capsys: Captured) -> None:
     from precompute.plugins.page.figures import REPORT, ViewFigures, _with_nights
+    from precompute.plugins.page.night_lines import night_line
 
     project = prepared(four_nights)
     assert project.status()["gates"] == {"nights": 3}
@@ -112,6 +113,9 @@ def test_status_page_and_report_show_the_nights(prepared: Prepared, capsys: Capt
     of_page = _with_nights(ViewFigures({"view": "numbers", "snapshot": 3}), project.store)
     assert of_page.nights == 3
     assert [line.feature for line in of_page.night_lines] == ["double", "vector"]
+    # a value that is far off stands at the edge, and the nights keep a third of the height
+    lines = [night_line(figures[0]._replace(value=value)) for value in (1e3, 1e9)]
+    assert lines[0][5:8] == lines[1][5:8]
 
 
 def test_a_view_without_nights_says_so(make_project: MakeProject, capsys: Captured) -> None:
