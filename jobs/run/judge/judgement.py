@@ -501,16 +501,20 @@ def own_bounds(
         return
     if own.range is not None:
         low, high = own.range
-        ends = pc.min_max(values.cast(pa.float64()))
+        numbers = values.cast(pa.float64())
+        ends = pc.min_max(numbers)
         least, most = ends["min"].as_py(), ends["max"].as_py()
         is_within = bool(low <= least and most <= high)
         worst = least if least < low else most
-        yield "range", worst, high, is_within, f"{worst:g} is not within range [{low:g}, {high:g}]"
+        off = pc.sum(pc.or_(pc.less(numbers, low), pc.greater(numbers, high))).as_py() or 0
+        words = f"{worst:g} is not within range [{low:g}, {high:g}]"
+        yield "range", worst, high, is_within, words + _nor_others(off - 1)
     if own.values is not None:
         known = {str(value) for value in own.values}
         others = [one for one in map(str, pc.unique(values).to_pylist()) if one not in known]
         shown = ", ".join(map(repr, sorted(others)[:3]))
-        yield "values", len(others), 0.0, not others, f"{shown} is none of its values"
+        words = f"{shown} {'is' if len(others) == 1 else 'are'} none of its values"
+        yield "values", len(others), 0.0, not others, words + _nor_others(len(others) - 3)
     distinct = len(pc.unique(values))
     if own.distinct is not None:
         low, high = own.distinct
@@ -529,6 +533,12 @@ def own_bounds(
             distinct == len(values),
             (f"{len(values) - distinct:,} of {len(values):,} values are there more than once"),
         )
+
+
+def _nor_others(count: int) -> str:
+    if count <= 0:
+        return ""
+    return ", nor is one other" if count == 1 else f", nor are {count:,} others"
 
 
 # ---- limits
