@@ -224,7 +224,7 @@ def test_vectors_and_lists_at_fault() -> None:
     now, then = ([[1.0, 0.0], [0.0, 2.0], None], [[1.0, 0.0], [2.0, 0.0], [1.0, 1.0]])
     tables = [pa.table({"id": [1, 2, 3], "v": pa.array(v, kind)}) for v in (now, then)]
     assert rows_at_fault(tables[0], (tables[0], tables[1]), vector, "norm.p50", ["id"]) == (
-        "; keys 3: [1, 1] → null; 2: [2, 0] → [0, 2]"
+        "; keys 3: [1, 1] → null; 2: cosine 0.00, length 2 → 2"
     )
     items = Feature("l", "string", max_items=3)
     lists = [pa.table({"id": [1], "l": pa.array([v], items.arrow_type)}) for v in (["b"], ["a"])]

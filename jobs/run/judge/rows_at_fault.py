@@ -3,6 +3,7 @@ some keys with their values before and after."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -149,11 +150,28 @@ def _alone(column: pa.ChunkedArray, feature: Feature, figure: str) -> Flags | No
 
 def _keys(pairs: Beside, feature: Feature, entity: Sequence[str], at: Sequence[int]) -> str:
     now, then = (of.column(feature.name) for of in pairs)
+    change = _turned if kind_of(feature) == VECTOR else _became
     named = (
-        f"{_key(pairs[0], entity, row)}: {_short(then[row].as_py())} → {_short(now[row].as_py())}"
+        f"{_key(pairs[0], entity, row)}: {change(then[row].as_py(), now[row].as_py())}"
         for row in at
     )
     return f"keys {'; '.join(named)}"
+
+
+def _became(before: object, now: object) -> str:
+    return f"{_short(before)} → {_short(now)}"
+
+
+def _turned(before: list[float] | None, now: list[float] | None) -> str:
+    """Of a vector its first numbers say nothing: its cosine to what it was, and both lengths."""
+    if before is None or now is None:
+        return _became(before, now)
+    lengths = math.hypot(*before), math.hypot(*now)
+    text = f"length {lengths[0]:.3g} → {lengths[1]:.3g}"
+    if not lengths[0] * lengths[1] > 0:
+        return text
+    of_both = sum(a * b for a, b in zip(before, now, strict=True))
+    return f"cosine {of_both / lengths[0] / lengths[1]:.2f}, {text}"
 
 
 def _key(rows: pa.Table, entity: Sequence[str], row: int) -> str:
