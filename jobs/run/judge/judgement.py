@@ -353,10 +353,8 @@ def _never(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
         expected = rows * (center if value == 0 else 1 - center)
         is_new = value in (0.0, 1.0) and all(0 < one < 1 for one in values)
         ratio = 2.0 if is_new and expected > factor * _CHANCE_NEVER else 0.0
-        message = (
-            f"{feature.name}: {check.words} {value:.4g}, which it was in none of {len(values)}"
-            " nights"
-        )
+        message = f"{feature.name}: {check.words} {value:.4g}"
+        message += f", which it was in none of {len(values)} nights" if ratio else ", as may be"
         yield _Found("never", feature.name, check.figure, value, center, ratio, message)
 
 
