@@ -309,7 +309,10 @@ def describe_gates(found: GateHistory, *, blocks: bool = True) -> str:
         lines.append(f"left out, as they were announced: {shown}")
     for one in found.verdicts:
         if one.warned or not one.passed:
-            lines.append(f"{'warns' if one.passed else 'REFUSED'}: {one.gate}: {one.message}")
+            state = "warns" if one.passed else "REFUSED"
+            if state == "REFUSED" and one.gate in found.accepted:
+                state = "REFUSED, and accepted"
+            lines.append(f"{state}: {one.gate}: {one.message}")
     if not found.figures:
         return "\n".join(lines)
     nights = max(len(one.nights) for one in found.figures)

@@ -223,10 +223,13 @@ def reporting(arguments: argparse.Namespace) -> Callable[[Report], None]:
             # of a failed run too: that is when a program needs it
             show(json.dumps(plain(report)))
             arguments.reported = True
-        elif report.error is None:
+            return
+        if report.error is None:
             print(describe_report(report))
-            for text in report.attention:
-                say(f"{report.view}: {text}")
+        # of a failed run too: what changed in a model's code is why, perhaps
+        for text in report.attention:
+            say(f"{report.view}: {text}")
+        if report.error is None:
             print(f"  shown by: precompute log {report.run} · precompute history {report.view}")
             if report.held is not None:
                 print(f"{report.view}: {report.held}")

@@ -4,7 +4,7 @@ the nights before; and those of two snapshots side by side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +74,8 @@ class GateFigure(NamedTuple):
 class GateHistory(NamedTuple):
     """What a snapshot was judged by: ``nights`` before it are counted, the first of them of the day
     ``since``; those that were ``left_out`` (day, why) are not. ``fixed``: fixed bounds stay on
-    beside the limits of its own nights. Its ``figures``: refused ones first, then warned ones."""
+    beside the limits of its own nights. ``accepted``: gates whose refusal somebody accepted. Its
+    ``figures``: refused ones first, then warned ones."""
 
     view: str
     snapshot: int
@@ -86,10 +87,11 @@ class GateHistory(NamedTuple):
     left_out: Sequence[tuple[str, str]]
     verdicts: Sequence[Verdict]
     figures: Sequence[GateFigure]
+    accepted: Collection[str] = frozenset()
 
     def said(self) -> str:
         """How many nights it was judged by, in a sentence."""
-        head = f"snapshot {self.snapshot} of {self.view} ({self.day})"
+        head = f"snapshot {self.snapshot} of {self.view} ({_begins(self.day)})"
         if self.rows < FEWEST_ROWS:
             return (
                 f"{head} has {_many(self.rows, 'row')}: below {FEWEST_ROWS} its features are judged"
@@ -98,7 +100,7 @@ class GateHistory(NamedTuple):
         if not self.nights:
             return f"{head} has no nights before it: absolute bounds judge it (gate first)"
         by = "the night" if self.nights == 1 else f"the {self.nights} nights"
-        text = f"{head}, judged by {by} before it, since {self.since}"
+        text = f"{head}, judged by {by} before it, since {_begins(self.since or '')}"
         if self.nights < FEWEST_NIGHTS:
             return f"{text}; below {FEWEST_NIGHTS} by fixed bounds around the last one"
         return f"{text}; below {SURE_NIGHTS} nights fixed bounds stay on" if self.fixed else text
@@ -119,6 +121,7 @@ class GateHistory(NamedTuple):
                     "gate": one.gate,
                     "passed": one.passed,
                     "warned": one.warned,
+                    "accepted": one.gate in self.accepted,
                     "message": one.message,
                 }
                 for one in self.verdicts
@@ -128,6 +131,11 @@ class GateHistory(NamedTuple):
                 for one in self.figures
             ],
         }
+
+
+def _begins(day: str) -> str:
+    """When a night begins: of a partition that is no day its time, too."""
+    return day.partition("/")[0].removesuffix("T00:00Z")
 
 
 def _many(number: int, what: str) -> str:
@@ -177,6 +185,7 @@ def gate_history(store: ViewStore, snapshot: Snapshot) -> GateHistory:
         [(night.day, night.announced) for night in nights if night.announced],
         [one for one in snapshot.gates if one.gate in TABLE],
         sorted(figures, key=lambda one: (one.state != REFUSED, one.state != WARNED)),
+        store.log.accepted(snapshot.number),
     )
 
 

@@ -94,6 +94,7 @@ def test_each_figure_is_shown_with_the_limits_that_judged_it(
 
 def test_status_page_and_report_show_the_nights(prepared: Prepared, capsys: Captured) -> None:
     from precompute.plugins.page.figures import REPORT, ViewFigures, _with_nights
+    from precompute.plugins.page.night_lines import night_line
 
     project = prepared(four_nights)
     assert project.status()["gates"] == {"nights": 3}
@@ -112,6 +113,9 @@ def test_status_page_and_report_show_the_nights(prepared: Prepared, capsys: Capt
     of_page = _with_nights(ViewFigures({"view": "numbers", "snapshot": 3}), project.store)
     assert of_page.nights == 3
     assert [line.feature for line in of_page.night_lines] == ["double", "vector"]
+    # a value that is far off stands at the edge, and the nights keep a third of the height
+    lines = [night_line(figures[0]._replace(value=value)) for value in (1e3, 1e9)]
+    assert lines[0][5:8] == lines[1][5:8]
 
 
 def test_a_view_without_nights_says_so(make_project: MakeProject, capsys: Captured) -> None:
@@ -184,7 +188,7 @@ def test_a_refusal_says_which_rows() -> None:
     pairs = (after, before)
     said = rows_at_fault(after, pairs, SPEND, "p50", ["id"], "country")
     head, *keys = said.split("; ")[1:]
-    assert head == "most in country = DE: 1 of 50 rows, 0 elsewhere"
+    assert head == "most in country = DE: 100% of its 50 rows, 0% elsewhere"
     assert keys[:2] == ["keys 196: 12.91 → 25.82", "192: 12.79 → 25.58"]
     assert len(keys) == 10
     # of a view without such a column, or none
@@ -196,7 +200,7 @@ def test_a_share_is_of_rows_that_have_it() -> None:
     countries = ["DE", "FR"] * 30
     lost = rows([None if i < 12 and i % 2 else 1.0 for i in range(60)], country=countries)
     assert rows_at_fault(lost, None, SPEND, "null", ["country", "id"], "country") == (
-        "; most in country = FR: 0.2 of 30 rows, 0 elsewhere"
+        "; most in country = FR: 20% of its 30 rows, 0% elsewhere"
         "; keys FR/1; FR/3; FR/5; FR/7; FR/9; FR/11"
     )
     everywhere = rows([None if i % 4 < 2 else 1.0 for i in range(60)], country=countries)
@@ -220,7 +224,7 @@ def test_vectors_and_lists_at_fault() -> None:
     now, then = ([[1.0, 0.0], [0.0, 2.0], None], [[1.0, 0.0], [2.0, 0.0], [1.0, 1.0]])
     tables = [pa.table({"id": [1, 2, 3], "v": pa.array(v, kind)}) for v in (now, then)]
     assert rows_at_fault(tables[0], (tables[0], tables[1]), vector, "norm.p50", ["id"]) == (
-        "; keys 3: [1, 1] → null; 2: [2, 0] → [0, 2]"
+        "; keys 3: [1, 1] → null; 2: cosine 0.00, length 2 → 2"
     )
     items = Feature("l", "string", max_items=3)
     lists = [pa.table({"id": [1], "l": pa.array([v], items.arrow_type)}) for v in (["b"], ["a"])]

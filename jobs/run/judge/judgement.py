@@ -66,6 +66,8 @@ _CHANCE_NEVER = 9.0
 """Rows of a kind that are expected where none is: by chance once in 10⁴."""
 _CHANCE_RELATED = 3.0
 """Standard deviations of a rank correlation of rows that have nothing to do with each other."""
+_SHOWN_FEATURES = 3
+"""Features that a message names, at most."""
 MOST_RELATED = 2048
 """Rows that a rank correlation is of, at most."""
 _TINY = 1e-30
@@ -289,7 +291,10 @@ def _own_limit(
     )
     assert found is not None
     raw = [one.value for one in values]
-    words = f"in the {found.nights} nights before {min(raw):.4g} to {max(raw):.4g}"
+    least, most = f"{min(raw):.4g}", f"{max(raw):.4g}"
+    words = f"in the {found.nights} nights before {least} to {most}"
+    if least == most:
+        words = f"in all {found.nights} nights before {least}"
     below, above = factor * found.below / unit, factor * found.above / unit
     return [_Limit(_unscaled(found.center, check.scale), below, above, unit, words)]
 
@@ -335,7 +340,7 @@ def _bound_by_key(check: Check, factor: float, rows: int, number: int) -> _Limit
 
 def _never(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
     """A share that was neither 0 nor 1 for a week, and is."""
-    for feature, check, _ in _checks(evidence.view, gates, CHECKS, "never"):
+    for feature, check, factor in _checks(evidence.view, gates, CHECKS, "never"):
         if check.scale != SHARE or check.figure.startswith("moved"):
             continue
         name = f"{feature.name}.{check.figure}"
@@ -346,11 +351,9 @@ def _never(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
         center, rows = float(np.median(values)), evidence.rows.num_rows
         expected = rows * (center if value == 0 else 1 - center)
         is_new = value in (0.0, 1.0) and all(0 < one < 1 for one in values)
-        ratio = 2.0 if is_new and expected > _CHANCE_NEVER else 0.0
-        message = (
-            f"{feature.name}: {check.words} {value:.4g}, which it was in none of {len(values)}"
-            " nights"
-        )
+        ratio = 2.0 if is_new and expected > factor * _CHANCE_NEVER else 0.0
+        message = f"{feature.name}: {check.words} {value:.4g}"
+        message += f", which it was in none of {len(values)} nights" if ratio else ", as may be"
         yield _Found("never", feature.name, check.figure, value, center, ratio, message)
 
 
@@ -481,16 +484,20 @@ def own_bounds(
         return
     if own.range is not None:
         low, high = own.range
-        ends = pc.min_max(values.cast(pa.float64()))
+        numbers = values.cast(pa.float64())
+        ends = pc.min_max(numbers)
         least, most = ends["min"].as_py(), ends["max"].as_py()
         is_within = bool(low <= least and most <= high)
         worst = least if least < low else most
-        yield "range", worst, high, is_within, f"{worst:g} is not within range [{low:g}, {high:g}]"
+        off = pc.sum(pc.or_(pc.less(numbers, low), pc.greater(numbers, high))).as_py() or 0
+        words = f"{worst:g} is not within range [{low:g}, {high:g}]"
+        yield "range", worst, high, is_within, words + _nor_others(off - 1)
     if own.values is not None:
         known = {str(value) for value in own.values}
         others = [one for one in map(str, pc.unique(values).to_pylist()) if one not in known]
         shown = ", ".join(map(repr, sorted(others)[:3]))
-        yield "values", len(others), 0.0, not others, f"{shown} is none of its values"
+        words = f"{shown} {'is' if len(others) == 1 else 'are'} none of its values"
+        yield "values", len(others), 0.0, not others, words + _nor_others(len(others) - 3)
     distinct = len(pc.unique(values))
     if own.distinct is not None:
         low, high = own.distinct
@@ -509,6 +516,12 @@ def own_bounds(
             distinct == len(values),
             (f"{len(values) - distinct:,} of {len(values):,} values are there more than once"),
         )
+
+
+def _nor_others(count: int) -> str:
+    if count <= 0:
+        return ""
+    return ", nor is one other" if count == 1 else f", nor are {count:,} others"
 
 
 # ---- limits
@@ -631,8 +644,10 @@ _ENDS = {SHARE: (0.0, 1.0), FALL: (-1.0, 1.0), CORRELATION: (-1.0, 1.0)}
 
 def _verdicts(evidence: Evidence, found: Sequence[_Found], by: str | None = None) -> list[Verdict]:
     """Of each gate one verdict: what refuses, or the nearest to it. What is announced, or compares
-    rows of another recipe, warns."""
+    rows of another recipe, warns. Which rows are at fault the first one says, for all that would
+    say the same."""
     by_gate: dict[str, list[_Found]] = {}
+    said = set[str]()
     for one in found:
         by_gate.setdefault(one.gate, []).append(one)
     verdicts = []
@@ -641,9 +656,12 @@ def _verdicts(evidence: Evidence, found: Sequence[_Found], by: str | None = None
         over = [one for one in worst if one.ratio > 1]
         refused = [one for one in over if not _is_announced(evidence, one)]
         shown = refused or over or worst[:1]
-        message = "; ".join(one.message for one in shown[:3])
-        if len(shown) > 3:
-            message += f"; and {len(shown) - 3} more"
+        # of each feature the worst, so that none is hidden behind five quantiles of another
+        of_feature = {one.feature: one for one in reversed(shown)}
+        heads = sorted(of_feature.values(), key=shown.index)[:_SHOWN_FEATURES]
+        message = "; ".join(one.message for one in heads)
+        if len(shown) > len(heads):
+            message += f"; and {len(shown) - len(heads)} more"
         if over:
             worst_one, feature = shown[0], evidence.view.feature(shown[0].feature)
             rows = evidence.rows
@@ -651,7 +669,9 @@ def _verdicts(evidence: Evidence, found: Sequence[_Found], by: str | None = None
                 rows = evidence.computed
             beside = None if evidence.pairs is None else (evidence.pairs.now, evidence.pairs.then)
             entity = evidence.view.entity
-            message += rows_at_fault(rows, beside, feature, worst_one.figure, entity, by)
+            at_fault = rows_at_fault(rows, beside, feature, worst_one.figure, entity, by)
+            message += "" if at_fault in said else at_fault
+            said.add(at_fault)
         first = shown[0]
         verdicts.append(
             Verdict(

@@ -3,6 +3,7 @@ some keys with their values before and after."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -96,7 +97,13 @@ def worst_segment(rows: pa.Table, flags: Flags, by: str | None) -> str:
     here, there = bad[at] / of[at], (bad.sum() - bad[at]) / (of.sum() - of[at])
     if share[at] < _TIMES * elsewhere[at]:
         return f"about alike in every {by}"
-    return f"most in {by} = {names[at]}: {here:.2g} of {of[at]:,} rows, {there:.2g} elsewhere"
+    of_rows = f"{_percent(here)} of its {of[at]:,} rows"
+    return f"most in {by} = {names[at]}: {of_rows}, {_percent(there)} elsewhere"
+
+
+def _percent(share: float) -> str:
+    """To two digits: a share of 1 is not to be read as one row."""
+    return f"{100 * share:.3g}%" if share > 0.99 else f"{100 * share:.2g}%"
 
 
 def row_moves(pairs: Beside, feature: Feature) -> Numbers:
@@ -150,11 +157,28 @@ def _alone(column: pa.ChunkedArray, feature: Feature, figure: str) -> Flags | No
 
 def _keys(pairs: Beside, feature: Feature, entity: Sequence[str], at: Sequence[int]) -> str:
     now, then = (of.column(feature.name) for of in pairs)
+    change = _turned if kind_of(feature) == VECTOR else _became
     named = (
-        f"{_key(pairs[0], entity, row)}: {_short(then[row].as_py())} → {_short(now[row].as_py())}"
+        f"{_key(pairs[0], entity, row)}: {change(then[row].as_py(), now[row].as_py())}"
         for row in at
     )
     return f"keys {'; '.join(named)}"
+
+
+def _became(before: object, now: object) -> str:
+    return f"{_short(before)} → {_short(now)}"
+
+
+def _turned(before: list[float] | None, now: list[float] | None) -> str:
+    """Of a vector its first numbers say nothing: its cosine to what it was, and both lengths."""
+    if before is None or now is None:
+        return _became(before, now)
+    lengths = math.hypot(*before), math.hypot(*now)
+    text = f"length {lengths[0]:.3g} → {lengths[1]:.3g}"
+    if not lengths[0] * lengths[1] > 0:
+        return text
+    of_both = sum(a * b for a, b in zip(before, now, strict=True))
+    return f"cosine {of_both / lengths[0] / lengths[1]:.2f}, {text}"
 
 
 def _key(rows: pa.Table, entity: Sequence[str], row: int) -> str:

@@ -3,6 +3,7 @@ passes, and tonight's value."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,10 +35,15 @@ class NightLine(NamedTuple):
 
 def night_line(figure: GateFigure) -> NightLine:
     """A figure and its nights, drawn: the lowest value or limit at the bottom, the highest at the
-    top, tonight at the right end."""
+    top, tonight at the right end; a value that is far off at the edge, so that the nights keep a
+    third of the height."""
     values = [value for _, value in figure.nights]
     ends = [end for end in (figure.low, figure.high) if end is not None]
-    low, high = min([*values, figure.value, *ends]), max([*values, figure.value, *ends])
+    known = [*values, *ends] or [figure.value]
+    low, high = min(known), max(known)
+    off = 2 * (high - low) if high > low else math.inf
+    tonight = min(max(figure.value, low - off), high + off)
+    low, high = min(low, tonight), max(high, tonight)
 
     def y(value: float) -> float:
         share = (value - low) / (high - low) if high > low else 0.5
@@ -58,7 +64,7 @@ def night_line(figure: GateFigure) -> NightLine:
         figure.state,
         points,
         band,
-        (WIDTH - _MARGIN, y(figure.value)),
+        (WIDTH - _MARGIN, y(tonight)),
         _COLOURS.get(figure.state, "s0"),
     )
 
