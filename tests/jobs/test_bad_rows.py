@@ -505,24 +505,35 @@ def test_gates_measure_vectors_that_are_there(make: Make) -> None:
     changed = rows | {1: None, 41: "d" * 41}
     project = make(changed, bad_rows="null")
     quality = project.snapshot_of(project.run()).quality
-    now = np.array([features(text)["vector"] for text in changed.values() if text], np.float64)
-    before = np.linalg.norm(
-        [features(text)["vector"] for text in rows.values() if text], axis=1
-    ).mean()
-    assert {name: value for name, value in quality.items() if "." not in name} == pytest.approx(
+    vectors = np.array([features(text)["vector"] for text in changed.values() if text])
+    norms = np.linalg.norm(vectors, axis=1)
+    cosines = (vectors / norms[:, None]) @ (vectors / norms[:, None]).T
+    assert {
+        name: value
+        for name, value in quality.items()
+        if "." not in name or name.startswith("vector.")
+    } == pytest.approx(
         {
             "nulls": 10.0,
-            "rows": 0.0,
             "rejected": 0.0,
             "coverage": 40 / 50,
             "finite": 0.0,
-            "zero": 0.0,
-            "duplicates": 0.0,
-            "norm": np.linalg.norm(now, axis=1).mean() / before - 1,
-            "drift": 1.0,
-            "moved": 0.0,
+            "contract": 0.0,
+            "vector.null": 0.0,
+            "vector.not_finite": 0.0,
+            "vector.zero": 0.0,
+            "vector.common": 1 / 40,
+            "vector.repeated": 0.0,
+            "vector.dead": 3 / 4,
+            "vector.cosine": cosines[~np.eye(40, dtype=bool)].mean(),
+            "vector.moved.cosine05": 1.0,
+            "vector.moved.cosine50": 1.0,
+            "vector.moved.turned": 0.0,
         }
-        | {name: quality[name] for name in ("empty", "constant", "contract", "mass", "shift")}
+        | {
+            f"vector.norm.p{q:02}": np.percentile(norms, q)
+            for q in (1, 5, 25, 50, 75, 95, 99)
+        }
     )
 
 

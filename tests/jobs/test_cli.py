@@ -191,7 +191,7 @@ def test_run_materialize_and_publish_report_as_json(
             snapshot,
             epoch,
         )
-        assert report == plain(project.store.runs.last())
+        assert report == json.loads(json.dumps(plain(project.store.runs.last())))
 
 
 @pytest.mark.parametrize(

@@ -568,7 +568,7 @@ def test_an_inaccurate_precision_is_computed_where_accepted(make_project: MakePr
     view = {"precision": "bf16"}
     project = torch_project(make_project, ROWS, view=view)
     assert project.cli("run", "numbers") == 3
-    assert project.cli("run", "numbers", "--accept", "drift") == 3
+    assert project.cli("run", "numbers", "--accept", "shape") == 3
     store = project.offline
     assert store.view("numbers").numbers() == []
     assert project.cli("run", "numbers", "--accept", "accuracy") == 0

@@ -43,7 +43,8 @@ def make(
     **view: Any,
 ) -> Scene:
     retention = {"retention": {"keep": keep, "grace": grace}}
-    return make_project(rows, view={"gates": {"rows": None}} | view, project=retention)
+    gates = {"rows": None, "first": None}
+    return make_project(rows, view={"gates": gates} | view, project=retention)
 
 
 def published(make_project: MakeProject, factors: list[float], **options: Any) -> Scene:

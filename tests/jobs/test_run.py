@@ -21,6 +21,7 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.store_history import add_past
+from precompute.jobs.run.judge.neighbours import MOST_PARTITIONS
 from precompute.jobs.run.report import close_dead, reporting_run
 from precompute.store.disk.lease import Lease, take
 from precompute.store.disk.record import replace
@@ -581,10 +582,11 @@ def test_the_runs_of_many_partitions_do_not_read_all_manifests(
         partition = containing("day", datetime(2010, 1, 1, tzinfo=UTC) + timedelta(days=day))
         last = store.numbers()[-1]
         seen = looked_at(project, monkeypatch, command="materialize", partition=partition)
-        # what readers have is what another day's figures are beside; what was computed last says
-        # by which code
+        # what was computed last says by which code; the days before tell what is usual; what readers
+        # have is what another day is beside
         read = [int(Path(path).stem) for path in seen if "manifests" in path]
-        assert read == [last, first]
+        days = [*range(last, last - MOST_PARTITIONS, -1)]
+        assert read == [last, *days, first, first]
 
 
 def test_reports_of_dead_runs_are_found_without_reading_the_others(

@@ -78,11 +78,20 @@ FULL = Snapshot(
     content="e:6-1",
     partition="2025-01-01T00:00Z/2025-01-02T00:00Z",
     renewed_at=2**53 + 1,
-    quality={"zero": 0.0},
+    quality={"vector.zero": 0.0},
+    nights=Part("data/r/nights.json", 9, 100, "1" * 64),
+    anchors=(
+        Part("data/q/anchor.parquet", 512, 100, "2" * 64),
+        Part("data/r/anchor.parquet", 512, 100, "3" * 64),
+    ),
+    announced="a sale, by gates.expect",
     figures=RowFigures(
         5, 1, 2, {"vector": 1}, 3, 1, {"double": 3}, {"vector": VectorFigures(2, 1.5, {2032: 1})}
     ),
-    gates=(Verdict("zero", False, 0.5, 0.01, "é"),),
+    gates=(
+        Verdict("coverage", False, 0.5, 0.8, "é"),
+        Verdict("null", True, 0.5, 0.1, "é", warned=True, figures=("vector.zero",)),
+    ),
     substitute=Substitute(
         ModelUse("mine:Small", {"path": "./students/a"}), "a" * 64, {"vector": 0.75}
     ),
@@ -127,7 +136,7 @@ def test_the_bytes_of_a_manifest_are_pinned() -> None:
     assert FORMAT == 3
     assert (
         hashlib.sha256(FULL.to_bytes()).hexdigest()
-        == "b9883ff10e9c0b91451ca0fac67a5ccd167aed69743676e0984fda491a48b020"
+        == "36ae0488662803e46d5cfa3c5c5dcdbafc77373727b302a683761a8e78a5c0e1"
     )
 
 
