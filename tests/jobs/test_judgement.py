@@ -216,11 +216,15 @@ def test_beside_the_last_night_while_a_view_is_young(check: Check) -> None:
 MOVED = [check for check in CHECKS if check.young is not None and check.gate == "moved"]
 
 
-def bound(check: Check, share_chance: float) -> tuple[float, int]:
-    """The limit of a figure by key, and to which side."""
+def bound(check: Check, share_chance: float, rows: int = ROWS) -> tuple[float, int]:
+    """The limit of a figure by key, and to which side: a rank correlation is judged where that of
+    rows that have nothing to do with each other is less."""
     assert check.young is not None
     more = share_chance if check.scale == SHARE else 0.0
-    return (check.young + more, 1) if check.side == UP else (check.young, -1)
+    young = check.young
+    if check.scale == CORRELATION and young > 0:
+        young = min(young, judgement._CHANCE_RELATED / math.sqrt(rows))
+    return (young + more, 1) if check.side == UP else (young, -1)
 
 
 @pytest.mark.parametrize("check", MOVED, ids=ids(MOVED))
@@ -299,7 +303,7 @@ def test_the_rows_that_a_run_computed(of_tables: dict[int, dict[str, float]], ch
         if check.figure.startswith("moved"):
             p = check.young or 0.0
             rows_chance = 3.5 * math.sqrt(p * (1 - p) / (ROWS + 1)) if p > 0 else 0.0
-            limits = [bound(check, rows_chance)]
+            limits = [bound(check, rows_chance, ROWS + 1)]
         elif check.young is None:
             limits = [(16.0, 1), (4.0, -1)]
         else:

@@ -70,8 +70,9 @@ def test_a_weekday_is_compared_with_its_own_where_that_tells_more() -> None:
     assert found.center == pytest.approx(np.median(x[6::7]))
     medians = np.array([np.median(x[n::7]) for n in range(7)])
     off = x - np.tile(medians, 4)
+    # a median of each of seven weekdays is taken of 28
     assert max(found.below, found.above) == pytest.approx(
-        5.5 * np.delete(off, np.abs(off).argmax()).std(ddof=1)
+        5.5 * np.delete(off, np.abs(off).argmax()).std(ddof=1) * np.sqrt(27 / 21)
     )
     # with less than two weeks, or one such day, a week is no week
     for few in (x[:13], x[:7]):
