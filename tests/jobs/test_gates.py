@@ -23,6 +23,7 @@ from precompute.jobs.config.gates import GATES, GatesConfig
 from precompute.jobs.run import materialize
 from precompute.jobs.run.command_process import operator
 from precompute.jobs.run.judge.gates import Judge
+from precompute.jobs.run.judge.neighbours import neighbours_of
 from precompute.jobs.run.judge.nights import nights_after, read_nights
 from precompute.jobs.run.judge.verdicts import Verdicts
 from precompute.jobs.run.rows import chunks, samples
@@ -31,7 +32,7 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import GateError, SnapshotError
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from tests.fixtures import MakeProject
-from tests.scene import UNJUDGED, Scene
+from tests.scene import OFF as UNJUDGED, Scene
 
 HERE = "tests.jobs.test_gates"
 N = 40
@@ -931,15 +932,25 @@ def test_partitions_are_nights_in_data_time(
             "ttl": "9000d",
         },
     )
-    for n in (0, 3, 1, 4, 2):
+    order, numbers = (0, 3, 1, 4, 2), {}
+    for n in order:
         assert project.cli("run", "numbers", "--partition", day(n)) == 0
-    for n in range(5):
-        (number,) = [
-            one
-            for one in project.numbers()
-            if (project.snapshot(one).partition or "")[:10] == day(n)
-        ]
-        assert failed(project.snapshot(number)) == []
+        numbers[n] = project.snapshot().number
+    assert sorted(numbers.values()) == [1, 2, 3, 4, 5]
+    # as each was computed: the day before it that was there, none that comes after it
+    for n, before in ((0, None), (3, 0), (1, 0), (4, 3), (2, 1)):
+        snapshot = project.snapshot(numbers[n])
+        assert failed(snapshot) == []
+        shape = [one.message for one in snapshot.gates if one.gate == "shape"]
+        assert [re.findall(r"\(on ([\d-]+)", one) for one in shape] == (
+            [] if before is None else [[day(before)]]
+        )
+    # and as they would be judged now: all days before, the oldest first
+    for n, number in numbers.items():
+        known = neighbours_of(project.store, project.snapshot(number))
+        assert [one.number for one in known.nights] == [numbers[m] for m in range(n)]
+        assert (known.before and known.before.number) == numbers.get(n - 1)
+        assert known.week is None
 
 
 # ---- the models of inputs

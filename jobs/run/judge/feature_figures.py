@@ -42,6 +42,8 @@ MISSING_WORDS = ("", "n/a", "na", "nan", "none", "null", "unknown", "undefined",
 HUGE = 1e15
 """A float beyond is an overflow, and no score."""
 LARGEST_FLOAT16 = 65504.0
+LARGEST_TOLD = 1e150
+"""What a float beyond counts as in quantiles, spread and distances."""
 MOST_ITEMS = 1_000_000
 """Items of lists that are looked at together: what is made of them takes 8 bytes for each, several
 times."""
@@ -103,12 +105,16 @@ def _of_number(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
 def _levels(finite: F8) -> Iterator[tuple[str, float]]:
     """Quantiles, mean, and spread: robust against few outliers (of a normal distribution the 10th
     and the 90th percentile are 2.56 standard deviations apart), else the standard deviation."""
+    finite = _bounded(finite)
     low, high = np.quantile(finite, [0.1, 0.9])
-    with np.errstate(over="ignore", invalid="ignore"):
-        spread = (high - low) / 2.56 or float(finite.std())
-        yield "mean", float(finite.mean())
-    yield "spread", spread if math.isfinite(spread) else float(np.finfo(np.float64).max)
+    yield "mean", float(finite.mean())
+    yield "spread", (high - low) / 2.56 or float(finite.std())
     yield from zip(QUANTILES, np.quantile(finite, [*QUANTILES.values()]).tolist(), strict=True)
+
+
+def _bounded(numbers: F8) -> F8:
+    """No further than the differences and squares of numbers can be told."""
+    return np.clip(numbers, -LARGEST_TOLD, LARGEST_TOLD)
 
 
 def _of_flag(values: pa.ChunkedArray) -> Iterator[tuple[str, float]]:
@@ -275,10 +281,11 @@ def _distances(a: F8, b: F8, share: float, spread: float) -> Iterator[tuple[str,
     if not len(a):
         yield from (("quarter", 0.0), ("one", 0.0), ("four", 0.0), ("rank", 1.0))
         return
+    a, b = _bounded(a), _bounded(b)
     low, high = np.quantile(b, [0.1, 0.9])
     spread = spread or (high - low) / 2.56 or float(b.std())
-    with np.errstate(over="ignore", invalid="ignore"):
-        by = np.abs(a - b)
+    by = np.abs(a - b)
+    with np.errstate(over="ignore"):
         by = by / spread if spread else np.where(by > 0, np.inf, 0.0)
     for figure, spreads in (("quarter", 0.25), ("one", 1.0), ("four", 4.0)):
         # not at once: of whole numbers many move by the same, and the spread is another each night
