@@ -32,7 +32,7 @@ from precompute.store.disk.record import replace
 from precompute.store.errors import GateError, SnapshotError
 from precompute.store.offline.snapshot import Snapshot, Verdict
 from tests.fixtures import MakeProject
-from tests.scene import OFF as UNJUDGED, Scene
+from tests.scene import UNJUDGED, Scene
 
 HERE = "tests.jobs.test_gates"
 N = 40
@@ -487,7 +487,9 @@ def test_another_recipe_is_told_and_judged_by_itself(make_project: MakeProject) 
     assert "vector of 40 rows computed: median length 5, passes from 0" in warned["computed"]
     assert "shape" not in warned  # of another recipe's nights nothing is said
     one = make_project(dict.fromkeys(GOOD, -1.0).items(), view=view(version=3) | every)
-    with pytest.raises(GateError, match=r"first: vector: share of one vector 1, passes up to 0\.\d"):
+    with pytest.raises(
+        GateError, match=r"first: vector: share of one vector 1, passes up to 0\.\d"
+    ):
         one.run()
 
 

@@ -681,7 +681,9 @@ def test_the_largest_floats_have_figures(kind: str, values: list[Any]) -> None:
     """Those of scores are refused as overflows, by the first rows alone."""
     feature = OF_KIND[kind]
     view = FeatureView("view", ("id",), (feature,), 3600.0, 0.0)
-    rows_now = pa.table({"id": range(KEYS), "f": pa.array(values * (KEYS // 2), feature.arrow_type)})
+    rows_now = pa.table(
+        {"id": range(KEYS), "f": pa.array(values * (KEYS // 2), feature.arrow_type)}
+    )
     rows_then = rows_now.set_column(1, "f", rows_now["f"].take(pa.array(range(KEYS - 1, -1, -1))))
     pairs = Pairs(rows_now, rows_then, 1.0, KEYS, 1)
     figures, found = judge_rows(

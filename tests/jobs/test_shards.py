@@ -266,7 +266,8 @@ def test_a_killed_worker_loses_a_chunk(make_project: MakeProject, tmp_path: Path
     assert {"pin", "collect", "other"} <= used.cpu_s.keys()
     assert used.workers_cpu_s == {"model": report.engine["cpu_s"]}
     assert used.workers_cpu_s["model"] > 0
-    files = (*scene.snapshot().parts, *scene.snapshot().anchors)
+    of = scene.snapshot()
+    files = [file for file in (*of.parts, of.nights, *of.anchors) if file is not None]
     assert used.written_bytes == sum(file.size_bytes for file in files)
     assert (used.workers, used.worker_peak_bytes) == (
         report.engine["workers"],

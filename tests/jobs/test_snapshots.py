@@ -65,7 +65,16 @@ def test_every_snapshot_has_its_line_the_newest_first(project: Scene) -> None:
                     "previous": True,
                 },
             ),
-            (2, {"kind": "full", "parent": 1, "rows": ROWS, "accepted": ["computed", "shape"], "live": True}),
+            (
+                2,
+                {
+                    "kind": "full",
+                    "parent": 1,
+                    "rows": ROWS,
+                    "accepted": ["computed", "shape"],
+                    "live": True,
+                },
+            ),
             (1, {"kind": "full", "parent": None, "rows": ROWS, "pinned": True}),
         )
     ]
