@@ -131,7 +131,7 @@ def run(project: Scene) -> ViewStore:
 
 
 def test_of_several_features_null_rows_and_a_key_of_two_columns(make_project: MakeProject) -> None:
-    gates = {"rows": None, "coverage": None}
+    gates = {"first": None, "rows": None, "coverage": None}
     view = TEXTS | {"entity": ["shop", "id"], "bad_rows": "null", "gates": gates}
     texts = ["a b", None, "", "d", "é e e", "b", *(f"text {i}" for i in range(20))]
 

@@ -100,7 +100,7 @@ MISSHAPEN = {
     "model": {"use": f"{HERE}:Misshapen"},
     "features": {"vector": {"dtype": "float32", "dim": 4}},
     "max_rejected": 0.5,
-    "gates": {"parity": None},
+    "gates": {"first": None, "parity": None},
 }
 BAD_KEYS = [*Misshapen.BAD, 23]
 

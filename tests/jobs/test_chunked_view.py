@@ -44,7 +44,8 @@ VIEW: dict[str, Any] = {
     "features": {"head": {"dtype": "string"}, "letters": {"dtype": "float32", "dim": 4}},
     "index": {"on": "letters"},
     "fallback": {"enabled": True, "deadline": "10s"},
-    "gates": {"rows": None},
+    # chunks of few letters have few vectors
+    "gates": {"first": None, "rows": None},
 }
 
 MakeDocuments = Callable[..., Scene]

@@ -160,7 +160,7 @@ def test_all_rows_computed_are_compared_without_one_more(
     seen(scene)
     scene.run(full=True)
     assert (len(seen(scene)), golden(scene)[0].message) == (200, EQUAL)
-    changed = [(i, x + 1000 * (i % 2)) for i, x in ROWS]
+    changed = [(i, x + 10 * (i % 2)) for i, x in ROWS]
     scene = make_project(changed, view=VIEW)
     scene.run(full=True)
     assert (len(seen(scene)), golden(scene)[0].message) == (200, EQUAL.replace("1 that", "2 that"))
@@ -170,7 +170,7 @@ def test_all_rows_computed_are_compared_without_one_more(
     assert (len(seen(scene)), golden(scene)) == (200, [])
     assert off(scene, {"all": 3.0}).cli("run", "numbers", "--full") == 3
     (verdict,) = scene.report().gates
-    assert (verdict.gate, verdict.passed, verdict.measured) == ("golden", False, 60 / 64)
+    assert (verdict.gate, verdict.passed, verdict.measured) == ("golden", False, 1.0)
     # nothing of it is taken over
     off(scene, {}).run(full=True)
     assert (scene.doubles(), scene.report().resumed) == ({i: 2 * x + 1 for i, x in changed}, 0)

@@ -438,9 +438,10 @@ def test_a_partition_that_lost_all_rows_is_refused_until_accepted(
     make_project: MakeProject,
 ) -> None:
     table = pa.table({"id": range(30), "x": [float(n) for n in range(30)], "t": [DAYS[2]] * 30})
-    project = make(make_project, table)
+    gates = {"first": None}
+    project = make(make_project, table, gates=gates)
     run_day(project, 2)
-    make(make_project, table.slice(0, 0))
+    make(make_project, table.slice(0, 0), gates=gates)
     with pytest.raises(
         GateError, match=r"no rows any more, against the 30 of snapshot 1 \(limit 1\)"
     ):
