@@ -24,10 +24,11 @@ from precompute.store.offline.log import BadMark
 from precompute.techniques.row_errors import MOST
 from tests.fixtures import MakeProject
 from tests.models import Doubler
-from tests.scene import UNJUDGED, Scene
+from tests.scene import Scene
 
 Captured = pytest.CaptureFixture[str]
-OPEN = {"gates": UNJUDGED | {"rows": None}}
+OPEN = {"gates": {"first": None}}
+"""The vectors have nearly one direction."""
 
 
 def three_snapshots(make_project: MakeProject) -> Scene:
@@ -276,7 +277,6 @@ def hostile_project(make_project: MakeProject) -> Scene:
         "entity": ["id", "part"],
         "model": {"use": "tests.jobs.test_review:Hostile"},
         "features": {"text": {"dtype": "string"}, "vector": {"dtype": "float32", "dim": 2}},
-        "gates": UNJUDGED,
     }
     project = make_project(table, view=view)
     project.run()

@@ -635,7 +635,12 @@ def _between(check: Check, limits: Sequence[_Limit]) -> Limits:
     )
 
 
-_ENDS = {SHARE: (0.0, 1.0), FALL: (-1.0, 1.0), CORRELATION: (-1.0, 1.0)}
+_ENDS = {
+    SHARE: (0.0, 1.0),
+    COUNT: (0.0, math.inf),
+    FALL: (-1.0, 1.0),
+    CORRELATION: (-1.0, 1.0),
+}
 """Least and largest value that a figure can have."""
 
 
