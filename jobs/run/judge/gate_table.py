@@ -143,7 +143,7 @@ FIRST = (
     Bound((VECTOR,), "common", 0.2, "share of one vector", True),
     Bound((VECTOR,), "dead", 0.1, "share of dimensions without spread"),
     Bound((VECTOR,), "norm.p50", 1e6, "median length"),
-    Bound((VECTOR,), "cosine", 0.995, "mean cosine of two rows"),
+    Bound((VECTOR,), "cosine", 0.99, "mean cosine of two rows"),
     Bound((VECTOR,), "zero", 0.2, "share of zero vectors", True),
     Bound((LIST, NUMBERS), "common", 0.7, "share of one list", True),
     Bound((TEXT,), "missing", 0.3, "share of words for no value", True),
@@ -183,7 +183,7 @@ COMPUTED = (
         "moved.rank",
         CORRELATION,
         DOWN,
-        0.3,
+        0.1,
         None,
         "rank correlation with live's",
     ),
@@ -218,10 +218,7 @@ ANCHOR = (
 )
 """What is compared with an accepted snapshot some nights ago."""
 ANCHOR_LEAST = 0.15
-"""What moved since then at least, where it is too much."""
-ANCHOR_FACTOR = 2.5
-"""And how many times what usually moves in a night: what is noise each night is no more than
-√2 of that apart."""
+"""What moved since then at least, where it is too much; and more than √nights times a night's."""
 
 TABLE = ("first", "null", "constant", "shape", "computed", "moved", "anchor", "never", "bounds")
 """Gates of this table."""

@@ -380,6 +380,7 @@ class Judge:
             neighbours.nights,
             alike=before is None or _is_alike(before, snapshot),
             announced=verdicts.announced.gates,
+            steps=neighbours.steps,
         )
         if snapshot.number == 0 and snapshot.partition is None:
             verdicts.anchor = [write_anchor(self.store, snapshot, found)]

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from precompute.jobs.config.announcement import COMPARING
 from precompute.jobs.config.gates import FeatureGates, GatesConfig
 from precompute.jobs.run.judge.feature_figures import (
+    QUANTILES,
     Figures,
     figures_of,
     kind_of,
@@ -26,7 +27,6 @@ from precompute.jobs.run.judge.feature_figures import (
 )
 from precompute.jobs.run.judge.gate_table import (
     ANCHOR,
-    ANCHOR_FACTOR,
     ANCHOR_LEAST,
     CHECKS,
     COMPUTED,
@@ -70,6 +70,9 @@ _SHOWN_FEATURES = 3
 """Features that a message names, at most."""
 MOST_RELATED = 2048
 """Rows that a rank correlation is of, at most."""
+MOST_STEPS = 7.0
+"""Partitions of a gap for which a limit becomes wider, at most: what is off by more is refused for
+as long as nobody accepts it."""
 _TINY = 1e-30
 _MOST_EXPONENT = 700.0
 _Row = TypeVar("_Row", Check, Bound)
@@ -100,7 +103,9 @@ class Evidence:
     None where nothing is. ``pairs`` are by key with live, ``anchor`` with an accepted snapshot of
     some nights ago. ``nights`` are those before, oldest first, of this recipe. ``alike``: live is
     of the same recipe; of another one what compares is told, and judged by no gate.
-    ``announced``: gate → the features that a change is announced of, None for all.
+    ``announced``: gate → the features that a change is announced of, None for all. ``steps``: how
+    many partitions ago the last of ``nights`` was, 1 of what is no partition: those between were
+    refused, or are not there.
     """
 
     view: FeatureView
@@ -113,6 +118,7 @@ class Evidence:
     nights: Sequence[Night] = ()
     alike: bool = True
     announced: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
+    steps: float = 1.0
 
     @cached_property
     def figures(self) -> Figures:
@@ -295,6 +301,10 @@ def _own_limit(
     words = f"in the {found.nights} nights before {least} to {most}"
     if least == most:
         words = f"in all {found.nights} nights before {least}"
+    if evidence.steps > 1:
+        # what wanders is so much farther from where it was
+        factor *= math.sqrt(min(evidence.steps, MOST_STEPS))
+        words += f", the last {evidence.steps:g} partitions ago"
     below, above = factor * found.below / unit, factor * found.above / unit
     return [_Limit(_unscaled(found.center, check.scale), below, above, unit, words)]
 
@@ -434,6 +444,8 @@ def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
     if anchor is None or anchor.common < FEWEST_ROWS:
         return
     moved = evidence.moves(anchor)
+    # what wanders is √nights as far as in one, what is noise each night no farther
+    nights = sum(one.number >= anchor.number for one in evidence.nights)
     for feature, check, factor in _checks(evidence.view, gates, ANCHOR):
         name, is_less_worse = f"{feature.name}.{check.figure}", check.side == DOWN
         if name not in moved:
@@ -441,11 +453,11 @@ def _anchored(evidence: Evidence, gates: GatesConfig) -> Iterator[_Found]:
         distinct = evidence.figures.get(f"{feature.name}.distinct", 0)
         if check.figure == "moved.changed" and distinct > LABELS:
             continue
-        nightly = [one for _, one, _ in counted(evidence.nights, name)]
-        usually = float(np.median(nightly)) if nightly else float(is_less_worse)
+        usually = _median_night(evidence, name)
+        usually = float(is_less_worse) if usually is None else usually
         # how far from what it is where nothing moved
         off, usual_off = (1 - x if is_less_worse else x for x in (moved[name], usually))
-        limit = factor * max(ANCHOR_LEAST, ANCHOR_FACTOR * usual_off)
+        limit = factor * max(ANCHOR_LEAST, math.sqrt(nights) * usual_off)
         limit += _CHANCE * math.sqrt(limit * (1 - min(1.0, limit)) / anchor.common)
         between = (1 - limit, None) if is_less_worse else (None, limit)
         beside = f"since snapshot {anchor.number}, in a usual night {usually:.4g}"
@@ -555,9 +567,31 @@ def _floor(evidence: Evidence, feature: Feature, check: Check, center: float) ->
     if check.gate == "moved":
         rows = 0 if evidence.pairs is None else evidence.pairs.common
     floor += _chance(check, center, rows, _CHANCE)
-    if check.scale == LEVEL and not feature.dtype.startswith("float"):
-        floor += 1 / _unit(evidence, feature, center)
+    if check.scale == LEVEL:
+        step = 0.0 if feature.dtype.startswith("float") else 1.0
+        by_chance = _quantile_chance(evidence, feature, check.figure)
+        floor += (step + by_chance) / _unit(evidence, feature, center)
     return floor
+
+
+def _quantile_chance(evidence: Evidence, feature: Feature, figure: str) -> float:
+    """How far a quantile of so few sampled rows may be off by chance, by the quantiles beside it:
+    which of the rows it is, is a share of them."""
+    levels = [_median_night(evidence, f"{feature.name}.{name}") for name in QUANTILES]
+    if None in levels:
+        return 0.0
+    share, rows = QUANTILES[figure], evidence.rows.num_rows
+    by = _CHANCE * math.sqrt(share * (1 - share) / rows)
+    least, usual, most = np.interp(
+        [share - by, share, share + by], [*QUANTILES.values()], np.array(levels, float)
+    )
+    return float(max(usual - least, most - usual))
+
+
+def _median_night(evidence: Evidence, name: str) -> float | None:
+    """What a figure usually was; None where no night has it."""
+    values = [value for _, value, _ in counted(evidence.nights, name)]
+    return float(np.median(values)) if values else None
 
 
 def _chance(check: Check, center: float, rows: int, deviations: float) -> float:
@@ -573,8 +607,9 @@ def _chance(check: Check, center: float, rows: int, deviations: float) -> float:
 def _unit(evidence: Evidence, feature: Feature, center: float) -> float:
     """The spread of a feature's values: of its nights, else of what is live."""
     name = f"{feature.name}.spread"
-    spreads = [value for _, value, _ in counted(evidence.nights, name)]
-    spread = float(np.median(spreads)) if spreads else evidence.live_figures.get(name, 0.0)
+    spread = _median_night(evidence, name)
+    if spread is None:
+        spread = evidence.live_figures.get(name, 0.0)
     return spread or 0.05 * abs(center) or 1.0
 
 
