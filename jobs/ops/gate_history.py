@@ -34,7 +34,13 @@ REFUSED, WARNED = "refused", "warned"
 _BY_NIGHTS = {*TABLE} - {"computed", "anchor", "bounds"}
 """Gates of the table but those whose figures are of other rows than the snapshot's, or have no
 history."""
-_UNJUDGED = {"mean": "mean", "p01": "1st percentile", "p99": "99th percentile"}
+_UNJUDGED = {
+    "mean": "mean",
+    "p01": "1st percentile",
+    "p99": "99th percentile",
+    "norm.p01": "1st percentile of lengths",
+    "norm.p99": "99th percentile of lengths",
+}
 """Figures that no gate judges, in words."""
 
 

@@ -66,7 +66,7 @@ def row_map(
         rows: of the snapshot, in no order.
         before: of the one it is compared with; None where another model made them, whose vectors
             are in another space.
-        feature: a vector, which both have.
+        feature: a vector, of one type in both.
         entity: columns of the key.
         began_us: when the run began, µs since 1970; rows computed since are its own.
 
@@ -234,7 +234,11 @@ def run_figures(store: ViewStore, report: Report) -> RunFigures:
             for feature in snapshot.view.features
         ]
         # of another model, vectors are in another space
-        same_space = other is not None and other.made_by == snapshot.made_by
+        same_space = (
+            other is not None
+            and other.made_by == snapshot.made_by
+            and other.view.entity == snapshot.view.entity
+        )
         began = None if report.snapshot is None else parsed_time(report.started_at)
         began_us = math.inf if began is None else as_us(began)
         maps = _maps(snapshot.view, rows, before if same_space else None, began_us)
