@@ -345,6 +345,8 @@ def test_a_share_that_never_was_0_or_1() -> None:
     # of 400 rows, of which eight are expected, there may be none by chance
     assert judged(0.0, *[0.02] * 7).passed
     assert "never" not in gates_of(given(NUMBER, {"zero": 0.0}, [{"zero": 0.1}] * 6))
+    # of which 40 are expected, and five times nine may be lacking
+    assert verdict("never", given(NUMBER, {"zero": 0.0}, [{"zero": 0.1}] * 7), never=5).passed
 
 
 # ---- what the configuration says of a feature
