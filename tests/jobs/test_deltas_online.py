@@ -22,10 +22,12 @@ from precompute.store.online.table_store import TableStore
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.fixtures import MakeProject
 from tests.jobs.test_materialize import interrupted
-from tests.scene import Scene
+from tests.scene import UNJUDGED, Scene
 
 ROWS = 40
-UNJUDGED: dict[str, Any] = {"gates": {"rows": None, "first": None, "contract": None}}
+OPEN: dict[str, Any] = {"gates": {"rows": None, "first": None, "contract": None}}
+ANY_NUMBERS: dict[str, Any] = {"gates": OPEN["gates"] | UNJUDGED}
+"""Of what becomes of values at random, or of all in the same way."""
 
 
 ON_TABLES = pytest.mark.parametrize("online", ["table"], indirect=True)
@@ -38,9 +40,7 @@ def published(make_project: MakeProject, online: str) -> Any:
     """Publishes a table of key → x, as a delta of what was before."""
 
     def publish(table: dict[int, float], **view: Any) -> Scene:
-        project = make_project(
-            sorted(table.items()), project={"online": online}, view=UNJUDGED | view
-        )
+        project = make_project(sorted(table.items()), project={"online": online}, view=OPEN | view)
         project.run()
         check(project, table)
         return project
@@ -100,7 +100,7 @@ def test_a_row_that_is_rejected_now_is_not_served_from_the_base(
     make_project: MakeProject, online: str
 ) -> None:
     """It is in the source still, so it did not leave; but what it was is not what it is."""
-    view = UNJUDGED | {"model": {"use": "tests.models:Doubler", "args": {"nan_on": -1.0}}}
+    view = OPEN | {"model": {"use": "tests.models:Doubler", "args": {"nan_on": -1.0}}}
     tables = (BASE, BASE | {3: -1.0}, BASE | {3: -1.0, 4: -1.0, 5: 50.0}, BASE | {4: -1.0})
     for number, table in enumerate(tables, 1):
         project = make_project(sorted(table.items()), project={"online": online}, view=view)
@@ -120,7 +120,7 @@ def test_a_row_that_is_again_as_before_an_interruption_is_of_the_base(
     monkeypatch.setattr(chunks, "PART_BYTES", 1)
     table = BASE | {0: 100.0, 1: 101.0, 2: 102.0, 3: 103.0}
     interrupted(
-        make_project(sorted(table.items()), project={"online": online}, view=UNJUDGED),
+        make_project(sorted(table.items()), project={"online": online}, view=OPEN),
         monkeypatch,
         1,
     )
@@ -248,7 +248,7 @@ def test_many_deltas_end_where_one_full_run_does(published: Any) -> None:
                 del table[key]
             else:
                 table[key] = random_number.random()
-        project = published(table, **(indexed if step > 6 else {}))
+        project = published(table, **ANY_NUMBERS, **(indexed if step > 6 else {}))
         most = max(most, len(project.live_snapshot().names) - 1)
         if step > 6:
             bases.add(project.live().indexes[0])
@@ -272,7 +272,7 @@ def test_a_reader_meets_one_version_while_deltas_are_published(
 
     def make(x: float) -> Scene:
         rows = [(i, x if i < 4 else 0.0) for i in range(ROWS)]
-        return make_project(rows, project={"online": online}, view=UNJUDGED)
+        return make_project(rows, project={"online": online}, view=ANY_NUMBERS)
 
     project = make(1.0)
     project.run()
@@ -308,7 +308,7 @@ def test_a_store_that_may_drop_rows_takes_deltas_and_says_what_it_is(
 ) -> None:
     monkeypatch.setattr(TableStore, "is_lossy", lambda _: True)
     for x in (1.0, -1.0):
-        project = make_project([(i, x if i == 1 else float(i)) for i in range(ROWS)], view=UNJUDGED)
+        project = make_project([(i, x if i == 1 else float(i)) for i in range(ROWS)], view=OPEN)
         project.run()
     assert (segments(project), project.pointer().lossy) == ((1, 2), True)
     assert "load" not in project.publish(snapshot=1).stages_s
@@ -364,9 +364,9 @@ def test_what_a_segment_lies_over_is_looked_at_by_its_keys_alone(
     make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows vouch for themselves; of vectors, Parquet costs ten times what it does of keys."""
-    make_project(sorted(BASE.items()), project={"online": online}, view=UNJUDGED).run()
+    make_project(sorted(BASE.items()), project={"online": online}, view=OPEN).run()
     project = make_project(
-        sorted((BASE | {3: 33.0}).items()), project={"online": online}, view=UNJUDGED
+        sorted((BASE | {3: 33.0}).items()), project={"online": online}, view=OPEN
     )
     project.materialize()
     checked: list[tuple[int, int, Any]] = []

@@ -718,3 +718,10 @@ def test_of_many_keys_less_correlation_is_no_chance(keys: int, rank: float, pass
     evidence = replace(evidence, pairs=replace(pairs, common=keys))
     vars(evidence).update(figures={"f.moved.rank": rank}, live_figures={"f.distinct": 0.1})
     assert verdict("moved", evidence).passed == passes
+
+
+def test_a_limit_is_no_value_that_a_figure_cannot_have() -> None:
+    found = verdict("shape", given(LIST, {"length": 9.0}, [{"length": 0.2}] * 14))
+    assert "mean length 9, passes up to " in found.message
+    found = verdict("null", given(LIST, {"null": 0.9}, [{"null": 0.0}] * 14))
+    assert "share of nulls 0.9, passes up to " in found.message

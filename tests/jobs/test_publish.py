@@ -36,7 +36,7 @@ from precompute.store.online.online_store import Pointer, Segment
 from precompute.store.vectors import index_build
 from precompute.store.vectors.vector_index import VectorIndex
 from tests.fixtures import MakeProject
-from tests.jobs.test_deltas_online import UNJUDGED
+from tests.jobs.test_deltas_online import ANY_NUMBERS
 from tests.memory_store import MemoryStore
 from tests.online import batch_of, numbers
 from tests.scene import Scene
@@ -295,7 +295,7 @@ def test_a_list_with_rows_of_other_features_is_refused(
 def test_a_reader_sees_one_snapshot_or_the_next_and_never_both(
     make_project: MakeProject, online: str
 ) -> None:
-    rows, make = 500, {"project": {"online": online}, "view": UNJUDGED}
+    rows, make = 500, {"project": {"online": online}, "view": ANY_NUMBERS}
     project = make_project([(i, 1.0) for i in range(rows)], **make)
     project.run()
     failures: list[str] = []
