@@ -145,7 +145,14 @@ def test_another_packages_model_brings_a_template_like_ours(package: Path, tmp_p
     folder = tmp_path / "new"
     folder.mkdir()
     given = ("--from", "../shirts.csv", "--template")
-    done = called(package, "init", ".", *given, "counter", folder=folder)
+    here = ("-c", str(folder))
+    done, ran, looked_up = called_each(
+        package,
+        (*here, "init", ".", *given, "counter"),
+        (*here, "run", "shirt_letters"),
+        (*here, "lookup", "shirt_letters", "2", "--json"),
+        folder=folder,
+    )
     assert done.returncode == 0, done.stderr
     assert "template counter\n" in done.stdout
     assert "  note: spaces count as letters\n" in done.stdout
@@ -155,10 +162,8 @@ def test_another_packages_model_brings_a_template_like_ours(package: Path, tmp_p
         "use": "counter",
         "args": {"columns": ["name", "about"]},
     }
-    assert called(package, "run", view.stem, folder=folder).returncode == 0
-    assert (
-        '"letters": 9' in called(package, "lookup", view.stem, "2", "--json", folder=folder).stdout
-    )
+    assert ran.returncode == 0
+    assert '"letters": 9' in looked_up.stdout
     points = package / "others-1.0.dist-info" / "entry_points.txt"
     points.write_text(points.read_text().replace("model.gone = others:nothing_of_this_name\n", ""))
     done = called(package, "new", "view", "x", *given, "cuonter", folder=folder)
@@ -173,34 +178,41 @@ def test_another_packages_model_is_one_like_ours(package: Path, tmp_path: Path) 
     said of a name that is none."""
     (tmp_path / "size.half").write_text("Size")
     (tmp_path / "shirts.csv").write_text("id,Size\n1,3\n2,8\n")
-
-    def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return called(package, *arguments, folder=tmp_path / "new")
-
-    (tmp_path / "new").mkdir()
+    folder = tmp_path / "new"
+    folder.mkdir()
     given = ("--from", "../shirts.csv", "--model", "../size.half")
-    done = ask("init", ".", *given)
+    here = ("-c", str(folder))
+    done, ran, looked_up = called_each(
+        package,
+        (*here, "init", ".", *given),
+        (*here, "run", "shirt_score"),
+        (*here, "lookup", "shirt_score", "2", "--json"),
+        folder=folder,
+    )
     assert done.returncode == 0, done.stderr
-    (view,) = (tmp_path / "new" / "views").iterdir()
+    (view,) = (folder / "views").iterdir()
     assert yaml.safe_load(view.read_text())["model"] == {
         "use": "halver",
         "args": {"path": "../size.half", "columns": {"Size": "size"}},
     }
-    assert ask("run", view.stem).returncode == 0
-    assert '"half": 4.0' in ask("lookup", view.stem, "2", "--json").stdout
-    for use, said in (
-        ("halve", r"unknown model 'halve'.*; did you mean 'halver'"),
-        ("gone", r"model 'gone' of others:nothing_of_this_name cannot be loaded"),
-    ):
+    assert ran.returncode == 0
+    assert '"half": 4.0' in looked_up.stdout
+    wrong = {
+        "halve": r"unknown model 'halve'.*; did you mean 'halver'",
+        "gone": r"model 'gone' of others:nothing_of_this_name cannot be loaded",
+    }
+    for use in wrong:
         text = view.read_text().replace("use: halver", f"use: {use}")
-        (tmp_path / "new" / "views" / "second.yaml").write_text(
-            text.replace(f"name: {view.stem}", "name: second")
+        (folder / "views" / f"{use}.yaml").write_text(
+            text.replace(f"name: {view.stem}", f"name: {use}")
         )
-        done = ask("validate", "second")
+    each = called_each(package, *((*here, "validate", use) for use in wrong), folder=folder)
+    for done, told in zip(each, wrong.values(), strict=True):
         assert done.returncode == 2
-        assert re.search(said, done.stdout + done.stderr), done
+        assert re.search(told, done.stdout + done.stderr), done
     # of a package that is whole the files are known
     points = package / "others-1.0.dist-info" / "entry_points.txt"
     points.write_text("[precompute.plugins]\nmodel.halver = others:Halver\n")
     given = ("--from", "../shirts.csv", "--model", "../shirts.csv")
-    assert "a file of halves (.half); pickles" in ask("new", "view", "x", *given).stderr
+    done = called(package, "new", "view", "x", *given, folder=folder)
+    assert "a file of halves (.half); pickles" in done.stderr

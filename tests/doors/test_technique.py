@@ -7,7 +7,7 @@ from pathlib import Path
 
 from precompute.store.doors import KNOWN
 from precompute.techniques.table import words
-from tests.doors.conftest import Install, called, names_of, without_each_of
+from tests.doors.conftest import Install, called, called_each, names_of, without_each_of
 from tests.fixtures import MakeProject
 from tests.jobs.test_converted_view import LOOSE, ROWS, torch_project
 from tests.server import make_folder
@@ -55,15 +55,15 @@ def test_another_packages_technique_is_one_like_ours(
     for backend, commands in (("mine", ["validate", "run"]), ("gone", ["validate"])):
         chosen = {"precision": "bf16", "backend": backend, "accuracy": LOOSE}
         project = torch_project(make_project, ROWS, view=chosen)
-        for command in commands:
-            done = called(site, command, "numbers", folder=project.folder)
+        given = [("-c", str(project.folder), command, "numbers") for command in commands]
+        validated, *ran = called_each(site, *given, folder=project.folder)
+        for done in (validated, *ran):
             assert done.returncode == (0 if backend == "mine" else 2), done.stdout + done.stderr
-            if command == "validate":
-                (said[backend],) = [line for line in done.stdout.splitlines() if "bf16-" in line]
-            else:
-                use = project.snapshot().view.definition.model
-                assert (use.precision, use.backend) == ("bf16", "mine")
-                assert len(project.rows()) == len(ROWS)
+        (said[backend],) = [line for line in validated.stdout.splitlines() if "bf16-" in line]
+        if ran:
+            use = project.snapshot().view.definition.model
+            assert (use.precision, use.backend) == ("bf16", "mine")
+            assert len(project.rows()) == len(ROWS)
     assert said["mine"].endswith("; in float32, where a run computes by bf16-mine")
     assert re.sub(r".*views/numbers.yaml:\d+: ", "", said["gone"]) == (
         "model.backend: technique 'bf16-gone' of others_technique:nothing_of_this_name cannot be"
