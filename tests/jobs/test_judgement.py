@@ -19,7 +19,6 @@ from precompute.jobs.run.judge import judgement
 from precompute.jobs.run.judge.feature_figures import FLAG, LIST, NUMBER, NUMBERS, TEXT, VECTOR
 from precompute.jobs.run.judge.gate_table import (
     ANCHOR,
-    ANCHOR_FACTOR,
     ANCHOR_LEAST,
     BOTH,
     CHECKS,
@@ -189,6 +188,33 @@ def test_beside_the_views_own_nights(check: Check) -> None:
         )
 
 
+@pytest.mark.parametrize(("steps", "times"), [(1.0, 1.0), (4.0, 2.0), (30.0, math.sqrt(7))])
+def test_after_a_gap_of_partitions(steps: float, times: float) -> None:
+    """√steps times as far, of seven at most."""
+    check = next(check for check in CHECKS if check.figure == "zero" and check.gate == "shape")
+    nights = [{"spread": SPREAD, "zero": 0.4}] * 14
+    reach = times * (0.02 + chance(check, 0.4, 3.5))
+
+    def judged(value: float) -> Verdict:
+        return verdict("shape", given(NUMBER, {"zero": value}, nights, steps=steps))
+
+    passes_inside_alone(judged, 0.4 + reach, 1, f"f: {check.words} ")
+    is_told = f"the last {steps:g} partitions ago" in judged(0.9).message
+    assert is_told == (steps > 1)
+
+
+def test_a_quantile_of_few_rows_may_be_what_the_one_beside_it_is() -> None:
+    """A median between a crowd of zeros and other values is as it comes."""
+    levels = {"p01": 0.0, "p05": 0.0, "p25": 0.0, "p50": 0.0, "p75": 8.0, "p95": 16.0, "p99": 20.0}
+    nights = [{"spread": SPREAD, **levels}] * 14
+    reach = 0.4 * SPREAD + 8.0 * (3.5 * math.sqrt(0.25 / ROWS)) / 0.25
+
+    def judged(value: float) -> Verdict:
+        return verdict("shape", given(NUMBER, levels | {"p50": value}, nights))
+
+    passes_inside_alone(judged, reach, 1, "f: median ")
+
+
 YOUNG = [check for check in CHECKS if check.young is not None and check.gate != "moved"]
 
 
@@ -223,7 +249,7 @@ def bound(check: Check, share_chance: float, rows: int = ROWS) -> tuple[float, i
     more = share_chance if check.scale == SHARE else 0.0
     young = check.young
     if check.scale == CORRELATION and young > 0:
-        young = min(young, judgement._CHANCE_RELATED / math.sqrt(rows))
+        young = min(max(young, 1.3 / math.sqrt(rows)), 3.0 / math.sqrt(rows))
     return (young + more, 1) if check.side == UP else (young, -1)
 
 
@@ -313,11 +339,11 @@ def test_the_rows_that_a_run_computed(of_tables: dict[int, dict[str, float]], ch
 
 
 @pytest.mark.parametrize("figure", [check.figure for check in ANCHOR])
-@pytest.mark.parametrize(("usually", "least"), [(0.02, ANCHOR_LEAST), (0.2, 0.2 * ANCHOR_FACTOR)])
+@pytest.mark.parametrize(("usually", "least"), [(0.02, ANCHOR_LEAST), (0.2, 0.2 * math.sqrt(5))])
 def test_what_moved_in_a_week(
     of_tables: dict[int, dict[str, float]], figure: str, usually: float, least: float
 ) -> None:
-    """More than a least share, and more than 2.5 times what usually moves in a night."""
+    """More than a least share, and more than √nights times what usually moves in a night."""
     check = next(check for check in ANCHOR if check.figure == figure)
     is_less_worse = check.side == DOWN
     limit = least + 3.5 * math.sqrt(least * (1 - least) / ROWS)
@@ -640,7 +666,7 @@ def replace_figures(night: Night, figures: dict[str, float]) -> Night:
 
 def test_of_a_figure_with_gaps_the_nights_count_that_have_it() -> None:
     """Of six there is the last one alone: tonight is a Saturday, and that was a Sunday."""
-    for has, said in ((7, "in the 7 nights before 1 to 1"), (6, f"on {day(6)} 1")):
+    for has, said in ((7, "in all 7 nights before 1"), (6, f"on {day(6)} 1")):
         nights = [{"p50": 1.0, "spread": 1.0} if n % 2 == 0 else {} for n in range(2 * has)]
         found = verdict("shape", given(NUMBER, {"p50": 90.0}, nights))
         assert not found.passed
@@ -667,7 +693,7 @@ def test_a_weekday_that_was_always_announced_is_known_of_no_night() -> None:
         vars(evidence)["figures"] = figures
         found = verdict("shape", evidence)
         assert (found.passed, found.warned) == (passed, warned)
-        assert "in the 28 nights before 1 to 1)" in found.message
+        assert "in all 28 nights before 1)" in found.message
 
 
 def test_labels_that_all_differ_may_be_others_each_night() -> None:

@@ -48,6 +48,15 @@ def test_how_far_follows_from_the_number_of_nights(nights: int, k: float) -> Non
     assert found == pytest.approx(Usual(center, reach, reach, nights))
 
 
+def test_nights_that_are_mostly_the_one_before_say_as_much_as_fewer() -> None:
+    """A walk of 28 nights says what ten independent ones do, and so does a mean of 30 days."""
+    x = np.cumsum(np.random.default_rng(5).normal(size=28))
+    found = usual(values(*x), "no date")
+    off = x - np.median(x)
+    reach = (17.2 - 3 / 7 * 10) * np.delete(off, np.abs(off).argmax()).std(ddof=1)
+    assert found == pytest.approx(Usual(float(np.median(x)), reach, reach, 28))
+
+
 def test_of_fewer_than_seven_nights_nothing_is_usual() -> None:
     assert usual(values(*range(6)), day(6)) is None
     assert usual([], day(0)) is None

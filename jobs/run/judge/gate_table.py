@@ -183,7 +183,7 @@ COMPUTED = (
         "moved.rank",
         CORRELATION,
         DOWN,
-        0.1,
+        0.15,
         None,
         "rank correlation with live's",
     ),

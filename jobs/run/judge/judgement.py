@@ -64,8 +64,9 @@ _CHANCE_COMPUTED = 4.0
 """As many of the rows that a run computed, of which there may be few."""
 _CHANCE_NEVER = 9.0
 """Rows of a kind that are expected where none is: by chance once in 10⁴."""
-_CHANCE_RELATED = 3.0
-"""Standard deviations of a rank correlation of rows that have nothing to do with each other."""
+_CHANCE_RELATED = (1.3, 3.0)
+"""Standard deviations of a rank correlation of rows that have nothing to do with each other: that
+one in ten exceeds, and next to none."""
 _SHOWN_FEATURES = 3
 """Features that a message names, at most."""
 MOST_RELATED = 2048
@@ -293,7 +294,7 @@ def _own_limit(
     unit = _unit(evidence, feature, center) if check.scale == LEVEL else 1.0
     floor = _floor(evidence, feature, check, center) * unit
     found = usual(
-        [one._replace(value=_scaled(one.value, check.scale)) for one in values], evidence.day, floor
+        [one._replace(value=_scaled(one.value, check.scale)) for one in values], evidence.day, floor, check.gate
     )
     assert found is not None
     raw = [one.value for one in values]
@@ -341,7 +342,8 @@ def _bound_by_key(check: Check, factor: float, rows: int, number: int) -> _Limit
     best, young = (0.0 if check.side == UP else 1.0), float(check.young or 0.0)
     if check.scale == CORRELATION and young > 0:
         # what is noise each night has a rank correlation of 0.1, that of other keys' rows is chance
-        young = min(young, _CHANCE_RELATED / math.sqrt(min(max(rows, 1), MOST_RELATED)))
+        few, many = (of / math.sqrt(min(max(rows, 1), MOST_RELATED)) for of in _CHANCE_RELATED)
+        young = min(max(young, few), many)
     reach = abs(best - young)
     reach += _chance(check, young, rows, _CHANCE) if check.scale == SHARE else 0.0
     words = f"of {rows:,} keys beside snapshot {number}"

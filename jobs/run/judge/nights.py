@@ -3,11 +3,9 @@
 A night is the newest snapshot of a day that was accepted, or a partition. Tonight's figure x is
 compared with the median c of the last 28: it may be off by k(n) standard deviations s of theirs,
 the farthest night left out. k(n) is such that of 50 figures one is off by chance once in 200 nights
-(Monte Carlo of n + 1 normal values, two-sided). Nights that are like the one before tell less: n is
-then how many independent ones say as much, n (1 - r) / (1 + r) of their correlation r with the one
-before (of a mean of 30 days next to nothing). Where figures follow the weekday, which halves s, c
-is that weekday's median. Storms come more often than normal values say: what is no farther from c
-than %MOST% times the farthest of these nights passes, too.
+(Monte Carlo of n + 1 normal values, two-sided). Where a night is mostly the one before, as a mean of
+30 days is, n is how many independent nights say as much. Where figures follow the weekday, which
+halves s, c is that weekday's median.
 """
 
 from __future__ import annotations
@@ -96,7 +94,8 @@ def counted(nights: Sequence[Night], figure: str) -> list[Value]:
     return found[-MOST_NIGHTS:]
 
 
-def usual(values: Sequence[Value], day: str, floor: float = 0.0) -> Usual | None:
+FAR = {"moved": 0.0, "shape": 0.0}
+def usual(values: Sequence[Value], day: str, floor: float = 0.0, gate="") -> Usual | None:
     """What a figure usually is on a day, and how far from it tonight's may be: ``floor`` at least;
     None of fewer than :data:`FEWEST_NIGHTS` nights."""
     n = len(values)
@@ -115,6 +114,8 @@ def usual(values: Sequence[Value], day: str, floor: float = 0.0) -> Usual | None
             center, off, lost = float(own[today]), of_weekday, len(own)
     k = float(np.interp(_independent(off), _K_NIGHTS, _K))
     reach = max(k * _spread(off, lost), floor)
+    if n >= SURE_NIGHTS:
+        reach = max(reach, FAR.get(gate, 0) * max((abs(o) for o, v in zip(off, values) if not v.is_accepted), default=0))
     may = []
     for one, of_day in zip(values, weekdays, strict=True):
         by = one.value - center
@@ -144,14 +145,15 @@ def _spread(off: F8, lost: int = 1) -> float:
 
 
 def _independent(off: F8) -> float:
-    """How many independent values say as much (J. von Neumann, Annals of Mathematical Statistics
-    1941: steps between independent values are twice their variance)."""
+    """How many independent nights say as much, where each is mostly the one before: n (1 - r) /
+    (1 + r) of their correlation r with it (steps between independent values are twice their
+    variance: J. von Neumann, Annals of Mathematical Statistics 1941)."""
     n, variance = len(off), float(off.var())
     if variance == 0:
         return n
-    # 1 - r, no more than 1
-    steps = min(1.0, float(np.square(np.diff(off)).mean()) / (2 * variance))
-    return max(min(n, _FEWEST_INDEPENDENT), n * steps / (2 - steps))
+    # 1 - r; of few independent nights chance makes less than 1, too
+    rest = float(np.square(np.diff(off)).mean()) / (2 * variance)
+    return n if rest > 0.5 else max(min(n, _FEWEST_INDEPENDENT), n * rest / (2 - rest))
 
 
 def weekday(day: str) -> int | None:
